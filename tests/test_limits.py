@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
+import signal
 import struct
 import time
 import tracemalloc
@@ -203,3 +205,46 @@ def test_a_limit_is_raised_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTKIT_LIMIT_LAYERS", "many")
     with pytest.raises(InputError, match="limit-invalid"):
         limits.LAYERS.demand(1, "x")
+
+
+def test_limits_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("nan", "-1", "0"):
+        monkeypatch.setenv("QUANTKIT_LIMIT_DOCUMENT", text)
+        with pytest.raises(InputError, match="limit-invalid"):
+            limits.DOCUMENT.demand(1, "x")
+
+
+def test_a_guard_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGALRM)
+    for name, text in (("SECONDS", "inf"), ("MEMORY", "inf"), ("SECONDS", "5"), ("MEMORY", "1e9")):
+        monkeypatch.setenv(f"QUANTKIT_LIMIT_{name}", text)
+        with limits.guarded("outer"), limits.guarded("inner"):
+            pass
+    monkeypatch.setattr(limits, "_held", lambda: float("inf"))  # a system without /proc
+    with limits.guarded("elsewhere"):
+        pass
+    assert (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGALRM)) == before
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"small")
+    tracemalloc.start()
+    assert limits.read(tmp_path / "small", limits.DATA) == b"small"
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1//0 }}", "{{ '{a}'.format() }}", "{{ 'a'.encode('x') }}", "{% for %}"], ids=range(4)
+)
+def test_a_template_that_fails_is_one_error(template: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+    byte_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    refused(lambda: Tokenizer(tmp_path).chat("hello"), "no-chat-template")
+
+
+def test_counts_in_lists_are_limited_too() -> None:
+    from quantkit.model.source import pretrained
+
+    refused(lambda: pretrained.demand_layers({"depths": [3_000_000, 1]}, "config.json"))
+    refused(lambda: pretrained.demand_layers({"vision": {"num_blocks": 20_000}}, "config.json"))

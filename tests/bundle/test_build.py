@@ -322,3 +322,13 @@ def test_a_full_disk_told_by_a_rust_library(tmp_path: Path) -> None:
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(RuntimeError), Build.open(tmp_path / "out", FINGERPRINT, resume=False):
         raise RuntimeError("No such file or directory (os error 2)")
+
+
+def test_a_link_planted_as_the_build_s_folder_is_left_alone(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    (victim / "bundle").mkdir(parents=True)
+    (victim / "bundle" / "thesis.txt").touch()
+    (tmp_path / "out.partial").symlink_to(victim)
+    with pytest.raises(InputError, match="unfinished-build"):
+        Build.open(tmp_path / "out", FINGERPRINT, resume=False)
+    assert [path.name for path in victim.rglob("*")] == ["bundle", "thesis.txt"]

@@ -331,3 +331,19 @@ def test_what_a_killed_write_left_is_in_nobodys_way(bundle: Bundle) -> None:
     assert _failed(bundle)["files.unlisted"] == "report.html"
     bundle.put("report.html", b"a page")
     assert not _failed(bundle) and not list(bundle.path.glob(".*.tmp"))
+
+
+def test_a_folder_of_which_the_manifest_lists_nothing_is_not_opened(bundle: Bundle) -> None:
+    (bundle.path / "onnx").mkdir()
+    (bundle.path / "onnx" / "model.onnx").touch()
+    for under in (None, ""):
+        with pytest.raises(InputError, match="hash-mismatch"):
+            bundle.demand_intact(under)
+
+
+def test_what_git_and_downloads_leave_is_in_nobodys_way(bundle: Bundle) -> None:
+    for name in (".gitattributes", ".git/config", ".cache/huggingface/x.lock", ".DS_Store", "model/.DS_Store"):
+        (bundle.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (bundle.path / name).touch()
+    assert not _failed(bundle)
+    bundle.demand_intact()

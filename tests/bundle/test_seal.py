@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -122,3 +124,54 @@ def test_what_is_no_key(bundle: Bundle, tmp_path: Path) -> None:
     edit(bundle, state="gate_failed")
     with pytest.raises(QuantkitError, match="seal-differs"):
         seal.sign(bundle.path, ssh_key(tmp_path / "mine")[0])
+
+
+def test_a_signature_is_of_one_manifest(bundle: Bundle, tmp_path: Path) -> None:
+    """A killed write, or a stranger, left the hash of another manifest in the seal that is signed."""
+    private, public = ssh_key(tmp_path / "mine")
+    honest = (bundle.path / "manifest.json").read_bytes()
+    hostile = honest.replace(b"complete", b"gate_failed")
+    said = json.loads((bundle.path / "seal.json").read_bytes())
+    both = {**said, "before": hashlib.sha256(hostile).hexdigest()}
+    (bundle.path / "seal.json").write_text(json.dumps(both), encoding="utf-8")
+    assert not failed(bundle)
+    seal.sign(bundle.path, private)
+    (bundle.path / "manifest.json").write_bytes(hostile)
+    assert failed(bundle) == ["seal"]
+    with pytest.raises(QuantkitError, match="signature-differs"):
+        seal.demand_signer(bundle.path, str(public))
+
+
+def test_what_changed_is_signed_again(bundle: Bundle, tmp_path: Path) -> None:
+    private, public = ssh_key(tmp_path / "my key")
+    seal.sign(bundle.path, private)
+    bundle.put("report.html", b"a page")
+    with pytest.raises(QuantkitError, match="signature-differs"):
+        seal.demand_signer(bundle.path, str(public))
+    seal.sign(bundle.path, private)
+    assert seal.demand_signer(bundle.path, str(public)) == "my key"
+
+
+def test_signers_are_found_as_openssh_finds_them(bundle: Bundle, tmp_path: Path) -> None:
+    _, other = ssh_key(tmp_path / "other")
+    private, public = ssh_key(tmp_path / "mine")
+    seal.sign(bundle.path, private)
+    both = tmp_path / "keys"
+    both.write_text(other.read_text(encoding="utf-8") + public.read_text(encoding="utf-8"), encoding="utf-8")
+    assert seal.demand_signer(bundle.path, str(both)) == "keys"
+    key = public.read_text(encoding="utf-8")
+    for line in (f"ada@x,bob@x {key}", f'"ada love" {key}', f'\ufeff  ssh-admin@x namespaces="quantkit" {key}'):
+        both.write_text(line, encoding="utf-8")
+        assert seal.demand_signer(bundle.path, str(both))
+    both.write_text(f'ada@x namespaces="git" {key}', encoding="utf-8")
+    with pytest.raises(QuantkitError, match="signature-differs"):
+        seal.demand_signer(bundle.path, str(both))
+
+
+def test_a_pipe_is_no_seal(bundle: Bundle, tmp_path: Path) -> None:
+    private, public = ssh_key(tmp_path / "mine")
+    seal.sign(bundle.path, private)
+    (bundle.path / "seal.json").unlink()
+    os.mkfifo(bundle.path / "seal.json")
+    with pytest.raises(QuantkitError, match="not-a-file"):
+        seal.demand_signer(bundle.path, str(public))

@@ -89,3 +89,25 @@ class _Bundle:
 
     def demand_intact(self, under: str) -> None:
         """As if the manifest listed all of it."""
+
+
+@pytest.mark.parametrize("key", ["vocab", "merges", "vocab_file", "source_spm"])
+def test_a_tokenizer_names_no_files(key: str, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text('{"secret": 0}', encoding="utf-8")
+    config = {"tokenizer_class": "Qwen2Tokenizer", key: str(tmp_path / "secret.json")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(InputError, match="tokenizer-damaged"):
+        pretrained.tokenizer(tmp_path)
+
+
+def test_attention_is_torch_s_own(tmp_path: Path) -> None:
+    zoo.tiny("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    honest = json.loads(path.read_text(encoding="utf-8"))
+    for name, allowed in (("flash_attention_2", False), ("sdpa", True), ("eager", True)):
+        path.write_text(json.dumps(honest | {"attn_implementation": name}), encoding="utf-8")
+        if allowed:
+            pretrained.config(tmp_path)
+        else:
+            with pytest.raises(InputError, match="remote-code"):
+                pretrained.network(type(zoo.tiny("llama")), tmp_path)
