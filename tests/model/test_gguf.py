@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,16 @@ def test_a_damaged_file(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         convert_gguf(tmp_path / "tiny.gguf", tmp_path)
     assert caught.value.code == "gguf-damaged"
+
+
+def test_a_count_that_its_file_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model_of("llama"))
+    data = path.read_bytes()
+    at = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8
+    for count in (10**7, 2**63):
+        path.write_bytes(data[:at] + count.to_bytes(8, "little") + data[at + 8 :])
+        started = time.monotonic()
+        with pytest.raises(InputError, match="gguf-damaged"):
+            convert_gguf(path, tmp_path)
+        assert time.monotonic() - started < 2

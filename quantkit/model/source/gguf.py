@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -122,6 +124,9 @@ _ARCHITECTURES = {
 }
 
 
+# GGUF's kinds of values: bytes of those of a fixed size, texts, arrays
+_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _ARRAY = 8, 9
 # elements in a byte, of the format that has most
 _DENSEST = 8
 
@@ -139,7 +144,56 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     where = str(gguf_file)
     damaged = partial(InputError, "gguf-damaged", where=where, remedy="fetch or install it again")
     with reading(lambda said: damaged(value=said)):
+        _demand_lengths(gguf_file)
         _convert(gguf.GGUFReader(gguf_file), gguf_file, folder)
+
+
+def _demand_lengths(path: Path) -> None:
+    """What the metadata says is long fits into the file; the library would go through 2**63 elements one by one.
+
+    Raises:
+        ValueError: it does not, or nests arrays. struct.error: the file ends.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = 0
+
+        def take(form: str) -> int:
+            nonlocal at
+            (found,) = struct.unpack_from(f"<{form}", data, at)
+            at += struct.calcsize(f"<{form}")
+            return int(found)
+
+        def skip(kind: int, count: int) -> None:
+            nonlocal at
+            least = _FIXED.get(kind, 8)
+            if count * least > len(data) - at:
+                raise ValueError(f"{count} values at byte {at} of {len(data)}")
+            if kind in _FIXED:
+                at += count * _FIXED[kind]
+                return
+            if kind != _STRING:
+                raise ValueError(f"values of kind {kind} at byte {at}")
+            for _ in range(count):
+                length = take("Q")
+                if length > len(data) - at:
+                    raise ValueError(f"a text of {length} bytes at byte {at} of {len(data)}")
+                at += length
+
+        if data[:4] != b"GGUF":
+            raise ValueError("not a GGUF file")
+        at = 4
+        take("I")
+        tensors, fields = take("Q"), take("Q")
+        if max(tensors, fields) * 8 > len(data):
+            raise ValueError(f"{tensors} tensors and {fields} fields in {len(data)} bytes")
+        for _ in range(fields):
+            skip(_STRING, 1)
+            kind = take("I")
+            if kind == _ARRAY:
+                kind = take("I")
+                skip(kind, take("Q"))
+            else:
+                skip(kind, 1)
 
 
 def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
