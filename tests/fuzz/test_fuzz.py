@@ -21,6 +21,7 @@ FOUND: dict[str, tuple[int, ...]] = {
     "index": (7465, 15841),
     "recipe": (3313, 3451),
     "manifest": (12659,),
+    "npz": (1004746,),
     "zip": (524, 3341),
     "tokenizer-config": (9, 104, 128),
 }

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +179,12 @@ def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
         raise own.unreadable(where, error) from None
 
 
+def demand_arrays(members: Iterable[Any], where: str) -> None:
+    """Members of an archive that are not numpy's come back as their bytes: `calibration-unreadable`."""
+    if not all(isinstance(each, np.ndarray) for each in members):
+        raise own.unreadable(where, "a member that is no array")
+
+
 def _arrays(file: Path | bytes, where: str) -> Images:
     with opened_arrays(file, where) as loaded:
         if isinstance(loaded, np.ndarray):
@@ -188,6 +194,7 @@ def _arrays(file: Path | bytes, where: str) -> Images:
         else:
             images = loaded["images"]
             labels, clusters = (loaded[name] if name in loaded.files else None for name in ("labels", "clusters"))
+    demand_arrays([each for each in (images, labels, clusters) if each is not None], where)
     if images.ndim == 0 or images.size == 0:
         raise own.empty(where, f"images {list(images.shape)}", "images are [n, …], n at least 1, and no size is 0")
     bytes_ = images.dtype == np.uint8

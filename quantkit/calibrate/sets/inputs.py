@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from quantkit import content
 from quantkit.calibrate.sets import own
 from quantkit.calibrate.sets.card import SetSampling, Split
-from quantkit.calibrate.sets.image_sources import class_numbers, cluster_numbers, opened_arrays
+from quantkit.calibrate.sets.image_sources import class_numbers, cluster_numbers, demand_arrays, opened_arrays
 from quantkit.calibrate.sets.images import check_range, drawn, load_images, own_split
 from quantkit.errors import InputError
 from quantkit.model.preprocess import Preprocess
@@ -232,7 +232,9 @@ def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
             given = ", ".join(map(repr, loaded.files[:6])) or "none"
             value = f"arrays {given}, no {missing[0]!r}"
             raise InputError("calibration-fields", where=where, value=value, rule=wanted, remedy=remedy)
-        return {name: loaded[name] for name in [*names, LABELS, CLUSTERS] if name in loaded.files}
+        found = {name: loaded[name] for name in [*names, LABELS, CLUSTERS] if name in loaded.files}
+        demand_arrays(found.values(), where)
+        return found
 
 
 def _count(arrays: Feed, where: str) -> int:
