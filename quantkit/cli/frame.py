@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import math
 import os
@@ -10,8 +11,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import IO, Annotated, Any
 
 import typer
@@ -126,10 +127,10 @@ def main() -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     _keep_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            # a terminal without ✓ or × gets a question mark, not an error
-            stream.reconfigure(errors="replace")
+    # a terminal without ✓ or × gets a question mark, not an error
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stderr = _Said(sys.stderr.detach(), encoding=sys.stderr.encoding, errors="replace", line_buffering=True)
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
@@ -153,6 +154,26 @@ def _keep_streams() -> None:
         kept = os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         sys.stdout = os.fdopen(kept, "w", encoding=sys.stdout.encoding)
+
+
+class _Said(io.TextIOWrapper):
+    """Standard error: when whoever reads it leaves (`2>&1 | head`), the work goes on."""
+
+    def write(self, text: str) -> int:
+        with self._heard():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._heard():
+            super().flush()
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
 def _interrupt(*_: object) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import limits
 from quantkit.errors import InputError
 from quantkit.model.source.weights import INDEX, checked_file, write_atomic, write_json
 
@@ -35,7 +36,7 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
     write_json(folder / "config.json", config)
     for path, name in carried(source.path):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / name, [path.read_bytes()])
+        write_atomic(folder / name, [limits.read(path, limits.DATA)])
 
 
 def carried(folder: Path) -> Iterator[tuple[Path, str]]:

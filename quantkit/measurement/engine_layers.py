@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from quantkit import limits
 from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.content import Closed
 from quantkit.errors import InputError
@@ -223,7 +224,7 @@ def stored(folder: Path) -> list[Inspected]:
     found = []
     for path in sorted((folder / FOLDER).glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError, ValidationError):
-            found.append(Inspected.model_validate_json(path.read_bytes()))
+            found.append(Inspected.model_validate_json(limits.read(path)))
     return found
 
 

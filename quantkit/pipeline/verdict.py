@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import machine
+from quantkit import limits, machine
 from quantkit.bundle import Check, Decision, LayerEntry, Manifest, Verdict
 from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
 from quantkit.measurement.accuracy.harm import Harm
@@ -101,7 +101,7 @@ def try_to_time(
 
 def context_of(folder: Path) -> int:
     """Tokens that a sequence of an exported model can have."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(limits.read(folder / "config.json"))
     names = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 4096)
 
@@ -167,7 +167,7 @@ def read_harm(folder: Path) -> Harm | None:
     from pydantic import ValidationError
 
     try:
-        return Harm.model_validate_json((folder / HARM).read_bytes())
+        return Harm.model_validate_json(limits.read(folder / HARM))
     except (OSError, ValidationError):
         return None
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -119,7 +119,7 @@ def run(
         try:
             if seconds is not None:
                 timer.start()
-            found = _heard(process, job, progress, note)
+            found = _heard(process, job, progress, note, where)
             ended = process.wait()
         except QuantkitError:
             if not late.is_set():  # else it met its own end
@@ -151,27 +151,60 @@ def run(
 
 
 def _heard(
-    process: subprocess.Popen[str], job: Any, progress: Report | None, note: Callable[[str], None] | None
+    process: subprocess.Popen[str], job: Any, progress: Report | None, note: Callable[[str], None] | None, where: str
 ) -> list[Any]:
     """The rows of all lines until its output ends. Raises what the child met."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
         process.stdin.write(f"{json.dumps(job)}\n")
         process.stdin.flush()
+    return heard(process.stdout, progress, note, where)
+
+
+def heard(
+    lines: Iterable[str],
+    progress: Report | None = None,
+    note: Callable[[str], None] | None = None,
+    where: str = "child",
+) -> list[Any]:
+    """The rows of the lines in which a child, here or on a device, answers.
+
+    Raises:
+        InputError: `answer-invalid`, a line is not as the protocol says; what the child met.
+        GateError, Inconclusive, Stopped: what the child met.
+    """
     found = []
-    for line in process.stdout:
+    for line in lines:
         kind, _, rest = line.rstrip("\n").partition(" ")
+        try:
+            answer: Any = None
+            if kind == "at":
+                share, _, answer = rest.partition(" ")
+                done = min(max(float(share), 0.0), 1.0)  # of no number, 0
+            elif kind in ("row", "note", "error"):
+                answer = json.loads(rest)
+            if kind == "note" and not isinstance(answer, str):
+                raise ValueError("a note is a text")
+            if kind == "error":
+                code = answer.pop("exit", 2)
+                kinds = {each.exit: each for each in (GateError, Inconclusive, Stopped)}
+                answer = kinds.get(code, InputError)(**{str(name): str(text) for name, text in answer.items()})
+        except (ValueError, TypeError, AttributeError, RecursionError) as problem:
+            raise InputError(
+                "answer-invalid",
+                where=where,
+                value=line.strip()[:80],
+                rule=f"a line of `row`, `at`, `note` or `error`, and JSON ({problem})",
+                remedy="run it again; if it stays, the program there is not this version's",
+            ) from None
+        if kind == "error":
+            raise answer
         if kind == "row":
-            found.append(json.loads(rest))
+            found.append(answer)
         elif kind == "at" and progress is not None:
-            share, _, words = rest.partition(" ")
-            progress(float(share), words)
+            progress(done, answer)
         elif kind == "note" and note is not None:
-            note(json.loads(rest))
-        elif kind == "error":
-            fields = json.loads(rest)
-            kinds = {each.exit: each for each in (GateError, Inconclusive, Stopped)}
-            raise kinds.get(fields.pop("exit", 2), InputError)(**fields)
+            note(answer)
     return found
 
 

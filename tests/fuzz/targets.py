@@ -401,6 +401,14 @@ def _measured_seed(folder: Path) -> Path:
     return path
 
 
+def _answers(folder: Path) -> None:
+    from quantkit.runtimes.child import heard
+
+    heard((folder / "answers").read_bytes().decode("utf-8", "replace").splitlines())
+
+
+ANSWERS = 'at 0.5 decode, batch 1\nrow {"name": "latency", "value": 0.1}\nchatter\nnote "warm"\nat 1.0 done\n'
+ENDED = ANSWERS + 'error {"code": "out-of-memory", "where": "cpu", "value": "", "rule": "", "remedy": "", "exit": 2}\n'
 TEXT = "one text of a few words\n\nanother text\n"
 LINES = "\n".join(json.dumps({"text": f"text number {n}"}) for n in range(4))
 CHATS = "\n".join(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) for _ in range(3))
@@ -434,6 +442,8 @@ TARGETS: tuple[Target, ...] = (
     Target("rows", _rows, mutate.of_lines, _read_rows),
     Target("nightly", _nightly_example, mutate.of_json, _nightly),
     Target("prices", _prices_example, mutate.of_json, _prices),
+    Target("answers", _written("answers", ANSWERS), mutate.of_bytes, _answers),
+    Target("answers-error", _written("answers", ENDED), mutate.of_bytes, _answers),
     Target("measured", _measured_seed, mutate.of_json, _measured),
 )
 BY_NAME: dict[str, Any] = {target.name: target for target in TARGETS}

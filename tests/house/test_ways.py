@@ -9,6 +9,19 @@ import pytest
 
 from house.source import files, tree
 
+# what they read is the package's own, the cache's, the system's, or was hashed
+OURS = {
+    *("quantkit.limits", "quantkit.machine", "quantkit.plugins", "quantkit.pipeline.baseline", "quantkit.target"),
+    *("quantkit.bundle.build", "quantkit.bundle.bundle", "quantkit.bundle.cached", "quantkit.model.source.hashes"),
+    *("quantkit.exporters.tensorrt.timings", "quantkit.runtimes.tensorrt.engine", "quantkit.runtimes.tensorrt.file"),
+    *("quantkit.measurement.timing.clocks", "quantkit.measurement.timing.speed", "quantkit.nightly.config"),
+    *("quantkit.nightly.page.site", "quantkit.nightly.running.bundles", "quantkit.pipeline.finished.engine"),
+    *("quantkit.pipeline.finished.layerwise", "quantkit.pipeline.finished.measure", "quantkit.planning.support"),
+    *("quantkit.planning.compiling.result", "quantkit.report.bundle.card", "quantkit.report.catalog"),
+    *("quantkit.report.kit.shell", "quantkit.runtimes.onnxruntime.session", "quantkit.tuning.answer"),
+    *("quantkit.tuning.placement.engine", "quantkit.tuning.placement.search", "quantkit.tuning.store"),
+}
+
 
 def calls(module: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything that a module calls by a dotted name."""
@@ -41,6 +54,11 @@ def calls(module: str) -> Iterator[tuple[int, str]]:
             {"*.from_pretrained"},
             {"quantkit.model.source.pretrained"},
             "models, configs and tokenizers are opened by model/source/pretrained.py, which runs none of their code",
+        ),
+        (
+            {"*.read_text", "*.read_bytes"},
+            OURS,
+            "what others may have written is read by quantkit/limits.py, which takes no pipe and nothing too large",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import limits
 from quantkit.content import Closed
 from quantkit.errors import InputError
 from quantkit.exporters.tensorrt.parser_errors import of_parser, refusal
@@ -113,7 +114,7 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
     library = load(options.library)
     inputs = inputs_of(folder / NETWORK)
     if (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(limits.read(folder / "config.json"))
         kind = "decoder" if any(name.startswith("past_key_values.") for name in inputs) else "encoder"
         profiles, _ = fitted(options.profiles, kind=kind, context=context_of(config))
     else:  # of a graph

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from quantkit import limits
 from quantkit.bundle.disk import write_atomic, writing
 from quantkit.nightly.config import builds
 from quantkit.nightly.gating.gate import Gated, count, title
@@ -83,7 +84,7 @@ def gitlab(gated: Gated, config: Path) -> bytes:
             from the root of the repository, which the working directory is taken for.
     """
     path = Path(os.path.relpath(config)).as_posix()
-    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    text = limits.read(config).decode("utf-8") if config.is_file() else ""
     found = [
         {
             "description": _text(f"{row.answer}: {title(row)}: {row.because}"),

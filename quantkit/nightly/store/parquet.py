@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quantkit import limits
 from quantkit._version import __version__
 from quantkit.bundle.disk import is_left_over, write_atomic
 from quantkit.errors import InputError, did_you_mean
@@ -321,7 +322,7 @@ def _schema(place: Path) -> int:
     """The schema of the store that a `store.json` tells of."""
     where = str(place.parent)
     try:
-        found = json.loads(place.read_text(encoding="utf-8"))
+        found = json.loads(limits.read(place))
         schema, version = int(found["schema"]), found.get("quantkit", "a version unknown")
     except FileNotFoundError:
         raise InputError(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit import machine
+from quantkit import limits, machine
 from quantkit.bundle import Bundle, Decision
 from quantkit.errors import InputError
 from quantkit.exporters.tensorrt import EXPORT as TENSORRT
@@ -47,7 +47,7 @@ def notes(bundle: Path, built: Iterable[str]) -> list[Decision]:
     """What a reader has to know of builds: what the timing cache has saved."""
     found = []
     for path in sorted(path for path in built if path.endswith(".json")):
-        said = timings.said(json.loads((bundle / path).read_bytes()))
+        said = timings.said(json.loads(limits.read(bundle / path)))
         if said:
             found.append(decision(TENSORRT.name, NOTE, path.removesuffix(".json") + ".engine", said))
     return found

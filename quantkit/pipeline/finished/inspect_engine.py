@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantkit import limits
 from quantkit.bundle import Decision, LayerEntry
 from quantkit.exporters import reader
 from quantkit.exporters.tensorrt import tactics
@@ -29,7 +30,7 @@ def look(model: EngineModel, layers: Sequence[LayerEntry]) -> Inspected:
     """
     file, library = model.engine.file, model.engine.library
     context = min(_CONTEXT, model.capacity - 1) if model.decoder else model.longest(_BATCH, _CONTEXT)
-    record = json.loads(file.path.with_suffix(".json").read_text(encoding="utf-8"))
+    record = json.loads(limits.read(file.path.with_suffix(".json")))
     tried = {each.layer: [(one.name, one.seconds) for one in each.tried] for each in tactics.of(record.get("tactics"))}
     return inspected(
         model.engine.information(),

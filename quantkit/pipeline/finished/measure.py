@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import machine, plugins
+from quantkit import limits, machine, plugins
 from quantkit.bundle import Bundle, Check, Decision, Manifest
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
 from quantkit.errors import InputError, MissingDependency, QuantkitError
@@ -218,7 +218,7 @@ def config_of(bundle: Bundle) -> dict[str, Any]:
     """`config.json` of a bundle's model, from whichever export has it; empty where none does."""
     for place in ("model", "onnx"):
         with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads((bundle.path / place / "config.json").read_text(encoding="utf-8")))
+            return dict(json.loads(limits.read(bundle.path / place / "config.json")))
     return {}
 
 

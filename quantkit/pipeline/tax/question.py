@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit import content
+from quantkit import content, limits
 from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, did_you_mean, unknown_name
@@ -191,7 +191,7 @@ def _of_folder(path: Path) -> LinearShapes:
             remedy="name a bundle, a model's folder or its config.json, or --shape KxN",
         )
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config = json.loads(limits.read(config_file))
     except (OSError, ValueError) as error:
         raise InputError("config-invalid", where=str(config_file), value=str(error)) from None
     if not isinstance(config, dict):

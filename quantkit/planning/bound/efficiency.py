@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from quantkit import content
+from quantkit import content, limits
 from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError
 
@@ -261,7 +261,7 @@ def _read(path: Path) -> list[Sample]:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = limits.read(path, limits.DATA).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
     found = []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import machine
+from quantkit import limits, machine
 from quantkit.errors import InputError
 from quantkit.runtimes.generate import no_cache, too_long
 from quantkit.runtimes.onnxruntime.open import open_graph
@@ -299,7 +299,7 @@ class OnnxModel:
         import onnxruntime
 
         self._demand_positions(tokens)
-        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(limits.read(self.folder / "config.json"))
         ids = np.random.default_rng(0).integers(0, int(config.get("vocab_size", 2)), (batch, tokens))
         binding = self.session.io_binding()
         for name, values in self.prompt(ids).items():

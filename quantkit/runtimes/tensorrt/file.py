@@ -26,6 +26,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from quantkit import limits
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.runtimes.tensorrt.library import Library
@@ -123,7 +124,7 @@ def descriptions(bundle: Path) -> dict[Path, Description]:
     found = {}
     for path in sorted((bundle / FOLDER).glob("*.engine")):
         record = path.with_suffix(".json")
-        found[path] = _described(path, record.read_bytes() if record.is_file() else None)
+        found[path] = _described(path, limits.read(record) if record.is_file() else None)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit import machine
+from quantkit import limits, machine
 from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
@@ -63,7 +63,7 @@ def recorded(bundle: Bundle, device: str) -> tuple[Table | None, str]:
     path = bundle.path / FILE
     if not path.is_file():
         return None, ""
-    found = Recorded.of(path.read_bytes())
+    found = Recorded.of(limits.read(path))
     if found.device.get("name") != device:
         return None, f"{FILE} was measured on {found.device.get('name')}, and here is {device}: it is not used"
     return found.table, ""

@@ -1,0 +1,96 @@
+"""What is around the work changes: its reader leaves, the clock goes backwards, the memory ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.work import WORK
+from quantkit.model.source.hashes import file_sha256
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("leaves", ["stdout", "stderr"])
+def test_work_goes_on_when_its_reader_leaves(leaves: str, tmp_path: Path) -> None:
+    """SIGPIPE: `quantkit … 2>&1 | head -1`."""
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom faults.work import WORK\n"
+        "import quantkit.report.catalog as catalog\nfrom quantkit.cli import main\n"
+        "def work(kind):\n"
+        "    for number in range(20000): print('at', number, file=sys.stderr)\n"
+        f"    WORK['compile'].act(Path({str(tmp_path)!r}))\n"
+        "    return {'passes': {'a': 'b' * 200000}}\n"
+        "catalog.listing = work\nmain()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "list", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=TESTS
+    )
+    assert process.stdout is not None and process.stderr is not None
+    gone, stays = (process.stdout, process.stderr) if leaves == "stdout" else (process.stderr, process.stdout)
+    if leaves == "stderr":
+        assert gone.readline() == b"at 0\n"
+    gone.close()
+    said = stays.read()
+    stays.close()
+    assert process.wait(timeout=60) == 0
+    assert WORK["compile"].left(tmp_path)
+    assert b"Error" not in said and b"Traceback" not in said
+    if leaves == "stderr":
+        assert json.loads(said)["exit"] == 0
+
+
+def test_a_clock_that_goes_backwards_hides_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "weights"
+    path.write_bytes(b"one")
+    os.utime(path, (1e9, 1e9))
+    monkeypatch.setattr(time, "time_ns", lambda: int(4e18))  # far ahead: what is hashed is remembered
+    before = file_sha256(path)
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e18))
+    path.write_bytes(b"two")
+    os.utime(path, (1e9, 1e9))
+    assert file_sha256(path) != before
+
+
+@pytest.mark.slow
+def test_memory_that_ends_is_said_and_resumed(tmp_path: Path, byte_tokenizer: Any) -> None:
+    import zoo
+
+    model = tmp_path / "model"
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(model)
+    byte_tokenizer.save_pretrained(model)
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(
+        "schema: 1\nsummary: small\ncalibration: {set: prose-en, samples: 4, tokens: 32}\n"
+        "scheme: {weights: {format: int4, granularity: group, group: 32, symmetric: false}}\n"
+        "passes: [rtn]\nexport: [{checkpoint: {layout: pack-quantized}}]\n"
+    )
+    script = f"""
+import resource, sys
+from pathlib import Path
+import torch, transformers
+from quantkit import cli, limits
+from quantkit.pipeline.blocks import tokens
+tokens.SCORED = 300
+def compile(out, *more):
+    return cli.run(["compile", {str(model)!r}, "--recipe", {str(recipe)!r}, "--out", out, *more, "--no-speed"])
+print(compile("whole"), file=sys.__stdout__)
+most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+resource.setrlimit(resource.RLIMIT_DATA, (int(limits._held()) + (4 << 20), most))
+print(compile("limited"), file=sys.__stdout__)
+resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+print(compile("limited", "--resume"), file=sys.__stdout__)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["0", "2", "0"]
+    assert "error: [out-of-memory]" in done.stderr
+    left = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("whole", "limited")]
+    assert left[0]["content_sha256"] == left[1]["content_sha256"]
