@@ -130,7 +130,9 @@ def main() -> None:
     # a terminal without ✓ or × gets a question mark, not an error
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    sys.stderr = _Said(sys.stderr.detach(), encoding=sys.stderr.encoding, errors="replace", line_buffering=True)
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        encoding = sys.stderr.encoding
+        sys.stderr = _Said(sys.stderr.detach(), encoding=encoding, errors="replace", line_buffering=True)
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
