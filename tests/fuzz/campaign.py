@@ -31,7 +31,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ def classed(target: Any, folder: Path) -> tuple[str, str]:
 def work(name: str, first: int, count: int, seconds: float) -> None:
     """A worker: mutants `first`, `first + 1`, …; a line of JSON for each that is not clean, and for every hundredth."""
     from fuzz.targets import BY_NAME
+    from quantkit.errors import QuantkitError
 
     target = BY_NAME[name]
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -110,6 +111,8 @@ def work(name: str, first: int, count: int, seconds: float) -> None:
         folder = Path(place)
         file = target.seed(folder)
         honest = file.read_bytes()
+        with suppress(QuantkitError):
+            target.read(folder)  # imports what it reads with, for longer than a mutant may take
         kind, said = classed(target, folder)
         if kind != "clean":
             print(json.dumps({"outcome": kind, "number": -1, "said": f"the honest file is not read: {said}"}), file=out)

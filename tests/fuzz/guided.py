@@ -34,7 +34,7 @@ def main(name: str, seconds: str) -> None:
 
         target = BY_NAME[name]
         file = target.seed(folder)
-        classed(target, folder)  # imports what it reads with
+        target.read(folder)  # imports what it reads with, for longer than a mutant may take
     (corpus / "honest").write_bytes(file.read_bytes())
     number = 0
 
