@@ -216,7 +216,7 @@ def compare(
     speed: bool = True,
     runtime: str | None = None,
     calibration: str | None = None,
-    accuracy_margin: float = 0.01,
+    accuracy_margin: float | None = None,
     latency_margin: float = 0.05,
     size_margin: float = 0.01,
 ) -> Compared:
@@ -229,7 +229,8 @@ def compare(
         speed: compare times at all.
         runtime: whose scores are compared; None is one that both were scored in.
         calibration: where the scored text is, if it was a file: flipped words are shown in it.
-        accuracy_margin: 0.01 is one item in a hundred, 0.01 nats, a perplexity 1 % higher.
+        accuracy_margin: 0.01 is one item in a hundred, 0.01 nats, a perplexity 1 % higher; None is what the gates of
+            the recipe of `b` allow.
         latency_margin: 0.05 is 5 % slower.
         size_margin: 0.01 is 1 % larger.
 

@@ -9,8 +9,8 @@ A is what B is set against; effects above zero are for the worse of B. Of all th
     inconclusive    anything else: what is not known could turn the answer
 
 *Can* is the 95 % interval. Exchange A and B, and the verdict is exchanged. What a gate has to know is another question,
-with an answer more often: 0, B is no worse than the margin in anything; 1, it is worse in something; 3, neither is
-shown.
+with an answer more often: 0, B is no worse in anything than the margin or than the gates of its recipe allow; 1, it is
+worse in something; 3, neither is shown.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class DecidedCell:
         no_worse: B is shown to be no worse than the margin.
         no_better: nor better.
         confirmed: whether a second run said the same of a time; None where there was none.
+        allowed: how much worse the gates of B's recipe allow it to be, in the unit of `effect`; None where they do not
+            say, or the margin was asked for.
     """
 
     what: What
@@ -104,9 +106,17 @@ class DecidedCell:
     device: str | None = None
     output: str | None = None
     confirmed: bool | None = None
+    allowed: float | None = None
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether B is worse by no more than its gates allow; like a gate, by the value itself."""
+        return self.allowed is not None and self.effect <= self.allowed
 
     @classmethod
-    def of(cls, asked: Quantity, decision: CellDecision, confirmed: bool | None = None) -> DecidedCell:
+    def of(
+        cls, asked: Quantity, decision: CellDecision, confirmed: bool | None = None, allowed: float | None = None
+    ) -> DecidedCell:
         """The cell of a decision."""
         low, high = asked.evidence.interval(1 - 2 * EACH_WAY)
         same = {name: getattr(asked, name) for name in asked.__dataclass_fields__ if name != "evidence"}
@@ -117,6 +127,7 @@ class DecidedCell:
             no_worse=high < asked.evidence.margin,
             no_better=low > -asked.evidence.margin,
             confirmed=confirmed,
+            allowed=allowed,
         )
 
 
@@ -140,10 +151,11 @@ def verdict(cells: Sequence[DecidedCell]) -> Verdict:
 
 
 def exit_code(cells: Sequence[DecidedCell]) -> int:
-    """0: B is no worse; 1: B is worse; 3: neither is shown."""
-    if any(cell.answer == "worse" for cell in cells):
+    """0: B is no worse than is allowed; 1: B is worse; 3: neither is shown."""
+    judged = [cell for cell in cells if not cell.is_allowed]
+    if any(cell.answer == "worse" for cell in judged):
         return 1
-    return 0 if cells and all(cell.no_worse or cell.answer in ("same", "better") for cell in cells) else 3
+    return 0 if cells and all(cell.no_worse or cell.answer in ("same", "better") for cell in judged) else 3
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from quantkit.measurement.operators.tax import Array, win_flags, win_intervals, win_settings
 from quantkit.measurement.rows import Baseline, Operation, Row
 from quantkit.stats.abba import Comparison, Interval
+from quantkit.stats.deciding.speedup import SpeedUp
 
 Fields = Mapping[str, Any]
 
@@ -91,19 +92,21 @@ class Point:
 
     Args:
         size: M.
-        ratio: how many times as fast the subject is.
-        low: lower end of its interval.
-        draws: [resamples] of it.
+        speed: how many times as fast the subject is.
+        draws: [resamples] of that.
         n: steps that it rests on.
-        aa_spread: what two measurements of one side differ by, as a share.
     """
 
     size: int
-    ratio: float
-    low: float
+    speed: SpeedUp
     draws: Array
     n: int
-    aa_spread: float
+
+    @property
+    def low(self) -> float:
+        """The lower end of what is believed; of what is not believed, at most 1."""
+        low = self.speed.interval[0]
+        return min(low, 1.0) if self.speed.doubt == "ceiling" else low
 
 
 def break_even_row(points: Sequence[Point], *, settings: Fields, flags: Sequence[str], common: Fields) -> Row:
@@ -117,14 +120,15 @@ def break_even_row(points: Sequence[Point], *, settings: Fields, flags: Sequence
     row: dict[str, Any] = {"name": "tax.break_even", "unit": "1", "better": "higher", **common}
     if not points:
         return Row(value=None, settings=dict(settings), flags=["not-measured", *flags], **row)
-    sizes, ratios, lows = ([getattr(each, name) for each in points] for name in ("size", "ratio", "low"))
+    sizes = [each.size for each in points]
+    lows, ratios = [each.low for each in points], [each.speed.ratio for each in points]
     wins = win_intervals(sizes, lows, ratios, np.stack([each.draws for each in points]))
     first = wins[0] if wins else None
     return Row(
         value=first.end if first else None,
         ci95=first.end_ci95 if first else None,
         n=min(each.n for each in points),
-        aa_spread=max(each.aa_spread for each in points),
+        aa_spread=max(each.speed.spread for each in points),
         settings={**settings, **win_settings(wins, sizes)},
         flags=[*win_flags(wins), *flags],
         **row,

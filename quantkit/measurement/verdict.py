@@ -9,11 +9,12 @@ In this order:
     any other pattern          the intervals of batches that win
 
 A batch wins if it wins at every context measured there: the whole interval of the p50 ratio lies above 1, and p99 is
-no worse. **p99 is worse** if the whole interval of its ratio lies below 1, from at least 100 steps a side; with fewer
-steps p99 is about the slowest one seen, whose interval is too narrow (equal sides differ in 5 to 9 of 100 runs instead
-of 2), so it does not veto, and the reason says so. A batch is **open** if noise hides which it is: the interval holds 1
-and a gain of more than 5 % as well. A batch that was not measured, or did not fit, has not won. An A/A spread as large
-as the gain is told, and changes nothing: the interval holds it already, but for what differs from load to load.
+no worse. The interval is the one that is believed (`stats.deciding.speedup`): with the A/A spread, so that a spread as
+large as the gain leaves 1 inside. **p99 is worse** if the whole interval of its ratio lies below 1, from at least 100
+steps a side; with fewer steps p99 is about the slowest one seen, whose interval is too narrow (equal sides differ in 5
+to 9 of 100 runs instead of 2), so it does not veto, and the reason says so. A batch is **open** if noise hides which it
+is: the interval holds 1 and a gain of more than 5 % as well; or if the speed-up is larger than bytes and operations
+allow, so that a time or a ceiling is wrong. A batch that was not measured, or did not fit, has not won.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from quantkit.bundle import Check, Verdict
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Row
 from quantkit.stats.abba import P99_FROM
+from quantkit.stats.deciding.speedup import SpeedUp
 
 PREDICTED = "predicted"
 _WORTH = 1.05
 _NAMES = {"latency.decode_step": "a step", "latency.prefill": "a prefill", "latency.op": ""}
 _REASONS = 3
+# what to do about noise
+LONGER = "measure longer, with nothing else running: `--seconds` with twice as many or more"
 
 State = Literal["wins", "loses", "open", "missing"]
 
@@ -59,7 +63,7 @@ def verdict(
     others: Sequence[MeasuredFormat] = (),
     traffic: Mapping[int, float] | None = None,
 ) -> Verdict:
-    """The verdict, with up to three reasons: one row each, as a sentence.
+    """The verdict, with up to three reasons: one row each, as a sentence; what to do, where it is inconclusive.
 
     It rests on `latency.decode_step` rows, or `latency.prefill` where there are none (a model that does not decode), or
     `latency.op` where there are neither: those of a sum over linears, or of single shapes, which all have to win.
@@ -96,13 +100,25 @@ def verdict(
 
 def state(row: Row) -> State:
     """Whether one latency row wins, loses, or is hidden in noise."""
-    against = row.baseline
-    if row.value is None or against is None or against.ratio_ci95 is None:
+    speed = speed_up(row)
+    if speed is None:
         return "missing"
-    low, high = against.ratio_ci95
+    low, high = speed.interval
+    if speed.doubt == "ceiling":
+        return "open"
     if low > 1:
         return "loses" if _p99_worse(row) else "wins"
     return "open" if high > _WORTH else "loses"
+
+
+def speed_up(row: Row) -> SpeedUp | None:
+    """How many times as fast as its baseline a latency row is; None where that is not known."""
+    against = row.baseline
+    if row.value is None or against is None or against.ratio is None or against.ratio_ci95 is None:
+        return None
+    most = row.settings.get("promised_most")
+    limit = float(most) if isinstance(most, int | float) and not isinstance(most, bool) else math.inf
+    return SpeedUp(against.ratio, against.ratio_ci95, row.aa_spread or 0.0, limit)
 
 
 def _wanted(batches: Iterable[int], traffic: Mapping[int, float] | None) -> list[int]:
@@ -151,9 +167,11 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
         return None
     answer, limit = _answer(states)
     because = [_sentence(row) for row in _deciding(answer, limit, worst, states, timed)]
+    if answer == "inconclusive":
+        because.append(LONGER)
     if answer == "intervals":
         because[0] = f"wins at batch {_ranges(states)}. {because[0]}"
-    if traffic is not None and (weighted := _over_traffic(timed, traffic)):
+    if traffic is not None and answer != "inconclusive" and (weighted := _over_traffic(timed, traffic)):
         because[0] = f"{weighted}. {because[0]}"
     if missing := [batch for batch, found in states.items() if found == "missing"]:
         why = sorted({flag for row in rows if row.batch in missing and row.value is None for flag in row.flags})
@@ -221,10 +239,8 @@ def _deciding(
 
 def _ratios(row: Row | None) -> tuple[float, float, float]:
     """(low, ratio, high) of a row against its baseline; nothing is 0, 1 and infinity."""
-    against = row.baseline if row is not None else None
-    if against is None or against.ratio is None or against.ratio_ci95 is None:
-        return 0.0, 1.0, math.inf
-    return against.ratio_ci95[0], against.ratio, against.ratio_ci95[1]
+    speed = None if row is None else speed_up(row)
+    return (0.0, 1.0, math.inf) if speed is None else (speed.interval[0], speed.ratio, speed.interval[1])
 
 
 def _p99(row: Row) -> tuple[float, float, float] | None:
@@ -242,20 +258,23 @@ def _p99_worse(row: Row) -> bool:
 
 def _sentence(row: Row) -> str:
     """`batch 8, context 128: 11.3 ms a step against 30.1 ms, 2.66 times as fast (2.60 to 2.70)`."""
-    assert row.value is not None
-    assert row.baseline is not None
-    low, ratio, high = _ratios(row)
+    speed = speed_up(row)
+    assert speed is not None and row.baseline is not None
+    low, high = speed.ci95
     text = (
         f"batch {row.batch}, {_what(row)} against {_time(row.baseline.value)},"
-        f" {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
+        f" {speed.ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
     )
+    if speed.doubt == "ceiling":
+        return f"{text}, where bytes and operations allow {speed.most:.2f}: a time or a ceiling is wrong"
     found, tail = state(row), _p99(row)
+    noise = f"two measurements of one side differ by {100 * speed.spread:.1f} %" if speed.doubt == "noise" else ""
     if found == "open":
-        return f"{text}, too noisy to tell"
+        return f"{text}, too noisy to tell{f': {noise}' if noise else ''}"
     if low <= 1:
         return text
-    if row.aa_spread is not None and row.aa_spread >= ratio - 1:
-        text += f", though two measurements of one side differ by {100 * row.aa_spread:.1f} %"
+    if speed.interval[0] <= 1:
+        return f"{text}, no gain that noise would not make: {noise or 'with the A/A spread its interval holds 1'}"
     if found == "loses" and tail is not None:
         return f"{text}, but p99 is worse: {tail[1]:.2f} times as fast ({tail[0]:.2f} to {tail[2]:.2f})"
     if (row.n or 0) < P99_FROM:

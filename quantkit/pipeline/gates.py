@@ -6,6 +6,7 @@ somebody asked for and that nothing scored can judge is said: a decision, a warn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -93,6 +94,35 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
             label = f"gate.{gate}" if number == 0 else f"gate.{runtime}.{gate}"
             checks.append(Check(name=label, value=value, limit=limit, ok=ok))
     return checks, decisions
+
+
+def allowed(gates: Gates, name: str, before: float | None) -> float | None:
+    """How much worse than another model the gates allow a bundle to be in a thing; None where none is about it.
+
+    What no gate names follows from one that does: who agrees on a share m of the words has lost at most 1 − m of them;
+    KL bounds the chance that the guesses differ (Pinsker: TV ≤ √(KL / 2)); and of a model that knows how sure it may be
+    the negative log-likelihood rises by the KL.
+
+    Args:
+        name: of the rows that it is about.
+        before: the other model's value; the original's own is the best there is.
+
+    Returns:
+        In the unit of `DecidedCell.effect`: nats, or a share.
+    """
+    kl, agreement, ratio = gates.kl_max, gates.top1_agreement_min, gates.perplexity_ratio_max
+    of_classes, cosine = gates.agreement_min, gates.cosine_min
+    if name == "accuracy.kl":
+        return None if kl is None else kl - (before or 0.0)
+    if name == "accuracy.next_word":
+        return 1 - agreement if agreement is not None else None if kl is None else math.sqrt(kl / 2)
+    if name == "accuracy.perplexity":
+        return kl if ratio is None else math.log(ratio)
+    drops = {"accuracy.top1": gates.top1_drop_max, "accuracy.recall_at_1": gates.recall_drop_max}
+    if (points := drops.get(name)) is not None:
+        return points / 100
+    least = {"accuracy.top1_agreement": of_classes, "accuracy.cosine": cosine}.get(name)
+    return None if least is None else (1.0 if before is None else before) - least
 
 
 def warnings(decisions: Sequence[Decision]) -> list[str]:

@@ -25,6 +25,7 @@ from quantkit.measurement.timing.rounds import RoundsJob, Taken
 from quantkit.measurement.timing.schedule import Turns
 from quantkit.pipeline.compare.compare import Margins, compare_bundles
 from quantkit.pipeline.compare.sides import open_sides
+from quantkit.report.compare import words
 from quantkit.report.compare.screen import terminal
 
 if TYPE_CHECKING:
@@ -518,3 +519,25 @@ def test_whose_items_a_file_holds(
     write_rows(path / MEASUREMENTS, rows)
     side, _ = open_sides(plants.seal(path, plant), path)
     assert side.items() == items
+
+
+@pytest.mark.parametrize(
+    ("gates", "code"),
+    [
+        ({"kl_max": 0.25, "top1_agreement_min": 0.7}, 0),
+        ({"kl_max": 0.25}, 0),  # what it says nothing of follows from it
+        ({"kl_max": 0.01}, 1),
+        ({}, 1),
+    ],
+)
+def test_what_the_recipe_s_gates_allow_is_no_failure(gates: dict[str, float], code: int, tmp_path: Path) -> None:
+    """`compile` judged it by these gates and was content: so is `compare` with the model that it was made from."""
+    recipe = {**planted.manifest().recipe, "gates": gates}
+    made = write(tmp_path, EQUAL.but("made", changes={"recipe": recipe}))
+    found = compared("hf:org/a-model@main", made)  # type: ignore[arg-type]
+    assert found.exit == code
+    assert cell(found, "accuracy.kl").answer == "worse"
+    said = "B is smaller and faster and worse within what its recipe allows"
+    assert (words.headline(found) == said) == (code == 0)
+    # whoever names a margin is judged by it
+    assert compared("hf:org/a-model@main", made, margins=Margins(accuracy=0.01)).exit == 1  # type: ignore[arg-type]

@@ -34,8 +34,12 @@ def compare(
     ] = None,
     examples: Annotated[int, typer.Option(min=0, metavar="N", help="Flipped words of each kind to show.")] = 5,
     accuracy_margin: Annotated[
-        float, typer.Option(metavar="X", help="0.01: one item in a hundred, 0.01 nats, a perplexity 1 % higher.")
-    ] = 0.01,
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="0.01: one item in a hundred, 0.01 nats, a perplexity 1 % higher. [default: what B's recipe allows]",
+        ),
+    ] = None,
     latency_margin: Annotated[float, typer.Option(metavar="X", help="0.05: 5 % slower.")] = 0.05,
     size_margin: Annotated[float, typer.Option(metavar="X", help="0.01: 1 % larger.")] = 0.01,
     html: Html = None,
@@ -72,10 +76,12 @@ def compare(
         shell.write(html, compare_page.page(found, __version__))
     error: QuantkitError | None = None
     answer = {GateError.exit: "worse", Inconclusive.exit: "inconclusive"}.get(found.exit)
-    said = "; ".join(because([cell for cell in found.cells if cell.answer == answer], found.kind))
+    named = [cell for cell in found.cells if cell.answer == answer and not cell.is_allowed]
+    said = "; ".join(because(named, found.kind))
     if answer == "worse":
-        rule = "it is no worse than A by more than the margins"
-        remedy = "keep A, or allow more: --accuracy-margin, --latency-margin, --size-margin"
+        rule = "it is no worse than A by more than the margins, or than its recipe's gates allow"
+        options = {"accuracy": "--accuracy-margin", "latency": "--latency-margin", "size": "--size-margin"}
+        remedy = f"keep A, or allow more: {', '.join(dict.fromkeys(options[cell.what] for cell in named))}"
         error = GateError("worse", where=b, value=said, rule=rule, remedy=remedy)
     elif answer is not None:
         rule = "a 95 % interval lies within the margin"

@@ -79,6 +79,14 @@ class Ceiling:
         """The median, None if it was not measured."""
         return float(np.median(self.samples)) if self.samples else None
 
+    @property
+    def error(self) -> float:
+        """The farthest that an end of the median's interval lies from it, as a share; of few samples, that a sample."""
+        if not self.value:
+            return 0.0
+        ends = median_interval(sorted(self.samples)) or (min(self.samples), max(self.samples))
+        return max(abs(end / self.value - 1) for end in ends)
+
     def row(self, *, device: dict[str, str], versions: dict[str, str]) -> Row:
         """The row of `measurements.jsonl`; its subject is the device itself. Without samples, `flags` says why."""
         values = sorted(self.samples)

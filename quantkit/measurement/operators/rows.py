@@ -12,6 +12,7 @@ launching costs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from quantkit.measurement.operators.tax import Limits, Shape, StepCost, ideal_su
 from quantkit.measurement.rows import Baseline, Device, Operation, Row
 from quantkit.measurement.timed_rows import Fields, Point, break_even_row, latency_row, tax_row
 from quantkit.stats.abba import Interval, summed, summed_spread
+from quantkit.stats.deciding.speedup import SpeedUp
 
 ALL = "all linears"
 # high-precision variant -> bytes of a number, the input type whose measured rate bounds its products
@@ -99,6 +101,7 @@ def _rows(timed: TimedVariant, setting: Setting) -> list[Row]:
     launch = setting.launch / side.products(timed.M) if setting.launch is not None else None
     settings["products_a_run"] = side.products(timed.M)
     settings |= {"hot_s": timed.hot, "launch_s": launch, "activation_s": timed.quantizing}
+    settings |= setting.limits.promise(bound, hp_bound)
     common |= {"n": found.n, "aa_spread": found.aa_spread, "resident_bytes": side.resident_bytes}
     alone = timed.variant == setting.baseline
     result = [
@@ -195,9 +198,11 @@ def _break_even(curve: Sequence[Sequence[TimedVariant]], setting: Setting, *, la
     for group in curve:
         comparisons = [each.found for each in group if each.found is not None]
         if len(comparisons) == len(group):
-            ratio, (low, _), draws = _summed(group)
+            ratio, interval, draws = _summed(group)
             n = min(found.n for found in comparisons)
-            points.append(Point(group[0].M, ratio, low, draws, n, _spread(group)))
+            bounds = [_total(each) for each in _bounds(group, setting)]
+            most = setting.limits.promise(*bounds).get("promised_most", math.inf)
+            points.append(Point(group[0].M, SpeedUp(ratio, interval, _spread(group), most), draws, n))
     common = setting.common(first.variant) | {"op": op}
     return break_even_row(points, settings=settings, flags=flags, common=common)
 
@@ -244,9 +249,7 @@ def _sum(group: Sequence[TimedVariant], setting: Setting, model: str) -> list[Ro
     time_s = sum(n * found.quantiles["p50"] for _, found, _, n in parts)
     hp_s = sum(n * found.baseline["p50"] for _, found, _, n in parts)
     ci95 = tuple(sum(n * found.ci95[i] for _, found, _, n in parts) for i in (0, 1))
-    bounds = [(side.cost.bound(*_shape(each.M), setting.limits), n) for each, _, side, n in parts]
-    hp_bounds = [(_baseline_cost(each, setting).bound(*_shape(each.M), setting.limits), n) for each, _, _, n in parts]
-    bound, hp_bound = _total(bounds), _total(hp_bounds)
+    bound, hp_bound = (_total(each) for each in _bounds(group, setting))
     ratio, ratio_ci95, _ = _summed(group)
     side = parts[0][2]
     raw = _total([(each.raw, n) for each, _, _, n in parts])
@@ -256,6 +259,7 @@ def _sum(group: Sequence[TimedVariant], setting: Setting, model: str) -> list[Ro
     hot = [(each.hot, n) for each, _, _, n in parts]
     settings |= {key: how[key] for key in ("compute_type", "accuracy_level", "group") if key in how}
     settings |= {"hot_s": _total(hot), "activation_s": _total([(each.quantizing, n) for each, _, _, n in parts])}
+    settings |= setting.limits.promise(bound, hp_bound)
     if setting.launch is not None:
         settings["launch_s"] = sum(n * setting.launch / side.products(first.M) for _, _, side, n in parts)
     common |= {"n": min(found.n for _, found, _, _ in parts), "aa_spread": _spread(group)}
@@ -282,6 +286,18 @@ def _sum(group: Sequence[TimedVariant], setting: Setting, model: str) -> list[Ro
         op=op,
     )
     return [latency, *_tax(time_s, interval, ratio, settings, setting, op, common)]
+
+
+def _bounds(
+    group: Sequence[TimedVariant], setting: Setting
+) -> tuple[list[tuple[float | None, int]], list[tuple[float | None, int]]]:
+    """The least seconds of each linear of one batch and how often it occurs; of the format, and of the baseline."""
+    ours, theirs = [], []
+    for each in group:
+        if each.side is not None:
+            ours.append((each.side.cost.bound(*_shape(each.M), setting.limits), each.linear.count))
+            theirs.append((_baseline_cost(each, setting).bound(*_shape(each.M), setting.limits), each.linear.count))
+    return ours, theirs
 
 
 def _total(parts: Sequence[tuple[float | None, int]]) -> float | None:

@@ -154,7 +154,9 @@ def _on_gpu(job: SweepJob, report: Report) -> list[Row]:
         found.append(Row.model_validate({**row, "flags": flags, "settings": settings, "versions": versions}))
     measured = {str(row.settings.get("compute_type")): row.value for row in found if row.name == "ceiling.compute"}
     read, launch = (limits.of(before, name) for name in ("ceiling.read", "ceiling.launch"))
-    roofline = Limits(read, {kind: value for kind, value in measured.items() if value is not None})
+    ends = [end / row.value - 1 for row in found if row.value and row.ci95 for end in row.ci95]
+    rates = {kind: value for kind, value in measured.items() if value is not None}
+    roofline = Limits(read, rates, max(map(abs, ends), default=0.0))
     own = device.identity()
     setting = Setting(RUNTIME, None, own, versions, roofline, launch, device.cache_bytes, job.baseline)
     return found + rows(timed, setting, model=job.model)

@@ -108,17 +108,38 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Limits:
-    """The measured roofline: bytes read a second, and operations a second by input type."""
+    """The measured roofline.
+
+    Args:
+        read: bytes a second.
+        compute: input type -> operations a second.
+        error: the farthest that the end of a ceiling's interval lies from it, as a share.
+    """
 
     read: float | None
     compute: Mapping[str, float]
+    error: float = 0.0
 
     @classmethod
     def of(cls, measured: Sequence[Ceiling]) -> Limits:
         """From measured ceilings; what could not be measured is absent."""
         read = next((c.value for c in measured if c.name == "ceiling.read"), None)
         rates = {str(c.settings["compute_type"]): c.value for c in measured if c.name == "ceiling.compute"}
-        return cls(read, {kind: rate for kind, rate in rates.items() if rate is not None})
+        used = [c.error for c in measured if c.name in ("ceiling.read", "ceiling.compute")]
+        return cls(read, {kind: rate for kind, rate in rates.items() if rate is not None}, max(used, default=0.0))
+
+    def promise(self, bound: float | None, hp_bound: float | None) -> dict[str, float]:
+        """Settings of a latency: `promised`, S* = R_hp / R_f, and `promised_most`, as far as the ceilings may be wrong.
+
+        Two ceilings, one above and one below, make their ratio wrong twice. Empty where a bound is not known.
+
+        Args:
+            bound: R_f in seconds.
+            hp_bound: R_hp.
+        """
+        if not bound or not hp_bound:
+            return {}
+        return {"promised": hp_bound / bound, "promised_most": hp_bound / bound * (1 + self.error) ** 2}
 
 
 def _looked_at(tokens: float, context: float) -> float:

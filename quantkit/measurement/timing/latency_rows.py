@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,11 @@ from quantkit.measurement.operators.tax import Limits, ideal
 from quantkit.measurement.rows import Baseline, Operation, Row
 from quantkit.measurement.timed_rows import Point, break_even_row, latency_row, tax_row
 from quantkit.stats.abba import Interval
+from quantkit.stats.deciding.speedup import SpeedUp
 
 if TYPE_CHECKING:
     from quantkit.measurement.timing.latency import ShapeTiming, TimedSide
+    from quantkit.measurement.timing.shapes import Shape
 
 
 def rows_of(
@@ -34,8 +37,10 @@ def rows_of(
     tokens, time_s, hp_s = shape.batch * shape.tokens, found.quantiles["p50"], found.baseline["p50"]
     # an interval of the ratio of medians is the same for times and for rates
     ratio: dict[str, Any] = {"ratio": found.ratio, "ratio_ci95": found.ratio_ci95}
+    sizes = (shape.batch, shape.tokens, shape.context)
+    timed = {**settings, **_promise(shape, subject, baseline, limits)}
     rows = [
-        latency_row(shape.name, found, baseline.subject, settings=settings, flags=flags, common=common),
+        latency_row(shape.name, found, baseline.subject, settings=timed, flags=flags, common=common),
         Row(
             name=f"throughput.{shape.kind}",
             value=tokens / time_s,
@@ -49,10 +54,7 @@ def rows_of(
             **common,
         ),
     ]
-    # where the weights may stay in the cache, neither bytes nor bound are those of the memory
-    cache = machine.last_level_cache()
-    cached = ["weights-near-cache"] if cache and subject.cost.weight_bytes < 3 * cache else []
-    sizes = (shape.batch, shape.tokens, shape.context)
+    cached = ["weights-near-cache"] if _near_cache(subject) else []
     if shape.kind == "decode":
         moved = subject.cost.bytes(*sizes)
         share = {"share_of_ceiling": moved / time_s / limits.read} if limits.read else {}
@@ -84,6 +86,20 @@ def rows_of(
     ratio_s = found.ci95, found.ratio, baseline.subject
     rows.append(tax_row(time_s, *ratio_s, op=op, settings=settings, flags=flags, common=common))
     return rows
+
+
+def _near_cache(side: TimedSide) -> bool:
+    """Whether the weights may stay in the cache: then neither bytes nor bound are those of the memory."""
+    cache = machine.last_level_cache()
+    return cache is not None and side.cost.weight_bytes < 3 * cache
+
+
+def _promise(shape: Shape, subject: TimedSide, baseline: TimedSide, limits: Limits) -> dict[str, float]:
+    """What the roofline promises of a shape; nothing where the weights may stay in the cache."""
+    if _near_cache(subject):
+        return {}
+    sizes = (shape.batch, shape.tokens, shape.context)
+    return limits.promise(*(side.cost.bound(*sizes, limits) for side in (subject, baseline)))
 
 
 def _inverse(interval: Interval, work: float) -> Interval:
@@ -124,7 +140,11 @@ def break_even(
     points = [
         Point(
             timing.shape.batch if over == "batch" else timing.shape.tokens,
-            *(found.ratio, found.ratio_ci95[0], found.draws, found.n, found.aa_spread),
+            SpeedUp(
+                *(found.ratio, found.ratio_ci95, found.aa_spread),
+                _promise(timing.shape, subject, baseline, limits).get("promised_most", math.inf),
+            ),
+            *(found.draws, found.n),
         )
         for timing in curve
         if (found := timing.found) is not None

@@ -32,12 +32,16 @@ from quantkit.pipeline.compare.sides import BundleSide, open_sides
 from quantkit.pipeline.compare.times import BundleTiming
 from quantkit.pipeline.compare.words import flips, scored_text
 from quantkit.pipeline.finished.measure import default_runtime
+from quantkit.pipeline.gates import allowed
 from quantkit.pipeline.progress import Progress
+from quantkit.recipe import Gates
 from quantkit.runtimes import load_runtime
 from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
 from quantkit.stats.deciding.decision import CellDecision, confirm
 
 EXAMPLES = 5
+# a difference in accuracy of less is called none
+ACCURACY = 0.01
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,13 @@ class Margins:
     """Differences of less are nobody's concern.
 
     Args:
-        accuracy: one item in a hundred, 0.01 nats of KL, a perplexity 1 % higher, 0.01 of a cosine.
+        accuracy: one item in a hundred, 0.01 nats of KL, a perplexity 1 % higher, 0.01 of a cosine. None: those, and
+            what is worse by more is still no failure where the gates of B's recipe allow it.
         latency: 0.05 is 5 % slower. Two runs of one thing are rarely closer.
         size: 0.01 is 1 % larger.
     """
 
-    accuracy: float = 0.01
+    accuracy: float | None = None
     latency: float = 0.05
     size: float = 0.01
 
@@ -58,7 +63,7 @@ class Margins:
         """Refuse what is no margin."""
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if not (isfinite(value) and value > 0):
+            if value is not None and not (isfinite(value) and value > 0):
                 raise InputError(
                     "margin-invalid",
                     where=f"--{name}-margin",
@@ -112,16 +117,17 @@ def compare_bundles(
     notes: list[str] = []
     if measure and speed:
         timing, notes = times.prepare(*sides, batches=batches, seconds=seconds, calibration=calibration)
-    scored = _scored(*sides, margins.accuracy, runtime, calibration, examples)
+    scored = _scored(*sides, margins.accuracy or ACCURACY, runtime, calibration, examples)
     timed, said = _timed(*sides, margins.latency, timing, progress) if speed else ([], [])
     sized = _sized(*sides, scored.runtimes, margins.size)
     asked = [*scored.asked, *timed, *sized]
     decisions = decided(asked)
     again = _again(asked, decisions, margins.latency, timing, progress) if timing else {}
-    cells = [
-        DecidedCell.of(*again[i]) if i in again else DecidedCell.of(each, decision)
-        for i, (each, decision) in enumerate(zip(asked, decisions, strict=True))
-    ]
+    gates = _gates(sides[1]) if margins.accuracy is None else None
+    cells = []
+    for i, (each, decision) in enumerate(zip(asked, decisions, strict=True)):
+        limit = None if gates is None or each.what != "accuracy" else allowed(gates, each.name, each.a)
+        cells.append(DecidedCell.of(*again[i]) if i in again else DecidedCell.of(each, decision, allowed=limit))
     from quantkit.report.compare.words import because
 
     kind = sides[0].manifest.model.kind
@@ -224,6 +230,10 @@ def _sized(a: BundleSide, b: BundleSide, runtimes: tuple[str, str], margin: floa
     known = MeasuredValue(larger, (larger, larger))
     evidence = difference(known, KNOWN, margin=margin, alarm=margin, logarithm=True)
     return [Quantity("size", "size.bytes", one, other, "B", "counted", evidence, runtime=runtimes[1])]
+
+
+def _gates(side: BundleSide) -> Gates | None:
+    return None if side.floating else Gates.model_validate(side.manifest.recipe.get("gates") or {})
 
 
 def _named(side: BundleSide, runtime: str) -> NamedSide:

@@ -18,6 +18,7 @@ from quantkit.measurement.timing import rounds
 from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob, Taken
 from quantkit.measurement.timing.schedule import Visit
 from quantkit.measurement.timing.shapes import Shape
+from quantkit.measurement.verdict import speed_up
 from quantkit.pipeline import verdict
 from quantkit.pipeline.compare.sides import BundleSide
 from quantkit.pipeline.finished.measure import with_changes
@@ -26,6 +27,7 @@ from quantkit.pipeline.progress import Progress
 from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
 from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference
 from quantkit.stats.deciding.slowdown import slowdown
+from quantkit.stats.deciding.speedup import is_hidden
 
 if TYPE_CHECKING:
     from quantkit.calibrate.sets.inputs import Feed
@@ -203,34 +205,37 @@ def _place(row: Row) -> tuple[Any, ...]:
     return row.name, row.batch, shape, row.runtime, device, row.settings.get("threads"), baseline
 
 
-def _ratio(row: Row, *, spread: bool) -> MeasuredValue:
-    """How many times as fast as its baseline."""
-    base = row.baseline
-    assert base is not None and base.ratio is not None and base.ratio_ci95 is not None
+def _ratio(row: Row) -> tuple[MeasuredValue, bool]:
+    """(how many times as fast as its baseline, as far as it is believed, whether it is not)."""
+    base, speed = row.baseline, speed_up(row)
+    assert base is not None and speed is not None
     # a block has two visits a side
     steps = 2 * Visit.fitting(max(row.value or 0.0, base.value)).burst
     degrees = max(1, min(_GROUPS, (row.n or 0) // steps) - 1)
-    return MeasuredValue.ratio(
-        base.ratio, base.ratio_ci95, spread=(row.aa_spread or 0.0) if spread else 0.0, degrees=degrees
-    )
+    found = MeasuredValue.ratio(speed.ratio, speed.ci95, spread=speed.spread, degrees=degrees)
+    return found, speed.doubt == "ceiling"
 
 
 def _direct(row: Row, margin: float, *, swapped: bool) -> Quantity:
     """Of one run; swapped: the row is A's."""
     assert row.baseline is not None
-    found = _ratio(row, spread=False)
+    found, doubtful = _ratio(row)
     own, other = (KNOWN, found) if swapped else (found, KNOWN)
     times = (row.value, row.baseline.value) if swapped else (row.baseline.value, row.value)
-    return _asked(row, times, "interleaved", _slower(own, other, margin))
+    doubtful = doubtful or is_hidden(found.value, row.aa_spread or 0.0)
+    return _asked(row, times, "interleaved", _slower(own, other, margin, doubtful=doubtful))
 
 
 def _by_ratio(a: Row, b: Row, margin: float) -> Quantity:
-    evidence = _slower(_ratio(b, spread=True), _ratio(a, spread=True), margin)
-    return _asked(b, (a.value, b.value), "ratio of ratios", evidence)
+    (ours, wrong), (theirs, also) = _ratio(b), _ratio(a)
+    spread = max(b.aa_spread or 0.0, a.aa_spread or 0.0)
+    doubtful = wrong or also or is_hidden(ours.value - theirs.value, spread)
+    return _asked(b, (a.value, b.value), "ratio of ratios", _slower(ours, theirs, margin, doubtful=doubtful))
 
 
-def _slower(candidate: MeasuredValue, baseline: MeasuredValue, margin: float) -> Apart:
-    return difference(candidate, baseline, margin=margin, alarm=margin, lower_is_better=False, logarithm=True)
+def _slower(candidate: MeasuredValue, baseline: MeasuredValue, margin: float, *, doubtful: bool) -> Apart:
+    both = candidate, baseline
+    return difference(*both, margin=margin, alarm=margin, lower_is_better=False, logarithm=True, doubtful=doubtful)
 
 
 def _asked(row: Row, times: tuple[float | None, float | None], how: How, evidence: Apart) -> Quantity:

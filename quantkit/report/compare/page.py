@@ -27,12 +27,13 @@ def page(data: Compared, version: str = "") -> str:
         ("size", "Size", _size(data)),
         ("layers", "Layer by layer", _layers(data.layers)),
     ]
+    headline = say.headline(data)
     return shell.rendered(
         "compare.html.j2",
         title=f"{data.model}: B against A",
         sides=[("A", data.a.name, say.about(data.a)), ("B", data.b.name, say.about(data.b))],
-        tone=_TONES[data.verdict],
-        answer=words.sentence(_ANSWERS[data.verdict]),
+        tone=_TONES[data.verdict] if headline == data.verdict else "good",
+        answer=words.sentence(_ANSWERS.get(headline, headline)),
         because=[words.sentence(reason) for reason in data.because],
         notes=[words.sentence(note) for note in data.notes],
         sections=[(place, title, section) for place, title, section in found if section is not None],

@@ -25,7 +25,8 @@ def terminal(data: Compared, page: Path | None = None) -> list[RenderableType]:
         (Text(letter, "bold"), Text(side.name), Text(say.about(side), DIM))
         for letter, side in (("A", data.a), ("B", data.b))
     )
-    answer = Text.assemble(("verdict: ", DIM), (data.verdict, _VERDICTS.get(data.verdict, "yellow")))
+    style = _VERDICTS.get(data.verdict, "yellow") if data.exit else "green"
+    answer = Text.assemble(("verdict: ", DIM), (say.headline(data), style))
     found: list[RenderableType] = [Text(data.model, "bold"), *indented(sides), Text(), *indented(answer)]
     found += indented(*(marked(reason, "·", DIM) for reason in data.because), by=4)
     found += indented(*map(marked, data.notes))

@@ -31,6 +31,7 @@ HOW = {
     "ratio of ratios": "a ratio of ratios: each to one baseline, in runs of their own; --measure times both in one",
     "counted": "",
 }
+_GAINS = {"size": "smaller", "latency": "faster", "accuracy": "nearer"}
 # cells of one answer that the reasons name
 _NAMED = 3
 
@@ -41,7 +42,7 @@ def because(cells: Sequence[DecidedCell], kind: str) -> list[str]:
     title = titles(cells, kind)
     for answer in ("worse", "better"):
         those = [cell for cell in cells if cell.answer == answer]
-        found += [f"B is {answer} in {title(cell)}: {difference(cell)}" for cell in those[:_NAMED]]
+        found += [f"B is {answer} in {title(cell)}: {difference(cell)}{_within(cell)}" for cell in those[:_NAMED]]
         found += [f"and in {len(those) - _NAMED} more"] if len(those) > _NAMED else []
     open_ = [cell for cell in cells if cell.answer == "inconclusive"]
     for cell in open_[:_NAMED]:
@@ -52,6 +53,24 @@ def because(cells: Sequence[DecidedCell], kind: str) -> list[str]:
         more = f"; and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
         found.append(f"the same within the margin: {listed}{more}")
     return found
+
+
+def headline(data: Compared) -> str:
+    """The verdict; where B is worse by no more than its recipe allows, in words."""
+    worse = [cell for cell in data.cells if cell.answer == "worse"]
+    if data.exit != 0 or not worse:
+        return data.verdict
+    better = {cell.what for cell in data.cells if cell.answer == "better"}
+    gains = [gain for what, gain in _GAINS.items() if what in better]
+    return f"B is {' and '.join([*gains, 'worse within what its recipe allows'])}"
+
+
+def _within(cell: DecidedCell) -> str:
+    """`; its recipe allows 0.25 nats`."""
+    if cell.answer != "worse" or cell.allowed is None:
+        return ""
+    most = _effect(cell, cell.allowed, _places(cell, cell.allowed)).lstrip("+−")
+    return f"; its recipe allows {most} {_unit(cell)}".rstrip()
 
 
 def _seen(cell: DecidedCell) -> str:

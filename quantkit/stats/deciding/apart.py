@@ -78,6 +78,7 @@ class Apart:
         margin: see `Evidence`.
         alarm: see `Evidence`.
         logarithm: effects are logarithms of a ratio, and told as ratio − 1.
+        doubtful: see `Evidence`.
     """
 
     effect: float
@@ -86,6 +87,7 @@ class Apart:
     margin: float
     alarm: float = 0.0
     logarithm: bool = False
+    doubtful: bool = False
 
     def p_above(self, effect: float) -> float:
         """See `Evidence`."""
@@ -133,6 +135,7 @@ def difference(
     alarm: float = 0.0,
     lower_is_better: bool = True,
     logarithm: bool = False,
+    doubtful: bool = False,
 ) -> Apart:
     """How much worse the candidate is.
 
@@ -142,6 +145,7 @@ def difference(
         alarm: see `Evidence`.
         lower_is_better: which way is better; of speed-ups (`Measured.ratio`), higher is.
         logarithm: of `Measured.ratio`; `margin` and `alarm` are then shares, 0.05 for 5 % slower.
+        doubtful: see `Evidence`.
 
     Raises:
         InputError: `values-invalid`, a value that is NaN or infinite, or outside of its interval.
@@ -160,6 +164,7 @@ def difference(
         margin=log1p(margin) if logarithm else margin,
         alarm=log1p(alarm) if logarithm else alarm,
         logarithm=logarithm,
+        doubtful=doubtful,
     )
 
 

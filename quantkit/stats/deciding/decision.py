@@ -5,11 +5,13 @@
     same            the whole 95 % interval lies within the margin, on both sides
     inconclusive    none of these; `detectable` is the smallest effect that would have been called worse
 
-*Shown among all cells* means Holm's adjusted p-value (`holm`) of at most `ALPHA` = 0.01: on a night on which
-nothing changed, the chance that any cell at all is called worse is at most one in a hundred, if every cell lay just at
-its alarm; where the true effects are zero and the alarm is not, it is far smaller. Of times the alarm is the margin: a
-difference is worth a call only if it is large. Of answers the alarm is zero, by McNemar's exact test, and the margin
-decides whether what was lost matters. That a thing is the same is claimed cell by cell, at 2.5 % each way.
+Neither worse nor better is said of a time whose sides differ by no more than one side does from itself, the A/A spread
+(`speedup.is_hidden`). *Shown among all cells* means Holm's adjusted p-value (`holm`) of at most `ALPHA` = 0.01: on a
+night on which nothing changed, the chance that any cell at all is called worse is at most one in a hundred, if every
+cell lay just at its alarm; where the true effects are zero and the alarm is not, it is far smaller. Of times the alarm
+is the margin: a difference is worth a call only if it is large. Of answers the alarm is zero, by McNemar's exact test,
+and the margin decides whether what was lost matters. That a thing is the same is claimed cell by cell, at 2.5 % each
+way.
 
 An alarm on times is run again before it is raised (`confirm`): the models loaded anew, the cells that alarmed and no
 others, decided on the new times alone. If what misled the first run has nothing to do with the second, a false alarm is
@@ -90,9 +92,9 @@ def confirm(first: CellDecision, second: CellDecision) -> CellDecision:
 def _decision(cell: Evidence, worse: float, better: float, alpha: float, family: int) -> CellDecision:
     low, high = cell.interval(1 - 2 * EACH_WAY)
     answer: Answer = "inconclusive"
-    if worse <= alpha and high >= cell.margin:
+    if worse <= alpha and high >= cell.margin and not cell.doubtful:
         answer = "worse"
-    elif better <= alpha and low <= -cell.margin:
+    elif better <= alpha and low <= -cell.margin and not cell.doubtful:
         answer = "better"
     elif -cell.margin < low and high < cell.margin:
         answer = "same"

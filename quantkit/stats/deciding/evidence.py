@@ -55,6 +55,11 @@ class Evidence(Protocol):
         """An effect of less than this, either way, is nobody's concern."""
         ...
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether neither side is to be called better: one differs from itself by as much, or no machine allows it."""
+        ...
+
     def p_above(self, effect: float) -> float:
         """How likely so large an estimate is, or a larger one, if the true effect is no larger than `effect`."""
         ...
@@ -87,6 +92,7 @@ class Resampled:
         alarm: see `Evidence`.
         margin: see `Evidence`.
         logarithm: effects are logarithms of a ratio, and told as ratio − 1.
+        doubtful: see `Evidence`.
     """
 
     effect: float
@@ -95,6 +101,7 @@ class Resampled:
     alarm: float
     margin: float
     logarithm: bool = False
+    doubtful: bool = False
 
     @property
     def standard_error(self) -> float:

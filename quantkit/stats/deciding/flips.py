@@ -55,6 +55,11 @@ class Flips:
         """The share of items lost, less the share gained."""
         return (self.lost - self.gained) / self.n
 
+    @property
+    def doubtful(self) -> bool:
+        """See `Evidence`. The same model gives the same answers again."""
+        return False
+
     def p_above(self, effect: float) -> float:
         """See `Evidence`."""
         return _p(*self._counts(), effect)

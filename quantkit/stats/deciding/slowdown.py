@@ -31,8 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.stats.abba import resampled_groups
+from quantkit.stats.abba import aa_spread, resampled_groups
 from quantkit.stats.deciding.evidence import Resampled
+from quantkit.stats.deciding.speedup import is_hidden
 
 Array = NDArray[Any]
 
@@ -78,14 +79,20 @@ def slowdown(
     above, below = (np.log(np.quantile(times, quantile, axis=(1, 2))) for times in sides.values())
     groups = resampled_groups(len(above), rounds)
     ratios = (above - below)[groups]
-    drawn = np.random.default_rng(seed).integers(0, len(groups), (resamples, len(groups)))
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(0, len(groups), (resamples, len(groups)))
+    # of the two visits of a side in a block, what stands for them
+    stands = (np.quantile(times, quantile, axis=2, keepdims=True) for times in sides.values())
+    spread = max(aa_spread(each, generator) for each in stands)
+    effect = float(np.median(ratios))
     return Resampled(
-        effect=float(np.median(ratios)),
+        effect=effect,
         draws=np.median(ratios[drawn].reshape(resamples, -1), axis=1),
         groups=len(groups),
         alarm=log1p(margin),
         margin=log1p(margin),
         logarithm=True,
+        doubtful=is_hidden(effect, spread),
     )
 
 
