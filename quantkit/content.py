@@ -95,7 +95,8 @@ def find(kind: Kind, reference: str) -> Path:
             raise InputError("file-missing", where=reference, value="no such file or folder", remedy="check the path")
         return path
     if reference not in names(kind):
-        raise unknown_name(_SINGULAR[kind], reference, names(kind))
+        singular = _SINGULAR[kind]
+        raise unknown_name(singular, reference, names(kind), more=f"`quantkit list {singular}s` says what each is")
     root = folder(kind)
     return root / reference / "card.yaml" if kind == "calibration" else root / f"{reference}.yaml"
 

@@ -175,18 +175,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     import difflib
 
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    # of two letters one may be wrong; of more, half would make a `cpu-arm` of a `cuda`
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6 if len(word) > 2 else 0.5)
     guess = f"did you mean {close[0]!r}? " if close else ""
     return f"{guess}known: {', '.join(names) or 'none'}"
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "") -> InputError:
-    """The error for a name that nothing goes by."""
+def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "", more: str = "") -> InputError:
+    """The error for a name that nothing goes by.
+
+    Args:
+        more: what else helps, behind the known names.
+    """
     return InputError(
         f"unknown-{kind}",
         where=where,
         value=f"no {kind} is called {name!r}",
-        remedy=did_you_mean(name, known),
+        remedy="; ".join(part for part in (did_you_mean(name, known), more) if part),
     )
 
 

@@ -9,7 +9,9 @@ import typer
 
 from quantkit.errors import InputError
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="An alias, a folder (./folder) or hf:org/name.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="An alias, a folder (./folder), hf:org/name, or a .gguf or .onnx file.")
+]
 BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The folder of a bundle.", show_default=False)]
 Target = Annotated[
     str | None, typer.Option(metavar="NAME|PATH", help="A shipped target or a path; default: this processor.")

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.content import is_path
-from quantkit.errors import InputError, unknown_name
-from quantkit.graph.open import is_graph
-from quantkit.kinds import one
-from quantkit.model.source.alias import ALIASES
+from quantkit.errors import InputError
+from quantkit.model.source.alias import ALIASES, unknown_model
 from quantkit.nightly.store.records import NightCell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
 from quantkit.planning import support
@@ -87,14 +85,6 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
             changes=config.set_,
         )
         if kind is not None:
-            # which of the two a graph is, its file says, and that is opened by the compile
-            able = {kind, "encoder"} if is_graph(model) else {kind}
-            if not able & set(request.recipe.models):
-                raise InputError(
-                    "model-kind",
-                    value=f"{model} is {one(kind)}",
-                    rule=f"recipe {request.recipe.name} is for {', '.join(request.recipe.models)}",
-                )
             request = with_own_runtime(request, kind)
         aimed = request.target
         if asked is not None:
@@ -131,7 +121,7 @@ def _demand_model(config: Nightly, model: str, where: str) -> None:
     if model in ALIASES or model.startswith("hf:"):
         return
     if not is_path(model):
-        raise unknown_name("model", model, ALIASES, where=f"{where}: models")
+        raise unknown_model(model, where=f"{where}: models")
     if not config.at(model).exists():
         raise InputError(
             "file-missing",

@@ -13,7 +13,7 @@ from quantkit import content, machine, plugins
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.graph.open import is_graph
-from quantkit.kinds import Kind
+from quantkit.kinds import Kind, one
 from quantkit.model.source.alias import ALIASES
 from quantkit.planning import support
 from quantkit.planning.support import Support
@@ -99,7 +99,11 @@ class Request:
             chosen = chosen.model_copy(update={"calibration": kept})
         content.find("calibration", chosen.calibration.set)
         aimed = target if isinstance(target, Target) else Target.load(target or this_machine())
-        answer = support.ask(chosen, aimed, kind_of(model))
+        kind = kind_of(model)
+        if kind is not None:
+            # which of the two a graph is, its file says, and that is opened by the compile
+            support.demand_kind(chosen, aimed, ("encoder", kind) if is_graph(model) else (kind,), model, one(kind))
+        answer = support.ask(chosen, aimed, kind)
         where = None if out is None else Path(out)
         if where is not None and where.exists() and not resume:
             raise InputError(

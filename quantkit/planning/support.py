@@ -18,7 +18,7 @@ from quantkit import content, plugins
 from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
-from quantkit.kinds import Kind
+from quantkit.kinds import Kind, one
 from quantkit.planning.readers import ORDER, Reader, best, either, exports, readers, with_remedy
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.target import Target
@@ -88,6 +88,28 @@ def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
         raise refusal(problem, recipe, target, kind or recipe.models[0]) from None
     readable, left_out = fitted(recipe, target, {each.export: each.runtime for each in found})
     return Support(readable, target, left_out, found)
+
+
+def demand_kind(recipe: Recipe, target: Target, kinds: Sequence[Kind], where: str, said: str = "") -> None:
+    """Refuse a model that a recipe is not for.
+
+    Args:
+        kinds: that the model may be; of an ONNX file two, of which the second is what it is compiled as.
+        where: the model.
+        said: what it is, if its kind does not say all.
+
+    Raises:
+        InputError: `model-kind`, with the nearest recipe for that kind.
+    """
+    if set(kinds) & set(recipe.models):
+        return
+    raise InputError(
+        "model-kind",
+        where=where,
+        value=said or one(kinds[0]),
+        rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
+        remedy=instead(recipe, target, kinds[-1]) or "--recipe float",
+    )
 
 
 def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = None) -> tuple[Recipe, tuple[str, ...]]:

@@ -32,6 +32,7 @@ def summary(
     *,
     seconds: Mapping[str, float | None] | None = None,
     memory_peak_bytes: int | None = None,
+    files: usage.Files | None = None,
 ) -> list[RenderableType]:
     """A bundle on one screen: the verdict, what it costs, how fast it is, what held, what was decided, what to do next.
 
@@ -39,6 +40,7 @@ def summary(
         notes: what a reader must know about the figures; stands right under them.
         seconds: `quantize_cpu` and `total`, where it has just been made.
         memory_peak_bytes: of the process that made it.
+        files: where the model and the set lie, where that is known.
     """
     ok = manifest.state == "complete"
     mark, style = MARK[ok]
@@ -47,19 +49,21 @@ def summary(
     title = Text.assemble((f"{mark} ", style), (manifest.model.name, "bold"), f", {recipe}, for {target}")
     if not ok:
         title.append(": a gate failed", "bold red")
-    found: list[RenderableType] = [Text(), title, copied(f"  {path}"), *_verdict(path, manifest, rows), Text()]
+    found: list[RenderableType] = [Text(), title, copied(f"  {path}"), *_verdict(path, manifest, rows, files), Text()]
     found += _results(manifest, rows, notes)
     found += [Text(), *indented(_facts(manifest, seconds, memory_peak_bytes)), Text()]
     return found + _next(path, manifest)
 
 
-def _verdict(path: Path, manifest: Manifest, rows: Sequence[Row]) -> list[RenderableType]:
+def _verdict(
+    path: Path, manifest: Manifest, rows: Sequence[Row], files: usage.Files | None = None
+) -> list[RenderableType]:
     """The verdict as a sentence with its reasons; where speed was not measured, what does it."""
     answer, because = figures.verdict(manifest, rows)
     sentence = Text.assemble(("verdict: ", DIM), (answer, "bold" if manifest.verdict else ""))
     shown = indented(sentence) + indented(*(marked(reason, "·", DIM) for reason in because), by=4)
     if manifest.layers and not figures.timed(rows):
-        commands = usage.measure(manifest, shlex.quote(_near(path)))
+        commands = usage.measure(manifest, shlex.quote(_near(path)), files or usage.Files())
         shown += [Text("  its speed has not been measured; this does:", DIM)] if manifest.verdict else []
         shown += [copied(f"    {command}") for command in commands]
     return shown

@@ -150,7 +150,7 @@ def preprocess(image: NDArray[np.uint8], how: Preprocess, *, where: str) -> NDAr
             raise _channels(image.shape[2], channels, where)
         image = _converted(image, channels)
     if image.shape[:2] != (how.crop, how.crop):
-        image = _cut(image, how)
+        image = _cut(image, how, where)
     mean, std = (np.asarray(values, dtype=np.float32) for values in (how.mean, how.std))
     normal = (image.astype(np.float32) / np.float32(255) - mean) / std
     return np.ascontiguousarray(normal.transpose(2, 0, 1) if how.layout == "NCHW" else normal)
@@ -299,16 +299,28 @@ def _converted(image: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
     return np.asarray(module.fromarray(image[:, :, :3]).convert("L"), dtype=np.uint8)[:, :, None]
 
 
-def _cut(image: NDArray[np.uint8], how: Preprocess) -> NDArray[np.uint8]:
-    module, _ = _pillow()
-    picture = module.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
-    scale = how.resize / min(picture.size)
-    width, height = (max(how.resize, round(side * scale)) for side in picture.size)
-    limits.PIXELS.demand(width * height, "preprocess")
-    picture = picture.resize((width, height), module.Resampling.BILINEAR)
+def _cut(image: NDArray[np.uint8], how: Preprocess, where: str) -> NDArray[np.uint8]:
+    if how.resize is not None:
+        module, _ = _pillow()
+        picture = module.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
+        scale = how.resize / min(picture.size)
+        width, height = (max(how.resize, round(side * scale)) for side in picture.size)
+        limits.PIXELS.demand(width * height, "preprocess")
+        image = np.asarray(picture.resize((width, height), module.Resampling.BILINEAR), dtype=np.uint8)
+        image = image[:, :, None] if image.ndim == 2 else image
+    if how.crop is None:
+        return image
+    height, width = image.shape[:2]
+    if how.crop > min(height, width):
+        raise InputError(
+            "calibration-shape",
+            where=where,
+            value=f"an image of {height} x {width}",
+            rule=f"`preprocess` cuts {how.crop} x {how.crop} from its middle",
+            remedy=f"resize: {how.crop}, or no `crop`",
+        )
     left, top = (width - how.crop) // 2, (height - how.crop) // 2
-    found = np.asarray(picture.crop((left, top, left + how.crop, top + how.crop)), dtype=np.uint8)
-    return found[:, :, None] if found.ndim == 2 else found
+    return image[top : top + how.crop, left : left + how.crop]
 
 
 def _pillow() -> tuple[Any, Any]:

@@ -6,8 +6,8 @@
 
 A user's own files have no splits: the last 10 % are kept for `eval` and the 5 % before for `tune`, class by class where
 there are labels, else by their order; images that are alike (`clusters`) stay in one split, and are parted as one. What
-becomes of a user's own bytes is said by a `preprocess.yaml` beside them (the card's five keys: resize, crop, mean, std,
-layout), or known of the model.
+becomes of a user's own bytes is said by a `preprocess.yaml` beside them (the card's keys: mean, std, and if
+wanted resize, crop, layout), or known of the model.
 
     load_images("fashion-mnist", "eval", samples=None, seed=0, shape=(None, 1, 28, 28), dtype="float32", where="images")
 """
@@ -219,9 +219,9 @@ def _read(
             "calibration-preprocess",
             where=images.where,
             value="images of bytes",
-            rule="a model takes them resized, cropped and normalised as it was trained",
-            remedy=f"write {PREPROCESS} beside them: {{resize: 256, crop: 224, mean: [0.485, 0.456, 0.406], "
-            "std: [0.229, 0.224, 0.225], layout: NCHW}, or give floats",
+            rule="a model takes them as it was trained: normalised, and resized and cropped if it wants that",
+            remedy=f"write {PREPROCESS} beside them: {{mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}}, with "
+            "`resize: 256`, `crop: 224`, `layout: NHWC` where it wants them, or give floats",
         )
     found: NDArray[np.float32] | None = None
     for place, number in enumerate(chosen):

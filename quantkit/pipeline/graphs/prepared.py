@@ -23,7 +23,7 @@ from quantkit.pipeline.graphs.measure import SampleCost, cost
 from quantkit.pipeline.request import Request, default_out
 from quantkit.planning.model.assigned import ROLES
 from quantkit.planning.readers import graph_schemes
-from quantkit.planning.support import ask
+from quantkit.planning.support import ask, demand_kind
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme
 
@@ -74,14 +74,7 @@ def prepare(request: Request) -> PreparedGraph:
     path, ref, alias = file.path, file.ref, file.alias
     graph = open_graph(path, file.name)
     # an encoder is a graph all the same, and compiled as networks are
-    if not {graph.kind, "network"} & set(recipe.models):
-        raise InputError(
-            "model-kind",
-            where=ref,
-            value=f"{one(graph.kind)}, as an ONNX graph",
-            rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
-            remedy="choose another recipe: int8",
-        )
+    demand_kind(recipe, request.target, (graph.kind, "network"), ref, f"{one(graph.kind)}, as an ONNX graph")
     tokens.demand_talking(recipe.calibration, graph.kind)
     engine = graph_engine.wanted(recipe)
     as_asked = recipe

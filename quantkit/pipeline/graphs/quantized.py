@@ -13,6 +13,7 @@ import numpy as np
 from quantkit._version import __version__
 from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.errors import GateError
+from quantkit.passes import NOTE, decision
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.prepared import PreparedGraph
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from quantkit.graph.pairs.placement import Placement
     from quantkit.graph.pairs.qdq import Codes, Range
-    from quantkit.graph.run import Runner
+    from quantkit.graph.run import Feed, Runner
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 # samples of one run
@@ -33,6 +34,8 @@ BATCH = 8
 SOLVING = 64
 # what integer kernels may differ by from the pairs as they are written: codes that lie between two go either way
 _RELOAD_LIMIT = 0.05
+# what a float32 is moved by to see how far the pairs alone carry such codes, how often, and how much of that is allowed
+_MOVED, _TIMES, _MORE = 1e-6, 3, 1.5
 _INTEGER_SHARE = 0.95
 # weights up to so many bytes stand in the file itself
 _INLINE = 1 << 28
@@ -197,20 +200,27 @@ class QuantizedGraph:
         apart = sum(value.const_value.nbytes for value in self.model.graph.initializers.values() if value.const_value)
         ir.save(self.model, path, external_data=DATA if apart > _INLINE else None)
 
-    def checks(self, path: Path) -> list[Check]:
-        """The file, reloaded and run by integer kernels, against its pairs as they are written. Raises GateError."""
+    def checks(self, path: Path) -> tuple[list[Check], list[Decision]]:
+        """The file, reloaded and run by integer kernels, against its pairs as they are written. Raises GateError.
+
+        `reload.onnxruntime` is the relative error of the worst output, at most 0.05, or 1.5 times what the pairs differ
+        by from themselves when the inputs move in their last bits, where that is more.
+        """
         from quantkit.graph.run import Runner
 
         feed = self.prepared.calib.first(BATCH)
-        written, loaded = Runner(self.model, optimised=False)(feed), Runner(path)(feed)
-        apart = max(
-            float(np.linalg.norm(loaded[name] - expected) / (np.linalg.norm(expected) or 1.0))
-            for name, expected in written.items()
-            if expected.dtype.kind == "f"
-        )
-        check = Check(name="reload.onnxruntime", value=apart, limit=_RELOAD_LIMIT, ok=apart <= _RELOAD_LIMIT)
-        demand([check], "the export is not what was decided on; nothing was delivered. Please report it")
-        return [check, self._kernels(path)]
+        written = Runner(self.model, optimised=False)
+        expected = written(feed)
+        apart, limit, taken = _apart(Runner(path)(feed), expected), _RELOAD_LIMIT, list[Decision]()
+        if apart > limit:
+            # in a deep network every code depends on all before it, so that its own pairs differ by as much
+            own = max(_apart(written(_moved(feed, seed)), expected) for seed in range(_TIMES))
+            limit = max(limit, round(_MORE * own, 3))
+            said = f"codes that lie between two carry far: inputs moved by {_MOVED:g}, its pairs differ by {own:.2g}"
+            taken = [decision("export", NOTE, "reload.onnxruntime", said, _RELOAD_LIMIT, limit)]
+        check = Check(name="reload.onnxruntime", value=apart, limit=limit, ok=apart <= limit)
+        demand([check], "nothing was delivered; --recipe int8-dynamic rounds no input beforehand; and please report it")
+        return [check, self._kernels(path)], taken
 
     def _kernels(self, path: Path) -> Check:
         """Whether ONNX Runtime multiplies what was quantized in integers. Raises GateError where it does not."""
@@ -280,3 +290,23 @@ class QuantizedGraph:
                 )
             )
         return found
+
+
+def _moved(feed: Feed, seed: int) -> Feed:
+    """The same samples, every float of them moved in its last bits."""
+    noise = np.random.default_rng(seed)
+    return {
+        name: (each * (1 + _MOVED * noise.standard_normal(each.shape))).astype(each.dtype)
+        if each.dtype.kind == "f"
+        else each
+        for name, each in feed.items()
+    }
+
+
+def _apart(found: Feed, expected: Feed) -> float:
+    """||found - expected|| / ||expected|| of the float output where it is largest."""
+    return max(
+        float(np.linalg.norm(found[name] - each) / (np.linalg.norm(each) or 1.0))
+        for name, each in expected.items()
+        if each.dtype.kind == "f"
+    )

@@ -176,12 +176,13 @@ def _float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | Non
             return materialize(own) / MODEL, own
         if ref.startswith(REF) and place(sha256).is_file() and file_sha256(place(sha256)) == sha256:
             return place(sha256), None
+        name = ref.removeprefix("path:")
         raise InputError(
             "baseline-needed",
             where="--baseline",
             value=f"the bundle was made from {ref}",
             rule="a bundle does not hold the float graph, and no path of the machine it was made on",
-            remedy="--baseline ./model.onnx",
+            remedy=f"--baseline ./{name}, where it lies" if name.endswith(".onnx") else "--baseline ./model.onnx",
         )
     alias = ALIASES.get(baseline)
     if alias is not None and alias.kind == "network":

@@ -165,7 +165,7 @@ class GraphWork:
 
     def check(self) -> tuple[list[Check], list[Decision]]:
         """The file, reloaded in ONNX Runtime."""
-        return self.quantized.checks(self.file), []
+        return self.quantized.checks(self.file)
 
     def engines(self) -> Engines:
         """The engine of a network, if the recipe asks for one."""

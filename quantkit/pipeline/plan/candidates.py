@@ -10,7 +10,7 @@ from quantkit.errors import InputError, unknown_name
 from quantkit.exporters import load_exporter
 from quantkit.kinds import Kind
 from quantkit.planning.readers import stored_formats
-from quantkit.planning.support import ask, fitted, shipped
+from quantkit.planning.support import ask, demand_kind, fitted, shipped
 from quantkit.recipe import Recipe
 from quantkit.target import Target
 
@@ -62,14 +62,7 @@ def choose(
         InputError: `unknown-recipe`, `model-kind`, `target-cannot-run`, and what a recipe raises.
     """
     recipe = _recipe(label, kind, target, changes)
-    if kind not in recipe.models:
-        raise InputError(
-            "model-kind",
-            where=label,
-            value=f"a model of kind {kind}",
-            rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
-            remedy="choose another recipe",
-        )
+    demand_kind(recipe, target, (kind,), label)
     judged = runtime is None and recipe.passes
     readable = ask(recipe, target).recipe if judged else fitted(recipe, target)[0]
     return Chosen(label, readable, _runtime(readable, kind, target, runtime))

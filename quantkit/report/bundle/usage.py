@@ -16,6 +16,8 @@ from quantkit.scheme import WeightScheme
 
 PROMPT = "The capital of France is"
 _CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "network": "AutoModelForImageClassification"}
+# how references begin of which a bundle holds the name alone
+_PATH, _MODULE = "path", "module"
 _GENAI = f"""# pip install onnxruntime-genai
 import onnxruntime_genai as og
 
@@ -43,6 +45,17 @@ class Command:
     label: str
     text: str
     language: str = "bash"
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where files of the user's own lie, as typed; None: in this folder, under the names that a bundle has."""
+
+    model: str | None = None
+    calibration: str | None = None
+
+
+_AS_NAMED = Files()
 
 
 def has(manifest: Manifest, place: str) -> bool:
@@ -94,23 +107,40 @@ def commands(manifest: Manifest) -> list[Command]:
     return found
 
 
-def measure(manifest: Manifest, place: str = ".") -> list[str]:
+def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> list[str]:
     """What measures its speed and judges it; `place` is the bundle, as a shell reads it.
 
     An engine is timed on its GPU: a decoder's by us, any other by its library's own tool.
+
+    Args:
+        files: where the model and the calibration set lie, for those that a bundle holds the name of alone.
     """
     if has(manifest, "engine/") and not has(manifest, "onnx/"):
-        return ["# on the GPU that the engine is for", *_measure_engine(manifest, place)]
+        return ["# on the GPU that the engine is for", *_measure_engine(manifest, place, files)]
     export = [] if has(manifest, "onnx/") else [f"quantkit export {place} --to onnx"]
-    return [*export, f"quantkit measure {place} --runtime onnxruntime"]
+    return [*export, " ".join([f"quantkit measure {place} --runtime onnxruntime", *_against(manifest, files)])]
 
 
-def _measure_engine(manifest: Manifest, place: str) -> list[str]:
+def _against(manifest: Manifest, files: Files) -> list[str]:
+    """What `measure` asks for where a bundle does not say where it lies: the model, and what a graph is scored on."""
+    kind, _, name = manifest.model.source.ref.partition(":")
+    found = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if kind == _PATH else []
+    graph = manifest.model.kind == "network" or kind == _MODULE or name.lower().endswith(".onnx")
+    return [*found, *(_calibration(manifest, files) if graph else [])]
+
+
+def _calibration(manifest: Manifest, files: Files) -> list[str]:
+    """The set that a recipe cannot name, since it is a file of somebody's own."""
+    kind, _, name = str((manifest.recipe.get("calibration") or {}).get("set", "")).partition(":")
+    return [f"--calibration {shlex.quote(files.calibration or f'./{name}')}"] if kind == _PATH else []
+
+
+def _measure_engine(manifest: Manifest, place: str, files: Files = _AS_NAMED) -> list[str]:
     runs = engine_runtime(manifest)
     built = [entry.path for entry in manifest.files if entry.path.endswith(".engine")]
     found = [] if built else [f"quantkit export {place} --to tensorrt"]
     if manifest.model.kind == "decoder":
-        return [*found, f"quantkit measure {place} --runtime {runs}"]
+        return [*found, " ".join([f"quantkit measure {place} --runtime {runs}", *_against(manifest, files)])]
     tool = {"tensorrt": "trtexec"}.get(runs, runs)
     path = built[0] if built else "engine/smNN.engine"
     return [*found, f"{tool} --loadEngine={path if place == '.' else f'{place}/{path}'}"]
@@ -142,11 +172,17 @@ def auto_class(manifest: Manifest) -> str:
     return _CLASSES[manifest.model.kind]
 
 
-def again(manifest: Manifest) -> str:
-    """How to make it again; a folder is named as it was, wherever it stood."""
+def again(manifest: Manifest) -> Command:
+    """How to make it again; a file or folder is named as it was, wherever it stood, and a module by its class."""
     kind, _, rest = manifest.model.source.ref.partition(":")
-    model = {"alias": rest, "path": f"./{rest}"}.get(kind, manifest.model.source.ref)
-    return f"quantkit compile {shlex.quote(model)} --recipe ./recipe.yaml"
+    files = _calibration(manifest, _AS_NAMED)
+    if kind == _MODULE:
+        calibration = "".join(f", calibration={file.partition(' ')[2]!r}" for file in files)
+        lines = ["import quantkit", "", f"module = ...  # a {rest}, and what it is called with: [n, ...] each"]
+        call = f'quantkit.compile(module, "./recipe.yaml", example_inputs=...{calibration})'
+        return Command("in Python", "\n".join([*lines, call]), "python")
+    model = {"alias": rest, _PATH: f"./{rest}"}.get(kind, manifest.model.source.ref)
+    return Command("the command", " ".join(["quantkit compile", shlex.quote(model), "--recipe ./recipe.yaml", *files]))
 
 
 def recipe(manifest: Manifest) -> str:

@@ -151,7 +151,7 @@ def _single(outlook: Outlook, candidate: PlannedRecipe) -> list[RenderableType]:
     found: list[RenderableType] = []
     if candidate.memory is not None:
         found += indented(_parts(candidate.memory, decodes=outlook.architecture.kind == "decoder"))
-    if candidate.rows:
+    if candidate.rows and say.timed(outlook):
         found += titled(f"how long, {_lengths(outlook)}", _batches(outlook, candidate))
         names = plan_costs.head(outlook)
         lines = [[f"{row.batch:,}", *plan_costs.amounts(outlook, row)] for row in say.fitting(candidate)]
