@@ -61,8 +61,8 @@ def __getattr__(name: str) -> Any:
 
 
 def compile(  # noqa: A001 (the word of the command line)
-    model: str | Module = "smollm2-135m",
-    recipe: str | Path | Recipe = "awq-int4",
+    model: str | Path | Module = "smollm2-135m",
+    recipe: str | Path | Recipe | Mapping[str, Any] = "awq-int4",
     target: str | Path | Target | None = None,
     *,
     example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
@@ -72,14 +72,16 @@ def compile(  # noqa: A001 (the word of the command line)
     resume: bool = False,
     strict: bool = False,
     trust_remote_code: bool = False,
+    allow_code: bool = False,
     speed: bool = True,
+    progress: bool = False,
 ) -> Bundle:
     """Compile a model into a bundle on disk.
 
     Args:
         model: an alias, a Hugging Face folder (`./folder`), `hf:org/name`, a float .onnx file, or a torch module, which
-            is exported to such.
-        recipe: a shipped name, a path, or a `Recipe`.
+            is exported to such. A `Path` is a path, however it is spelt.
+        recipe: a shipped name, a path, a `Recipe`, or a mapping as in a recipe's YAML.
         target: a shipped name, a path, or a `Target`; None is this machine's processor.
         example_inputs: what a module is called with: a tensor, several, or by name; [n, ...] each.
         calibration: a shipped set or a path, instead of the recipe's.
@@ -88,15 +90,21 @@ def compile(  # noqa: A001 (the word of the command line)
         resume: go on with an unfinished build.
         strict: a decision that the recipe did not ask for is an error.
         trust_remote_code: allow a model's own code to run.
+        allow_code: run the files that the recipe's passes name (`./my_pass.py`).
         speed: time the result against the float model, where it has an ONNX graph and the target is this machine.
+        progress: show how far it is: a bar on a terminal or in a notebook, else lines on stderr.
 
     Raises:
         QuantkitError: with code, where, value, rule and remedy.
     """
+    from quantkit import given
     from quantkit.pipeline import Request, compile_model
+    from quantkit.pipeline.estimate import first_guess
+    from quantkit.pipeline.progress import showing
 
+    module = None if isinstance(model, str | Path) else model
     request = Request.of(
-        model if isinstance(model, str) else type(model).__name__,
+        given.model(model) if module is None else type(module).__name__,
         recipe=recipe,
         target=target,
         calibration=calibration,
@@ -105,18 +113,21 @@ def compile(  # noqa: A001 (the word of the command line)
         resume=resume,
         strict=strict,
         trust_remote_code=trust_remote_code,
+        allow_code=allow_code,
         speed=speed,
     )
-    if not isinstance(model, str):
+    if module is not None:
         from quantkit.pipeline.graphs.exported_module import with_module
 
-        request = with_module(request, model, example_inputs)
-    return compile_model(request).bundle
+        request = with_module(request, module, example_inputs)
+    with showing(progress) as shown:
+        shown.begin(f"opening {request.model}", first_guess(request) if progress else None)
+        return compile_model(request, shown).bundle
 
 
 def plan(
-    model: str = "smollm2-135m",
-    recipes: str | Sequence[str] = (),
+    model: str | Path = "smollm2-135m",
+    recipes: str | Path | Sequence[str | Path] = (),
     target: str | Path | Target | None = None,
     *,
     runtime: str | None = None,
@@ -128,6 +139,7 @@ def plan(
     devices: int | None = None,
     prices: str | Path | None = None,
     changes: Sequence[str] = (),
+    allow_code: bool = False,
 ) -> Outlook:
     """What `quantkit plan` says, before anything is done: does it fit, how fast at best, what it costs. No torch.
 
@@ -144,6 +156,7 @@ def plan(
         devices: that share the model; None is as few as hold it.
         prices: a file; None is the one that ships.
         changes: `PATH=YAML` changes to every recipe.
+        allow_code: run the files that the recipes' passes name.
 
     Returns:
         `candidates` with memory, times by batch and cost of each recipe, and a `recommendation`.
@@ -151,23 +164,25 @@ def plan(
     Raises:
         QuantkitError: with code, where, value, rule and remedy.
     """
+    from quantkit import given
     from quantkit.pipeline.plan.plan import PlanQuestion
     from quantkit.pipeline.plan.plan import plan as answer
 
     return answer(
         PlanQuestion(
-            model,
-            recipes=(recipes,) if isinstance(recipes, str) else recipes,
+            given.model(model),
+            recipes=given.texts(recipes, "recipes"),
             target=target,
             runtime=runtime,
-            batches=batches,
+            batches=given.batches(batches),
             prompt=prompt,
             output=output,
             context=context,
             rate=rate,
             devices=devices,
-            prices=None if prices is None else Path(prices),
+            prices=given.path(prices, "prices"),
             changes=changes,
+            allow_code=allow_code,
         )
     )
 
@@ -178,18 +193,27 @@ plan_model = plan
 
 def load(path: str | Path) -> Bundle:
     """Open a bundle. Raises InputError if it is none."""
+    from quantkit import given
     from quantkit.bundle import Bundle
 
-    return Bundle.load(path)
+    return Bundle.load(given.demand("bundle", path, (str, Path), "a path"))
+
+
+def _opened(bundle: Bundle | str | Path) -> Bundle:
+    """A bundle as it is on disk now."""
+    from quantkit.bundle import Bundle
+
+    return load(bundle.path if isinstance(bundle, Bundle) else bundle)
 
 
 def measure(
     bundle: Bundle | str | Path,
-    baseline: str | None = None,
+    baseline: str | Path | None = None,
     runtime: str | None = None,
     *,
-    calibration: str | None = None,
+    calibration: str | Path | None = None,
     speed: bool = True,
+    progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure a bundle's accuracy, size and speed again; the rows also go into its `measurements.jsonl`.
 
@@ -199,13 +223,19 @@ def measure(
         runtime: `torch` or `onnxruntime` (speed too); None is onnxruntime where the bundle has a graph.
         calibration: the set to score on, its `eval` split; None is the bundle's own.
         speed: time it too, where the runtime is onnxruntime.
+        progress: show how far it is, as `compile` does.
     """
+    from quantkit import given
     from quantkit.pipeline import measure_bundle
+    from quantkit.pipeline.progress import showing
 
-    opened = load(bundle if isinstance(bundle, str | Path) else bundle.path)  # as it is on disk now
-    return [
-        row.as_dict() for row in measure_bundle(opened, baseline, runtime=runtime, calibration=calibration, speed=speed)
-    ]
+    against = None if baseline is None else given.model(baseline, "baseline")
+    text = None if calibration is None else given.model(calibration, "calibration")
+    opened = _opened(bundle)
+    with showing(progress) as shown:
+        shown.begin(f"opening {opened.path.name}")
+        rows = measure_bundle(opened, against, shown, runtime=runtime, calibration=text, speed=speed)
+    return [row.as_dict() for row in rows]
 
 
 def compare(
@@ -215,7 +245,8 @@ def compare(
     measure: bool = False,
     speed: bool = True,
     runtime: str | None = None,
-    calibration: str | None = None,
+    calibration: str | Path | None = None,
+    progress: bool = False,
     accuracy_margin: float | None = None,
     latency_margin: float = 0.05,
     size_margin: float = 0.01,
@@ -229,6 +260,7 @@ def compare(
         speed: compare times at all.
         runtime: whose scores are compared; None is one that both were scored in.
         calibration: where the scored text is, if it was a file: flipped words are shown in it.
+        progress: show how far it is, as `compile` does.
         accuracy_margin: 0.01 is one item in a hundred, 0.01 nats, a perplexity 1 % higher; None is what the gates of
             the recipe of `b` allow.
         latency_margin: 0.05 is 5 % slower.
@@ -237,23 +269,28 @@ def compare(
     Raises:
         QuantkitError: `models-differ`, `items-differ`, `items-missing`, `hash-mismatch`, ...
     """
+    from quantkit import given
     from quantkit.pipeline.compare.compare import Margins, compare_bundles
+    from quantkit.pipeline.progress import showing
 
-    return compare_bundles(
-        a,
-        b,
-        margins=Margins(accuracy_margin, latency_margin, size_margin),
-        runtime=runtime,
-        calibration=calibration,
-        measure=measure,
-        speed=speed,
-    )
+    text = None if calibration is None else given.model(calibration, "calibration")
+    with showing(progress) as shown:
+        return compare_bundles(
+            a,
+            b,
+            shown,
+            margins=Margins(accuracy_margin, latency_margin, size_margin),
+            runtime=runtime,
+            calibration=text,
+            measure=measure,
+            speed=speed,
+        )
 
 
 def tune(
-    model: str,
+    model: str | Path,
     budget: str | Sequence[str],
-    recipe: str | Path | Recipe = "gptq-int4",
+    recipe: str | Path | Recipe | Mapping[str, Any] = "gptq-int4",
     target: str | Path | Target | None = None,
     *,
     formats: Sequence[str] | None = None,
@@ -267,6 +304,8 @@ def tune(
     exact: bool = False,
     check: bool = True,
     trust_remote_code: bool = False,
+    allow_code: bool = False,
+    progress: bool = False,
 ) -> Tuned:
     """Choose a format for every layer within a budget, and write the choice as a recipe: `out`, `front`, `decisions`.
 
@@ -286,37 +325,44 @@ def tune(
         exact: measure every candidate at the output; else one a layer, and the others by it.
         check: compile and score the choice, and one scheme for all beside it.
         trust_remote_code: allow a model's own code to run.
+        allow_code: as of `compile`.
+        progress: as of `compile`.
 
     Raises:
         QuantkitError: `budget-unreachable`, `nothing-to-choose`, `timings-missing`, those of `compile`.
     """
+    from quantkit import given
     from quantkit.measurement.rows import read_rows
     from quantkit.pipeline import Request
+    from quantkit.pipeline.progress import showing
     from quantkit.tuning import Budget, TuneQuestion
     from quantkit.tuning import tune as search
 
     request = Request.of(
-        model,
+        given.model(model),
         recipe=recipe,
         target=target,
         calibration=calibration,
         out=out,
         changes=changes,
         trust_remote_code=trust_remote_code,
+        allow_code=allow_code,
     )
-    return search(
-        TuneQuestion(
-            request,
-            Budget.parse([budget] if isinstance(budget, str) else list(budget)),
-            formats=formats,
-            schemes=schemes,
-            samples=samples,
-            exact=exact,
-            check=check,
-            timings=read_rows(Path(timings)) if timings is not None else (),
-            batches=batches,
-        )
+    measured = given.path(timings, "timings")
+    question = TuneQuestion(
+        request,
+        Budget.parse(given.texts(budget, "budget")),
+        formats=None if formats is None else given.texts(formats, "formats"),
+        schemes=given.mappings(schemes, "schemes"),
+        samples=samples,
+        exact=exact,
+        check=check,
+        timings=read_rows(measured) if measured is not None else (),
+        batches=given.batches(batches),
     )
+    with showing(progress) as shown:
+        shown.begin(f"opening {request.model}")
+        return search(question, shown)
 
 
 def export(bundle: Bundle | str | Path, to: str, changes: Sequence[str] = ()) -> Bundle:
@@ -332,5 +378,4 @@ def export(bundle: Bundle | str | Path, to: str, changes: Sequence[str] = ()) ->
     """
     from quantkit.pipeline.finished.export import export_bundle
 
-    opened = load(bundle if isinstance(bundle, str | Path) else bundle.path)  # as it is on disk now
-    return export_bundle(opened, to, changes).bundle
+    return export_bundle(_opened(bundle), to, changes).bundle

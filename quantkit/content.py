@@ -118,6 +118,7 @@ def validated(
     code: str,
     rule: str = "",
     keys: Mapping[str, list[str]] | None = None,
+    context: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Document:
     """Data as a document, with what `more` says beside it.
@@ -125,6 +126,7 @@ def validated(
     Args:
         rule: where only a mapping will do: `a card is a YAML mapping`.
         keys: of places whose names are free: dotted location -> the keys there.
+        context: what its validators are told beside it.
 
     Raises:
         InputError: of `code`: one line, with a did-you-mean for a misspelt key.
@@ -132,7 +134,7 @@ def validated(
     if rule and not isinstance(data, dict):
         raise InputError(code, where=where, value="not a mapping", rule=rule)
     try:
-        return model.model_validate({**data, **more} if more else data)
+        return model.model_validate({**data, **more} if more else data, context=context)
     except ValidationError as error:
         known = {**known_keys(model), **(keys or {})}
         known[""] = [key for key in known[""] if key not in more]

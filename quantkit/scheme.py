@@ -17,7 +17,7 @@ from quantkit.errors import did_you_mean
 
 
 def _known_format(name: str) -> str:
-    if name not in plugins.FORMATS.names():
+    if name not in plugins.FORMATS:
         raise ValueError(f"no format is called {name!r}; {did_you_mean(name, plugins.FORMATS.names())}")
     return name
 
@@ -54,7 +54,7 @@ class WeightScheme(Closed):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_format(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("format") not in plugins.FORMATS.names():
+        if not isinstance(data, dict) or data.get("format") not in plugins.FORMATS:
             return data
         rules = plugins.FORMATS.load(data["format"]).rules
         filled = {"granularity": next(iter(rules.granularities)), "symmetric": rules.symmetric[0]}
@@ -179,8 +179,8 @@ class CacheScheme(Closed):
 
 def _bounded(name: str, what: str) -> str:
     """A format that activations can have (`Rules.activations`). Raises ValueError."""
-    able = [each for each in plugins.FORMATS.names() if plugins.FORMATS.load(each).rules.activations]
-    if name not in able:
+    if name not in plugins.FORMATS or not plugins.FORMATS.load(name).rules.activations:
+        able = [each for each in plugins.FORMATS.shipped() if plugins.FORMATS.load(each).rules.activations]
         raise ValueError(f"{what} cannot be in {name}; use {_either(able)}")
     return name
 

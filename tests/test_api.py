@@ -60,7 +60,10 @@ def test_the_examples_run(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert space["kl"] == pytest.approx(
         next(row["value"] for row in space["rows"] if row["name"] == "accuracy.kl"), abs=1e-6
     )
-    assert space["found"].exit in (0, 1, 3) and space["other"].manifest.recipe["name"] == "int8-weights"
+    assert space["found"].exit in (0, 1, 3) and space["other"].manifest.recipe["name"] == "plain"
+    kl = [row["value"] for row in space["other"].measurements if row["name"] == "accuracy.kl"]
+    assert space["other"].frame("pyarrow").column("value").to_pylist().count(kl[0]) == 1
+    assert "Plotly.newPlot" in (place / "weights.html").read_text(encoding="utf-8")
     assert space["tuned"].front["chosen"]["bits"] <= 5
     assert [step.name for step in space["own"].passes] == ["rtn"]
     assert "unknown-recipe" in said and "awq-int4" in said

@@ -171,7 +171,7 @@ for kind in plugins.KINDS:
         kind.load(name)
 for name in content.names("recipes"):
     Request.of(recipe=name, target="t4" if name == "int8-tensorrt" else None)  # an engine alone: no CPU runs it
-quantkit.Pipeline([{{"gptq": {{"damping": 0.1}}}}])
+quantkit.Pipeline([{{"gptq": {{"damping": 0.1}}}}], weights={{"format": "int8"}})
 assert not [name for name in {heavy!r} if sys.modules.get(name)]
 print("fine")
 """

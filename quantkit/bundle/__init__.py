@@ -6,6 +6,7 @@ from quantkit.bundle.disk import stopping_when_full
 from quantkit.bundle.manifest import (
     CalibrationEntry,
     Check,
+    CodeEntry,
     Decision,
     FileEntry,
     LayerEntry,
@@ -25,6 +26,7 @@ __all__ = [
     "Bundle",
     "CalibrationEntry",
     "Check",
+    "CodeEntry",
     "Decision",
     "FileEntry",
     "LayerEntry",

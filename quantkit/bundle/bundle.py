@@ -7,10 +7,12 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from quantkit import limits
+from quantkit.bundle import frame as frames
 from quantkit.bundle import seal
 from quantkit.bundle.disk import fsync_tree, one_writer, remove, stopping_when_full, write_atomic
 from quantkit.bundle.manifest import (
@@ -19,6 +21,7 @@ from quantkit.bundle.manifest import (
     Check,
     FileEntry,
     Manifest,
+    Verdict,
     content_sha256,
     inventory,
     role_of,
@@ -103,6 +106,40 @@ class Bundle:
                 )
             rows.append(row)
         return rows
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether it was worth it on its target; None where its speed was not measured."""
+        return self.manifest.verdict
+
+    def frame(self, library: frames.Library = "pandas") -> Any:
+        """The measurements as a `pandas.DataFrame`, or a `pyarrow.Table`: a row each, a column for each field.
+
+        Raises:
+            InputError: `measurements-invalid`.
+            MissingDependency: pandas, or pyarrow.
+        """
+        return frames.frame(self.measurements, library)
+
+    def plot(self, title: str | None = None) -> Any:
+        """A figure of the bundle's page, as a `plotly.graph_objects.Figure`.
+
+        Args:
+            title: of the figure; None is the first: how many times as fast it is, where that was measured.
+
+        Raises:
+            InputError: `unknown-figure` with those there are, `nothing-to-plot`, `measurements-invalid`.
+            MissingDependency: plotly, extra `report`.
+        """
+        return self._notebook().plot(self, title)
+
+    def _repr_html_(self) -> str:
+        """The verdict and the figures, in a notebook."""
+        return str(self._notebook().html(self))
+
+    def _notebook(self) -> Any:
+        # what people read stands above: it is looked up by name, as the runtime of `model` is
+        return import_module("quantkit.report.notebook")
 
     def model(self, **settings: Any) -> Any:
         """The quantized model as torch runs it; needs the `compile` extra."""

@@ -8,6 +8,7 @@ which is what `sha256sum` prints for them, hashed once more: anyone can check it
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import os
 import stat
@@ -183,6 +184,28 @@ class WeightsEntry(_Closed):
     example: str
 
 
+class CodeEntry(_Closed):
+    """A plug-in from outside that a recipe named: a file with its sha256, or a package with its version.
+
+    Args:
+        kind: pass, exporter or format.
+        path: of a file: relative to the recipe, or its name alone.
+    """
+
+    kind: str
+    name: str
+    path: str | None = None
+    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    package: str | None = None
+    version: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A file has no package, a package no hash."""
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if value is not None}
+
+
 class Check(_Closed):
     """One thing that was verified: a value held against its limit.
 
@@ -211,6 +234,12 @@ class Verdict(_Closed):
     because: list[str] = Field(default_factory=list)
     forecast: bool = False
 
+    def _repr_html_(self) -> str:
+        """In a notebook: the answer, and what decided it."""
+        about = "".join(f", {name} {value}" for name in ("batch", "format") if (value := getattr(self, name)))
+        answer = html.escape(f"{'forecast: ' if self.forecast else ''}{self.answer.replace('_', ' ')}{about}")
+        return f"<b>{answer}</b><ul>{''.join(f'<li>{html.escape(each)}</li>' for each in self.because)}</ul>"
+
 
 class Manifest(_Closed):
     """The document `manifest.json`, schema 1."""
@@ -234,7 +263,14 @@ class Manifest(_Closed):
     decisions: list[Decision]
     checks: list[Check]
     weights: list[WeightsEntry] = Field(default=[])
+    code: list[CodeEntry] = Field(default=[])
     verdict: Verdict | None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Made by what ships alone, it has the keys that every reader of schema 1 knows."""
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if key != "code" or value}
 
     @model_validator(mode="after")
     def _unique_paths(self) -> Self:

@@ -1,17 +1,18 @@
-"""What a command has to say, and how far it is."""
+"""What a command has to say; `showing` is how far it is."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import QuantkitError
+from quantkit.pipeline.progress import showing
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+__all__ = ["Answer", "showing"]
 
 
 @dataclass
@@ -31,16 +32,3 @@ class Answer:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     error: QuantkitError | None = None
-
-
-@contextmanager
-def showing() -> Iterator[Any]:
-    """A progress that shows itself on stderr."""
-    from quantkit.pipeline.progress import Progress
-    from quantkit.report.kit.progress import Display
-
-    class Shown(Display, Progress):
-        """The display, as the pipeline knows it."""
-
-    with Shown(sys.stderr, live=sys.stderr.isatty()) as shown:
-        yield shown

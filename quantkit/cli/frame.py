@@ -35,6 +35,7 @@ from quantkit.cli.commands.tune import tune
 from quantkit.cli.commands.verify import verify
 from quantkit.errors import InputError, MissingDependency, QuantkitError, Rebuilt, Stopped, escaped, printable
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.plugins import outside
 
 SCHEMA = "quantkit/1"
 # what the extras bring; a command that misses one says so instead of failing to import
@@ -203,7 +204,7 @@ def run(arguments: Sequence[str]) -> int:
                 rebuilt = [str(each.message) for each in caught]
     except BaseException as problem:  # panics of libraries in Rust are no `Exception`
         answer.error = _as_error(problem, name)
-        if answer.error.code == "internal-error" and os.environ.get("QUANTKIT_TRACEBACK"):
+        if answer.error.code in ("internal-error", "plugin-failed") and os.environ.get("QUANTKIT_TRACEBACK"):
             traceback.print_exc()
     answer.warnings += rebuilt
     for line in rebuilt:
@@ -292,6 +293,14 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
     if isinstance(problem, OSError) and problem.strerror:
         place = str(problem.filename or where)
         return InputError("os-error", where=place, value=problem.strerror, remedy="check the path and its permissions")
+    if (origin := outside.culprit(problem)) is not None:
+        return InputError(
+            "plugin-failed",
+            where=origin,
+            value=f"{type(problem).__name__}: {problem}",
+            rule="its code was at work",
+            remedy="QUANTKIT_TRACEBACK=1 shows where; tell its author",
+        )
     return InputError(
         "internal-error",
         where=where,

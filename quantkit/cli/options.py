@@ -25,6 +25,9 @@ Calibration = Annotated[
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=YAML", help="Change the recipe: scheme.weights.group=32.")
 ]
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code", help="Run the files that the recipe's passes name (./my_pass.py).")
+]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")]
 Runtime = Annotated[
     str | None,

@@ -121,6 +121,8 @@ class Pass(Protocol):
 
 
 load_pass = Kind[Pass]("passes").load
+# of a step of a recipe
+pass_of = Kind[Pass]("passes").of
 
 
 def declined(name: str, block: str, reason: str, code: str = "nothing-to-do") -> Outcome:

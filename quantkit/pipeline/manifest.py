@@ -11,6 +11,7 @@ from quantkit._version import __version__
 from quantkit.bundle import (
     CalibrationEntry,
     Check,
+    CodeEntry,
     Decision,
     LayerEntry,
     Manifest,
@@ -62,6 +63,7 @@ def manifest_of(
         decisions=decisions,
         checks=checks,
         weights=list(weights),
+        code=[CodeEntry(**each) for each in request.recipe.outside()],
         verdict=None,
     )
 

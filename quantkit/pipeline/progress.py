@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +16,9 @@ from quantkit import machine
 class Progress:
     """Receives the stages with their expected seconds, then how far each is. This one says nothing to nobody."""
 
+    def begin(self, what: str, expected: float | None = None) -> None:
+        """What is being done, and how many seconds the whole may take, as far as that is known."""
+
     def plan(self, stages: Mapping[str, float]) -> None:
         """The stages to come, in order, with a first guess of the seconds each takes."""
 
@@ -22,6 +27,25 @@ class Progress:
 
     def note(self, line: str) -> None:
         """Something worth a line: a decision, a caveat."""
+
+
+@contextmanager
+def showing(asked: bool = True) -> Iterator[Progress]:
+    """A progress that shows itself: a bar on a terminal or in a notebook, else lines on stderr.
+
+    Args:
+        asked: False says nothing.
+    """
+    if not asked:
+        yield Progress()
+        return
+    from quantkit.report.kit.progress import Display, notebook
+
+    class Shown(Display, Progress):
+        """The display, as the pipeline knows it."""
+
+    with Shown(sys.stderr, live=sys.stderr.isatty(), cell=notebook()) as shown:
+        yield shown
 
 
 class Overall(Progress):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from quantkit import content, machine, plugins
+from quantkit import content, given, machine, plugins
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.graph.open import is_graph
@@ -69,7 +70,7 @@ class Request:
         cls,
         model: str = DEFAULT_MODEL,
         *,
-        recipe: str | Path | Recipe = "awq-int4",
+        recipe: str | Path | Recipe | Mapping[str, Any] = "awq-int4",
         target: str | Path | Target | None = None,
         calibration: str | Path | None = None,
         out: str | Path | None = None,
@@ -77,20 +78,31 @@ class Request:
         resume: bool = False,
         strict: bool = False,
         trust_remote_code: bool = False,
+        allow_code: bool = False,
         speed: bool = True,
     ) -> Request:
         """Read and check recipe, target and calibration set. Nothing heavy is imported.
 
         Args:
+            recipe: of a mapping, as a recipe's YAML has it, `name` is `own` where it says nothing.
             calibration: name or path; replaces the recipe's set. None takes a shipped encoder's own set instead of the
                 text that recipes name unless they say otherwise.
+            allow_code: run the files that the recipe's passes name.
 
         Raises:
             InputError: anything that is not what it has to be.
         """
-        chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe, changes)
-        if isinstance(recipe, Recipe) and changes:
-            chosen = Recipe.from_dict(recipe.as_dict(), name=recipe.name, changes=changes)
+        if isinstance(recipe, Mapping):
+            name = str(recipe.get("name", "own"))
+            chosen = Recipe.from_dict(dict(recipe), name=name, changes=changes, allow_code=allow_code)
+        elif not isinstance(recipe, Recipe):
+            given.demand("recipe", recipe, (str, Path), "a name, a path, a Recipe, or a mapping as in its YAML")
+            chosen = Recipe.load(recipe, changes, allow_code=allow_code)
+        elif changes:
+            allow_code = allow_code or bool(recipe.code)
+            chosen = Recipe.from_dict(recipe.as_dict(), name=recipe.name, changes=changes, allow_code=allow_code)
+        else:
+            chosen = recipe
         shipped = isinstance(recipe, str) and not content.is_path(recipe)
         if calibration is None and shipped and not _names(changes, "calibration.set"):
             calibration = _own_set(model, chosen)
@@ -104,7 +116,7 @@ class Request:
             # which of the two a graph is, its file says, and that is opened by the compile
             support.demand_kind(chosen, aimed, ("encoder", kind) if is_graph(model) else (kind,), model, one(kind))
         answer = support.ask(chosen, aimed, kind)
-        where = None if out is None else Path(out)
+        where = given.path(out, "out")
         if where is not None and where.exists() and not resume:
             raise InputError(
                 "out-exists",

@@ -34,6 +34,7 @@ def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
     found = {
         "model": manifest.model.source.sha256,
         "recipe": manifest.recipe,
+        "code of the recipe": [entry.model_dump() for entry in manifest.code],
         "calibration": manifest.calibration.ids_sha256 if manifest.calibration else None,
         "target": _target(manifest.target),
         "number of threads": manifest.threads,
@@ -42,6 +43,7 @@ def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
     asked = {
         "model": model.source.sha256,
         "recipe": tokens.without_paths(request.recipe.as_dict()),
+        "code of the recipe": request.recipe.outside(),
         "calibration": calibration.ids_sha256 if calibration else None,
         "target": _target(request.target.as_dict()),
         "number of threads": torch.get_num_threads(),

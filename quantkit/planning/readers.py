@@ -215,12 +215,12 @@ def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationSche
 @cache
 def _graph() -> ExportStep:
     """What a float graph becomes where its recipe builds no engine of it."""
-    return ExportStep(name=next(name for name in _EXPORTERS.names() if _EXPORTERS.load(name).stores == "graph"))
+    return ExportStep(name=next(name for name in _EXPORTERS.shipped() if _EXPORTERS.load(name).stores == "graph"))
 
 
 def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: _Exporter) -> None:
     """Refuse an export that has no place for what a pass makes of inputs. Raises InputError `layout-unsupported`."""
-    moving = [each.name for each in recipe.passes if "moved" in plugins.PASSES.load(each.name).ensures]
+    moving = [each.name for each in recipe.passes if "moved" in plugins.PASSES.of(each).ensures]
     if moving and not exporter.moves:
         raise InputError(
             "layout-unsupported",

@@ -192,7 +192,7 @@ def _outline(name: str) -> dict[str, Any]:
 
 def _exports(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[str, str]]:
     """(export, runtime): the first export that the recipe could have, and that is computed in as it is stored."""
-    for name in sorted({*plugins.EXPORTERS.names()} - {step.name for step in recipe.export}):
+    for name in sorted({*plugins.EXPORTERS.shipped()} - {step.name for step in recipe.export}):
         changed = recipe.model_copy(update={"export": [ExportStep(name=name)]})
         try:
             found = best(readers(changed, target, kind))

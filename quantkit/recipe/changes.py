@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
-from quantkit.content import parse_yaml
+from quantkit.content import is_path, parse_yaml
 from quantkit.errors import InputError, did_you_mean
+
+
+def demand_changes(changes: Any) -> Sequence[str]:
+    """Changes to a recipe, as given in Python. Raises InputError `set-invalid`."""
+    if isinstance(changes, Sequence) and not isinstance(changes, str) and all(isinstance(x, str) for x in changes):
+        return changes
+    raise InputError(
+        "set-invalid",
+        where="changes",
+        value=f"got {changes!r:.80}",
+        rule="a list of PATH=YAML",
+        remedy='e.g. changes=["awq.grid=40"]',
+    )
 
 
 def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> dict[str, Any]:
@@ -39,9 +53,12 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
             steps = steps_of(data.get(key) or [])
         except ValueError:
             continue  # validation, which follows, says what is wrong with them
-        names += [name for name, _ in steps]
+        names += [_called(name) for name, _ in steps]
         if first in names and inner:
-            made = [{name: _with(settings, inner, value) if name == first else settings} for name, settings in steps]
+            made = [
+                {name: _with(settings, inner, value) if _called(name) == first else settings}
+                for name, settings in steps
+            ]
             return {**data, key: made}
         if first in names:
             raise InputError(
@@ -59,6 +76,11 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
         value=f"{first!r} is neither a key of the recipe nor one of its passes or exports",
         remedy=did_you_mean(first, [*keys, *names]),
     )
+
+
+def _called(name: str) -> str:
+    """A pass's name, of a pass in a file too."""
+    return Path(name).stem if is_path(name) else name
 
 
 def _with(data: Any, keys: list[str], value: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ yields an empty recipe. `Recipe.load` also validates the settings of every pass,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
@@ -25,20 +26,21 @@ from quantkit import content, plugins
 from quantkit.content import Closed, Document, read_yaml, validated
 from quantkit.errors import InputError, did_you_mean
 from quantkit.kinds import Kind, Said, today
-from quantkit.recipe.changes import apply_change, steps_of
+from quantkit.plugins.outside import CodeFile
+from quantkit.recipe.changes import apply_change, demand_changes, steps_of
 from quantkit.scheme import ActivationScheme, Scheme, WeightScheme
 
 SchemeKind = TypeVar("SchemeKind", WeightScheme, ActivationScheme)
 
 
 def assigners() -> list[str]:
-    """The passes that decide the codes of the weights; a recipe has exactly one of them."""
-    return [name for name in plugins.PASSES.names() if _assigns(name)]
+    """The shipped passes that decide the codes of the weights; a recipe has exactly one that does."""
+    return [name for name in plugins.PASSES.shipped() if _assigns(PassStep(name=name))]
 
 
-def _assigns(name: str) -> bool:
+def _assigns(step: PassStep) -> bool:
     """Whether a pass finds linears without codes and leaves them with; one that improves codes requires them."""
-    found = plugins.PASSES.load(name)
+    found = plugins.PASSES.of(step)
     return "codes" in found.ensures and "codes" not in found.requires
 
 
@@ -106,7 +108,7 @@ class Override(Closed):
 
 def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
     """The fields of a scheme that another format has as well."""
-    if name not in plugins.FORMATS.names():
+    if name not in plugins.FORMATS:
         return fields  # validation, which follows, says so
     rules = plugins.FORMATS.load(name).rules
     group, granularity = fields.get("group"), fields.get("granularity")
@@ -117,10 +119,21 @@ def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
 
 
 class PassStep(Closed):
-    """One pass with its validated settings."""
+    """One pass with its validated settings.
+
+    Args:
+        name: the pass's.
+        code: the user's own file that it stands in.
+    """
 
     name: str
     settings: Any = None
+    code: CodeFile | None = None
+
+    @property
+    def reference(self) -> str:
+        """As a recipe names it, wherever that lies."""
+        return self.name if self.code is None else str(self.code.path)
 
 
 class ExportStep(Closed):
@@ -202,13 +215,16 @@ class Recipe(Closed):
 
     @field_validator("passes", mode="before")
     @classmethod
-    def _read_passes(cls, value: Any) -> list[PassStep]:
+    def _read_passes(cls, value: Any, info: ValidationInfo) -> list[PassStep]:
         steps = []
-        for name, settings in steps_of(value):
-            if name not in plugins.PASSES.names():
-                raise ValueError(f"no pass is called {name!r}; {did_you_mean(name, plugins.PASSES.names())}")
-            checked = _checked(f"pass {name}", plugins.PASSES.load(name).Settings, settings)
-            steps.append(PassStep(name=name, settings=checked))
+        for reference, settings in steps_of(value):
+            step = PassStep(name=reference)
+            if content.is_path(reference):
+                step = _own(reference, **(info.context or {}))
+            elif reference not in plugins.PASSES:
+                raise ValueError(f"no pass is called {reference!r}; {did_you_mean(reference, plugins.PASSES.names())}")
+            checked = _checked(f"pass {reference}", plugins.PASSES.of(step).Settings, settings)
+            steps.append(step.model_copy(update={"settings": checked}))
         return steps
 
     @field_validator("export", mode="before")
@@ -216,7 +232,7 @@ class Recipe(Closed):
     def _read_export(cls, value: Any) -> list[ExportStep]:
         steps = []
         for name, options in steps_of(value):
-            if name not in plugins.EXPORTERS.names():
+            if name not in plugins.EXPORTERS:
                 raise ValueError(f"no exporter is called {name!r}; {did_you_mean(name, plugins.EXPORTERS.names())}")
             _checked(f"export {name}", plugins.EXPORTERS.load(name).Options, options)
             steps.append(ExportStep(name=name, options=options))
@@ -227,15 +243,16 @@ class Recipe(Closed):
 
     @model_validator(mode="after")
     def _one_assigner(self) -> Self:
-        assigning = [step.name for step in self.passes if _assigns(step.name)]
+        assigning = [step for step in self.passes if _assigns(step)]
         # one that asks for nothing may also improve the codes of those before it: gptq, then round
-        improving = [name for name in assigning[1:] if "unassigned" not in plugins.PASSES.load(name).requires]
+        improving = [step for step in assigning[1:] if "unassigned" not in plugins.PASSES.of(step).requires]
         if self.passes and self.scheme.weights is not None and len(assigning) - len(improving) != 1:
-            found = ", ".join(assigning) or "none"
+            found = ", ".join(step.name for step in assigning) or "none"
             raise ValueError(f"exactly one of {', '.join(assigners())} assigns the codes; found {found}")
         if assigning and self.scheme.weights is None:
             raise ValueError(
-                f"{assigning[0]} assigns codes, but there is no weight scheme; add `scheme: {{weights: …}}`"
+                f"{assigning[0].name} assigns codes, but there is no weight scheme; "
+                "add `scheme: {weights: {format: int8}}`, or weights={'format': 'int8'} of a Pipeline"
             )
         if self.scheme.weights is not None and not self.passes:
             raise ValueError("a weight scheme needs a pass that assigns the codes; add `rtn: {}`")
@@ -257,38 +274,97 @@ class Recipe(Closed):
         return self
 
     @classmethod
-    def load(cls, reference: str | Path, changes: Sequence[str] = ()) -> Recipe:
+    def load(cls, reference: str | Path, changes: Sequence[str] = (), *, allow_code: bool = False) -> Recipe:
         """Read a shipped recipe by name or a file by path, apply `--set` changes, validate everything.
 
         Args:
             reference: a bare shipped name, or a path; add-ons may follow, `awq-int4+kv-fp8`. (A `Path` is one file,
                 whatever its name.)
             changes: `PATH=YAML`; PATH begins with a top-level key of the recipe, or with a pass or an export in it.
+            allow_code: run the files that its passes name (`./my_pass.py`, which begins at the recipe's own folder).
 
         Raises:
             InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean; an
-                add-on that has passes.
+                add-on that has passes; `code-not-allowed`, `plugin-broken`, `plugin-clash`.
         """
         first, *others = [reference] if isinstance(reference, Path) else reference.split("+")
         data, name = _read(first)
         for other in others:
             addition, suffix = _read(other)
             data, name = _laid_over(data, addition, str(other)), f"{name}+{suffix}"
-        return cls.from_dict(data, name=name, where=str(reference), changes=changes)
+        file = content.as_reference(first)
+        base = Path(file).parent if content.is_path(file) else Path()
+        return cls.from_dict(data, name=name, where=str(reference), changes=changes, base=base, allow_code=allow_code)
 
     @classmethod
-    def from_dict(cls, data: Any, *, name: str, where: str = "recipe", changes: Sequence[str] = ()) -> Recipe:
-        """Validate a mapping as a recipe. Raises InputError (`recipe-invalid`)."""
+    def from_dict(
+        cls,
+        data: Any,
+        *,
+        name: str,
+        where: str = "recipe",
+        changes: Sequence[str] = (),
+        base: Path | None = None,
+        allow_code: bool = False,
+    ) -> Recipe:
+        """Validate a mapping as a recipe.
+
+        Args:
+            base: where the paths of its passes begin; None is the present folder.
+            allow_code: run the files that its passes name.
+
+        Raises:
+            InputError: `recipe-invalid`, `set-invalid`, and those of code from outside, as `load`.
+        """
         if isinstance(data, dict):
-            for change in changes:
+            for change in demand_changes(changes):
                 data = apply_change(data, change, keys=_KEYS)
             data = {**data, "name": name}
-        return validated(cls, data, where=where, code="recipe-invalid", rule="a recipe is a YAML mapping")
+        context = {"where": where, "base": base or Path(), "allowed": allow_code}
+        rule = "a recipe is a YAML mapping"
+        return validated(cls, data, where=where, code="recipe-invalid", rule=rule, context=context)
+
+    @classmethod
+    def done(cls, data: Mapping[str, Any]) -> Recipe:
+        """The recipe of a finished bundle, as its manifest has it: what it is measured on, and held to.
+
+        What made it is left out: it was done, perhaps by code that is not here.
+
+        Raises:
+            InputError: `recipe-invalid`.
+        """
+        left = {key: value for key, value in data.items() if key not in ("passes", "scheme", "overrides", "export")}
+        return cls.from_dict(left, name=str(data.get("name", "")), where="the bundle's recipe")
+
+    def outside(self) -> list[dict[str, str]]:
+        """What of it does not ship: the files of its passes with the sha256 of what ran, and what packages offer."""
+        files = [(step.name, step.code) for step in self.passes if step.code is not None]
+        found = [{"kind": "pass", "name": name, "path": code.public, "sha256": code.sha256} for name, code in files]
+        named: list[tuple[plugins.Kind[plugins.Named], str]] = []
+        named += [(plugins.PASSES, step.name) for step in self.passes if step.code is None]
+        named += [(plugins.EXPORTERS, step.name) for step in self.export]
+        named += [(plugins.FORMATS, name) for name in self._formats()]
+        for kind, name in dict.fromkeys(named):
+            found += [
+                {"kind": kind.singular, "name": name, "package": offer.package, "version": offer.version}
+                for offer in ([] if name in kind.shipped() else kind.offers()[name])
+            ]
+        return found
+
+    def _formats(self) -> list[str]:
+        parts = (self.scheme.weights, self.scheme.activations, self.scheme.kv_cache)
+        own = [named for each in self.overrides for named in (each.weights, each.activations) if named]
+        return [part.format for part in parts if part] + [each["format"] for each in own if "format" in each]
+
+    @property
+    def code(self) -> list[CodeFile]:
+        """The user's own files that its passes stand in."""
+        return [step.code for step in self.passes if step.code is not None]
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's form, which `from_dict` reads back."""
         data = self.model_dump(mode="json", by_alias=True, exclude={"passes", "export", "schema_"})
-        passes = [{step.name: step.settings.model_dump(mode="json")} for step in self.passes]
+        passes = [{step.reference: step.settings.model_dump(mode="json")} for step in self.passes]
         return {
             "schema": 1,
             **data,
@@ -326,6 +402,24 @@ class Recipe(Closed):
                 except ValueError as error:
                     raise InputError("recipe-invalid", where=layer, value=str(error), rule="overrides add up") from None
         return scheme
+
+
+def _own(reference: str, *, where: str = "recipe", base: Path = Path(), allowed: bool = False) -> PassStep:
+    """A pass in the user's own file, run where that is allowed.
+
+    Raises:
+        InputError: `code-not-allowed`; those of `plugins.Kind.run`.
+    """
+    if not allowed:
+        raise InputError(
+            "code-not-allowed",
+            where=where,
+            value=f"the pass {reference} is a file of code",
+            rule="code of a recipe runs only where that is asked for",
+            remedy="read it, then --allow-code, or allow_code=True in Python",
+        )
+    code = plugins.PASSES.run(base / Path(reference).expanduser(), reference)
+    return PassStep(name=code.path.stem, code=code)
 
 
 # what a change can begin with; the name is the file's

@@ -70,7 +70,7 @@ def find(name: str) -> list[CatalogEntry]:
     return found
 
 
-def find_file(path: Path) -> CatalogEntry:
+def find_file(path: Path, *, allow_code: bool = False) -> CatalogEntry:
     """A user's own recipe, target or calibration set, by what its first keys are.
 
     Raises:
@@ -93,7 +93,7 @@ def find_file(path: Path) -> CatalogEntry:
         return _target_entry(str(path), path)
     if keys & {"sampling", "files", "licence"}:
         return _card_entry(path.parent.resolve().name, path)
-    return _recipe_entry(str(path), path)
+    return _recipe_entry(path, path, allow_code=allow_code)
 
 
 def _recipes() -> dict[str, str]:
@@ -126,13 +126,13 @@ def _models() -> dict[str, str]:
 
 _LISTS: dict[str, Callable[[], dict[str, str]]] = {
     "recipes": _recipes,
-    "passes": plugins.PASSES.summaries,
-    "formats": plugins.FORMATS.summaries,
-    "exporters": plugins.EXPORTERS.summaries,
+    "passes": plugins.PASSES.about,
+    "formats": plugins.FORMATS.about,
+    "exporters": plugins.EXPORTERS.about,
     "targets": _targets,
     "calibrations": _calibrations,
     "models": _models,
-    "runtimes": plugins.RUNTIMES.summaries,
+    "runtimes": plugins.RUNTIMES.about,
 }
 KINDS = tuple(_LISTS)
 
@@ -168,10 +168,10 @@ def _recipe(name: str) -> CatalogEntry:
     return _recipe_entry(name, content.find("recipes", name))
 
 
-def _recipe_entry(reference: str, path: Path) -> CatalogEntry:
+def _recipe_entry(reference: str | Path, path: Path, *, allow_code: bool = False) -> CatalogEntry:
     from quantkit.recipe import Recipe
 
-    recipe = Recipe.load(reference)
+    recipe = Recipe.load(reference, allow_code=allow_code)
     text = path.read_text(encoding="utf-8")
     return CatalogEntry("recipe", recipe.name, recipe.summary, [], text, recipe.as_dict())
 
@@ -248,7 +248,7 @@ def _pass(name: str) -> CatalogEntry:
         about = _described(found.Settings.__doc__ or "", key)
         facts.append((f"{name}.{key}", _setting(field.default, about)))
     data = {"paper": found.paper, "scope": found.scope, "needs": sorted(found.needs), "settings": settings}
-    return CatalogEntry("pass", name, plugins.PASSES.summaries()[name], facts, "", data)
+    return CatalogEntry("pass", name, plugins.PASSES.about()[name], facts, "", data)
 
 
 def _facts_of(found: Any) -> Iterator[tuple[str, frozenset[str]]]:
@@ -302,7 +302,7 @@ def _format(name: str) -> CatalogEntry:
         "symmetric": list(rules.symmetric),
         "scales": list(rules.scales),
     }
-    return CatalogEntry("format", name, plugins.FORMATS.summaries()[name], facts, "", stated)
+    return CatalogEntry("format", name, plugins.FORMATS.about()[name], facts, "", stated)
 
 
 def _sharing(name: str, group: int | None, sizes: str) -> str:
@@ -319,11 +319,11 @@ def _exporter(name: str) -> CatalogEntry:
         about = _described(found.Options.__doc__ or "", key)
         facts.append((key, _setting(default, about)))
     data = {"runtimes": list(found.runtimes), "options": options}
-    return CatalogEntry("exporter", name, plugins.EXPORTERS.summaries()[name], facts, "", data)
+    return CatalogEntry("exporter", name, plugins.EXPORTERS.about()[name], facts, "", data)
 
 
 def _runtime(name: str) -> CatalogEntry:
-    return CatalogEntry("runtime", name, plugins.RUNTIMES.summaries()[name], [], "", {})
+    return CatalogEntry("runtime", name, plugins.RUNTIMES.about()[name], [], "", {})
 
 
 def _model(name: str) -> CatalogEntry:

@@ -95,7 +95,7 @@ def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence
     from quantkit.report.tune.page import page
 
     write_atomic(folder / RECIPE, recipe_text(recipe, comment(data)).encode())
-    Recipe.load(folder / RECIPE)  # what is written is what can be read
+    Recipe.load(folder / RECIPE, allow_code=bool(recipe.code))  # what is written is what can be read
     write_atomic(folder / HARMS, store.text(harms).encode())
     write_atomic(folder / FRONT, (json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     write_atomic(folder / REPORT, page(data, (folder / RECIPE).read_text(encoding="utf-8")).encode())
@@ -165,7 +165,7 @@ def recipe_of(base: Recipe, assignment: Assignment, sizes: Mapping[str, int], *,
     if default is None:
         # all in high precision: a recipe without passes says just that
         data = {**base.as_dict(), "name": name, "summary": summary, "passes": [], "scheme": {}, "overrides": []}
-        return Recipe.from_dict(data, name=name)
+        return Recipe.from_dict(data, name=name, allow_code=bool(base.code))
     overrides = [{"match": match, "weights": fields(scheme)} for match, scheme in globs(assignment, default, sizes)]
     data = base.as_dict()
     data |= {
@@ -175,7 +175,7 @@ def recipe_of(base: Recipe, assignment: Assignment, sizes: Mapping[str, int], *,
         # the user's own come last and win; none of them names a tuned layer
         "overrides": [*overrides, *data["overrides"]],
     }
-    made = Recipe.from_dict(data, name=name)
+    made = Recipe.from_dict(data, name=name, allow_code=bool(base.code))
     wrong = [layer for layer, scheme in assignment.items() if made.weights_for(layer) != scheme]
     assert not wrong, f"{wrong[0]} would get {made.weights_for(wrong[0])}"
     return made

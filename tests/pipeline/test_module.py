@@ -110,7 +110,7 @@ def test_bfloat16_models_get_bfloat16_scales_and_say_so() -> None:
 
 
 def test_the_default_is_int8_per_channel() -> None:
-    pipeline = quantkit.Pipeline(["rtn"])
+    pipeline = quantkit.Pipeline(["rtn"], weights={"format": "int8"})
     pipeline.apply(nn.Linear(4, 4), torch.randn(3, 4))
     assert (pipeline.tensors[""].scheme.format, pipeline.tensors[""].scheme.granularity) == ("int8", "channel")
 
@@ -120,10 +120,15 @@ def test_the_default_is_int8_per_channel() -> None:
     [
         (["gtpq"], {}, "recipe-invalid", "did you mean 'gptq'?"),
         ([{"gptq": {"dampning": 1}}], {}, "recipe-invalid", "did you mean 'damping'?"),
-        (["fold_norms"], {}, "recipe-invalid", "exactly one of"),
+        (["fold_norms"], {"weights": {"format": "int8"}}, "recipe-invalid", "exactly one of"),
         (["rtn"], {"weights": {"format": "int5"}}, "recipe-invalid", "int5"),
         (["rtn"], {"on_indivisible": "drop"}, "recipe-invalid", "on_indivisible"),
-        (["rtn"], {"overrides": [{"match": "*", "weights": {"grup": 1}}]}, "recipe-invalid", "did you mean 'group'?"),
+        (
+            ["rtn"],
+            {"weights": {"format": "int8"}, "overrides": [{"match": "*", "weights": {"grup": 1}}]},
+            "recipe-invalid",
+            "did you mean 'group'?",
+        ),
     ],
 )
 def test_wrong_use_is_refused_when_it_is_made(
@@ -161,9 +166,9 @@ def test_what_does_not_fit_the_model_leaves_it_untouched(
 
 def test_a_module_without_linears_has_nothing_to_quantize() -> None:
     with pytest.raises(InputError, match="nothing-to-quantize"):
-        quantkit.Pipeline(["rtn"]).apply(nn.LayerNorm(4), torch.randn(2, 4))
+        quantkit.Pipeline(["rtn"], weights={"format": "int8"}).apply(nn.LayerNorm(4), torch.randn(2, 4))
     with pytest.raises(InputError, match="nothing-to-quantize"):
-        quantkit.Pipeline(["rtn"]).apply(nn.ReLU(), torch.randn(2, 4))
+        quantkit.Pipeline(["rtn"], weights={"format": "int8"}).apply(nn.ReLU(), torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("fixed", [False, True])

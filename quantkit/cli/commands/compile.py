@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Calibration, Changes, Json, Model, Target, TrustRemoteCode
+from quantkit.cli.options import AllowCode, Calibration, Changes, Json, Model, Target, TrustRemoteCode
 
 
 def compile(  # noqa: A001 (the word of the command line)
@@ -27,6 +27,7 @@ def compile(  # noqa: A001 (the word of the command line)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done.")] = False,
     trust_remote_code: TrustRemoteCode = False,
+    allow_code: AllowCode = False,
     speed: Annotated[
         bool, typer.Option("--speed/--no-speed", help="Time the result against the float model, if the target is here.")
     ] = True,
@@ -49,6 +50,7 @@ def compile(  # noqa: A001 (the word of the command line)
         resume=resume,
         strict=strict,
         trust_remote_code=trust_remote_code,
+        allow_code=allow_code,
         speed=speed,
     )
     with showing() as progress:

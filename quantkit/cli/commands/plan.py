@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Changes, Json, Target, batches, listed
+from quantkit.cli.options import AllowCode, Changes, Json, Target, batches, listed
 from quantkit.content import is_path
 from quantkit.errors import InputError
 
@@ -64,6 +64,7 @@ def plan(
         list[Path] | None, typer.Option(metavar="BUNDLE|FILE", help="Learn efficiencies from these measurements too.")
     ] = None,
     set_: Changes = None,
+    allow_code: AllowCode = False,
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="Run the recipe on the largest block: half a minute, on real weights.")
     ] = False,
@@ -94,6 +95,7 @@ def plan(
         prices,
         tuple(measured or ()),
         tuple(set_ or ()),
+        allow_code,
     )
     check_place(html)
     if html is not None:
@@ -140,6 +142,7 @@ def _rehearsed(question: PlanQuestion, outlook: Outlook) -> Rehearsal:
         recipe=chosen.label if is_path(chosen.label) else chosen.recipe,
         target=outlook.target,
         changes=question.changes,
+        allow_code=question.allow_code,
         speed=False,
     )
     with showing() as progress:

@@ -9,13 +9,14 @@ import typer
 
 import quantkit
 from quantkit.cli.answer import Answer
-from quantkit.cli.options import Json
+from quantkit.cli.options import AllowCode, Json
 
 
 def show(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A name from `quantkit list`, or a path (./...).", show_default=False)
     ],
+    allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> Answer:
     """One thing in full: whatever `list` names, or a bundle."""
@@ -33,6 +34,10 @@ def show(
         rows = of_original(measured, opened.manifest.model.source.sha256)
         result = {"kind": "bundle", "manifest": opened.manifest.as_dict(), "measurements": opened.measurements}
         return Answer(result, terminal.summary(opened.path, opened.manifest, rows, notes), warnings=notes)
-    entries = [catalog.find_file(Path(name).expanduser())] if content.is_path(name) else catalog.find(name)
+    entries = (
+        [catalog.find_file(Path(name).expanduser(), allow_code=allow_code)]
+        if content.is_path(name)
+        else catalog.find(name)
+    )
     shown = [part for entry in entries for part in terminal.entry(entry)]
     return Answer([{"kind": entry.kind, "name": entry.name, **entry.data} for entry in entries], shown)

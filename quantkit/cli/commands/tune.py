@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Calibration, Changes, Json, Model, Target, TrustRemoteCode, batches, listed
+from quantkit.cli.options import AllowCode, Calibration, Changes, Json, Model, Target, TrustRemoteCode, batches, listed
 from quantkit.errors import GateError, InputError
 
 
@@ -47,6 +47,7 @@ def tune(
         bool, typer.Option("--check/--no-check", help="Compile and score the choice, and one scheme for all beside it.")
     ] = True,
     trust_remote_code: TrustRemoteCode = False,
+    allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> Answer:
     """Choose a format for every layer within a budget; write the recipe."""
@@ -64,6 +65,7 @@ def tune(
         out=out,
         changes=set_ or (),
         trust_remote_code=trust_remote_code,
+        allow_code=allow_code,
     )
     question = TuneQuestion(
         request,

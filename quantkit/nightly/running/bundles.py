@@ -120,6 +120,7 @@ def inputs_sha256(request: Request) -> str:
         "code": _code(),
         "model": _model_sha256(request),
         "recipe": recipe,
+        "outside": request.recipe.outside(),
         "target": request.target.as_dict(),
         "calibration": _set_sha256(content.find("calibration", chosen)),
         "threads": machine.cores(),

@@ -6,13 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Decision
-from quantkit.passes import load_pass
+from quantkit.passes import pass_of
 from quantkit.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from quantkit.formats import QuantTensor
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences as YAML would give them; what is neither is left to validation."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class Pipeline:
@@ -23,9 +30,10 @@ class Pipeline:
 
     Args:
         passes: names, or {name: settings}; exactly one of them assigns the codes.
-        weights: the weight scheme, as in a recipe.
+        weights: the weight scheme, as in a recipe; needed where a pass assigns codes.
         activations: how inputs are quantized, as in a recipe; hooks that stay on the module's linears do it.
         overrides, keep, on_indivisible, seed: as in a recipe.
+        allow_code: run the files that passes name (`./my_pass.py`).
 
     Raises:
         InputError: unknown pass or setting, wrong scheme.
@@ -41,23 +49,21 @@ class Pipeline:
         keep: Sequence[str] = (),
         on_indivisible: str = "error",
         seed: int = 0,
+        allow_code: bool = False,
     ) -> None:
         """Validate passes and scheme; torch is not imported."""
         data = {
             "schema": 1,
             "summary": "a pipeline",
             "models": ["decoder", "encoder", "network"],
-            "passes": [dict(step) if isinstance(step, Mapping) else step for step in passes],
-            "scheme": {
-                "weights": dict(weights or {"format": "int8"}),
-                "activations": None if activations is None else dict(activations),
-            },
-            "overrides": [dict(override) for override in overrides],
-            "keep": list(keep),
+            "passes": _plain(passes),
+            "scheme": {"weights": _plain(weights), "activations": _plain(activations)},
+            "overrides": _plain(overrides),
+            "keep": _plain(keep),
             "on_indivisible": on_indivisible,
             "seed": seed,
         }
-        self.recipe = Recipe.from_dict(data, name="pipeline", where="Pipeline")
+        self.recipe = Recipe.from_dict(data, name="pipeline", where="Pipeline", allow_code=allow_code)
         self.tensors: dict[str, QuantTensor] = {}
         self.decisions: list[Decision] = []
 
@@ -86,7 +92,7 @@ class Pipeline:
         own_forward.demand_equal_in_memory(stream, inputs)
         dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
         layers = lay_out(self.recipe, model, stream.block_names, str(dtype).removeprefix("torch."))
-        steps = [PassRun(load_pass(step.name), step.settings) for step in self.recipe.passes]
+        steps = [PassRun(pass_of(step), step.settings) for step in self.recipe.passes]
         check_order(steps)
         self.tensors, self.decisions = {}, list(layers.decisions)
         for step in steps:

@@ -16,7 +16,7 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.kinds import one
-from quantkit.passes import NOTE, decision, load_pass
+from quantkit.passes import NOTE, decision, pass_of
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
@@ -108,7 +108,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
         source.weights.read(tensor)  # finite, every one of them: now, not hours later
     if recipe.passes:
         _demand_equal_experts(stream)
-    steps = [PassRun(load_pass(step.name), step.settings) for step in recipe.passes]
+    steps = [PassRun(pass_of(step), step.settings) for step in recipe.passes]
     check_order(steps)
     begun = time.process_time()
     stream, taken = _transformed(stream, steps, recipe.seed)
@@ -190,6 +190,7 @@ def fingerprint(prepared: Prepared) -> dict[str, Any]:
         "model": prepared.source.ref,
         "source": prepared.source.sha256,
         "recipe": prepared.request.recipe.as_dict(),
+        "code": prepared.request.recipe.outside(),
         "calibration": prepared.calibration.sha256 if prepared.calibration else None,
         "scoring": prepared.scoring.sha256,
         "threads": torch.get_num_threads(),

@@ -26,14 +26,15 @@ _IDS = (".jsonl", ".json", ".parquet")
 
 
 def public(reference: str) -> str:
-    """A calibration set as a bundle may name it: a shipped name, or a file's name without its folder."""
+    """A calibration set or a pass as a bundle may name it: by its name, or a file's name without its folder."""
     return f"path:{Path(reference).name}" if content.is_path(reference) else reference
 
 
 def without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe as a bundle may hold it: no path of the machine it was made on."""
     calibration = {**recipe["calibration"], "set": public(recipe["calibration"]["set"])}
-    return {**recipe, "calibration": calibration}
+    passes = [{public(name): settings for name, settings in step.items()} for step in recipe["passes"]]
+    return {**recipe, "calibration": calibration, "passes": passes}
 
 
 def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> int:

@@ -235,7 +235,7 @@ def _accuracy(
     from quantkit.pipeline.blocks import tokens
 
     manifest = bundle.manifest
-    recipe = Recipe.from_dict(manifest.recipe, name=str(manifest.recipe["name"]))
+    recipe = Recipe.done(manifest.recipe)
     scoring = tokens.again(recipe, original.source, calibration, manifest.calibration, decisions)
     candidate = load_runtime(runtime).open(bundle.path)
     rows, items = score.rows(
@@ -400,7 +400,12 @@ def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
 
 def export_of(runtime: str) -> str:
     """What a runtime runs."""
-    return next(name for name in plugins.EXPORTERS.names() if runtime in load_exporter(name).runtimes)
+    return next(name for name in _exporters() if runtime in load_exporter(name).runtimes)
+
+
+def _exporters() -> list[str]:
+    """All there are: those that ship first, the others only where none of these will do."""
+    return [*plugins.EXPORTERS.shipped(), *plugins.EXPORTERS.offers()]
 
 
 def runtimes_of(manifest: Manifest) -> list[str]:

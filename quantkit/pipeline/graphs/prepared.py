@@ -12,7 +12,7 @@ from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
 from quantkit.kinds import one
-from quantkit.passes import NOTE, decision, load_pass
+from quantkit.passes import NOTE, decision, pass_of
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.mixed import Mixed
 from quantkit.passes.rtn import Rtn
@@ -107,7 +107,7 @@ def prepare(request: Request) -> PreparedGraph:
             remedy="--set keep=[]" if found else "a float graph with convolutions or linears",
         )
     for step in recipe.passes:
-        each = load_pass(step.name)
+        each = pass_of(step)
         if each.on_graphs:
             code = NOTE if each.for_blocks else "declined"
             decisions.append(decision(step.name, code, graph.name, each.on_graphs))

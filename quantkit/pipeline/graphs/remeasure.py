@@ -235,7 +235,7 @@ def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
 def _scoring(bundle: Bundle, inputs: Sequence[GraphInput], calibration: str | None, alias: Alias | None) -> InputSet:
     from quantkit.calibrate.sets.inputs import load_inputs
 
-    recipe = Recipe.from_dict(bundle.manifest.recipe, name=str(bundle.manifest.recipe["name"]))
+    recipe = Recipe.done(bundle.manifest.recipe)
     seen = bundle.manifest.calibration
     name = calibration or (seen.set if seen else recipe.calibration.set)
     if calibration is None and name not in content.names("calibration"):

@@ -74,6 +74,7 @@ class GraphSubject:
             "quantkit": __version__,
             "source": prepared.graph.sha256,
             "recipe": self.request.recipe.as_dict(),
+            "code": self.request.recipe.outside(),
             "calibration": prepared.calib.sha256,
             "scoring": prepared.scoring.sha256,
             "held": prepared.held.sha256 if prepared.held is not None else None,

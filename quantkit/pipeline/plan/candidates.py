@@ -51,7 +51,13 @@ def labels(asked: Sequence[str], kind: Kind, target: Target) -> list[str]:
 
 
 def choose(
-    label: str, kind: Kind, target: Target, *, changes: Sequence[str] = (), runtime: str | None = None
+    label: str,
+    kind: Kind,
+    target: Target,
+    *,
+    changes: Sequence[str] = (),
+    allow_code: bool = False,
+    runtime: str | None = None,
 ) -> Chosen:
     """A recipe (`awq-int4`, `./mine.yaml`, `awq-int4+kv-fp8`) or a format (`int4`, `fp8_e4m3`, `bf16`) by its label.
 
@@ -61,7 +67,7 @@ def choose(
     Raises:
         InputError: `unknown-recipe`, `model-kind`, `target-cannot-run`, and what a recipe raises.
     """
-    recipe = _recipe(label, kind, target, changes)
+    recipe = _recipe(label, kind, target, changes, allow_code=allow_code)
     demand_kind(recipe, target, (kind,), label)
     judged = runtime is None and recipe.passes
     readable = ask(recipe, target).recipe if judged else fitted(recipe, target)[0]
@@ -74,14 +80,15 @@ def float_of(label: str) -> str | None:
     return name if name in _UNQUANTIZED else None
 
 
-def _recipe(label: str, kind: Kind, target: Target, changes: Sequence[str]) -> Recipe:
+def _recipe(label: str, kind: Kind, target: Target, changes: Sequence[str], *, allow_code: bool) -> Recipe:
     name = _FLOATS.get(label, label)
     first = name.partition("+")[0]
     if content.is_path(first) or first in content.names("recipes"):
-        return Recipe.load(name, changes) if changes or content.is_path(first) else shipped(name)
+        plain = not changes and not content.is_path(first)
+        return shipped(name) if plain else Recipe.load(name, changes, allow_code=allow_code)
     if name in _UNQUANTIZED:
         return Recipe.load("float", changes) if changes else shipped("float")
-    storing = _storing(first, kind) if first in plugins.FORMATS.names() else []
+    storing = _storing(first, kind) if first in plugins.FORMATS else []
     if not storing:
         known = sorted({*content.names("recipes"), *_FLOATS, *plugins.FORMATS.names()})
         raise unknown_name("recipe", label, known)

@@ -71,6 +71,7 @@ class PlanQuestion:
         prices: a file; None: those that ship.
         measured: files or bundles to learn efficiencies from, besides what is known.
         changes: `PATH=YAML` changes to every recipe.
+        allow_code: run the files that the recipes' passes name.
     """
 
     model: str
@@ -88,6 +89,7 @@ class PlanQuestion:
     prices: Path | None = None
     measured: Sequence[Path] = ()
     changes: Sequence[str] = ()
+    allow_code: bool = False
 
 
 def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Outlook:
@@ -189,7 +191,14 @@ def _candidate(
     prices: Prices,
 ) -> PlannedRecipe:
     try:
-        chosen = choose(label, architecture.kind, target, changes=question.changes, runtime=question.runtime)
+        chosen = choose(
+            label,
+            architecture.kind,
+            target,
+            changes=question.changes,
+            allow_code=question.allow_code,
+            runtime=question.runtime,
+        )
         assigned = assign_sizes(chosen.recipe, architecture)
     except InputError as problem:
         return PlannedRecipe(label, label, problem=problem)

@@ -100,7 +100,7 @@ class Processor:
 
 def absent(name: str, known: Sequence[str], where: str) -> InputError:
     """The error for a format that cannot be run here, or for no format at all."""
-    if name not in plugins.FORMATS.names():
+    if name not in plugins.FORMATS:
         return unknown_name("format", name, {*plugins.FORMATS.names(), *known}, where="--format")
     having = []
     for target in (Target.load(each) for each in content.names("export")):
@@ -123,7 +123,7 @@ def demand_runtime(asked: str, own: str, where: str) -> None:
             where="--runtime",
             value=asked,
             rule=f"on a {where} single products are timed in {own}",
-            remedy=f"use {own}" if asked in plugins.RUNTIMES.names() else did_you_mean(asked, [own]),
+            remedy=f"use {own}" if asked in plugins.RUNTIMES else did_you_mean(asked, [own]),
         )
 
 

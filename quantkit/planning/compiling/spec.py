@@ -77,7 +77,7 @@ def chunk_size(widest: int, tokens: int) -> int:
 
 def needs(step: PassStep) -> frozenset[str]:
     """The statistics that a pass of a recipe needs with its settings."""
-    return plugins.PASSES.load(step.name).needs_with(step.settings)
+    return plugins.PASSES.of(step).needs_with(step.settings)
 
 
 def stores(export: str) -> Stores:
@@ -88,7 +88,7 @@ def stores(export: str) -> Stores:
 @cache
 def storing(what: Stores) -> str:
     """The exporter that stores models so."""
-    return next(name for name in plugins.EXPORTERS.names() if stores(name) == what)
+    return next(name for name in plugins.EXPORTERS.shipped() if stores(name) == what)
 
 
 def shared(layer: BlockShapes) -> list[list[Matrix]]:

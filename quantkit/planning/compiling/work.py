@@ -220,8 +220,8 @@ def _streams(spec: CompileSpec) -> WorkCounts:
         return WorkCounts()
     layers, tokens, length = spec.architecture.layers, spec.tokens, spec.length
     looking = [step for step in spec.recipe.passes if needs(step)]
-    learned = [_PASSES.load(step.name).learned(step.settings) for step in spec.recipe.passes]
-    staged = max(1, sum(not _PASSES.load(step.name).learned(step.settings)[0] for step in looking))
+    learned = [_PASSES.of(step).learned(step.settings) for step in spec.recipe.passes]
+    staged = max(1, sum(not _PASSES.of(step).learned(step.settings)[0] for step in looking))
     found = WorkCounts()
     runs = float(staged)
     if spec.sequences > spec.chunk:  # each stage replays the layer up to its point
@@ -262,7 +262,7 @@ def _pass(spec: CompileSpec, step: PassStep, layer: BlockShapes) -> WorkCounts:
             rows, seen = sum(matrix.N for matrix in named), spec.tokens * first.active
             scheme = spec.schemes[first.name]
             linears = SharedLinears(rows, first.K, first.count, seen, sum(outward), scheme)
-            found += _PASSES.load(step.name).work(step.settings, linears)
+            found += _PASSES.of(step).work(step.settings, linears)
     return found
 
 
@@ -369,7 +369,7 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         left = {f"left {name}": amount for name, amount in quantized.items()}
     for step in spec.recipe.export:
         layout = str(step.options.get("layout"))
-        loaded_with = LAYOUTS.load(layout.replace("-", "_")).libraries if layout in LAYOUTS.names() else ()
+        loaded_with = LAYOUTS.load(layout.replace("-", "_")).libraries if layout in LAYOUTS else ()
         libraries["library"] = libraries.get("library", 0.0) + sum(_LIBRARY.get(name, 0.0) for name in loaded_with)
     for name in spec.exports:
         session = _session(spec) if stores(name) == "graph" else {}

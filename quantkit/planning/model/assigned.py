@@ -154,7 +154,7 @@ def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
 
 
 def _quantizing() -> list[str]:
-    return [name for name in plugins.FORMATS.names() if load_format(name).rules.codes]
+    return [name for name in plugins.FORMATS.shipped() if load_format(name).rules.codes]
 
 
 def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]]) -> None:

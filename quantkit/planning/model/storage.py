@@ -247,7 +247,7 @@ def _graph(
     # of an encoder the graph gives the last hidden states
     head = None if architecture.kind == "encoder" else head
     others = 4.0 * (_elsewhere(architecture) - architecture.ends) + _rotary(architecture)
-    if any("moved" in plugins.PASSES.load(step.name).ensures for step in recipe.passes):
+    if any("moved" in plugins.PASSES.of(step).ensures for step in recipe.passes):
         others += sum(8.0 * columns for columns in _shared_inputs(filled))  # a shift and a scale a channel
     block, rest = _GRAPH[architecture.kind]
     return Storage(

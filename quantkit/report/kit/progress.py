@@ -11,7 +11,9 @@ terminal it is one bar over the whole command; elsewhere a line at the start, at
 
 from __future__ import annotations
 
+import html
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +31,8 @@ from quantkit.report.kit import words
 
 _PRIOR = 0.05
 _EVERY = 10.0
+# of a notebook's cell, in which a bar stands still between
+_REDRAWN = 0.5
 _WIDTH = 24
 
 
@@ -125,22 +129,69 @@ class _Patient(Console):
         self.quiet = True
 
 
+class NotebookBar:
+    """A bar in a notebook's cell, which redraws itself: what `rich` shows there needs a package of widgets.
+
+    Args:
+        shell: IPython's `display` module.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        """Nothing is shown yet."""
+        self._shell = shell
+        self._handle: Any = None
+
+    def draw(self, share: float | None, text: str) -> None:
+        """The bar at a share of the whole (None: unknown), and a text beside it."""
+        value = "" if share is None else f' value="{share:.3f}"'
+        shown = f'<progress max="1"{value}></progress> <span>{html.escape(text)}</span>'
+        if self._handle is None:
+            self._handle = self._shell.display(self._shell.HTML(shown), display_id=True)
+        else:
+            self._handle.update(self._shell.HTML(shown))
+
+    def clear(self) -> None:
+        """The bar goes."""
+        if self._handle is not None:
+            self._handle.update(self._shell.HTML(""))
+
+
+def notebook() -> NotebookBar | None:
+    """The cell that runs this, in a notebook; None elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:  # none, or IPython's own terminal
+        return None
+    import IPython.display
+
+    return NotebookBar(IPython.display)
+
+
 class Display:
     """Shows an `Estimate` while a command runs; a context manager.
 
     Args:
         file: where to; stderr.
         live: a bar that redraws itself, for terminals; else lines.
+        cell: of a notebook, which gets the bar instead; notes are lines of `file`.
         estimate: to be shown.
         every: seconds between lines.
     """
 
-    def __init__(self, file: IO[str], *, live: bool, estimate: TimeLeft | None = None, every: float = _EVERY) -> None:
+    def __init__(
+        self,
+        file: IO[str],
+        *,
+        live: bool,
+        estimate: TimeLeft | None = None,
+        every: float = _EVERY,
+        cell: NotebookBar | None = None,
+    ) -> None:
         """Nothing is shown before `__enter__`."""
         self._console = _Patient(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._estimate = estimate or TimeLeft()
-        self._every = every
-        self._live = live
+        self._every = every if cell is None else _REDRAWN
+        self._live = live and cell is None
+        self._cell = cell
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._timer: threading.Thread | None = None
@@ -173,13 +224,15 @@ class Display:
             self._bar.stop()
         if self._timer is not None:
             self._timer.join(timeout=1.0)
+        if self._cell is not None:
+            self._cell.clear()
 
     def begin(self, what: str, expected: float | None = None) -> None:
         """The first line: what is being done, and how long the whole may take."""
         with self._lock:
             self._what = printable(what)
             self._estimate.guess(expected)
-        if not self._live:
+        if not self._live and self._cell is None:
             self._say(what if expected is None else f"{what}; {words.about(expected)} expected")
 
     def plan(self, stages: Mapping[str, float]) -> None:
@@ -193,7 +246,7 @@ class Display:
             new = self._estimate.at(stage, done, printable(detail))
             late = time.monotonic() - self._said >= self._every
         if not self._live and (new or late):
-            self._say(self._line())
+            self._tell()
 
     def note(self, line: str) -> None:
         """A line that stays."""
@@ -205,7 +258,15 @@ class Display:
     def _tick(self) -> None:
         while not self._over.wait(self._every / 4):
             if time.monotonic() - self._said >= self._every:
-                self._say(self._line())
+                self._tell()
+
+    def _tell(self) -> None:
+        if self._cell is None:
+            self._say(self._line())
+            return
+        self._said = time.monotonic()
+        share = self._now()[-1]
+        self._cell.draw(share if self._estimate.left() is not None else None, self._line())
 
     def _say(self, line: str) -> None:
         self._said = time.monotonic()

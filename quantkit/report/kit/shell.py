@@ -63,6 +63,11 @@ def rendered(template: str, **values: Any) -> str:
     return _filled(_TEMPLATES, template, policy, **values, **{name: Markup(text) for name, text in own.items()})  # noqa: S704
 
 
+def fragment(template: str, **values: Any) -> str:
+    """A part of somebody else's page, from one of the templates, everything in it escaped."""
+    return _environment(_TEMPLATES).get_template(template).render(**values)
+
+
 def page_of_site(folder: Path, template: str, **values: Any) -> str:
     """A page whose style and script lie beside it, from a template in `folder` that extends the shell."""
     return _filled(folder, template, _POLICY.format(scripts=_BESIDE, styles=f"{_BESIDE} "), **values)

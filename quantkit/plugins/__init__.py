@@ -2,7 +2,9 @@
 
 A pass, format, exporter, runtime or layout is a module or a package in `quantkit/<kind>/` that has one constant:
 `PASS`, `FORMAT`, `EXPORT`, `RUNTIME`, `LAYOUT`. Its name is the stem, its summary the first line of its docstring; both
-are read without importing, so that listing needs no torch. What has no such constant is a helper.
+are read without importing, so that listing needs no torch. What has no such constant is a helper. Beside those that
+ship there are those that installed packages offer, and passes in a user's own file (`outside.py`): a shipped name stays
+what it is, and what has to look at all of a kind looks at what ships.
 
 `Kind` finds them. What a plug-in does is declared by a Protocol beside its kind, with a loader that returns it:
 `load_format`, `load_pass`, `load_layout`, `load_exporter`, `load_runtime`. What a plug-in declares as plain data is
@@ -19,7 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from quantkit.errors import unknown_name
+from quantkit.errors import InputError, unknown_name
+from quantkit.plugins import outside
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -56,28 +59,92 @@ class Kind(Generic[Plugin_co]):
         return _WORDS[self.folder][1]
 
     def summaries(self) -> dict[str, str]:
-        """Name -> one-line summary of all that exist, sorted."""
-        return _summaries(self.folder, self.constant)
+        """Name -> one-line summary of all that ship, sorted."""
+        return dict(_summaries(self.folder, self.constant))
+
+    def shipped(self) -> list[str]:
+        """The names of those that ship, sorted: what may be imported without being asked for."""
+        return list(self.summaries())
+
+    def about(self) -> dict[str, str]:
+        """Name -> one-line summary of all there are, with the package that brings it; nothing is imported."""
+        found = self.summaries()
+        for name, offered in self.offers().items():
+            packages = " and ".join(sorted(each.origin for each in offered))
+            if name in self.summaries():
+                found[name] += f" (refused: one of this name that {packages} offers)"
+            elif len(offered) > 1:
+                found[name] = f"refused: {packages} offer one of this name each"
+            else:
+                found[name] = f"{offered[0].summary} ({packages})"
+        return dict(sorted(found.items()))
+
+    def offers(self) -> dict[str, list[outside.OfferedPlugin]]:
+        """Name -> the installed packages that offer one of that name."""
+        return outside.offers(f"quantkit.{self.folder}")
 
     def names(self) -> list[str]:
         """The names that exist, sorted."""
-        return list(self.summaries())
+        return sorted({*self.summaries(), *self.offers()})
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is one of that name."""
+        return name in self.summaries() or name in self.offers()
 
     def load(self, name: str, *, where: str = "") -> Plugin_co:
         """The plug-in of that name; a near miss gets a did-you-mean.
 
         Raises:
-            InputError: no file of that name (`unknown-pass`, `unknown-format`, ...).
+            InputError: none of that name (`unknown-pass`, `unknown-format`, ...); `plugin-broken`, `plugin-clash`.
         """
-        if name not in self.summaries():
+        if name in self.summaries():
+            found: Plugin_co = getattr(importlib.import_module(f"quantkit.{self.folder}.{name}"), self.constant)
+            return found
+        offered = self.offers().get(name, [])
+        if len(offered) > 1:
+            raise InputError(
+                "plugin-clash",
+                where=where or f"{self.singular} {name}",
+                value=" and ".join(sorted(each.origin for each in offered)),
+                rule=f"one package offers a {self.singular} of that name",
+                remedy=f"pip uninstall {offered[0].package}, or {offered[1].package}",
+            )
+        if not offered:
             raise unknown_name(self.singular, name, self.names(), where=where)
-        found: Plugin_co = getattr(importlib.import_module(f"quantkit.{self.folder}.{name}"), self.constant)
-        return found
+        return self._whole(offered[0].load(self.constant), name, offered[0].origin)
+
+    def run(self, path: Path, written: str) -> outside.CodeFile:
+        """The plug-in of a user's own file, whose name is its stem; its code runs.
+
+        Raises:
+            InputError: `plugin-clash`, a shipped one's name; those of `outside.run_file`.
+        """
+        if path.stem in self.summaries():
+            raise InputError(
+                "plugin-clash",
+                where=str(path),
+                value=f"a {self.singular} called {path.stem!r} ships",
+                rule="a shipped name stays what it is",
+                remedy="rename the file",
+            )
+        code = outside.run_file(path, written, self.constant)
+        self._whole(code.plugin, path.stem, str(path))
+        return code
+
+    def of(self, step: Step) -> Plugin_co:
+        """The plug-in of a recipe's step: the one of its own file, else the one of its name."""
+        return self.load(step.name) if step.code is None else step.code.plugin
+
+    def _whole(self, found: Any, name: str, origin: str) -> Plugin_co:
+        home = importlib.import_module(f"quantkit.{self.folder}")
+        outside.demand_whole(found, name, origin, getattr(home, self.singular.title()), self.singular)
+        plugin: Plugin_co = found
+        return plugin
 
 
 @cache
 def _summaries(kind: str, constant: str) -> dict[str, str]:
-    folder = Path(__file__).parent.joinpath(*kind.split("."))
+    folder = Path(__file__).parents[1].joinpath(*kind.split("."))
     found = {}
     for path in sorted({*folder.glob("*.py"), *folder.glob("*/__init__.py")}):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -131,6 +198,15 @@ class Named(Protocol):
         ...
 
 
+class Step(Named, Protocol):
+    """What names a plug-in."""
+
+    @property
+    def code(self) -> outside.CodeFile | None:
+        """The user's own file that it stands in."""
+        ...
+
+
 class FormatFacts(Named, Protocol):
     """What a format declares."""
 
@@ -176,8 +252,8 @@ class ExporterFacts(Protocol):
 
 
 def exporters_that_store(stores: Stores) -> list[str]:
-    """The exporters of one kind, by name."""
-    return [name for name in EXPORTERS.names() if EXPORTERS.load(name).stores == stores]
+    """The shipped exporters of one kind, by name."""
+    return [name for name in EXPORTERS.shipped() if EXPORTERS.load(name).stores == stores]
 
 
 FORMATS: Kind[FormatFacts] = Kind("formats")

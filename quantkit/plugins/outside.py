@@ -1,0 +1,205 @@
+"""Code from outside: a file by its path, run only where that is allowed, and what installed packages offer.
+
+A package offers plug-ins by entry points of the groups `quantkit.passes`, `quantkit.formats`, `quantkit.exporters` and
+`quantkit.runtimes`. They are found in its metadata; nothing of it is imported before one of them is used. What is wrong
+with code from outside is one error that names the file or the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quantkit import limits
+from quantkit.errors import InputError
+
+# of entry points
+GROUPS = ("quantkit.passes", "quantkit.formats", "quantkit.exporters", "quantkit.runtimes")
+# what a file's module is called; the rest of its name is a hash of where and what it is
+_FILE = "quantkit_file_"
+
+
+@dataclass(frozen=True)
+class CodeFile:
+    """A plug-in in a file of the user's.
+
+    Args:
+        path: absolute.
+        written: as a recipe names it.
+        sha256: of the bytes that ran.
+        plugin: what the file defines.
+    """
+
+    path: Path
+    written: str = field(compare=False)
+    sha256: str
+    plugin: Any = field(compare=False, repr=False)
+
+    @property
+    def public(self) -> str:
+        """Its path as a bundle may hold it: relative to the recipe, or the file's name alone."""
+        return self.path.name if Path(self.written).expanduser().is_absolute() else self.written
+
+
+def run_file(path: Path, written: str, constant: str) -> CodeFile:
+    """What a file of Python defines as `constant`; what was run already is not run again.
+
+    Raises:
+        InputError: `file-missing`, `file-unreadable`, `over-limit`, `plugin-broken`.
+    """
+    path = path.expanduser().absolute()
+    try:
+        source = limits.read(path)
+    except FileNotFoundError:
+        raise InputError(
+            "file-missing", where=str(path), value="no such file", remedy="a path begins at the recipe that names it"
+        ) from None
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise InputError("file-unreadable", where=str(path), value=reason, remedy="check the file") from None
+    digest = hashlib.sha256(source).hexdigest()
+    name = _FILE + hashlib.sha256(f"{path}\n{digest}".encode()).hexdigest()[:16]
+    with _blaming(str(path)):
+        if name not in sys.modules:
+            module = ModuleType(name)
+            module.__file__ = str(path)
+            sys.modules[name] = module  # dataclasses and pydantic look their own module up
+            try:
+                exec(compile(source, str(path), "exec"), module.__dict__)  # noqa: S102 (asked for by the caller)
+            except BaseException:
+                del sys.modules[name]
+                raise
+        found = _constant(sys.modules[name], constant)
+    return CodeFile(path, written, digest, found)
+
+
+@dataclass(frozen=True)
+class OfferedPlugin:
+    """A plug-in that an installed package offers.
+
+    Args:
+        entry: its entry point: the module that defines the constant, or `module:object`.
+        package: the package's name.
+        version: of the package.
+    """
+
+    entry: metadata.EntryPoint
+    package: str
+    version: str
+
+    @property
+    def origin(self) -> str:
+        """For people: `package acme-quant 1.0`."""
+        return f"package {self.package} {self.version}"
+
+    @property
+    def summary(self) -> str:
+        """The first line of its module's docstring, read without importing it; else the package's own summary."""
+        dist = self.entry.dist
+        if dist is None:
+            return ""
+        stem = self.entry.module.replace(".", "/")
+        for place in (f"{stem}.py", f"{stem}/__init__.py"):
+            try:
+                tree = ast.parse(limits.read(Path(str(dist.locate_file(place)))))
+            except (OSError, SyntaxError, ValueError):
+                continue
+            return (ast.get_docstring(tree) or "").split("\n", 1)[0].strip()
+        return str(dist.metadata["Summary"] or "")
+
+    def load(self, constant: str) -> Any:
+        """The plug-in, its module imported. Raises InputError `plugin-broken`."""
+        with _blaming(self.origin):
+            found = self.entry.load()
+            return _constant(found, constant) if isinstance(found, ModuleType) else found
+
+
+def offers(group: str) -> dict[str, list[OfferedPlugin]]:
+    """Name -> who offers a plug-in of that name: one, where packages agree.
+
+    Args:
+        group: of entry points; one of `GROUPS`, any other is empty.
+    """
+    return _offers(group, tuple(sys.path)) if group in GROUPS else {}
+
+
+@cache
+def _offers(group: str, path: tuple[str, ...]) -> dict[str, list[OfferedPlugin]]:
+    """Of the packages on a search path, which are looked through once."""
+    found: dict[str, list[OfferedPlugin]] = {}
+    for entry in metadata.entry_points(group=group):
+        if entry.dist is not None:
+            found.setdefault(entry.name, []).append(OfferedPlugin(entry, entry.dist.name, entry.dist.version))
+    return found
+
+
+def demand_whole(found: Any, name: str, origin: str, protocol: type, singular: str) -> None:
+    """Refuse a plug-in that has not what its kind promises. Raises InputError `plugin-broken`."""
+    members = {
+        each
+        for base in protocol.__mro__
+        if getattr(base, "_is_protocol", False)
+        for each in (*vars(base), *getattr(base, "__annotations__", ()))
+        if not each.startswith("_")
+    }
+    missing = sorted(each for each in members if not hasattr(found, each))
+    value = ""
+    if missing:
+        value = f"a {type(found).__name__} without {missing[0]}"
+    elif found.name != name:
+        value = f"its name is {found.name!r}"
+    if value:
+        raise InputError(
+            "plugin-broken",
+            where=origin,
+            value=f"{singular} {name}: {value}",
+            rule=f"an object of a class that goes on from {protocol.__module__}.{protocol.__name__}, of the same name",
+            remedy="mend it, or ask its author; docs/plugins.md has an example",
+        )
+
+
+def culprit(problem: BaseException) -> str | None:
+    """The file or the package from outside whose code an exception came up in, or came through; None where in none."""
+    every = [offer for group in GROUPS for offered in offers(group).values() for offer in offered]
+    known = {offer.entry.module.partition(".")[0]: offer.origin for offer in every}
+    for frame, _ in traceback.walk_tb(problem.__traceback__):
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith(_FILE):
+            return frame.f_code.co_filename
+        if name.partition(".")[0] in known:
+            return known[name.partition(".")[0]]
+    return None
+
+
+def _constant(module: ModuleType, name: str) -> Any:
+    if not hasattr(module, name):
+        raise AttributeError(f"it defines no {name}")
+    return getattr(module, name)
+
+
+@contextmanager
+def _blaming(origin: str) -> Iterator[None]:
+    """Whatever goes wrong as code from outside is imported is an error that names where it is from."""
+    try:
+        yield
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as problem:  # code may also leave the process
+        line = (str(problem).splitlines() or [""])[0][:200]
+        raise InputError(
+            "plugin-broken",
+            where=origin,
+            value=f"{type(problem).__name__}: {line}".removesuffix(": "),
+            rule="a plug-in's module can be imported",
+            remedy="mend it, or ask its author; docs/plugins.md has an example",
+        ) from None

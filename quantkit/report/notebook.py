@@ -1,0 +1,93 @@
+"""A bundle in a notebook: its verdict and figures as a small table, and the charts of its page as plotly figures."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError, MissingDependency, did_you_mean
+from quantkit.measurement.rows import Row
+from quantkit.report.bundle import accuracy, curves, figures, sections, speed
+from quantkit.report.kit import shell, words
+from quantkit.report.kit.charts import plain
+from quantkit.report.kit.parts import Panel
+
+
+def html(bundle: Bundle) -> str:
+    """What a notebook shows of a bundle; text of others is escaped.
+
+    Raises:
+        InputError: `measurements-invalid`.
+    """
+    manifest, rows = bundle.manifest, _rows(bundle)
+    answer, because = figures.verdict(manifest, rows)
+    return shell.fragment(
+        "notebook.html.j2",
+        title=f"{manifest.model.name}, {manifest.recipe.get('name', 'quantized')}",
+        failed=manifest.state != "complete",
+        answer=words.sentence(answer),
+        because=because,
+        tables=figures.tables(rows, layers=len(manifest.layers), dtype=manifest.model.source.dtype),
+        speed=[line for series in curves.series(manifest, rows) for line in curves.results(series)],
+        path=str(bundle.path),
+    )
+
+
+def plot(bundle: Bundle, title: str | None = None) -> Any:
+    """A chart of a bundle's page by its title, else the first, as `plotly.graph_objects.Figure`.
+
+    Raises:
+        InputError: `unknown-figure`, `nothing-to-plot`, `measurements-invalid`.
+        MissingDependency: plotly, extra `report`.
+    """
+    with MissingDependency.unless_found("plotly", extra="report", purpose="a figure"):
+        from plotly import graph_objects
+    panels = _panels(bundle)
+    if not panels:
+        raise InputError(
+            "nothing-to-plot",
+            where=str(bundle.path),
+            value="it holds no measurement that a chart shows",
+            remedy=f"quantkit measure {bundle.path}",
+        )
+    first = next((name for name, each in panels.items() if each.title.startswith("Speed-up")), next(iter(panels)))
+    chosen = first if title is None else title
+    if chosen not in panels:
+        raise InputError("unknown-figure", where="plot", value=repr(title), remedy=did_you_mean(str(title), panels))
+    figure = graph_objects.Figure(_coloured(panels[chosen].figure, _colours()))
+    figure.update_layout(title={"text": plain(chosen)}, margin_t=60)
+    return figure
+
+
+def _rows(bundle: Bundle) -> list[Row]:
+    return [Row.model_validate(row) for row in bundle.measurements]
+
+
+def _panels(bundle: Bundle) -> dict[str, Panel]:
+    """By title, in the order of the page."""
+    manifest, rows = bundle.manifest, _rows(bundle)
+    parts = [
+        *speed.sections(manifest, rows),
+        *accuracy.accuracy(manifest, rows),
+        *sections.sizes(manifest, rows),
+        *sections.weights(manifest),
+    ]
+    return {": ".join(filter(None, (part.title, panel.title))): panel for part in parts for panel in part.panels}
+
+
+def _colours() -> dict[str, str]:
+    """The page's colours and fonts by name, those of its light side: a figure outside of it cannot ask the page."""
+    given = r"--([a-z0-9-]+):\s*(?:light-dark\()?(#\w+|rgba?\([^)]*\)|[^;]+)"
+    named = dict(re.findall(given, shell.read("page.css")))
+    return {name: named[text[6:-1]] if text.startswith("var(--") else text for name, text in named.items()}
+
+
+def _coloured(value: Any, colours: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _coloured(each, colours) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_coloured(each, colours) for each in value]
+    if isinstance(value, str) and value.startswith("var(--"):
+        return colours[value[6:-1]]
+    return value
