@@ -172,7 +172,7 @@ def planned(plan: Mapping[str, Any]) -> list[RenderableType]:
     facts = pairs()
     was = f", converted from {model['was']}" if model["was"] else ""
     weights = words.size(model["bytes"])
-    facts.add_row("model", f"{model['ref']}, a {model['kind']}, {weights} of {model['dtype']}{was}")
+    facts.add_row("model", f"{model['ref']}, {words.article(model['kind'])}, {weights} of {model['dtype']}{was}")
     facts.add_row("target", str(plan["target"]))
     layers = []
     for scheme in plan["schemes"]:
