@@ -38,12 +38,8 @@ def test_the_matrix_is_a_kind_of_its_own(quantkit: Any, monkeypatch: pytest.Monk
     # a target is named below each runtime that runs something there, or among `all others`
     vllm = whole[whole.index("vllm") + 1 : whole.index("llama_cpp")]
     (line,) = [text for text in vllm if text.startswith("cpu-arm")]
-    asked = quantkit("list", "matrix", "--target", "cpu-arm", "--runtime", "vllm", "--json").envelope["result"][
-        "matrix"
-    ]
-    native = {
-        (each["format"], each["part"]) for each in asked.envelope["result"]["matrix"] if each["state"] == "native"
-    }
+    result = quantkit("list", "matrix", "--target", "cpu-arm", "--runtime", "vllm", "--json").envelope["result"]
+    native = {(each["format"], each["part"]) for each in result["matrix"] if each["state"] == "native"}
     assert native == {*((name, "weights") for name in ("float32", "float16", "bfloat16", "int8")), ("int8", "inputs")}
     assert line.split()[1:] == ["W", "W", "W", "WI"]
     assert quantkit("list", "matrix", "--target", "l4").out.count("\n") <= 60

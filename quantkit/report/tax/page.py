@@ -55,7 +55,7 @@ def page(data: Taxed) -> str:
 
 
 def _verdicts(data: Taxed, groups: Sequence[Panelled]) -> list[tuple[str, ...]]:
-    """Threads, answer, tone, where it wins, the row that decided first; for each format."""
+    """Threads, answer, tone, where it wins, the rows that decided; for each format."""
     curves_ = {
         (group.threads, series.title): (screen.wins(series), curves.ideal_end(series))
         for group in groups
@@ -66,7 +66,7 @@ def _verdicts(data: Taxed, groups: Sequence[Panelled]) -> list[tuple[str, ...]]:
     for threads, verdicts in data.verdicts.items():
         for verdict in verdicts:
             where, ideal = curves_.get((threads, verdict.format or ""), ("", ""))
-            because = verdict.because[0] if verdict.because else ""
+            because = "; ".join(verdict.because)
             found.append((screen.on(threads), *screen.said(verdict), where, ideal, because))
     return found
 
