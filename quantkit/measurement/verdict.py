@@ -166,9 +166,10 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
     if set(states.values()) == {"missing"}:
         return None
     answer, limit = _answer(states)
-    because = [_sentence(row) for row in _deciding(answer, limit, worst, states, timed)]
-    if answer == "inconclusive":
-        because.append(LONGER)
+    # what decides is chosen by its weight and told in the order of the batches
+    deciding = sorted(_deciding(answer, limit, worst, states, timed), key=lambda row: (row.batch or 0, _context(row)))
+    because = [_sentence(row) for row in deciding]
+    because[-1] += _few_steps(deciding)
     if answer == "intervals":
         because[0] = f"wins at batch {_ranges(states)}. {because[0]}"
     if traffic is not None and answer != "inconclusive" and (weighted := _over_traffic(timed, traffic)):
@@ -177,6 +178,8 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
         why = sorted({flag for row in rows if row.batch in missing and row.value is None for flag in row.flags})
         reason = f" ({', '.join(why)})" if why else ""
         because[-1] = f"{because[-1]}. Not measured: batch {_listed(missing)}{reason}"
+    if answer == "inconclusive":
+        because.append(LONGER)
     if forecast:
         because.append("predicted, not measured: `quantkit measure` on the target would confirm it")
     return Verdict(answer=answer, batch=limit, because=because, forecast=forecast)
@@ -277,11 +280,20 @@ def _sentence(row: Row) -> str:
         return f"{text}, no gain that noise would not make: {noise or 'with the A/A spread its interval holds 1'}"
     if found == "loses" and tail is not None:
         return f"{text}, but p99 is worse: {tail[1]:.2f} times as fast ({tail[0]:.2f} to {tail[2]:.2f})"
-    if (row.n or 0) < P99_FROM:
-        return f"{text}; p99 from {row.n} steps is not judged"
-    if tail is not None and tail[0] <= 1:
+    if (row.n or 0) >= P99_FROM and tail is not None and tail[0] <= 1:
         return f"{text}; p99 not shown to differ ({tail[0]:.2f} to {tail[2]:.2f})"
     return text
+
+
+def _few_steps(rows: Sequence[Row]) -> str:
+    """`; p99 from 30 to 96 steps is not judged`, once for all rows that win by their p50; empty where none is so."""
+    few = sorted(row.n or 0 for row in rows if state(row) == "wins" and (row.n or 0) < P99_FROM)
+    return f"; p99 from {few[0]}{f' to {few[-1]}' if few[0] != few[-1] else ''} steps is not judged" if few else ""
+
+
+def _context(row: Row) -> int:
+    shape = row.shape or {}
+    return shape.get("context") or shape.get("new_tokens") or 0
 
 
 def _what(row: Row) -> str:

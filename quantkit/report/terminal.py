@@ -93,9 +93,12 @@ def _figures(manifest: Manifest, rows: Sequence[Row]) -> RenderableType:
 def _speed(curve: Series) -> RenderableType:
     """One curve: a line a size, what follows from it, and how it was measured."""
     head, body = curves.brief(curve)
+    # what is slower is no win, and what noise swamps is neither
+    tones = ["bold" if cell.ratio and cell.ratio > 1 else "red" for cell in curve.cells]
+    tones = [DIM if curves.NOISY & set(c.flags) else tone for c, tone in zip(curve.cells, tones, strict=True)]
     styled = [
-        [Text(cell, "bold" if name == "speed-up" else "") for name, cell in zip(head, line, strict=True)]
-        for line in body
+        [Text(cell, tone if name == "speed-up" else "") for name, cell in zip(head, line, strict=True)]
+        for line, tone in zip(body, tones, strict=True)
     ]
     title = Text.assemble((curve.title, "bold"), f", {curve.other} → {curve.this}")
     follows = [curves.break_even(curve), curves.first_tax(curve), *curves.skipped(curve)]
@@ -176,7 +179,7 @@ def planned(plan: Mapping[str, Any]) -> list[RenderableType]:
     facts = pairs()
     was = f", converted from {model['was']}" if model["was"] else ""
     weights = words.size(model["bytes"])
-    facts.add_row("model", f"{model['ref']}, a {model['kind']}, {weights} of {model['dtype']}{was}")
+    facts.add_row("model", f"{model['ref']}, {words.article(model['kind'])}, {weights} of {model['dtype']}{was}")
     facts.add_row("target", str(plan["target"]))
     layers = []
     for scheme in plan["schemes"]:

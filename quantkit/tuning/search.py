@@ -26,6 +26,7 @@ from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
 from quantkit.planning.model.stored import WIDTHS
+from quantkit.report.kit import words
 from quantkit.tuning import answer, front, store, timings
 from quantkit.tuning.answer import RECIPE
 from quantkit.tuning.budget import Budget
@@ -121,7 +122,7 @@ class _Search:
             raise InputError(
                 "model-kind",
                 where=self.prepared.source.ref,
-                value=f"a {self.prepared.source.kind}",
+                value=words.article(self.prepared.source.kind),
                 rule="harm is measured in the distribution of the next word",
                 remedy="tune a decoder",
             )

@@ -99,7 +99,7 @@ def test_a_failed_gate_comes_before_any_speed():
     found = verdict(fast, BATCHES, others=[*others, of(1.5, 1.2, 0.9, 0.9, name="int8")])
     assert (found.answer, found.format, found.batch) == ("use_instead", "int8", 2)
     assert len(found.because) == 3
-    assert found.because[1].startswith("int8: batch 2")
+    assert found.because[1].startswith("int8: batch 1")
 
 
 def test_a_batch_wins_only_at_every_context():
@@ -197,13 +197,15 @@ def test_what_does_not_fit_has_not_won():
 def test_a_reason_holds_its_three_numbers():
     found = verdict(of(2.66, 2.0, 1.5, 0.9), BATCHES)
     assert found.because == [
+        "batch 1, context 128: 11.3 ms a step against 30 ms, 2.66 times as fast (2.61 to 2.71)",
         "batch 4, context 128: 20 ms a step against 30 ms, 1.50 times as fast (1.47 to 1.53)",
         "batch 8, context 128: 33.3 ms a step against 30 ms, 0.90 times as fast (0.88 to 0.92)",
-        "batch 1, context 128: 11.3 ms a step against 30 ms, 2.66 times as fast (2.61 to 2.71)",
     ]
     weakest = verdict(of(2.6, 1.3, 1.5, 1.4), BATCHES).because
-    assert [reason.split(",")[0] for reason in weakest] == ["batch 2", "batch 1", "batch 8"]
-    assert verdict(of(0.9, 2.0, 2.0, 0.9), BATCHES).because[0].startswith("wins at batch 2 to 4. batch 2")
+    assert [reason.split(",")[0] for reason in weakest] == ["batch 1", "batch 2", "batch 8"]
+    assert verdict(of(0.9, 2.0, 2.0, 0.9), BATCHES).because[0].startswith("wins at batch 2 to 4. batch 1,")
+    few = verdict(MeasuredFormat("int4", [row(1, 2.0, n=60), row(2, 1.8, n=96), row(4, 1.5)]), [1, 2, 4]).because
+    assert [reason.endswith("; p99 from 60 to 96 steps is not judged") for reason in few] == [False, False, True]
 
 
 def test_a_prediction_is_a_forecast_and_gives_way_to_a_measurement():

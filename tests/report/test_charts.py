@@ -31,7 +31,7 @@ def drawn(text: str = "x") -> dict[str, Figure]:
             axes.straight_axis(text, [0.9, 1.2]),
             marks=mark,
         ),
-        "heat": charts.heat(["0", "1"], [text, "b"], [[0.1, None], [0.2, 0.3]], of=text),
+        "heat": charts.heat(["0", "1"], [text, "b"], [[0.1, None], [0.2, 0.3]]),
         "stacked": charts.stacked([text, "b"], [BarPart(text, [1e6, 0.0], "quantized")], [text, "0 B"], text),
     }
 
@@ -47,6 +47,13 @@ def test_text_of_others_is_no_markup(name: str) -> None:
     assert "&lt;a" in found
     # what hover shows is escaped too; the only raw form is a row's name inside a plotly category, and there is none
     assert "<a" not in found
+
+
+def test_labels_that_a_telephone_has_no_room_for_take_two_lines() -> None:
+    long = ChartPoint("decode step, batch 8, context 1,024", 1.0, (0.9, 1.2), "1.000 times as long (0.82 to <b>)")
+    (label,) = charts.forest([long], axes.straight_axis("x", [0.9, 1.2]))["layout"]["annotations"]
+    first, second = label["text"].split("<br>")
+    assert (first, second) == (long.label, "1.000 times as long (0.82 to &lt;b&gt;)")
 
 
 def test_labels_never_overlap() -> None:

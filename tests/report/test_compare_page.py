@@ -54,8 +54,8 @@ def test_one_offline_file_with_all_sections(page: str, tmp_path: Path) -> None:
         assert f"<h2>{title}</h2>" in page
     assert "<strong>Mixed: B is better in one thing and worse in another.</strong>" in page
     assert "Because" in page
-    # accuracy, times by batch, one time alone, size, a heat map a side
-    assert len(figures(page)) == 6
+    # accuracy, times by batch, one time alone, size, a heat map of B: A has no error to show
+    assert len(figures(page)) == 5
     for figure in figures(page):
         graph_objects.Figure(figure)  # refuses what its schema does not know
     path = tmp_path / "compare.html"
@@ -81,11 +81,15 @@ def test_every_cell_has_its_line_and_its_place_in_a_figure(page: str) -> None:
     assert margins == pytest.approx([each.effect / each.margin for each in WHOLE.cells if each.what == "accuracy"])
 
 
-def test_both_sides_of_layers_are_drawn_on_one_scale(page: str) -> None:
-    heats = [trace for figure in figures(page) for trace in figure["data"] if trace["type"] == "heatmap"]
-    assert [(each["zmin"], each["zmax"]) for each in heats] == [(0.0, 0.02)] * 2
-    assert heats[0]["z"] == [[0.0, 0.0]]
-    assert heats[1]["z"] == [[0.01, 0.02]]
+def test_both_sides_of_layers_are_drawn_on_one_scale_and_an_empty_one_is_not(page: str) -> None:
+    def heats(html: str) -> list[dict[str, Any]]:
+        return [trace for figure in figures(html) for trace in figure["data"] if trace["type"] == "heatmap"]
+
+    (only,) = heats(page)  # A's layers are in floats: no error anywhere
+    assert (only["z"], only["zmin"], only["zmax"]) == ([[0.01, 0.02]], 0.0, 0.02)
+    turned = [LayerPair(each.name, each.b, each.b) for each in WHOLE.layers]
+    both = heats(compare_page.page(replace(WHOLE, layers=turned)))
+    assert [(each["zmin"], each["zmax"]) for each in both] == [(0.0, 0.02)] * 2
     assert "relative squared weight error" in page
 
 

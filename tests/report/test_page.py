@@ -51,7 +51,7 @@ def full() -> str:
         *("Slower at 256 and 1,024 tokens.", "At 64 tokens no difference shows above the noise."),
         *("4,096 tokens: does not fit into memory.", "The tax at batch 1 is 8.83\u00a0ms, 28 % of float32&#39;s time"),
         "The effective bandwidth at batch 1 is 12.1 GB/s, 52 % of what the machine reads.",
-        *("23.1 GB/s read", "(A/A), 1.3 % at most", "2 threads; onnxruntime 1.31.1; accuracy level 4; A Processor"),
+        *("23.1 GB/s read", "A/A spread 1.3 % at most", "2 threads; onnxruntime 1.31.1; accuracy level 4; A Processor"),
         # accuracy, layers, sizes
         *("onnxruntime, level 0", "onnxruntime, level 4"),
         *(planted.NOTE, "largest in model.layers.2.mlp.down_proj, 3.7 %", "the hidden state is off by 3.0 %"),
@@ -119,7 +119,7 @@ def test_every_figure_has_its_words_and_every_table_its_heads(full: str) -> None
     body = text_of(full)
     assert all(re.findall(r'class="plot" role="img" aria-label="([^"]*)"', body))
     assert body.count("<table") == body.count("</table>")
-    assert body.count("<thead") + 1 == body.count("<table")  # the provenance has its heads in the rows
+    assert body.count("<thead") + 2 == body.count("<table")  # the provenance has its heads in the rows
 
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!--"
@@ -174,9 +174,34 @@ def test_a_bad_verdict_is_said_as_it_is() -> None:
     assert re.findall("<li>(.*?)</li>", told) == given["because"]
 
 
-@pytest.mark.parametrize("answer", ["inconclusive", "intervals"])
-def test_what_is_undecided_is_neither_good_nor_bad(answer: str) -> None:
-    assert 'class="verdict open"' in page(onnx_only(verdict={"answer": answer}), timed_rows(), [])
+def test_what_is_undecided_is_neither_good_nor_bad_and_no_large_number() -> None:
+    def shown(answer: str) -> tuple[str, str]:
+        text = text_of(page(onnx_only(verdict={"answer": answer}), timed_rows(), []))
+        return text.split('<div class="verdict ')[1].split('"')[0], text.split('<dd class="value">')[1].split("<")[0]
+
+    assert shown("intervals") == ("open", "2.40×")
+    assert shown("inconclusive") == ("inconclusive", "not decided")
+
+
+def test_a_loss_is_not_styled_as_a_win() -> None:
+    def slower(row: Row) -> Row:
+        against = row.baseline
+        if against is None or not row.name.startswith("latency.") or not against.ratio:
+            return row
+        return row.model_copy(update={"baseline": against.model_copy(update={"ratio": 0.8, "ratio_ci95": (0.7, 0.9)})})
+
+    text = text_of(page(onnx_only(verdict={"answer": "intervals"}), [slower(row) for row in timed_rows()], []))
+    tile = text.split('<dl class="tiles">')[1].split("</div>")[0]
+    assert '<div class="bad"><dt>the speed in decode: slower</dt><dd class="value">0.800×</dd>' in tile
+
+
+def test_a_chart_of_one_point_is_a_sentence_and_few_steps_are_told_once() -> None:
+    steps = [row for row in timed_rows() if (row.shape or {}).get("context") == 128 or row.name == "ceiling.read"]
+    few = [row.model_copy(update={"flags": ["p99-from-few"]}) for row in steps if row.batch in {1, None}]
+    text = text_of(page(onnx_only(), few, []))
+    assert re.search(r"At batch 1 a step takes [^:]*: 2.40× the speed \(2.33× to 2.47×\)", text)
+    assert 'class="plot"' not in text.split('id="speed"')[1].split("</section>")[0]
+    assert text.count("99th percentiles rest on few steps") == 1
 
 
 def test_a_converted_source_is_said_once() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from quantkit.nightly.store.parquet import Store
 from quantkit.nightly.store.records import NIGHT_ID, Answer, Night, NightCell, What
+from quantkit.report.kit import words
 
 Array = Any
 
@@ -145,7 +146,7 @@ def read(store: Store, *, now: datetime | None = None) -> History:
         given[at] = codes[rows]
         decided[what] = NightAnswers(given, **numbers)
     if broken := _not_finite(decisions):
-        notes.append(f"{broken:,} decisions have a figure that is NaN or infinite; it is left out")
+        notes.append(f"{words.plural(broken, 'decision')} with a figure that is NaN or infinite: it is left out")
     current = np.flatnonzero(answer[:, -1] != NONE) if nights else ()
     shown = [cells[i] for i in current]
     return History(nights, cells, shown, answer, decided, itself, waits & (worst == NONE), notes)

@@ -120,17 +120,29 @@ def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
         sides = [(charts.QUANTIZED, "this model"), (charts.ORIGINAL, "the original")]
         keys = sides if any(row.baseline is not None for row in answers) else []
         panels = [_right(answers), *_changes(answers, gates)]
-        found.append(Section([], panels, [], Sheet(_HEAD, _as_text(answers), remarks=1), keys=keys))
-    panels, body = [], []
+        # of one answer the table below says as much
+        found.append(Section([], panels if len(answers) > 1 else [], [], Sheet(_HEAD, _as_text(answers), 1), keys=keys))
+    panels, body, said = [], [], []
     for name, measure in _MEASURES.items():
         among = [row for row in known if _measure_of(row) == name]
         drawn = _moved(measure, among, gates)
         if drawn is not None:
-            panels.append(drawn[0])
-            body += drawn[1]
-    if panels:
-        found.append(Section([], panels, [], Sheet(_HEAD, body, remarks=1)))
+            panel, lines = drawn
+            body += lines
+            if len(lines) > 1:
+                panels.append(panel)
+            else:
+                said.append(_sentence(lines[0], gates.get(measure.gate), measure.tick))
+    if body:
+        found.append(Section(said, panels, [], Sheet(_HEAD, body, remarks=1)))
     return found
+
+
+def _sentence(line: Sequence[str], gate: int | float | None, form: Form) -> str:
+    """A measure of a single export: `KL divergence from the original: 0.0671 (0.06 to 0.074), gate 0.25.`"""
+    title, _, value, sure, _ = line
+    limit = f", gate {form(gate)}" if gate is not None else ""
+    return f"{title}: {value}{f' ({sure})' if sure != '–' else ''}{limit}."
 
 
 def _measure_of(row: Row) -> str:

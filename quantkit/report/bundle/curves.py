@@ -363,16 +363,25 @@ def how(curve: Series) -> str:
     parts = [measured(curve)]
     if curve.spread is not None:
         parts.append(f"A/A spread {words.percent(curve.spread)} at most")
-    if any("p99-from-few" in cell.flags for cell in curve.cells):
-        parts.append("p99 rests on few of them")
     if any(NOISY & set(cell.flags) for cell in curve.cells):
         parts.append("~ is noise")
     return "; ".join(part for part in parts if part)
 
 
+def few_steps(found: Sequence[Series]) -> str:
+    """Which 99th percentiles rest on few steps, once for all curves; empty where none does."""
+    flags = [["p99-from-few" in cell.flags for cell in curve.cells] for curve in found]
+    if not any(map(any, flags)):
+        return ""
+    which = "The" if all(map(all, flags)) else "Some"
+    return f"{which} 99th percentiles rest on few steps."
+
+
 def conditions(found: Sequence[Series], rows: Sequence[Row]) -> list[str]:
     """What all curves were measured in and on, each once, and what a share of the read bandwidth is a share of."""
     said = list(dict.fromkeys(text for curve in found if (text := setting(curve))))
+    if few := few_steps(found):
+        said.append(few[:1].lower() + few[1:].rstrip("."))
     if (rate := read_rate(rows)) and any(cell.share_read for curve in found for cell in curve.cells):
         said.append(f"of read: effective bandwidth, as a share of the {rate} that was read in the same run")
     return said

@@ -29,7 +29,8 @@ def sections(engines: Sequence[Inspected]) -> list[Section]:
         if each.costliest:
             share = words.percent(sum(layer.share for layer in each.costliest))
             count = words.plural(len(each.costliest), "layer")
-            text = f"{count} take {share} of a step's time, {each.costliest[0].layer} the most."
+            verb = "takes" if len(each.costliest) == 1 else "take"
+            text = f"{count} {verb} {share} of a step's time, {each.costliest[0].layer} the most."
             how = "Timed by the library's profiler, without CUDA graphs: what a layer takes beside the others."
             sheet = Sheet(_COST, [_cost(layer) for layer in each.costliest], 3)
             found.append(Section([text], [], [how, _tried(each)], sheet, title="Costliest layers"))

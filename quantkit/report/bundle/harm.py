@@ -127,17 +127,16 @@ def _line(position: Position) -> WorstLine:
 
 def _layers(layers: Sequence[LayerHarm]) -> Section:
     largest = max(layers, key=lambda layer: layer.error)
-    panel = Panel(
+    panels = heat(
+        [(layer.name, layer.error) for layer in layers],
         "Relative error of the outputs",
         "Relative output error of every quantized layer as colours: kinds of layers by blocks",
-        heat([(layer.name, layer.error) for layer in layers], of="relative error"),
-        wide=True,
     )
     middle = words.percent(median(layer.error for layer in layers))
     text = f"Median {middle}; largest in {largest.name}, {words.percent(largest.error)}."
     how = "‖ŷ − y‖ / ‖y‖ of what each layer returns, given the same inputs as the layer before it was rounded."
     body = [[layer.name, words.percent(layer.error, 2)] for layer in layers]
-    return Section([text], [panel], [how], Sheet(["layer", "relative output error"], body), title="Layers")
+    return Section([text], panels, [how], Sheet(["layer", "relative output error"], body), title="Layers")
 
 
 def _depth(blocks: Sequence[BlockHarm]) -> Section:
@@ -171,7 +170,8 @@ def _depth(blocks: Sequence[BlockHarm]) -> Section:
     how = "Root mean square over tokens of ‖ĥ − h‖ / ‖h‖; a block's own is what it adds when fed the original's input."
     body = [[block.name, words.percent(block.error, 2), words.percent(block.own, 2)] for block in blocks]
     head = ["block", "built up", "its own"]
-    return Section([text], [panel], [how], Sheet(head, body), title="Through depth")
+    # one block is a point: the sentence says it
+    return Section([text], [panel] if len(blocks) > 1 else [], [how], Sheet(head, body), title="Through depth")
 
 
 def _inputs(inputs: Sequence[InputHarm]) -> Section:
@@ -188,6 +188,7 @@ def _inputs(inputs: Sequence[InputHarm]) -> Section:
             _outliers(row),
         )
         for kind, row in by_kind.items()
+        if len(row) > 1
     ]
     before, after = (sum(value > _OUTLIER for value in side) for side in _sides(inputs))
     text = (
@@ -198,7 +199,7 @@ def _inputs(inputs: Sequence[InputHarm]) -> Section:
     body = [[each.name, f"{each.before:.1f}×", f"{each.after:.1f}×"] for each in inputs]
     sheet = Sheet(["input of", "before", "after"], body)
     keys = [(ORIGINAL, "original"), (QUANTIZED, "this model")]
-    return Section([text], panels, [how], sheet, keys=keys, title="Outlier channels")
+    return Section([text], panels, [how], sheet, keys=keys, title="Outlier channels", folded=True)
 
 
 def _sides(inputs: Sequence[InputHarm]) -> tuple[list[float], list[float]]:

@@ -52,8 +52,9 @@ def page(
         answer=words.sentence(answer),
         because=because,
         timed=figures.timed(rows),
-        tiles=_tiles(rows),
+        tiles=_tiles(manifest, rows),
         speed=speed.sections(manifest, rows),
+        explained=speed.explained(rows, curves.series(manifest, rows)),
         accuracy=accuracy_sections.accuracy(manifest, rows),
         tables=accuracy_sections.accuracy_tables(rows),
         scored=figures.scored(rows),
@@ -71,6 +72,7 @@ def page(
             for found, kind in ((gates, "gate of the recipe"), (checks, "every bundle"))
             for check in found
         ],
+        failing=sum(not check.ok for check in manifest.checks),
         files=Sheet(["file", "size", "role", "sha256"], files, remarks=2),
         commands=usage.commands(manifest),
         judge="\n".join(usage.measure(manifest)),
@@ -88,35 +90,54 @@ def _tone(manifest: Manifest) -> str:
         return "bad"
     if manifest.verdict is None:
         return "open"
-    tones = {"ship_it": "good", "ship_up_to": "good", "intervals": "open", "inconclusive": "open"}
+    tones = {"ship_it": "good", "ship_up_to": "good", "intervals": "open", "inconclusive": "inconclusive"}
     return tones.get(manifest.verdict.answer, "bad")
 
 
-def _tiles(rows: Sequence[Row]) -> list[FigureTile]:
+def _speed_tile(manifest: Manifest, row: Row) -> FigureTile:
+    """How many times as fast; a loss looks like one, and what was not decided is not a large number."""
+    base = row.baseline
+    ratio, sure = (base and base.ratio) or 0.0, base.ratio_ci95 if base else None
+    kind = {"latency.decode_step": "decode", "latency.prefill": "prefill"}.get(row.name, "one operation")
+    kind = "a pass" if row.name == "latency.prefill" and curves.tokens(row) == 1 else kind
+    shown = f"95\u00a0% {words.between(sure, words.times)}" if sure else ""
+    detail = ", ".join(part for part in (figures.where(row), shown) if part)
+    undecided = manifest.verdict is not None and manifest.verdict.answer == "inconclusive"
+    if undecided or curves.NOISY & set(row.flags) or (sure and sure[0] <= 1 <= sure[1]):
+        measured = f"{words.times(ratio)} measured, {detail}"
+        return FigureTile("not decided", f"the speed in {kind}", measured, "inconclusive")
+    label = f"the speed in {kind}{'' if ratio > 1 else ': slower'}"
+    return FigureTile(words.times(ratio), label, detail, _loss(ratio < 1))
+
+
+def _loss(lost: bool) -> str:
+    return "bad" if lost else ""
+
+
+def _tiles(manifest: Manifest, rows: Sequence[Row]) -> list[FigureTile]:
     """Speed, size and accuracy, as far as they were measured."""
     found = []
     timed = [row for row in rows if row.name.startswith("latency.") and row.baseline and row.baseline.ratio]
     if timed:
         # decode before prefill, then the smallest
         row = min(timed, key=lambda r: (r.name, (r.shape or {}).get("context", 0), r.batch or 0, curves.tokens(r)))
-        base = row.baseline
-        sure = words.between(base.ratio_ci95 if base else None, words.times)
-        kind = {"latency.decode_step": "decode", "latency.prefill": "prefill"}.get(row.name, "one operation")
-        kind = "a pass" if row.name == "latency.prefill" and curves.tokens(row) == 1 else kind
-        detail = ", ".join(part for part in (figures.where(row), f"95\u00a0% {sure}" if sure else "") if part)
-        found.append(FigureTile(words.times((base and base.ratio) or 0.0), f"the speed in {kind}", detail))
+        found.append(_speed_tile(manifest, row))
     sized = [row for row in rows if row.name == "size.bytes" and row.value and row.baseline and row.baseline.ratio]
     if sized:
         row = sized[-1]
         before, ratio = (row.baseline.value, row.baseline.ratio or 0.0) if row.baseline else (0.0, 0.0)
         label = "smaller on disk" if ratio >= 1 else "larger on disk"
         number = words.times(ratio if ratio >= 1 else 1 / ratio)
-        found.append(FigureTile(number, label, f"{words.size(before)} to {words.size(row.value or 0.0)}"))
+        detail = f"{words.size(before)} to {words.size(row.value or 0.0)}"
+        found.append(FigureTile(number, label, detail, _loss(ratio < 1)))
     scored = {row.name: row for row in rows if row.value is not None and "surer_than" not in row.settings}
     if (best := scored.get("accuracy.perplexity")) and best.baseline and best.baseline.ratio:
         change = f"{words.figure(best.baseline.value)} to {words.figure(best.value or 0.0)}"
-        detail = f"{change}, {figures.variant(best)}; lower is better"
-        found.append(FigureTile(f"{1 / best.baseline.ratio:.3f}×", "the perplexity", detail))
+        more, between = words.signed(100 / best.baseline.ratio - 100, 1), best.baseline.ratio_ci95
+        # a ratio says how many times better: a loss is one whose whole interval lies below 1
+        lost = bool(between and between[1] < 1)
+        label, detail = f"perplexity{', worse' if lost else ''}", f"{change}, {figures.variant(best)}"
+        found.append(FigureTile(f"{more}\u00a0%", label, detail, _loss(lost)))
     elif best := next((scored[name] for name in ("accuracy.top1", "accuracy.recall_at_1") if name in scored), None):
         detail = ", ".join(part for part in (shares.changed(best), figures.variant(best)) if part)
         found.append(FigureTile(shares.form(best)(best.value or 0.0), shares.NAMES[best.name], detail))

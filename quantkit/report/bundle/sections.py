@@ -16,7 +16,7 @@ from quantkit.bundle import Manifest
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import figures
 from quantkit.report.kit import charts, words
-from quantkit.report.kit.charts import BarPart, Figure
+from quantkit.report.kit.charts import BarPart
 from quantkit.report.kit.parts import Panel, Section, Sheet
 
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -42,20 +42,24 @@ def weights(manifest: Manifest) -> list[Section]:
         ]
         for layer, error in known
     ]
-    panel = Panel(
+    panels = heat(
+        [(layer.name, error) for layer, error in known],
         "Relative squared error of the weights",
         "Relative squared error of the weights of every quantized layer as colours: kinds of layers by blocks",
-        heat([(layer.name, error) for layer, error in known], of="relative squared error"),
-        wide=True,
     )
     said = f"Median {middle}; largest in {worst.name}, {words.share(error)}."
     how = "‖W − Ŵ‖² / ‖W‖² of each layer: of its weights alone, whatever they do to the output."
     head = ["layer", "shape [N, K]", "scheme", "bits per weight", "relative squared error"]
-    return [Section([said], [panel], [how], Sheet(head, body), title="Weights")]
+    return [Section([said], panels, [how], Sheet(head, body), title="Weights", folded=True)]
 
 
-def heat(errors: Sequence[tuple[str, float]], *, of: str) -> Figure:
-    """Kinds of layers by blocks, the largest of those alike; where names have no number, all in one column."""
+def heat(errors: Sequence[tuple[str, float]], title: str, alt: str) -> list[Panel]:
+    """Kinds of layers by blocks, the largest of those alike; where names have no number, all in one column.
+
+    None where there is nothing to see: a single cell, or no error anywhere.
+    """
+    if len(errors) < 2 or not any(error > 0 for _, error in errors):
+        return []
     cells: dict[str, dict[str, float]] = {}
     for name, error in errors:
         block, kind = figures.place(name)
@@ -64,7 +68,7 @@ def heat(errors: Sequence[tuple[str, float]], *, of: str) -> Figure:
     blocks = list(dict.fromkeys(block for row in cells.values() for block in row))
     blocks.sort(key=lambda block: int(block) if block.isdecimal() else -1)
     values = [[row.get(block) for block in blocks] for row in cells.values()]
-    return charts.heat(blocks, list(cells), values, of=of)
+    return [Panel(title, alt, charts.heat(blocks, list(cells), values), wide=True)]
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

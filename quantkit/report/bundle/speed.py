@@ -22,12 +22,45 @@ def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
 
 
 def section(rows: Sequence[Row], series: Series) -> Section:
-    """The times of one curve, and their ratios."""
+    """The times of one curve, and their ratios; of a single size a sentence says as much."""
+    said, cautions = curves.results(series), curves.cautions(series)
+    if len(series.cells) == 1:
+        return Section(
+            [single(series), *said], [], _measured(series), _sheet(series), cautions=cautions, title=series.title
+        )
     panels = [_rates(series) if series.unit == "prompt" else _durations(series)]
     if any(cell.ratio for cell in series.cells):
         panels.append(_ratios(series))
-    said, cautions = curves.results(series), curves.cautions(series)
-    return Section(said, panels, _how(rows, series), _sheet(series), cautions=cautions, title=series.title)
+    return Section(said, panels, _measured(series), _sheet(series), cautions=cautions, title=series.title)
+
+
+def single(series: Series) -> str:
+    """One size in words: `At 256 tokens 397 ms against 335 ms of float32: 0.843× the speed (0.783× to 0.902×).`"""
+    cell = series.cells[0]
+    text = f"At {series.said(f'{cell.x:,}')} a {series.unit} takes {words.moment(cell.row.value or 0.0)}"
+    text += f" against {words.moment(cell.original)} of {series.other}" if cell.original else ""
+    if cell.ratio is None:
+        return f"{text}."
+    sure = curves.bracketed(words.between(cell.ratio_ci95, words.times))
+    promised = f"; {words.times(cell.promised)} is what the limits promise" if cell.promised else ""
+    return f"{text}: {words.times(cell.ratio)} the speed{sure}{promised}."
+
+
+def explained(rows: Sequence[Row], found: Sequence[Series]) -> list[str]:
+    """How to read the figures of all curves, each thing once."""
+    said = ["Bands in the colour of a line: 95\u00a0% intervals."]
+    if any(cell.bound for series in found for cell in series.cells):
+        said.append(
+            f"Dotted: the roofline, what the bytes and operations take at least{_ceilings(rows)}; the gap above it is"
+            " the tax. The runtime is a black box: only the sum is known."
+        )
+    if few := curves.few_steps(found):
+        said.append(few)
+    if any(series.spread is not None for series in found):
+        said.append("Grey band: what two measurements of one thing differ by (A/A).")
+    if any(_wins(series) for series in found):
+        said.append("Shaded: where the whole interval lies above 1.")
+    return said
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -155,22 +188,10 @@ def _wins(series: Series) -> list[Interval]:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def _how(rows: Sequence[Row], series: Series) -> list[str]:
-    """How it was measured, for the caption."""
-    measured = "; ".join(part for part in (curves.measured(series), curves.setting(series)) if part)
-    found = [f"{measured}. Blue bands: 95\u00a0% intervals."]
-    if any(cell.bound for cell in series.cells):
-        found.append(
-            f"Dotted: the roofline, what the bytes and operations of a {series.unit} take at least{_ceilings(rows)};"
-            " the gap above it is the tax. The runtime is a black box: only the sum is known."
-        )
-    if any("p99-from-few" in cell.flags for cell in series.cells):
-        found.append("The 99th percentiles rest on few steps.")
-    if (spread := series.spread) is not None:
-        found.append(f"Grey band: what two measurements of one thing differ by (A/A), {words.percent(spread)} at most.")
-    if _wins(series):
-        found.append("Shaded: where the whole interval lies above 1.")
-    return found
+def _measured(series: Series) -> list[str]:
+    """How often, in and on what it was measured."""
+    spread = f"A/A spread {words.percent(series.spread)} at most" if series.spread is not None else ""
+    return [f"{'; '.join(part for part in (curves.measured(series), spread, curves.setting(series)) if part)}."]
 
 
 def _ceilings(rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ from quantkit.report.kit.axes import Axis
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, ChartPoint, Curve, Mark
 from quantkit.report.kit.parts import Panel, Section, Sheet
 
-_TONES = {"B better": "good", "same": "good", "A better": "bad", "mixed": "bad", "inconclusive": ""}
+_TONES = {"B better": "good", "same": "good", "A better": "bad", "mixed": "bad", "inconclusive": "inconclusive"}
 _ANSWERS = {"same": "the same within every margin", "mixed": "mixed: B is better in one thing and worse in another"}
 _ANSWERS |= {"A better": "A is better", "B better": "B is better", "inconclusive": "not decided"}
 # lines of one figure, a colour each
@@ -149,11 +149,11 @@ def _layers(pairs: Sequence[LayerPair]) -> Section | None:
     panels = []
     largest = max((error for _, errors in known for error in errors), default=0.0)
     for side, letter in enumerate("AB" if known else ""):
-        figure = sections.heat([(name, errors[side]) for name, errors in known], of=what)
-        # one scale, or the two could not be compared
-        figure["data"][0] |= {"zmin": 0.0, "zmax": largest}
         alt = f"{what} of every layer of {letter} as colours: kinds of layers by blocks"
-        panels.append(Panel(f"{letter}'s {what}", alt, figure, wide=True))
+        drawn = sections.heat([(name, errors[side]) for name, errors in known], f"{letter}'s {what}", alt)
+        for panel in drawn:  # one scale, or the two could not be compared
+            panel.figure["data"][0] |= {"zmin": 0.0, "zmax": largest}
+        panels += drawn
     worst = say.worst(pairs)
     said = [f"{words.sentence(line)}." for line in say.layer_sentences(pairs)]
     said += [f"The largest rise is in {worst[0].name}."] if worst else []

@@ -19,6 +19,10 @@ Figure = dict[str, Any]
 
 QUANTIZED, ORIGINAL = "quantized", "original"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 88, 14, 44
+# the height of a figure of lines where the page is as narrow as a telephone
+_NARROW = 230
+# characters of a label that fit there
+_ROOM = 52
 # lines of text further apart than this do not overlap
 _LINE = 15.0
 # and so are labels of marks that are this share of the axis apart
@@ -129,7 +133,8 @@ def lines(
     if even is not None:
         shapes.append(_line({"xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even}, "ink", 1.2))
     top = max(_TOP, int(_LINE) * len(marks) + 6)
-    notes = _end_labels(ordered, y, height - top - _BOTTOM)
+    # apart even where the page is narrow and the figure low
+    notes = _end_labels(ordered, y, min(height, _NARROW) - top - _BOTTOM)
     across, over = _marks(marks, x)
     shapes, notes = [*shapes, *across], [*notes, *over]
     longest = max((len(curve.label) for curve in curves), default=0)
@@ -141,6 +146,7 @@ def lines(
         "hovermode": hover,
     }
     layout["margin"]["t"] = top
+    layout["meta"] = {"narrow": min(height, _NARROW)}
     return {"data": data, "layout": layout}
 
 
@@ -149,7 +155,9 @@ def forest(points: Sequence[ChartPoint], x: Axis, *, marks: Sequence[Mark] = ())
     # labels of marks stand side by side where there is room, else one over the other
     shares = [x.share(mark.x) for mark in marks]
     levels = len(marks) if shares and max(shares) - min(shares) < _APART else 1
-    height = 78 + 40 * len(points) + int(_LINE) * (levels - 1)
+    # a label that a telephone has no room for takes two lines; so do all of them then
+    parted = any(len(point.label) + len(point.text) > _ROOM for point in points)
+    height = 78 + (40 + int(_LINE) * parted) * len(points) + int(_LINE) * (levels - 1)
     places = list(range(len(points)))[::-1]
     arms = [
         (point.value - low, high - point.value)
@@ -186,6 +194,7 @@ def forest(points: Sequence[ChartPoint], x: Axis, *, marks: Sequence[Mark] = ())
     }
     notes = [
         _note(0, place, f"{point.label}: {point.text}", colour="ink")
+        | ({"text": f"{plain(point.label)}<br>{plain(point.text)}", "align": "left"} if parted else {})
         | _OPAQUE
         | {"xref": "paper", "yref": "y", "xanchor": "left", "yanchor": "bottom", "yshift": 5}
         for place, point in zip(places, points, strict=True)
@@ -205,14 +214,13 @@ def forest(points: Sequence[ChartPoint], x: Axis, *, marks: Sequence[Mark] = ())
     return {"data": traces, "layout": layout | {"shapes": shapes, "annotations": notes}}
 
 
-def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float | None]], *, of: str) -> Figure:
+def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float | None]]) -> Figure:
     """A table of numbers as colours: one row a name, one column a block.
 
     Args:
         columns: of the blocks.
         names: of the rows, the first on top.
         values: `[names][columns]`; None where there is none.
-        of: what the numbers are.
     """
     hover = [
         [
@@ -232,12 +240,11 @@ def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence
         "hoverinfo": "text",
         "hovertext": hover,
         "colorbar": {
-            "title": {"text": plain(of), "side": "right", "font": {"color": _colour("muted"), "size": 12}},
             "tickfont": {"color": _colour("muted"), "size": 12},
             "tickformat": ".2~p",
             "thickness": 10,
             "outlinewidth": 0,
-            "nticks": 5,
+            "nticks": 5 if len(names) > 2 else 2,
         },
     }
     step = max(1, math.ceil(len(columns) / 10))

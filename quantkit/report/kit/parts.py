@@ -19,11 +19,15 @@ class Sheet:
 
 @dataclass(frozen=True)
 class FigureTile:
-    """A number that a reader remembers, what it is, and how sure it is."""
+    """A number that a reader remembers, what it is, and how sure it is; `tone` is `bad` for a loss.
+
+    What was not decided has the tone `inconclusive` and no number for a value: a large one would be remembered.
+    """
 
     value: str
     label: str
     detail: str
+    tone: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,12 @@ class Section:
     Args:
         said: what they show, a sentence each.
         panels: the figures.
-        captions: how it was measured, a sentence each.
+        captions: how it was measured, a sentence each; folded, with the data.
         sheet: the data.
         cautions: what to know before trusting them.
         keys: (colour of the page, what it stands for).
         title: over them; empty where the page has said it.
+        folded: whether the figures are shown only when they are asked for.
     """
 
     said: Sequence[str]
@@ -57,3 +62,4 @@ class Section:
     cautions: Sequence[str] = ()
     keys: Sequence[tuple[str, str]] = ()
     title: str = ""
+    folded: bool = False

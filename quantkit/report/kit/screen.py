@@ -16,7 +16,7 @@ from quantkit.errors import printable
 DIM, WARNING = "dim", "bold yellow"
 MARK = {True: ("✓", "green"), False: ("✗", "bold red")}
 # of what is good, bad or open
-STYLES = {"good": "green", "bad": "bold red"}
+STYLES = {"good": "green", "bad": "bold red", "inconclusive": "yellow"}
 
 
 def write(renderables: Iterable[RenderableType], file: IO[str]) -> None:

@@ -21,6 +21,7 @@ from quantkit.report.kit import words
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
 
 _TEMPLATES = Path(__file__).with_name("templates")
 # plotly and the drawings of the site set styles on elements: hence one `unsafe-inline`; a browser takes `'self'` for a
@@ -93,9 +94,19 @@ def _environment(folder: Path) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"plural": words.plural, "sentence": words.sentence, "visible": words.visible}
+    made.filters |= {"plural": words.plural, "sentence": words.sentence, "visible": words.visible, "coded": _coded}
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return made
+
+
+def _coded(text: str) -> Markup:
+    """Escaped text, what stands between backticks as code."""
+    from markupsafe import Markup, escape
+
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # a backtick without its other one is a backtick
+        return escape(text)
+    return Markup("").join(Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts))
 
 
 def _library() -> str:

@@ -149,6 +149,11 @@ def plural(count: int, word: str) -> str:
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
+def article(noun: str) -> str:
+    """`article("encoder")` is `an encoder`, `article("decoder")` is `a decoder`."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
 def times(ratio: float) -> str:
     """`times(2.66)` is `2.66×`."""
     return f"{figure(ratio, 3)}×"

@@ -280,10 +280,11 @@ def _both(outlook: Outlook, label: str, points: Sequence[_At], sign: str) -> lis
 def _over_batches(
     title: str, alt: str, drawn: Sequence[Curve], unit: str = "", *, form: Form | None = None, wide: bool = False
 ) -> Panel | None:
-    if not drawn:
+    across = [x for curve in drawn for x in curve.x]
+    if len(set(across)) < 2:  # one batch is no curve: its table says it
         return None
     axis = log_axis(unit, _values(drawn), form=form)
-    batches = points_axis("batch", [x for curve in drawn for x in curve.x])
+    batches = points_axis("batch", across)
     return Panel(title, f"{alt} by batch, both axes logarithmic", lines(drawn, batches, axis, height=360), wide)
 
 

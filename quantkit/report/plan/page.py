@@ -134,7 +134,8 @@ def _times(outlook: Outlook) -> Section | None:
         said = [
             f"Prompts of {work.prompt:,} tokens; a step gives each sequence a token, halfway through {work.output:,}."
         ]
-    captions = [_RINGS] if panels else ["No batch fits."]
+    fits = any(say.fitting(each) for each in outlook.candidates)
+    captions = [_RINGS] if panels else [] if fits else ["No batch fits."]
     if any(row.fits is False for each in outlook.candidates for row in each.rows) and panels:
         captions.append("Batches that do not fit are in the table alone.")
     return Section(said, panels, captions, Sheet(head, body, 1), keys=figures.keys(outlook))
@@ -143,7 +144,7 @@ def _times(outlook: Outlook) -> Section | None:
 def _rates(outlook: Outlook) -> Section | None:
     costs = figures.costs(outlook)
     panels = [panel for panel in (figures.rates(outlook, wide=costs is None), costs) if panel is not None]
-    if not panels:
+    if not any(say.fitting(each) for each in outlook.candidates):
         return None
     unit, names = say.unit(outlook.architecture), plan_costs.head(outlook)
     body = []
@@ -155,7 +156,7 @@ def _rates(outlook: Outlook) -> Section | None:
             body.append([each.label, f"{row.batch:,}", at_most, say.expected(rate), *amounts])
     head = ["recipe", "batch", f"{say.per_second(outlook)}, at most", "forecast", *names]
     said = ["Requests that all begin together: their prompts first, then every token."] if unit == "tokens" else []
-    captions = [_RINGS]
+    captions = [_RINGS] if panels else []
     if plan_costs.currency(outlook):
         captions.append(
             f"Amounts are for a million {unit} on a machine that always works, paid for in the cheapest way."

@@ -32,6 +32,7 @@ def page(data: Taxed) -> str:
     """The page as HTML. Raises MissingDependency: plotly, extra `report`."""
     advice = [(screen.on(threads), *screen.said(verdict), verdict.because) for threads, verdict in data.advice.items()]
     found = screen.groups(data)
+    timed = [series for group in found for series in group.series if series.cells]
     return shell.rendered(
         "tax.html.j2",
         title=f"{data.title}: the dequantization tax",
@@ -47,14 +48,14 @@ def page(data: Taxed) -> str:
         ceilings=screen.ceilings(data),
         threaded=any(data.advice),
         cache=words.size(screen.last_level_cache(data)),
-        explained=screen.explained(data),
+        explained=[*screen.explained(data), *speed.explained(data.rows, timed)],
         facts=_facts(data),
         version=data.version,
     )
 
 
 def _verdicts(data: Taxed, groups: Sequence[Panelled]) -> list[tuple[str, ...]]:
-    """Threads, answer, tone, where it wins, the row that decided first; for each format."""
+    """Threads, answer, tone, where it wins, the rows that decided; for each format."""
     curves_ = {
         (group.threads, series.title): (screen.wins(series), curves.ideal_end(series))
         for group in groups
@@ -65,7 +66,7 @@ def _verdicts(data: Taxed, groups: Sequence[Panelled]) -> list[tuple[str, ...]]:
     for threads, verdicts in data.verdicts.items():
         for verdict in verdicts:
             where, ideal = curves_.get((threads, verdict.format or ""), ("", ""))
-            because = verdict.because[0] if verdict.because else ""
+            because = "; ".join(verdict.because)
             found.append((screen.on(threads), *screen.said(verdict), where, ideal, because))
     return found
 
@@ -90,7 +91,9 @@ def _overview(group: Panelled, baseline: str) -> Section:
     across = points_axis("batch (rows of the activation)", [x for curve in drawn for x in curve.x])
     alt = f"How many times as fast each format is as {baseline}, by batch, both axes logarithmic"
     figure = drawn_lines(drawn, across, axis, height=360, even=1.0)
-    panel = Panel(f"Delivered speed-up over {baseline}", alt, figure, wide=True)
+    panels = [Panel(f"Delivered speed-up over {baseline}", alt, figure, wide=True)]
+    if all(len(curve.x) == 1 for curve in drawn):
+        panels = []
     body = []
     for series in known:
         factor, unit = words.time_unit(min(cell.row.value or 1.0 for cell in series.cells))
@@ -99,7 +102,7 @@ def _overview(group: Panelled, baseline: str) -> Section:
             times, tax, slack = (each if each == "–" else f"{each} {unit}" for each in (times, tax, slack))
             body.append([series.title, batch, times, *ratios, tax, share, slack, spread])
     best = [f"{series.title}: {' '.join(screen.outcomes(series))}" for series in known]
-    return Section(best, [panel], [], Sheet(("format", "batch", f"{baseline} → this", *_HEAD), body))
+    return Section(best, panels, [], Sheet(("format", "batch", f"{baseline} → this", *_HEAD), body))
 
 
 def _section(data: Taxed, series: Series) -> Section:
@@ -110,7 +113,7 @@ def _section(data: Taxed, series: Series) -> Section:
     kernel = series.cells[0].row.settings.get("kernel")
     ran = [f"It ran as {kernel}."] if kernel else []
     keys = [(shade, label) for label, shade in _parts(series).values()]
-    panels = [*found.panels, _split(series)]
+    panels = [*found.panels, _split(series)] if found.panels else []
     return Section(found.said, panels, [*ran, *found.captions], found.sheet, found.cautions, keys, series.title)
 
 

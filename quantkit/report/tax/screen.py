@@ -26,7 +26,7 @@ _ANSWERS = {
     "ship_up_to": ("ship {format} up to batch {batch}", "good"),
     "use_instead": ("use {format} instead{upto}", "good"),
     "intervals": ("{format} wins at some batches only", "open"),
-    "inconclusive": ("too noisy to tell about {format}", "open"),
+    "inconclusive": ("too noisy to tell about {format}", "inconclusive"),
     "do_not_quantize": ("do not quantize{about} here", "bad"),
     "not_measured": ("{format} was not timed", "open"),
 }

@@ -306,7 +306,8 @@ def _bars(blocks: Sequence[int], values: Mapping[str, Sequence[float]]) -> Figur
             }
         )
     tops = [sum(parts) for parts in zip(*values.values(), strict=True)]
-    x = axes.straight_axis("block", [blocks[0] - 0.5, blocks[-1] + 0.5])
+    shown = blocks[:: -(-len(blocks) // 10)]
+    x = axes.Axis("block", shown, list(map(str, shown)), (blocks[0] - 0.6, blocks[-1] + 0.6), log=False)
     y = axes.straight_axis("KL, nats a token", [0.0, max(tops)])
     figure = charts.lines([], x, y, height=300, right=14)
     figure["layout"]["margin"]["l"] = _LEFT
@@ -321,13 +322,14 @@ def _chosen(data: Data) -> Section:
     blocks = sorted({unit["block"] for unit in data["units"]})
     at = {(unit["block"], _kind(unit)): bits.get(unit["chosen"]) for unit in data["units"]}
     values = [[at.get((block, kind)) for block in blocks] for kind in kinds]
-    figure = charts.heat([str(block) for block in blocks], kinds, values, of="bits a weight")
+    figure = charts.heat([str(block) for block in blocks], kinds, values)
     figure["data"][0]["colorbar"]["tickformat"] = ".2f"
     counts = data["chosen"]["units"]
     said = [f"{words.sentence(', '.join(f'{count} units in {name}' for name, count in counts.items()))}."]
     panel = Panel("Bits by unit and block", "A table of bits a weight, as colours.", figure, wide=True)
     sheet = Sheet(["candidate", "units"], [[name, str(count)] for name, count in counts.items()])
-    return Section(said, [panel], [], sheet, title="What was chosen")
+    # where all units have the same bits there is nothing to see
+    return Section(said, [panel] if len(set(at.values())) > 1 else [], [], sheet, title="What was chosen")
 
 
 # --- where it is from ------------------------------------------------------------------------------------------------

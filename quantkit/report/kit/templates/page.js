@@ -24,9 +24,32 @@
     box.append(button);
   }
 
+  // light or dark: as the system has it, until the reader says otherwise
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
+  const theme = document.querySelector(".theme");
+  const named = () => theme.setAttribute("aria-pressed", String(isDark()));
+  theme.hidden = false;
+  named();
+
+  // on a telephone only the first figures of each chapter are open
+  // and none where a table that is in sight says the same
+  const figured = [...document.querySelectorAll("section")].flatMap((each) =>
+    [...each.querySelectorAll(".figures")].slice(each.classList.contains("tabled") ? 0 : 1));
+  for (const each of figured) each.classList.add("foldable");
+  const fold = () => figured.forEach((each) => (each.open = innerWidth > 480 || root.classList.contains("paper")));
+  fold();
+
   const boxes = [...document.querySelectorAll(".plot")];
-  if (!boxes.length) return;
   const figures = boxes.map((box) => JSON.parse(box.nextElementSibling.textContent));
+  let draw = () => {};
+  theme.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    named();
+    draw();
+  });
+  dark.addEventListener("change", () => { named(); draw(); });
+  if (!boxes.length) return;
 
   const packed = atob(document.getElementById("plotly").textContent.trim());
   const bytes = Uint8Array.from(packed, (letter) => letter.charCodeAt(0));
@@ -55,22 +78,29 @@
     return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolved(item)]));
   }
 
-  function draw() {
+  draw = () => {
     boxes.forEach((box, i) => {
+      if (!box.clientWidth) return; // folded: drawn when it is opened
       const { data, layout } = resolved(figures[i]);
       layout.width = box.clientWidth;
+      if (layout.meta && layout.width < 480) layout.height = layout.meta.narrow;
       Plotly.react(box, data, layout, { displayModeBar: false, doubleClick: false });
     });
-  }
+  };
 
   draw();
   let width = innerWidth;
   addEventListener("resize", () => {
     // a phone's address bar changes the height alone
-    if (innerWidth !== width && !root.classList.contains("paper")) draw();
+    if (innerWidth !== width && !root.classList.contains("paper")) {
+      if (innerWidth > 480 !== width > 480) fold();
+      draw();
+    }
     width = innerWidth;
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  addEventListener("beforeprint", () => { root.classList.add("paper"); draw(); });
-  addEventListener("afterprint", () => { root.classList.remove("paper"); draw(); });
+  for (const folded of document.querySelectorAll("details")) folded.addEventListener("toggle", () => {
+    if (folded.open && folded.querySelector(".plot")) draw();
+  });
+  addEventListener("beforeprint", () => { root.classList.add("paper"); fold(); draw(); });
+  addEventListener("afterprint", () => { root.classList.remove("paper"); fold(); draw(); });
 })();
