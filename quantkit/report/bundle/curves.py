@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from quantkit.bundle import Manifest
 from quantkit.measurement.operators.tax import captured_gain
 from quantkit.measurement.rows import Row
+from quantkit.measurement.verdict import speed_up
 from quantkit.report.bundle import figures
 from quantkit.report.kit import words
 from quantkit.report.kit.words import Interval
@@ -270,8 +271,10 @@ def outcomes(curve: Series) -> list[str]:
     losses: list[int] = []
     unsure: list[int] = []
     for cell in curve.cells:
-        if (sure := cell.ratio_ci95) is not None:
-            (wins if sure[0] > 1 else losses if sure[1] < 1 else unsure).append(cell.x)
+        if (speed := speed_up(cell.row)) is not None:
+            low, high = speed.interval
+            believed = speed.doubt != "ceiling"
+            (wins if believed and low > 1 else losses if high < 1 else unsure).append(cell.x)
     found = []
     for xs, verb in ((wins, "Faster"), (losses, "Slower")):
         if xs:
@@ -309,7 +312,11 @@ def first_tax(curve: Series) -> str:
     tax = first.tax.value or 0.0
     what = f"{words.moment(tax)}, {words.percent(tax / first.original, 0)} of {curve.other}'s time"
     gain = captured_gain(first.tax)
-    took = f"; {words.percent(gain, 0)} of the promised gain arrives" if gain is not None and gain > 0 else ""
+    took = ""
+    if gain is not None and gain > 1:
+        took = f"; more arrives than bytes and operations promise: {curve.other} takes longer than it must"
+    elif gain is not None and gain > 0:
+        took = f"; {words.percent(gain, 0)} of the promised gain arrives"
     return f"The tax at {curve.said(str(first.x))} is {what}{took}."
 
 

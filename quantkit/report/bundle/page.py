@@ -12,6 +12,7 @@ from quantkit.bundle import Manifest
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import Inspected
 from quantkit.measurement.rows import Row
+from quantkit.measurement.verdict import speed_up
 from quantkit.report.bundle import accuracy as accuracy_sections
 from quantkit.report.bundle import curves, figures, sections, speed, usage
 from quantkit.report.bundle import engine as engine_sections
@@ -103,7 +104,8 @@ def _speed_tile(manifest: Manifest, row: Row) -> FigureTile:
     shown = f"95\u00a0% {words.between(sure, words.times)}" if sure else ""
     detail = ", ".join(part for part in (figures.where(row), shown) if part)
     undecided = manifest.verdict is not None and manifest.verdict.answer == "inconclusive"
-    if undecided or curves.NOISY & set(row.flags) or (sure and sure[0] <= 1 <= sure[1]):
+    speed = speed_up(row)
+    if undecided or speed is None or speed.doubt or speed.interval[0] <= 1 <= speed.interval[1]:
         measured = f"{words.times(ratio)} measured, {detail}"
         return FigureTile("not decided", f"the speed in {kind}", measured, "inconclusive")
     label = f"the speed in {kind}{'' if ratio > 1 else ': slower'}"

@@ -259,7 +259,7 @@ def line(cell: CurvePoint, factor: float) -> list[str]:
         words.or_dash(cell.ratio, lambda ratio: f"{noisy}{words.times(ratio)}"),
         _span(cell.ratio_ci95),
         words.or_dash(cell.promised, words.times),
-        words.or_dash(gain, lambda share: words.percent(share, 0)),
+        words.or_dash(gain, lambda share: words.percent(share, 0) if share <= 1 else "all"),
         time_(tax),
         words.or_dash(share, lambda v: words.percent(v, 0)),
         time_(cell.excess),
