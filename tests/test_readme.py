@@ -59,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
 
 
 def test_it_shows_what_is_there() -> None:
-    assert len(PYTHON) == 5
+    assert len(PYTHON) == 6
     assert len(COMMANDS) >= 20
     for name in content.names("recipes"):
         assert f"| `{name}` |" in README, "every shipped recipe is in the table"
@@ -128,8 +128,8 @@ def test_the_examples_run(
                 patch.setenv("QUANTKIT_CACHE", str(place / "cache"))
             code = cli.run([*command, "--dry-run"] if embedded and "--dry-run" not in command else command)
         captured = capfd.readouterr()
-        # four bits are worse than the float model, and that is what it says
-        assert code == (command[0] == "compare"), (command, captured.err)
+        # four bits are worse than the float model, within what the recipe allows: `compare` agrees with `compile`
+        assert code == 0, (command, captured.err)
         assert command[0] != "tax" or (place / "tax.html").is_file()
         if command[0] == "generate":
             assert "Paris" in captured.out

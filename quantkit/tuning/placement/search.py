@@ -11,6 +11,7 @@ The network of a bundle is content and stays as it is: what is found is a recipe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError
+from quantkit.stats.deciding.speedup import is_hidden
 
 # a switch has to gain this much, beyond both spreads
 MARGIN = 0.01
@@ -124,8 +126,8 @@ def search(
 
 
 def _faster(one: PlacementTime, other: PlacementTime) -> bool:
-    needed = 1 + MARGIN + one.spread + other.spread
-    return one.seconds * needed < other.seconds
+    gain = other.seconds / one.seconds
+    return gain > 1 + MARGIN and not is_hidden(math.log(gain), MARGIN + one.spread + other.spread)
 
 
 def _read(journal: Path) -> dict[frozenset[str], PlacementTime]:
