@@ -24,14 +24,14 @@ baseline more than 2 % slower than its candidate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log1p
+from math import expm1, log1p
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.stats.abba import aa_spread, resampled_groups
+from quantkit.stats.abba import resampled_groups
 from quantkit.stats.deciding.evidence import Resampled
 from quantkit.stats.deciding.speedup import is_hidden
 
@@ -40,6 +40,7 @@ Array = NDArray[Any]
 # the default budget of a comparison: rounds, ABBA blocks in each, timed steps a visit after one that is not counted
 ROUNDS, BLOCKS, BURST, SETTLE = 10, 4, 2, 1
 MARGIN = 0.02
+_TOSSES = 400
 
 
 def slowdown(
@@ -81,9 +82,7 @@ def slowdown(
     ratios = (above - below)[groups]
     generator = np.random.default_rng(seed)
     drawn = generator.integers(0, len(groups), (resamples, len(groups)))
-    # of the two visits of a side in a block, what stands for them
-    stands = (np.quantile(times, quantile, axis=2, keepdims=True) for times in sides.values())
-    spread = max(aa_spread(each, generator) for each in stands)
+    spread = max(_aa_spread(np.quantile(times, quantile, axis=2), generator) for times in sides.values())
     effect = float(np.median(ratios))
     return Resampled(
         effect=effect,
@@ -94,6 +93,16 @@ def slowdown(
         logarithm=True,
         doubtful=is_hidden(effect, spread),
     )
+
+
+def _aa_spread(visits: Array, generator: np.random.Generator) -> float:
+    """What two measurements of one side differ by as a share, from what stands for its visits, [blocks, 2].
+
+    As the effect does it, block by block: which visit is the first measurement's is the toss of a coin.
+    """
+    differences = np.log(visits[:, 0] / visits[:, 1])
+    signs = generator.choice((-1.0, 1.0), (_TOSSES, len(visits)))
+    return expm1(float(np.quantile(np.abs(np.median(signs * differences, axis=1)), 0.95)))
 
 
 def _check(times: Array, where: str) -> None:
