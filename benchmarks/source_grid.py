@@ -5,8 +5,8 @@
 Q4_1 has groups of 32 with a scale and an offset in floats. `own grid` reads them off the file's blocks, and holds code
 times scale plus offset against the weights that are compiled: nothing is lost. `int4` in groups of 32 with zero points
 is another grid, because a zero point is a whole number of steps. It is rounded to nearest, over the whole range
-(`minmax`) and over the range that loses least (`mse`). Errors are `sum (w' - w)^2 / sum w^2`, the mean of the linears by
-their sizes; KL is of the default text.
+(`minmax`) and over the range that loses least (`mse`). Errors are `sum (w' - w)^2 / sum w^2`, the mean of the linears
+by their sizes; KL is of the default text.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class Request:
         kind = kind_of(model)
         if kind is not None:
             # which of the two a graph is, its file says, and that is opened by the compile
-            support.demand_kind(chosen, aimed, ("encoder", kind) if is_graph(model) else (kind,), model, one(kind))
+            kinds, said = (("encoder", kind), "an ONNX graph") if is_graph(model) else ((kind,), one(kind))
+            support.demand_kind(chosen, aimed, kinds, model, said)
         answer = support.ask(chosen, aimed, kind)
         where = None if out is None else Path(out)
         if where is not None and where.exists() and not resume:

@@ -103,7 +103,7 @@ def test_indivisible_is_an_error_that_says_what_would_fit_all() -> None:
     assert error.code == "group-indivisible"
     assert error.where == "model.layers.0.mlp.down_proj (and 2 other layers)"
     assert error.value == "group 64, K 96"
-    assert error.remedy == "--set scheme.weights.group=48, or --set on_indivisible=keep"
+    assert error.remedy == "--set scheme.weights.group=32, or --set on_indivisible=keep"
 
 
 @pytest.mark.parametrize("how", ["keep", "pad"])

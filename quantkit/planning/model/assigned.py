@@ -220,7 +220,8 @@ def _divisible(
     widths = sorted({shapes[name][1] for name in wrong})
     sizes_of = load_format(schemes[first].format).rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
     fitting = [size for size in sizes_of if all(width % size == 0 for width in widths)]
-    nearest = min(fitting, key=lambda size: abs(size - group)) if fitting else None
+    # not all that reads groups reads other sizes than powers of two
+    nearest = min(fitting, key=lambda size: (size & (size - 1) != 0, abs(size - group))) if fitting else None
     use = f"--set scheme.weights.group={nearest}, or " if nearest else ""
     others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
     raise InputError(
