@@ -102,8 +102,10 @@ class Request:
         kind = kind_of(model)
         if kind is not None:
             # which of the two a graph is, its file says, and that is opened by the compile
-            kinds, said = (("encoder", kind), "an ONNX graph") if is_graph(model) else ((kind,), one(kind))
-            support.demand_kind(chosen, aimed, kinds, model, said)
+            file = is_graph(model)
+            support.demand_kind(
+                chosen, aimed, ("encoder", kind) if file else (kind,), model, "an ONNX graph" if file else one(kind)
+            )
         answer = support.ask(chosen, aimed, kind)
         where = None if out is None else Path(out)
         if where is not None and where.exists() and not resume:

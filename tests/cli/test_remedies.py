@@ -90,6 +90,7 @@ def test_a_plan_before_the_doctor_says_what_is_missing_and_has_no_empty_table(
     asked = ["plan", tiny, "--recipe", "float"]
     shown = quantkit(*asked).out
     assert "how long" not in shown and not re.search(r"^ *\d+ *$", shown, re.MULTILINE)
+    assert f"quantkit measure BUNDLE --batch 1,2,4,8,16,32,64 --baseline {tiny}" in shown
     (command,) = re.findall(r"quantkit (doctor --write --target \S+)", " ".join(shown.split()))
     measured = doctor.ceilings.measured
     monkeypatch.setattr(machine, "last_level_cache", lambda: 1 << 20)
@@ -104,7 +105,10 @@ def test_a_folder_of_a_gguf_file_names_it(quantkit: Command, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     remedy = refused(quantkit, "compile", "./model", "--dry-run", code="config-missing")
     # it is opened: what it says of these four bytes is that they are no whole file
-    refused(quantkit, "compile", remedy.rpartition(" ")[2], "--dry-run", code="gguf-damaged")
+    path = remedy.rpartition(" ")[2]
+    refused(quantkit, "compile", path, "--dry-run", code="gguf-damaged")
+    (instead,) = re.findall(r"`quantkit ([^`]*)`", refused(quantkit, "plan", path, code="config-missing"))
+    refused(quantkit, *shlex.split(instead), code="gguf-damaged")
 
 
 @pytest.mark.slow
