@@ -7,8 +7,8 @@ Harms are measured once, on the `tune` split; each budget is then solved, compil
 nothing, and beside it the best single scheme of no more bits (the base recipe `gptq-int4` as it is, with zero points,
 counts as one). A packed checkpoint takes several schemes only without zero points, so the mixtures are symmetric.
 
-Candidates are int3, int4 and int8 in groups of 64. The model comes from a 4-bit file (GGUF Q4_1, groups of 32 with zero
-points), on which that very scheme would be lossless; it is none of them.
+Candidates are int3, int4 and int8 in groups of 64. The model comes from a 4-bit file (GGUF Q4_1, groups of 32 with
+offsets in floats); that grid would be lossless, and is none of them.
 """
 
 from __future__ import annotations

@@ -114,7 +114,10 @@ class Request:
         kind = kind_of(model)
         if kind is not None:
             # which of the two a graph is, its file says, and that is opened by the compile
-            support.demand_kind(chosen, aimed, ("encoder", kind) if is_graph(model) else (kind,), model, one(kind))
+            file = is_graph(model)
+            support.demand_kind(
+                chosen, aimed, ("encoder", kind) if file else (kind,), model, "an ONNX graph" if file else one(kind)
+            )
         answer = support.ask(chosen, aimed, kind)
         where = given.path(out, "out")
         if where is not None and where.exists() and not resume:

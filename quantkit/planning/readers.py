@@ -6,10 +6,15 @@ leaves.
 
 from __future__ import annotations
 
+import math
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
+
+import yaml
 
 from quantkit import plugins
 from quantkit.errors import InputError
@@ -99,8 +104,19 @@ def readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
     name, problem = problems[0]
     if found and f"leave `{name}` out" not in problem.remedy:
         own = problem.remedy if problem.remedy.startswith("--set") else ""
-        raise with_remedy(problem, either(own, f"leave `{name}` out of `export`"))
-    raise problem
+        problem = with_remedy(problem, either(own, f"leave `{name}` out of `export`"))
+    raise spelt_out(problem, recipe)
+
+
+def spelt_out(error: InputError, recipe: Recipe) -> InputError:
+    """The same error, and where an export is to be left out, the change that leaves it out, as a shell reads it."""
+
+    def change(found: re.Match[str]) -> str:
+        others = [{step.name: step.options} for step in recipe.export if step.name != found[1]]
+        text = yaml.safe_dump(others, default_flow_style=True, width=math.inf).strip()
+        return f"{found[0]}: --set {shlex.quote(f'export={text}')}" if others else found[0]
+
+    return with_remedy(error, re.sub(r"leave `(\w+)` out of `export`", change, error.remedy))
 
 
 def best(found: Sequence[Reader]) -> Reader:

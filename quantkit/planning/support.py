@@ -8,6 +8,7 @@ among those that ship: the same kind of model, computed in as it is stored, the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.kinds import Kind, one
 from quantkit.planning.readers import ORDER, Reader, best, either, exports, readers, with_remedy
-from quantkit.recipe import ExportStep, Recipe
+from quantkit.recipe import ADDED, ExportStep, Recipe
 from quantkit.target import Target
 
 # code of the decision that nothing on the target computes in what is stored
@@ -75,19 +76,36 @@ def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
     """What a recipe can have on a target.
 
     Args:
-        recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left.
+        recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left, and
+            those that cannot have what an add-on brings.
         kind: of the model; None where it is not known yet: not a graph.
 
     Raises:
         InputError: `target-cannot-run`, `layout-unsupported`, `scheme-unsupported`: an export that none of the target's
             runtimes can read, or no export for any of them; with the nearest recipe, or target, that can.
     """
+    recipe, unheld = _without_unheld(recipe, target, kind)
     try:
         found = readers(recipe, target, kind)
     except InputError as problem:
         raise refusal(problem, recipe, target, kind or recipe.models[0]) from None
     readable, left_out = fitted(recipe, target, {each.export: each.runtime for each in found})
-    return Support(readable, target, left_out, found)
+    return Support(readable, target, (*unheld, *left_out), found)
+
+
+def _without_unheld(recipe: Recipe, target: Target, kind: Kind | None) -> tuple[Recipe, tuple[str, ...]]:
+    """A recipe without the exports that cannot have what an add-on brings, and their names, if others can: whoever lays
+    one over a recipe asks for what it adds, and did not write those exports."""
+    if ADDED not in recipe.name or kind == "network":
+        return recipe, ()
+    kept = []
+    for step in recipe.export:
+        with suppress(InputError):
+            readers(recipe.model_copy(update={"export": [step]}), target, kind)
+            kept.append(step)
+    if not kept:
+        return recipe, ()
+    return recipe.model_copy(update={"export": kept}), tuple(each.name for each in recipe.export if each not in kept)
 
 
 def demand_kind(recipe: Recipe, target: Target, kinds: Sequence[Kind], where: str, said: str = "") -> None:

@@ -30,6 +30,8 @@ from quantkit.plugins.outside import CodeFile
 from quantkit.recipe.changes import apply_change, demand_changes, steps_of
 from quantkit.scheme import ActivationScheme, Scheme, WeightScheme
 
+# between a recipe's name and that of what is laid over it
+ADDED = "+"
 SchemeKind = TypeVar("SchemeKind", WeightScheme, ActivationScheme)
 
 
@@ -287,7 +289,7 @@ class Recipe(Closed):
             InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean; an
                 add-on that has passes; `code-not-allowed`, `plugin-broken`, `plugin-clash`.
         """
-        first, *others = [reference] if isinstance(reference, Path) else reference.split("+")
+        first, *others = [reference] if isinstance(reference, Path) else reference.split(ADDED)
         data, name = _read(first)
         for other in others:
             addition, suffix = _read(other)

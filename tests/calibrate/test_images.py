@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,24 @@ def test_own_bytes_need_a_word_about_them(tmp_path: Path) -> None:
     assert np.array_equal(load(path).images, known.images)
     (tmp_path / PREPROCESS).write_text(yaml.safe_dump({**HOW, "means": [0.5]}))
     assert "did you mean 'mean'" in refused("preprocess", path).remedy
+
+
+def test_the_file_that_the_refusal_shows_is_read_and_nothing_is_resized(tmp_path: Path) -> None:
+    colours = np.random.default_rng(0).integers(0, 256, (20, 8, 14, 3), dtype=np.uint8)  # not square
+    path = own(tmp_path, images=colours)
+    remedy = refused("preprocess", path, shape=(None, 3, 8, 14)).remedy
+    (shown,) = re.findall(r"\{.*?\}", remedy)
+    (tmp_path / PREPROCESS).write_text(shown)
+    found = load(path, shape=(None, 3, 8, 14)).images
+    how = yaml.safe_load(shown)
+    assert np.allclose(found[0, 1], (colours[0, :, :, 1] / 255 - how["mean"][1]) / how["std"][1], atol=1e-6)
+    # cut without being resized, and what is too small to be cut
+    (tmp_path / PREPROCESS).write_text(yaml.safe_dump({**how, "crop": 6}))
+    assert np.array_equal(load(path, shape=(None, 3, 6, 6)).images, found[:, :, 1:7, 4:10])
+    (tmp_path / PREPROCESS).write_text(yaml.safe_dump({**how, "crop": 9}))
+    remedy = refused("shape", path, shape=(None, 3, 9, 9)).remedy
+    (tmp_path / PREPROCESS).write_text(yaml.safe_dump(how | {"crop": 9} | yaml.safe_load(remedy.partition(",")[0])))
+    assert load(path, shape=(None, 3, 9, 9)).images.shape[1:] == (3, 9, 9)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["folder", "zip"])

@@ -119,7 +119,7 @@ def test_the_alias_says_what_it_was(alias: Alias, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(ALIASES, "tiny", alias)
     source = open_model("tiny")
     assert source.ref == "alias:tiny" and source.name == "tiny" and source.was == "gguf Q4_1"
-    assert "lossless" in source.notes[0]
+    assert "zero points are whole numbers" in source.notes[0]
     assert (
         source.kind == "decoder" and source.skeleton()(torch.zeros(1, 2, dtype=torch.long, device="meta")) is not None
     )

@@ -144,6 +144,22 @@ def test_a_model_comes_back_from_gguf(name: str, tmp_path: Path) -> None:
     assert source.kind == "decoder" and source.dtype == "float32"
 
 
+def test_a_file_is_opened_as_it_is_and_says_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    model = model_of("llama")
+    write_gguf(tmp_path / "mine.gguf", model, blocks=gguf.GGMLQuantizationType.Q8_0)
+    source = open_model(str(tmp_path / "mine.gguf"))
+    assert (source.ref, source.name, source.was, source.kind) == ("path:mine.gguf", "mine", "gguf Q8_0", "decoder")
+    assert "converted from gguf Q8_0" in source.notes[0]
+    stored = source.weights.read("model.layers.0.mlp.up_proj.weight")
+    expected = model.model.layers[0].mlp.up_proj.weight
+    assert torch.allclose(stored, expected, atol=float(expected.abs().max()) / 127)
+    assert open_model(str(tmp_path / "mine.gguf")).sha256 == source.sha256
+    # a folder that holds nothing else says which file to give
+    with pytest.raises(InputError, match=r"config-missing.*give the file: (.*mine\.gguf)"):
+        open_model(str(tmp_path))
+
+
 def test_the_provenance_says_what_it_was(tmp_path: Path) -> None:
     model = tiny("llama", vocab_size=len(vocabulary()))
     write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType.Q4_1)

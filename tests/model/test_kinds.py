@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from quantkit.errors import InputError
-from quantkit.model.structure.kinds import kind_of
+from quantkit.model.structure.kinds import kind_of, unknown_architecture
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,10 @@ def test_what_takes_more_is_refused(name: str, why: str) -> None:
     found = getattr(transformers, name)
     with pytest.raises(InputError, match=f"architecture-unsupported.*{why}"):
         kind_of(found, found.config_class().to_dict(), "x")
+
+
+def test_a_class_that_transformers_has_as_a_part_is_not_called_unknown() -> None:
+    found = unknown_architecture("WhisperEncoder", "x", "whisper")
+    assert found.code == "architecture-unsupported" and "is a part of" in found.value
+    assert unknown_architecture("WhisperEncodr", "x", "whisper").code == "architecture-unknown"
+    assert unknown_architecture("WhisperEncoder", "x", "os").code == "architecture-unknown"

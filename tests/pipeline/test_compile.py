@@ -197,7 +197,7 @@ def test_padding_that_nobody_reads_is_refused_before_any_work_with_what_helps(
     assert (caught.value.code, caught.value.where) == ("layout-unsupported", "model.layers.0.mlp.down_proj")
     assert not list(tmp_path.glob("out*"))
     # the remedy, as it is printed
-    assert caught.value.remedy == "scheme.weights.group=16, or on_indivisible: shrink"
+    assert caught.value.remedy == "--set scheme.weights.group=16, or --set on_indivisible=shrink"
     smaller = {"weights": {"format": "int4", "granularity": "group", "group": 16, "symmetric": False}}
     assert len(run(folder, recipe("rtn", scheme=smaller), tmp_path / "out").manifest.layers) == 21
 

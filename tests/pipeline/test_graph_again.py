@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from quantkit.errors import InputError
 from quantkit.pipeline.compare.compare import compare_bundles
 from quantkit.pipeline.finished.reload import reload
 from quantkit.pipeline.graphs.remeasure import holds_graph
+from quantkit.report.bundle import usage
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,32 @@ def test_what_is_missing_is_said(made: Path, bundle: Path, asked: dict[str, str]
     assert caught.value.code == code, caught.value.line()
 
 
+def test_the_command_that_a_bundle_prints_measures_it(
+    made: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the folder where the model and the set lie; its remedies name both too."""
+    monkeypatch.chdir(made)
+    (command,) = usage.measure(quantkit.load(bundle).manifest, str(bundle))
+    assert cli.run([*shlex.split(command)[1:], "--no-speed"]) == 0, capsys.readouterr().err
+    given: dict[str, Any] = {}
+    for code in ("baseline-needed", "calibration-needed"):
+        with pytest.raises(InputError, match=code) as caught:
+            quantkit.measure(bundle, speed=False, **given)
+        option, value = caught.value.remedy.partition(",")[0].split()
+        given[option.removeprefix("--")] = value
+    assert quantkit.measure(bundle, speed=False, **given)
+
+
+def test_the_command_that_a_bundle_prints_makes_it_again(
+    made: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(made)
+    manifest = quantkit.load(bundle).manifest
+    (made / "recipe.yaml").write_text(usage.recipe(manifest), encoding="utf-8")
+    command = shlex.split(usage.again(manifest).text)[1:]
+    assert cli.run([*command, "--no-speed", "--dry-run"]) == 0, capsys.readouterr().err
+
+
 def test_two_are_timed_in_turns_on_the_samples_that_scored_them(made: Path, bundle: Path) -> None:
     options: dict[str, Any] = {"measure": True, "batches": [1, 4], "seconds": 0.5}
     with pytest.raises(InputError, match="calibration-needed"):
@@ -151,7 +179,7 @@ def test_a_graph_of_token_ids_is_an_encoder_from_beginning_to_end(
         command = ["compile", model, "--recipe", recipe, "--calibration", data, "--no-speed", "--dry-run", "--json"]
         assert cli.run(command) == 0
         assert json.loads(capfd.readouterr().out)["result"]["model"]["kind"] == "encoder"
-    with pytest.raises(InputError, match=r"model-kind.*an encoder, as an ONNX graph.*is for decoder"):
+    with pytest.raises(InputError, match=r"model-kind.*an ONNX graph.*is for decoder.*--recipe"):
         quantkit.compile(model, "int8", calibration=data, out=tmp_path / "no", changes=["models=[decoder]"])
     # a recipe of one's own, as it was written before
     changes = ["models=[vision]", "gates={}"]

@@ -103,7 +103,7 @@ def test_indivisible_is_an_error_that_says_what_would_fit_all() -> None:
     assert error.code == "group-indivisible"
     assert error.where == "model.layers.0.mlp.down_proj (and 2 other layers)"
     assert error.value == "group 64, K 96"
-    assert error.remedy.startswith("use 48, or on_indivisible")
+    assert error.remedy == "--set scheme.weights.group=32, or --set on_indivisible=keep"
 
 
 @pytest.mark.parametrize("how", ["keep", "pad"])
@@ -252,7 +252,7 @@ def test_a_format_is_shrunk_only_to_groups_that_it_has() -> None:
     with pytest.raises(InputError) as caught:
         layers(scheme={"weights": {"format": "nf4", "group": 128}})
     assert caught.value.code == "group-indivisible"
-    assert caught.value.remedy == "use 32, or on_indivisible: keep"
+    assert caught.value.remedy == "--set scheme.weights.group=32, or --set on_indivisible=keep"
 
 
 def test_blocks_are_cut_off_at_the_edges_and_never_filled_up() -> None:

@@ -55,7 +55,10 @@ def test_the_screen_fits_and_answers(three: Outlook, monkeypatch: pytest.MonkeyP
         *("prompts of 1,024 and outputs of 256 tokens, context 1,280, batches 1 to 64",),
         *("assumed: prompts of 1,024 tokens", "forecast: take int4", "1.9×"),
         *("all times: 14 steps of 3 models measured on a GPU", "nvfp4 weights: absent in vllm (TensorRT docs)"),
-        *("quantkit compile MODEL --recipe int4-best --target h100", "quantkit measure BUNDLE --batch 1,4,16,64"),
+        *(
+            "quantkit compile MODEL --recipe int4-best --target h100",
+            "quantkit measure BUNDLE --batch 1,4,16,64 --baseline MODEL",
+        ),
     ):
         assert said in whole
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from typing import Any
 
 import planted
 import pytest
 
+import quantkit
 from quantkit.report.bundle import usage
 
 
@@ -48,3 +51,30 @@ def test_an_engine_of_a_graph_is_run_by_its_own_tool() -> None:
     (command,) = [each for each in usage.commands(bundle("network", "engine/sm89.engine")) if each.label == "TensorRT"]
     assert "tensorrt_rtx --loadEngine=engine/sm89.engine" in command.text
     assert "generate" not in command.text
+
+
+def test_a_module_is_made_again_in_python_since_no_command_has_it() -> None:
+    made = planted.manifest()
+    model = made.model.model_dump() | {"source": made.model.source.model_dump() | {"ref": "module:Crepe"}}
+    recipe = {"name": "r", "calibration": {"set": "path:pitch.npz"}}
+    again = usage.again(planted.manifest(model=model, recipe=recipe))
+    assert again.language == "python" and "module:Crepe" not in again.text
+    given: list[Any] = []
+    names = {"quantkit": types.SimpleNamespace(compile=lambda *args, **more: given.append((args, more)))}
+    exec(again.text.replace("import quantkit", ""), names)
+    ((args, more),) = given
+    inspect.signature(quantkit.compile).bind(*args, **more)
+    assert args[1] == "./recipe.yaml" and more["calibration"] == "./pitch.npz"
+
+
+def test_files_are_named_as_they_were_typed() -> None:
+    made = planted.manifest()
+    model = made.model.model_dump() | {"kind": "network"}
+    model["source"] |= {"ref": "path:x.onnx"}
+    file = {**made.files[0].model_dump(by_alias=True), "path": "onnx/model.onnx"}
+    recipe = {"name": "r", "calibration": {"set": "path:set.npz"}}
+    manifest = planted.manifest(model=model, files=[file], recipe=recipe)
+    typed = usage.Files("/data/my models/x.onnx", "/data/set.npz")
+    assert usage.measure(manifest, "out", typed) == [
+        "quantkit measure out --runtime onnxruntime --baseline '/data/my models/x.onnx' --calibration /data/set.npz"
+    ]

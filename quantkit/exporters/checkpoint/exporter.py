@@ -81,7 +81,7 @@ class Checkpoint(Exporter):
                 where=linear,
                 value="is quantized and shares its weight with the embedding, which is not",
                 rule="transformers stores tied weights once, as one or the other",
-                remedy="keep: [embeddings, lm_head], or leave `checkpoint` out of `export`",
+                remedy="--set 'keep=[embeddings, lm_head]', or leave `checkpoint` out of `export`",
             )
         layout = CheckpointOptions(**options).found
         chosen = CheckpointOptions(**options).layout if schemes else DENSE

@@ -133,6 +133,6 @@ def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.T
             where=prefix,
             value=f"{tensor.scheme.scale} scales in a {str(dtype).removeprefix('torch.')} model",
             rule="who loads the checkpoint casts its scales to the model's dtype",
-            remedy=f"scheme.weights.scale={str(dtype).removeprefix('torch.')}",
+            remedy=f"--set scheme.weights.scale={str(dtype).removeprefix('torch.')}",
         )
     return stored

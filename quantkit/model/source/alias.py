@@ -151,8 +151,8 @@ _SHIPPED = (
         licence="Apache-2.0",
         was="gguf Q4_1",
         note=(
-            "smollm2-135m was converted from GGUF Q4_1: its linears lie on a 4-bit grid (group 32, asymmetric), on "
-            "which int4 group 32 asymmetric rounding is lossless; no claim may rest on that scheme"
+            "smollm2-135m was converted from GGUF Q4_1: its linears lie on a 4-bit grid of groups of 32 with offsets "
+            "in floats, on which no claim may rest; int4 is another grid, for its zero points are whole numbers"
         ),
     ),
     _gguf(

@@ -22,7 +22,7 @@ from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, default_out, with_own_runtime
 from quantkit.planning.model.assigned import UNTIED, takes_head
-from quantkit.planning.readers import caveats
+from quantkit.planning.readers import caveats, spelt_out
 from quantkit.planning.support import demand_kind
 
 if TYPE_CHECKING:
@@ -120,7 +120,10 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
         layers.asked(partly=partly, cache=recipe.scheme.kv_cache), obstacles=obstacles(stream.skeleton, stream.files)
     )
     for step in recipe.export:
-        load_exporter(step.name).accepts(step.options, asked)
+        try:
+            load_exporter(step.name).accepts(step.options, asked)
+        except InputError as problem:
+            raise spelt_out(problem, recipe) from None
     decisions = [*request.support.decisions(source.kind), *taken, *layers.decisions]
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
@@ -130,7 +133,8 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
         reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
         decisions.append(decision("export", NOTE, "onnx", reason))
     for name in request.left_out:
-        reason = f"no runtime of {request.target.name} reads it: {', '.join(request.target.runtimes)}"
+        reason = f"no runtime of {request.target.name} reads it with all that the recipe stores: "
+        reason += ", ".join(request.target.runtimes)
         decisions.append(decision("export", NOTE, name, reason))
     decisions += [decision("export", NOTE, "checkpoint", said) for said in caveats(recipe, request.target)]
     notes = calibration.notes if calibration else ()

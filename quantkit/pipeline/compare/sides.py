@@ -18,6 +18,7 @@ from quantkit.measurement.accuracy.positions import Items, load_items
 from quantkit.measurement.rows import Data, Row, read_rows
 from quantkit.measurement.size import bits_per_weight, folder_of, weight_bytes
 from quantkit.pipeline.finished.measure import export_of, runtimes_of
+from quantkit.report.bundle import usage
 
 _ITEMS = "items.safetensors"
 # rows of one name that are about something else: a longer context, or some of the items
@@ -117,7 +118,7 @@ class BundleSide:
 
     def measure(self, *options: str) -> str:
         """The command that measures it."""
-        return " ".join(["quantkit measure", _near(self.bundle.path), *options])
+        return " ".join(["quantkit measure", _near(self.bundle.path), *options, *usage.against(self.manifest)])
 
 
 def open_sides(a: Bundle | str | Path, b: Bundle | str | Path) -> tuple[BundleSide, BundleSide]:
@@ -159,7 +160,7 @@ def _is_model(reference: str, path: Path) -> bool:
     if reference.startswith(("hf:", "alias:", "path:")):
         return True
     if path.exists() or is_path(reference):
-        return (path / "config.json").is_file() or (path.suffix.lower() == ".onnx" and path.is_file())
+        return (path / "config.json").is_file() or (path.suffix.lower() in (".onnx", ".gguf") and path.is_file())
     from quantkit.model.source.alias import ALIASES
 
     return reference in ALIASES

@@ -220,14 +220,16 @@ def _divisible(
     widths = sorted({shapes[name][1] for name in wrong})
     sizes_of = load_format(schemes[first].format).rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
     fitting = [size for size in sizes_of if all(width % size == 0 for width in widths)]
-    use = f"use {min(fitting, key=lambda size: abs(size - group))}, or " if fitting else ""
+    # not all that reads groups reads other sizes than powers of two
+    nearest = min(fitting, key=lambda size: (size & (size - 1) != 0, abs(size - group))) if fitting else None
+    use = f"--set scheme.weights.group={nearest}, or " if nearest else ""
     others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
     raise InputError(
         "group-indivisible",
         where=f"{first}{others}",
         value=f"group {group}, K {columns}",
         rule="group divides K",
-        remedy=f"{use}on_indivisible: keep",
+        remedy=f"{use}--set on_indivisible=keep",
     )
 
 
@@ -245,7 +247,9 @@ def padded(linear: str, scheme: WeightScheme, columns: int | None) -> InputError
         columns: K, where it is known.
     """
     size = None if columns is None or scheme.group is None else _power(scheme.format, scheme.group, columns)
-    instead = f"scheme.weights.group={size}, or on_indivisible: shrink" if size else "on_indivisible: keep"
+    instead = "--set on_indivisible=keep"
+    if size:
+        instead = f"--set scheme.weights.group={size}, or --set on_indivisible=shrink"
     return InputError(
         "layout-unsupported",
         where=linear,

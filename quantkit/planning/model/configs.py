@@ -9,6 +9,7 @@ hf:org/name[@revision] what lies in the hub's own cache; nothing is fetched
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,8 @@ def _present(folder: Path, *inside: str) -> Path:
 def _missing(path: Path, value: str) -> InputError:
     rule = f"plan reads sizes off a {CONFIG}"
     remedy = "name a Hugging Face folder, its config.json, a bundle or a shipped model"
+    if path.suffix.lower() in (".gguf", ".onnx"):
+        remedy = f"`quantkit compile {shlex.quote(str(path))} --dry-run` says what it takes; or {remedy}"
     return InputError("config-missing", where=str(path), value=value, rule=rule, remedy=remedy)
 
 

@@ -173,7 +173,7 @@ def _refuse_tied(architecture: Architecture, assigned: Assigned) -> None:
             where=assigned.head,
             value="is quantized and shares its weight with the embedding, which is not",
             rule="transformers stores tied weights once, as one or the other",
-            remedy="keep: [embeddings, lm_head], or leave `checkpoint` out of `export`",
+            remedy="--set 'keep=[embeddings, lm_head]', or leave `checkpoint` out of `export`",
         )
 
 

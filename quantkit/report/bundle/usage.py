@@ -118,10 +118,10 @@ def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> l
     if has(manifest, "engine/") and not has(manifest, "onnx/"):
         return ["# on the GPU that the engine is for", *_measure_engine(manifest, place, files)]
     export = [] if has(manifest, "onnx/") else [f"quantkit export {place} --to onnx"]
-    return [*export, " ".join([f"quantkit measure {place} --runtime onnxruntime", *_against(manifest, files)])]
+    return [*export, " ".join([f"quantkit measure {place} --runtime onnxruntime", *against(manifest, files)])]
 
 
-def _against(manifest: Manifest, files: Files) -> list[str]:
+def against(manifest: Manifest, files: Files = _AS_NAMED) -> list[str]:
     """What `measure` asks for where a bundle does not say where it lies: the model, and what a graph is scored on."""
     kind, _, name = manifest.model.source.ref.partition(":")
     found = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if kind == _PATH else []
@@ -140,7 +140,7 @@ def _measure_engine(manifest: Manifest, place: str, files: Files = _AS_NAMED) ->
     built = [entry.path for entry in manifest.files if entry.path.endswith(".engine")]
     found = [] if built else [f"quantkit export {place} --to tensorrt"]
     if manifest.model.kind == "decoder":
-        return [*found, " ".join([f"quantkit measure {place} --runtime {runs}", *_against(manifest, files)])]
+        return [*found, " ".join([f"quantkit measure {place} --runtime {runs}", *against(manifest, files)])]
     tool = {"tensorrt": "trtexec"}.get(runs, runs)
     path = built[0] if built else "engine/smNN.engine"
     return [*found, f"{tool} --loadEngine={path if place == '.' else f'{place}/{path}'}"]

@@ -366,9 +366,11 @@ def confirm(outlook: Outlook) -> list[str]:
     model_ = shlex.quote(named) if weights and not named.endswith(".json") else "MODEL"
     # of a target in a file of the user's own, the plan knows the stem alone
     target_ = outlook.target.name if outlook.target.name in content.names("export") else "TARGET"
+    # a bundle holds no path of its model
+    baseline = f" --baseline {model_}" if content.is_path(named) or model_ == "MODEL" else ""
     return [
         f"quantkit compile {model_} --recipe {recipe} --target {target_} --out BUNDLE",
-        f"quantkit measure BUNDLE --batch {batches}",
+        f"quantkit measure BUNDLE --batch {batches}{baseline}",
     ]
 
 
