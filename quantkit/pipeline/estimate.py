@@ -6,6 +6,7 @@ Nothing is assumed of the model here: its linears are those that will be quantiz
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,13 +57,13 @@ def unopened(architecture: Architecture, recipe: Recipe, *, speed: bool) -> Comp
     return predict(described(architecture, recipe, speed=speed), here(machine.cores()))
 
 
-def first_guess(request: Request) -> float | None:
-    """Seconds that a compile may take, before anything is opened; None where the model's config is not at hand."""
+def first_guess(request: Request) -> Mapping[str, float] | None:
+    """Seconds of each stage of a compile, before anything is opened; None where the model's config is not at hand."""
     try:
         found = unopened(configs.read(request.model), request.recipe, speed=request.speed and runs_here(request.target))
     except QuantkitError:
         return None
-    return found.total
+    return found.seconds
 
 
 def here(cores: int | None = None) -> Machine:

@@ -16,8 +16,8 @@ from quantkit import machine
 class Progress:
     """Receives the stages with their expected seconds, then how far each is. This one says nothing to nobody."""
 
-    def begin(self, what: str, expected: float | None = None) -> None:
-        """What is being done, and how many seconds the whole may take, as far as that is known."""
+    def begin(self, what: str, expected: float | Mapping[str, float] | None = None) -> None:
+        """What is being done, and how many seconds the whole or its stages may take, as far as that is known."""
 
     def plan(self, stages: Mapping[str, float]) -> None:
         """The stages to come, in order, with a first guess of the seconds each takes."""

@@ -90,6 +90,8 @@ def test_tables_for_each_block_are_given_beside_hidden_states(byte_tokenizer: An
 def test_the_first_guess_needs_the_config_of_a_model_that_is_here() -> None:
     request = Request.of("smollm2-135m", recipe="gptq-int4", speed=False)
     known = first_guess(request)
-    assert known is not None and known > first_guess(replace(request, recipe=Recipe.load("rtn-int4")))  # type: ignore[operator]
+    other = first_guess(replace(request, recipe=Recipe.load("rtn-int4")))
+    assert known is not None and other is not None
+    assert next(iter(known)) == "open" and known["quantize"] > other["quantize"]
     for model in ("hf:org/name", "./nowhere", "fashion-mnist-cnn"):
         assert first_guess(replace(request, model=model)) is None

@@ -113,11 +113,20 @@ def test_timing_takes_its_time_and_the_baseline_its_disk() -> None:
     assert predict(again, HERE).disk.cache == 0
 
 
+def test_a_score_is_confirmed_on_models_that_are_loaded_whole() -> None:
+    """9 s of SmolLM2's compile, 17 of Gemma's (`benchmarks/results/models-*.json`): nothing of it was forecast."""
+    found = counted(spec("gptq-int4"))["score confirm"]
+    assert found["rest:check checkpoint"] == 2 * 4 * model().parameters
+    small, large = (counted(described(configs.read(name), Recipe.load("gptq-int4"))) for name in REAL)
+    assert small["score confirm"]["logits"] == 2 * 192 * 49152 and large["score confirm"]["logits"] == 2 * 192 * 262144
+
+
 def test_a_known_original_is_not_run_again() -> None:
     fresh, known = (predict(replace(spec(), cached=cached), HERE).seconds["score"] for cached in (False, True))
     assert known < fresh
 
 
+REAL = ("smollm2-135m", "gemma-3-270m")
 KINDS = {"smollm2-135m": "decoder", "bert-base": "encoder", "mixtral-8x7b": "decoder"}
 PAIRS = [
     (recipe, name)

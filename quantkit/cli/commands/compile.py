@@ -54,7 +54,7 @@ def compile(  # noqa: A001 (the word of the command line)
         speed=speed,
     )
     with showing() as progress:
-        progress.begin(f"opening {model}", first_guess(request))
+        progress.begin(f"opening {model}", None if dry_run else first_guess(request))
         from quantkit.pipeline.compile import compile_model, opened
 
         if dry_run:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # how the part that plain transformers does is called
 CONFIRMING = "a few of them by plain transformers"
+# of an export's score, how much has passed when its positions have: they are confirmed, and the harm is looked for
+_SCORED = 0.8
 
 
 def score_exports(
@@ -92,7 +94,7 @@ def score_exports(
         rows += score.flagged(found, source.was)
         tensors = load_exporter(step.name).stores == "tensors"
         if whole and (number == 0 or tensors):
-            progress.at("score", (number + 0.9) / len(exports), CONFIRMING)
+            progress.at("score", (number + _SCORED) / len(exports), CONFIRMING)
             folder = build.bundle / "model" if tensors else None
             checks += confirm(original, folder, scoring.ids, items)
         if number == 0 and layers:
@@ -162,7 +164,7 @@ def _dense(prepared: Prepared, build: Build) -> StreamedModel:
 
 
 def _scored(progress: Progress, number: int, count: int, done: float) -> None:
-    progress.at("score", (number + done) / count)
+    progress.at("score", (number + _SCORED * done) / count)
 
 
 def torch_threads() -> int:

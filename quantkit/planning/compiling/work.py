@@ -142,6 +142,7 @@ def counted(spec: CompileSpec) -> dict[str, WorkCounts]:
         inside = elements(list(spec.architecture.inside()))
         parts["build"] = WorkCounts({"fixed:build": 1, "layers:build": len(layers), "built": inside})
     parts |= _score(spec)
+    parts["score confirm"] = _confirm(spec)
     if spec.timed:
         parts["speed"] = WorkCounts({"fixed:speed": 1, "timed": spec.timed})
         if spec.baseline:
@@ -193,7 +194,8 @@ def _prove(spec: CompileSpec) -> WorkCounts:
     """Loaded as a whole, by plain transformers, and run on a few tokens, as is the stream; loading takes what it takes
     when a checkpoint is checked."""
     model = spec.architecture
-    return WorkCounts({f"rest:check {storing('tensors')}": 4.0 * model.parameters}) + _run(model.layers, 128, 32, 2.0)
+    loaded = {"fixed:prove": 1.0, f"rest:check {storing('tensors')}": 4.0 * model.parameters}
+    return WorkCounts(loaded) + _run(model.layers, 128, 32, 2.0)
 
 
 def _width(model: Architecture) -> int:
@@ -324,6 +326,17 @@ def _score(spec: CompileSpec) -> dict[str, WorkCounts]:
     return parts
 
 
+def _confirm(spec: CompileSpec) -> WorkCounts:
+    """The original and the checkpoint, each loaded as a whole by plain transformers and run on a few positions."""
+    model = spec.architecture
+    loads = 1 + (storing("tensors") in spec.exports)
+    found = WorkCounts({"fixed:confirm": 1.0, f"rest:check {storing('tensors')}": loads * 4.0 * model.parameters})
+    if model.head is not None:
+        logits = float(loads * CONFIRMING * model.head.N)
+        found += WorkCounts({"products": 2.0 * logits * model.head.K, "logits": logits})
+    return found + _run(model.layers, CONFIRMING, CONFIRMING // 2, loads)
+
+
 def _rounded(spec: CompileSpec, tokens: int) -> WorkCounts:
     """Inputs that are quantized as the model runs."""
     if spec.recipe.scheme.activations is None:
@@ -337,6 +350,8 @@ _LOGITS = 1 << 23
 _TOKEN = 1164
 # bytes that a package which a layout is loaded with takes beyond transformers: importing bitsandbytes 0.50
 _LIBRARY = {"bitsandbytes": 4.8e7}
+# positions on which a score is confirmed
+CONFIRMING = 192
 # a model of so many bytes is held against plain transformers as a whole, whatever else its compile takes
 WHOLE = 640 * 2**20
 # a larger one is confirmed where that takes so much of what its other parts take
@@ -367,6 +382,8 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         parts["begin"] = {**libraries, "ends": ends, "hidden": quantized["hidden"], "beside": quantized["beside"]}
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
+    # of a session that was closed, too: a large vocabulary's table
+    left |= {"left floats": 4.0 * _kept(spec)} if libraries["graph"] else {}
     for step in spec.recipe.export:
         layout = str(step.options.get("layout"))
         loaded_with = LAYOUTS.load(layout.replace("-", "_")).libraries if layout in LAYOUTS else ()
@@ -387,6 +404,8 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
                 **left,
             }
             parts["confirm"] = {**libraries, "whole": 4.0 * model.parameters, **left}
+    if spec.timed and spec.baseline:  # the float model as a graph, made and loaded
+        parts["speed"] = {**libraries, "ends": ends, "whole": 4.0 * model.parameters, **left}
     return parts
 
 

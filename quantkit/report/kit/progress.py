@@ -1,12 +1,15 @@
 """How far a long command is, with the time left from the first second, on stderr.
 
-    time left = own · (rest of this stage) + others · (all later stages)        in expected seconds
+    time left = rest + others · (all later stages)                               in expected seconds
+    rest      = max(own · (rest of this stage) - waited, waited / 4)              waited: since it was last heard of
     own       = (spent in this stage + p·stage·others) / (expected seconds of what is done of it + p·stage)
     others    = sqrt((spent in all + p·total) / (expected seconds of all that is done + p·total))
 
 A stage that takes longer than expected tells half of it, on a logarithmic scale, of the others: either the machine is
-slow, or the guess about that stage was wrong. p = 0.05 keeps both near 1 until enough was done to know better. On a
-terminal it is one bar over the whole command; elsewhere a line at the start, at every new stage and every ten seconds.
+slow, or the guess about that stage was wrong. One that is silent for longer than all of it was to take is expected to
+take a quarter more of what it took, and tells the others so. p = 0.05 keeps both near 1 until enough was done to know
+better. The share that has passed is 99 % at most, and goes back where much more is left than it looked. On a terminal
+it is one bar over the whole command; elsewhere a line at the start, at every new stage and every ten seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ from quantkit.errors import printable
 from quantkit.report.kit import words
 
 _PRIOR = 0.05
+# of what a silent stage has taken beyond all expectation, how much more it will
+_MORE = 0.25
+# what is not over has not passed as a whole; a bar goes back where it is so far off
+_MOST, _OFF = 0.99, 0.1
 _EVERY = 10.0
 # of a notebook's cell, in which a bar stands still between
 _REDRAWN = 0.5
@@ -48,6 +55,7 @@ class TimeLeft:
         self._clock = clock
         self._start = clock()
         self._guess: float | None = None
+        self._known = False
         self._stages: dict[str, float] = {}
         self._since = self._start
         self._done: dict[str, float] = {}
@@ -57,14 +65,21 @@ class TimeLeft:
         self.stage = ""
         self.detail = ""
 
-    def guess(self, seconds: float | None) -> None:
-        """What the whole may take, before the stages are known."""
-        self._guess = seconds
+    def guess(self, expected: float | Mapping[str, float] | None) -> None:
+        """What the whole may take, before it is looked at; by stages, the first of which has begun."""
+        if not isinstance(expected, Mapping):
+            self._guess = expected
+            return
+        self.plan(expected)
+        self.stage = next(iter(expected))
+        self._done[self.stage], self._known = 0.0, False
 
     def plan(self, stages: Mapping[str, float]) -> None:
-        """The stages in order; what came before does not count for the pace."""
+        """The stages in order. What came before counts for the pace if it is the first of them."""
         self._stages = {name: max(seconds, 1e-3) for name, seconds in stages.items()}
-        self._since = self._last = self._clock()
+        self._known = True
+        if self.stage not in self._stages:
+            self._since = self._last = self._clock()
 
     def at(self, stage: str, done: float, detail: str = "") -> bool:
         """A stage is `done` (0..1). Returns whether it is another stage than before."""
@@ -95,7 +110,7 @@ class TimeLeft:
     def left(self) -> float | None:
         """Seconds to go; None where nothing is known."""
         if not self._stages:
-            return None if self._guess is None else max(self._guess - self.elapsed, 0.0)
+            return None if self._guess is None else _rest(self._guess, self.elapsed)
         expected = self._stages.get(self.stage, 0.0)
         share = self._done.get(self.stage, 0.0)
         entered, first, before = self._entered
@@ -103,22 +118,38 @@ class TimeLeft:
         own = (self._last - entered + prior * before) / ((share - first) * expected + prior)
         here = (1.0 - share) * expected
         later = sum(self._stages.values()) - self._finished() - here
-        # time goes on between two reports, but only at the expense of the stage that it is spent in
-        return self._others() * later + max(own * here - (self._clock() - self._last), 0.0)
+        waited = self._clock() - self._last
+        rest = _rest(own * here, waited)
+        return rest + later * self._others(waited, here * waited / max(waited + rest, 1e-9))
 
     def _finished(self) -> float:
         return sum(self._stages[name] * share for name, share in self._done.items())
 
-    def _others(self) -> float:
-        """The pace to expect of a stage that has not begun."""
+    def _others(self, waited: float = 0.0, meanwhile: float = 0.0) -> float:
+        """The pace to expect of a stage that has not begun.
+
+        Args:
+            waited: seconds since the last report.
+            meanwhile: expected seconds of what was done in them.
+        """
         prior = _PRIOR * sum(self._stages.values())
-        pace = (self._last - self._since + prior) / (self._finished() - self._skipped + prior)
-        return math.sqrt(max(pace, 0.0))
+        spent, done = self._last - self._since + waited, self._finished() - self._skipped + meanwhile
+        return math.sqrt(max((spent + prior) / (done + prior), 0.0))
+
+    @property
+    def known(self) -> bool:
+        """Whether the stages are those of what was opened, and not a guess before that."""
+        return self._known
 
     def share(self) -> float:
         """How much of the whole time has passed, 0..1."""
         left = self.left()
         return 0.0 if left is None else self.elapsed / max(self.elapsed + left, 1e-9)
+
+
+def _rest(expected: float, spent: float) -> float:
+    """Seconds that are left of what was expected to take so many; beyond them, a part of what it has taken."""
+    return max(expected - spent, _MORE * spent)
 
 
 class _Patient(Console):
@@ -227,13 +258,14 @@ class Display:
         if self._cell is not None:
             self._cell.clear()
 
-    def begin(self, what: str, expected: float | None = None) -> None:
-        """The first line: what is being done, and how long the whole may take."""
+    def begin(self, what: str, expected: float | Mapping[str, float] | None = None) -> None:
+        """The first line: what is being done, and how long the whole may take, or its stages."""
         with self._lock:
             self._what = printable(what)
             self._estimate.guess(expected)
         if not self._live and self._cell is None:
-            self._say(what if expected is None else f"{what}; {words.about(expected)} expected")
+            total = sum(expected.values()) if isinstance(expected, Mapping) else expected
+            self._say(what if total is None else f"{what}; {words.about(total)} expected")
 
     def plan(self, stages: Mapping[str, float]) -> None:
         """The stages to come, with their expected seconds."""
@@ -288,9 +320,11 @@ class Display:
 
     def _now(self) -> tuple[str, str, float | None, float]:
         with self._lock:
-            # a share that goes back says less than one that waits
-            self._shown = max(self._shown, self._estimate.share())
-            return self._estimate.stage, self._estimate.detail, self._estimate.left(), self._shown
+            share = min(self._estimate.share(), _MOST)
+            # one that goes back a little says less than one that waits
+            self._shown = share if share < self._shown - _OFF else max(self._shown, share)
+            stage = self._estimate.stage if self._estimate.known else ""
+            return stage, self._estimate.detail, self._estimate.left(), self._shown
 
     def _render(self) -> RenderableType:
         stage, detail, left, shown = self._now()
