@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT  ?= 0
 # byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest bench matrix fuzz zoo clean
+.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest gallery bench matrix fuzz zoo clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -75,8 +75,11 @@ fuzz: venv  ## mutants of every kind of file that is read, MINUTES in all, guide
 zoo: venv  ## every text architecture of transformers, tiny, held against transformers itself: a record, docs/models.md
 	$(BIN)/python benchmarks/zoo.py
 
+gallery: venv  ## docs/gallery: a real page of each kind and its picture, measured anew (40 minutes; a Chromium for the pictures)
+	$(BIN)/python benchmarks/gallery.py
+
 bench: venv  ## every benchmark script: the figures that the docs quote
-	@set -e; for script in benchmarks/*.py; do \
+	@set -e; for script in $(filter-out benchmarks/gallery.py,$(wildcard benchmarks/*.py)); do \
 		[ -e "$$script" ] || { echo "benchmarks/ holds no script" >&2; exit 1; }; \
 		echo "== $$script"; $(BIN)/python "$$script"; done
 

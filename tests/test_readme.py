@@ -32,7 +32,9 @@ from quantkit.pipeline.graphs.exported_module import takes_graph
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDES = "".join(
-    path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "api.md"
+    path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    if path.name not in {"api.md", "tutorial.md"}
 )
 PYTHON = re.findall(r"```python\n(.*?)```", README + GUIDES, re.DOTALL)
 COMMANDS = [

@@ -54,7 +54,7 @@ def page(data: Taxed) -> str:
     )
 
 
-def _verdicts(data: Taxed, groups: Sequence[Panelled]) -> list[tuple[str, ...]]:
+def _verdicts(data: Taxed, groups: Sequence[Panelled]) -> list[tuple[str, str, str, str, str, list[str]]]:
     """Threads, answer, tone, where it wins, the rows that decided; for each format."""
     curves_ = {
         (group.threads, series.title): (screen.wins(series), curves.ideal_end(series))
@@ -62,12 +62,11 @@ def _verdicts(data: Taxed, groups: Sequence[Panelled]) -> list[tuple[str, ...]]:
         for series in group.series
         if group.whole or len(data.shapes.linears) == 1
     }
-    found: list[tuple[str, ...]] = []
+    found = []
     for threads, verdicts in data.verdicts.items():
         for verdict in verdicts:
             where, ideal = curves_.get((threads, verdict.format or ""), ("", ""))
-            because = "; ".join(verdict.because)
-            found.append((screen.on(threads), *screen.said(verdict), where, ideal, because))
+            found.append((screen.on(threads), *screen.said(verdict), where, ideal, verdict.because))
     return found
 
 
