@@ -248,7 +248,7 @@ def compare(
     calibration: str | Path | None = None,
     progress: bool = False,
     accuracy_margin: float | None = None,
-    latency_margin: float = 0.05,
+    latency_margin: float | None = None,
     size_margin: float = 0.01,
 ) -> Compared:
     """Set bundle `b` against `a`: by token, by batch, by size, by layer; `verdict` and `exit` of the result say which.
@@ -263,7 +263,7 @@ def compare(
         progress: show how far it is, as `compile` does.
         accuracy_margin: 0.01 is one item in a hundred, 0.01 nats, a perplexity 1 % higher; None is what the gates of
             the recipe of `b` allow.
-        latency_margin: 0.05 is 5 % slower.
+        latency_margin: 0.05 is 5 % slower; None is that, or what the verdict of `b` ships.
         size_margin: 0.01 is 1 % larger.
 
     Raises:

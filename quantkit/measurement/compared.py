@@ -82,6 +82,7 @@ class DecidedCell:
         confirmed: whether a second run said the same of a time; None where there was none.
         allowed: how much worse the gates of B's recipe allow it to be, in the unit of `effect`; None where they do not
             say, or the margin was asked for.
+        shipped: why a loss of time is none to B's own verdict; empty where it is one.
     """
 
     what: What
@@ -107,15 +108,22 @@ class DecidedCell:
     output: str | None = None
     confirmed: bool | None = None
     allowed: float | None = None
+    shipped: str = ""
 
     @property
     def is_allowed(self) -> bool:
-        """Whether B is worse by no more than its gates allow; like a gate, by the value itself."""
-        return self.allowed is not None and self.effect <= self.allowed
+        """Whether B is worse by no more than its gates allow, like a gate by the value itself, or its verdict ships."""
+        return bool(self.shipped) or (self.allowed is not None and self.effect <= self.allowed)
 
     @classmethod
     def of(
-        cls, asked: Quantity, decision: CellDecision, confirmed: bool | None = None, allowed: float | None = None
+        cls,
+        asked: Quantity,
+        decision: CellDecision,
+        confirmed: bool | None = None,
+        *,
+        allowed: float | None = None,
+        shipped: str = "",
     ) -> DecidedCell:
         """The cell of a decision."""
         low, high = asked.evidence.interval(1 - 2 * EACH_WAY)
@@ -128,6 +136,7 @@ class DecidedCell:
             no_better=low > -asked.evidence.margin,
             confirmed=confirmed,
             allowed=allowed,
+            shipped=shipped,
         )
 
 

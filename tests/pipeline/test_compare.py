@@ -537,7 +537,24 @@ def test_what_the_recipe_s_gates_allow_is_no_failure(gates: dict[str, float], co
     found = compared("hf:org/a-model@main", made)  # type: ignore[arg-type]
     assert found.exit == code
     assert cell(found, "accuracy.kl").answer == "worse"
-    said = "B is smaller and faster and worse within what its recipe allows"
+    said = "B is smaller, faster and worse within what its recipe allows"
     assert (words.headline(found) == said) == (code == 0)
     # whoever names a margin is judged by it
     assert compared("hf:org/a-model@main", made, margins=Margins(accuracy=0.01)).exit == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("batch", "code"), [(1, 0), (None, 1)])
+def test_a_loss_of_time_that_the_bundle_s_verdict_ships_is_no_failure(
+    batch: int | None, code: int, tmp_path: Path
+) -> None:
+    """Slower at batch 2, of which `compile` said: ship it up to batch 1."""
+    verdict = {"answer": "ship_up_to" if batch else "ship_it", "batch": batch, "because": []}
+    recipe = {**planted.manifest().recipe, "gates": {"kl_max": 0.25}}
+    slower = EQUAL.but("slow", ratios=(2.0, 0.8), changes={"recipe": recipe, "verdict": verdict})
+    made = write(tmp_path, slower)
+    found = compared("hf:org/a-model@main", made)  # type: ignore[arg-type]
+    assert cell(found, "latency.decode_step", 2).answer == "worse"
+    assert found.exit == code
+    assert (words.headline(found) == "mixed") == (code == 1)
+    asked = Margins(latency=0.05)
+    assert compared("hf:org/a-model@main", made, margins=asked).exit == 1  # type: ignore[arg-type]

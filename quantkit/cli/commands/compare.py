@@ -40,7 +40,10 @@ def compare(
             help="0.01: one item in a hundred, 0.01 nats, a perplexity 1 % higher. [default: what B's recipe allows]",
         ),
     ] = None,
-    latency_margin: Annotated[float, typer.Option(metavar="X", help="0.05: 5 % slower.")] = 0.05,
+    latency_margin: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="0.05: 5 % slower. [default: 0.05, or what B's verdict ships]"),
+    ] = None,
     size_margin: Annotated[float, typer.Option(metavar="X", help="0.01: 1 % larger.")] = 0.01,
     html: Html = None,
     as_json: Json = False,

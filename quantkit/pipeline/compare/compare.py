@@ -41,7 +41,7 @@ from quantkit.stats.deciding.decision import CellDecision, confirm
 
 EXAMPLES = 5
 # a difference in accuracy of less is called none
-ACCURACY = 0.01
+ACCURACY, LATENCY = 0.01, 0.05
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ class Margins:
     Args:
         accuracy: one item in a hundred, 0.01 nats of KL, a perplexity 1 % higher, 0.01 of a cosine. None: those, and
             what is worse by more is still no failure where the gates of B's recipe allow it.
-        latency: 0.05 is 5 % slower. Two runs of one thing are rarely closer.
+        latency: 0.05 is 5 % slower. Two runs of one thing are rarely closer. None: that, and what is slower than the
+            float model is still no failure where B's own verdict ships it.
         size: 0.01 is 1 % larger.
     """
 
     accuracy: float | None = None
-    latency: float = 0.05
+    latency: float | None = None
     size: float = 0.01
 
     def __post_init__(self) -> None:
@@ -118,16 +119,19 @@ def compare_bundles(
     if measure and speed:
         timing, notes = times.prepare(*sides, batches=batches, seconds=seconds, calibration=calibration)
     scored = _scored(*sides, margins.accuracy or ACCURACY, runtime, calibration, examples)
-    timed, said = _timed(*sides, margins.latency, timing, progress) if speed else ([], [])
+    latency = margins.latency or LATENCY
+    timed, said = _timed(*sides, latency, timing, progress) if speed else ([], [])
     sized = _sized(*sides, scored.runtimes, margins.size)
     asked = [*scored.asked, *timed, *sized]
     decisions = decided(asked)
-    again = _again(asked, decisions, margins.latency, timing, progress) if timing else {}
+    again = _again(asked, decisions, latency, timing, progress) if timing else {}
     gates = _gates(sides[1]) if margins.accuracy is None else None
     cells = []
     for i, (each, decision) in enumerate(zip(asked, decisions, strict=True)):
         limit = None if gates is None or each.what != "accuracy" else allowed(gates, each.name, each.a)
-        cells.append(DecidedCell.of(*again[i]) if i in again else DecidedCell.of(each, decision, allowed=limit))
+        shipped = _shipped(*sides, each) if margins.latency is None and each.what == "latency" else ""
+        found = again.get(i, (each, decision))
+        cells.append(DecidedCell.of(*found, allowed=limit, shipped=shipped))
     from quantkit.report.compare.words import because
 
     kind = sides[0].manifest.model.kind
@@ -234,6 +238,18 @@ def _sized(a: BundleSide, b: BundleSide, runtimes: tuple[str, str], margin: floa
 
 def _gates(side: BundleSide) -> Gates | None:
     return None if side.floating else Gates.model_validate(side.manifest.recipe.get("gates") or {})
+
+
+def _shipped(a: BundleSide, b: BundleSide, asked: Quantity) -> str:
+    """Why a time that is worse than the float model's is no failure: B's verdict ships it all the same, and says so."""
+    verdict = None if b.floating or not a.floating else b.manifest.verdict
+    if verdict is None or verdict.answer not in ("ship_it", "ship_up_to"):
+        return ""
+    if asked.name == "latency.prefill" and b.manifest.model.kind == "decoder":
+        return "its verdict rests on decode steps"
+    if verdict.batch is not None and (asked.batch or 0) > verdict.batch:
+        return f"its verdict ships it up to batch {verdict.batch}"
+    return ""
 
 
 def _named(side: BundleSide, runtime: str) -> NamedSide:

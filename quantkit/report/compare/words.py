@@ -61,12 +61,17 @@ def headline(data: Compared) -> str:
     if data.exit != 0 or not worse:
         return data.verdict
     better = {cell.what for cell in data.cells if cell.answer == "better"}
-    gains = [gain for what, gain in _GAINS.items() if what in better]
-    return f"B is {' and '.join([*gains, 'worse within what its recipe allows'])}"
+    parts = [gain for what, gain in _GAINS.items() if what in better]
+    parts += ["worse within what its recipe allows"] if any(cell.what == "accuracy" for cell in worse) else []
+    slower = dict.fromkeys(_NAMES.get(cell.name, cell.name) for cell in worse if cell.what == "latency")
+    parts += [f"slower in {' and '.join(slower)} where its verdict ships"] if slower else []
+    return f"B is {words.listed(parts)}"
 
 
 def _within(cell: DecidedCell) -> str:
     """`; its recipe allows 0.25 nats`."""
+    if cell.answer == "worse" and cell.shipped:
+        return f"; {cell.shipped}"
     if cell.answer != "worse" or cell.allowed is None:
         return ""
     most = _effect(cell, cell.allowed, _places(cell, cell.allowed)).lstrip("+−")

@@ -169,9 +169,9 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def listed(values: Sequence[int]) -> str:
+def listed(values: Sequence[int | str]) -> str:
     """`listed([1, 2, 1024])` is `1, 2 and 1,024`."""
-    texts = [f"{value:,}" for value in values]
+    texts = [value if isinstance(value, str) else f"{value:,}" for value in values]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
