@@ -382,8 +382,8 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         parts["begin"] = {**libraries, "ends": ends, "hidden": quantized["hidden"], "beside": quantized["beside"]}
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
-    # of a session that was closed, too: a large vocabulary's table
-    left |= {"left floats": 4.0 * _kept(spec)} if libraries["graph"] else {}
+    # of a session that was closed, too
+    left |= {"left floats": _table(spec)} if libraries["graph"] else {}
     for step in spec.recipe.export:
         layout = str(step.options.get("layout"))
         loaded_with = LAYOUTS.load(layout.replace("-", "_")).libraries if layout in LAYOUTS else ()
@@ -405,7 +405,8 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
             }
             parts["confirm"] = {**libraries, "whole": 4.0 * model.parameters, **left}
     if spec.timed and spec.baseline:  # the float model as a graph, made and loaded
-        parts["speed"] = {**libraries, "ends": ends, "whole": 4.0 * model.parameters, **left}
+        whole = 4.0 * model.parameters + _table(spec)
+        parts["speed"] = {**libraries, "ends": ends, "whole": whole, **left}
     return parts
 
 
@@ -466,7 +467,13 @@ def _scored(spec: CompileSpec, *, cache: bool) -> dict[str, float]:
 
 def _session(spec: CompileSpec) -> dict[str, float]:
     """Of ONNX Runtime: packed weights, and the rest in 32-bit floats."""
-    return {"packed": packed_bytes(spec), "floats": 4.0 * _kept(spec)}
+    return {"packed": packed_bytes(spec), "floats": 4.0 * _kept(spec) + _table(spec)}
+
+
+def _table(spec: CompileSpec) -> float:
+    """Bytes of a head that is the embedding as well: a graph looks tokens up in one and multiplies by the other."""
+    model = spec.architecture
+    return 4.0 * model.head.parameters if model.head is not None and model.tied else 0.0
 
 
 def packed_bytes(spec: CompileSpec) -> float:
