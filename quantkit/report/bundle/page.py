@@ -103,7 +103,7 @@ def _speed_tile(manifest: Manifest, row: Row) -> FigureTile:
     shown = f"95\u00a0% {words.between(sure, words.times)}" if sure else ""
     detail = ", ".join(part for part in (figures.where(row), shown) if part)
     undecided = manifest.verdict is not None and manifest.verdict.answer == "inconclusive"
-    if undecided or curves.NOISY & set(row.flags) or (sure and sure[0] <= 1 <= sure[1]):
+    if undecided or "aa-exceeds-effect" in row.flags or (sure and sure[0] <= 1 <= sure[1]):
         measured = f"{words.times(ratio)} measured, {detail}"
         return FigureTile("not decided", f"the speed in {kind}", measured, "inconclusive")
     label = f"the speed in {kind}{'' if ratio > 1 else ': slower'}"
