@@ -39,7 +39,7 @@ STEPS: dict[str, list[str]] = {
     "tax": ["tax --shape 576x1536 --format int4,int8.dynamic --batch 1,8,64 --seconds 120 --html tax.html"],
     "tune": [f"tune {MODEL} --budget bits=4.5 --formats int4,int8 --out ./tuned"],
     "plan": ["plan llama-3-70b --compare bf16,fp8,int4 --target h100 --rate 2 --html plan.html"],
-    "nightly": ["nightly run nightly.yaml", "nightly run nightly.yaml", "nightly page nightly.yaml"],
+    "nightly": [*["nightly run nightly.yaml"] * 3, "nightly page nightly.yaml"],
 }
 PRODUCTS = {"report": BUNDLE, "tax": "tax.html", "tune": "tuned", "nightly": "nightly"}
 NIGHTLY = """\

@@ -7,10 +7,7 @@ import gzip
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import planted
@@ -255,23 +252,3 @@ def test_plotly_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingDependency) as caught:
         page(planted.manifest(), [], [])
     assert caught.value.remedy == "pip install 'quantkit[report]'"
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_a_browser_draws_it_without_a_word(full: str, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    file.write_text(full, encoding="utf-8")
-    quiet = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    quiet += " --disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=20000 --dump-dom"
-    command = [str(CHROMIUM), *quiet.split(), f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    # a refused request or script would stand here as an error of the policy
-    assert [line for line in ran.stderr.splitlines() if "CONSOLE" in line] == []
-    drawn = ran.stdout.split('id="plotly"')[0]
-    assert drawn.count('class="plot js-plotly-plot"') == drawn.count('<svg class="main-svg"') / 3 == 15
-    assert drawn.count('aria-label="Copy: ') == full.count('class="code"') == 7
-    assert "rgb(10, 94, 168)" in drawn  # `--quantized`, as resolved from the page

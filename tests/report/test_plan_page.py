@@ -26,7 +26,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 @pytest.fixture(scope="module")
 def three() -> Outlook:
-    found = planned.outlook("bf16", "fp8", "int4", notes=["a <note>"])
+    found = planned.outlook("bf16", "fp8", "int4", notes=["a <note> on `doctor`"])
     return replace(found, candidates=[*found.candidates, planned.refused()])
 
 
@@ -48,7 +48,7 @@ def test_one_offline_file_with_all_sections(page: str, three: Outlook, tmp_path:
     assert page.count("<summary>The data as a table") == 4
     for figure in figures(page):
         graph_objects.Figure(figure)  # refuses what its schema does not know
-    assert "a &lt;note&gt;" in page
+    assert "a &lt;note&gt; on <code>doctor</code>" in page
     assert "Take int4." in page
     assert "only a measurement decides" in page
     assert "quantkit compile MODEL --recipe int4-best --target h100" in page

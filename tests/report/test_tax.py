@@ -88,7 +88,7 @@ def test_the_screen_fits_and_says_what_was_found(data: Taxed) -> None:
 
 def test_where_it_wins_with_the_intervals_of_the_ends(data: Taxed) -> None:
     first, second = screen.groups(data)[1].series
-    assert re.fullmatch(r"1, where measuring began to 1\d(\.\d+)? \(1\d(\.\d+)?–1\d(\.\d+)?\)", screen.wins(first))
+    assert re.fullmatch(r"1 \(the first measured\) to 1\d(\.\d+)? \(1\d(\.\d+)?–1\d(\.\d+)?\)", screen.wins(first))
     assert screen.wins(second) == "nowhere"
 
 

@@ -12,6 +12,8 @@ Form = Callable[[float], str]
 _STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
 # a logarithmic axis never shows less than this, or noise would look like a result
 _LEAST_SPAN = 2.0
+# labels that the narrowest figure has room for side by side
+_LABELS = 9.5
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,12 @@ def straight_axis(title: str, values: Sequence[float], *, form: Form | None = No
 
 
 def points_axis(title: str, values: Sequence[float]) -> Axis:
-    """A logarithmic axis with a label at each of the values, as batches have; of many at every other one, or fewer."""
+    """A logarithmic axis with a label at each of the values, as batches have; none where the last one is too near."""
     known = sorted(set(values))
-    ticks = known[:: math.ceil(len(known) / 8)]
+    apart, ticks = math.log(known[-1] / known[0]) / _LABELS, known[:1]
+    for value in known[1:]:
+        if math.log(value / ticks[-1]) > apart:
+            ticks.append(value)
     return Axis(title, ticks, [f"{value:,g}" for value in ticks], (known[0] / 1.18, known[-1] * 1.18))
 
 

@@ -414,6 +414,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
         "tickvals": list(axis.ticks),
         "ticktext": [plain(text) for text in axis.texts],
         "tickfont": {"size": 12, "color": _colour("muted")},
+        "tickangle": 0,
         "gridcolor": _colour("line"),
         "zeroline": False,
         "fixedrange": True,

@@ -145,9 +145,7 @@ def wins(series: Series) -> str:
             text = words.figure(float(value or settings.get(edge) or 0), 3).removesuffix(".00")
             if isinstance(low, int | float) and isinstance(high, int | float):
                 text += f" ({words.figure(low, 3)}–{words.figure(high, 3)})"
-            ends.append(
-                text if value is not None else f"{text}, where measuring {'began' if end == 'from' else 'ended'}"
-            )
+            ends.append(text if value is not None else f"{text} (the {'first' if end == 'from' else 'last'} measured)")
         found.append(" to ".join(ends))
     return "; ".join(found) or "nowhere"
 

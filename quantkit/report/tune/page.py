@@ -325,7 +325,8 @@ def _chosen(data: Data) -> Section:
     figure = charts.heat([str(block) for block in blocks], kinds, values)
     figure["data"][0]["colorbar"]["tickformat"] = ".2f"
     counts = data["chosen"]["units"]
-    said = [f"{words.sentence(', '.join(f'{count} units in {name}' for name, count in counts.items()))}."]
+    units = ", ".join(f"{words.plural(count, 'unit')} in {name}" for name, count in counts.items())
+    said = [f"{words.sentence(units)}."]
     panel = Panel("Bits by unit and block", "A table of bits a weight, as colours.", figure, wide=True)
     sheet = Sheet(["candidate", "units"], [[name, str(count)] for name, count in counts.items()])
     # where all units have the same bits there is nothing to see

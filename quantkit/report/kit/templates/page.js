@@ -80,7 +80,7 @@
 
   draw = () => {
     boxes.forEach((box, i) => {
-      if (!box.clientWidth) return; // folded: drawn when it is opened
+      if (box.closest("details:not([open])")) return; // drawn when it is opened
       const { data, layout } = resolved(figures[i]);
       layout.width = box.clientWidth;
       if (layout.meta && layout.width < 480) layout.height = layout.meta.narrow;
