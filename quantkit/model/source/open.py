@@ -224,7 +224,7 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
                 where=ref,
                 value="an ONNX graph",
                 rule="this needs a model of transformers",
-                remedy=f"quantkit compile {ref}",
+                remedy=f"quantkit compile {ref} --recipe int8-network",
             )
         path, full, name, was = materialize(alias), f"alias:{ref}", ref, alias.was
         notes = [alias.note] if alias.note else []
