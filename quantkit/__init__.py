@@ -121,7 +121,7 @@ def compile(  # noqa: A001 (the word of the command line)
 
         request = with_module(request, module, example_inputs)
     with showing(progress) as shown:
-        shown.begin(f"opening {request.model}", first_guess(request) if progress else None)
+        shown.begin(f"opening {request.module or request.model}", first_guess(request) if progress else None)
         return compile_model(request, shown).bundle
 
 

@@ -6,6 +6,7 @@ A package is a folder of modules with a `dist-info` beside it, which is all that
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 import shlex
@@ -26,6 +27,7 @@ from quantkit.bundle import Build
 from quantkit.errors import InputError
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.prepared import fingerprint
+from quantkit.plugins import outside
 from quantkit.recipe import Recipe
 
 PAGE = (Path(__file__).parent.parent / "docs" / "plugins.md").read_text(encoding="utf-8")
@@ -202,6 +204,29 @@ def test_a_broken_package_is_named_and_breaks_nothing_else(
         Recipe.from_dict({"summary": "x", "scheme": SCHEME, "passes": ["fold_norms"]}, name="x")
     with pytest.raises(InputError, match="package acme-quant"):
         plugins.RUNTIMES.load("raises")
+
+
+FORMAT = '''"""6-bit integers."""
+from quantkit.formats.base.integers import IntegerFormat
+FORMAT = IntegerFormat("int6", 6)
+'''
+
+
+def test_a_package_brings_formats_and_what_ships_keeps_the_same_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.scheme import WeightScheme
+
+    install(tmp_path, monkeypatch, {"quantkit.formats": {"int6": "acme_quant.six:FORMAT"}}, modules={"six.py": FORMAT})
+    recipe = Recipe.from_dict({"summary": "x", "scheme": {"weights": {"format": "int6"}}, "passes": ["rtn"]}, name="x")
+    assert isinstance(recipe.scheme.weights, WeightScheme) and recipe.scheme.weights.format == "int6"
+    assert recipe.outside() == [{"kind": "format", "name": "int6", "package": "acme-quant", "version": "1.0"}]
+    with pytest.raises(InputError, match=r"no format is called 'int5'.*int6"):
+        Recipe.from_dict({"summary": "x", "scheme": {"weights": {"format": "int5"}}, "passes": ["rtn"]}, name="x")
+    for kind in plugins.KINDS:
+        protocol = getattr(importlib.import_module(f"quantkit.{kind.folder}"), kind.singular.title())
+        for name in kind.shipped():
+            outside.demand_whole(kind.load(name), name, "shipped", protocol, kind.singular)
 
 
 def test_a_shipped_name_stays_what_it_is(
