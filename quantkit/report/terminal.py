@@ -21,7 +21,7 @@ from quantkit.report.bundle import curves, figures, usage
 from quantkit.report.bundle.curves import Series
 from quantkit.report.catalog import CatalogEntry
 from quantkit.report.kit import words
-from quantkit.report.kit.screen import DIM, MARK, copied, grid, indented, lines, marked, pairs, table, titled
+from quantkit.report.kit.screen import DIM, MARK, STYLES, copied, grid, indented, lines, marked, pairs, table, titled
 
 
 def summary(
@@ -60,7 +60,8 @@ def _verdict(
 ) -> list[RenderableType]:
     """The verdict as a sentence with its reasons; where speed was not measured, what does it."""
     answer, because = figures.verdict(manifest, rows)
-    sentence = Text.assemble(("verdict: ", DIM), (answer, "bold" if manifest.verdict else ""))
+    style = f"bold {STYLES.get(figures.tone(manifest), '')}".strip() if manifest.verdict else ""
+    sentence = Text.assemble(("verdict: ", DIM), (answer, style))
     shown = indented(sentence) + indented(*(marked(reason, "·", DIM) for reason in because), by=4)
     if manifest.layers and not figures.timed(rows):
         commands = usage.measure(manifest, shlex.quote(_near(path)), files or usage.Files())

@@ -36,3 +36,13 @@ def test_a_share_is_along_the_axis_as_it_is_drawn() -> None:
     assert log.place(100.0) == pytest.approx(2.0)
     straight = axes.Axis("", [], [], (0.0, 4.0), log=False)
     assert (straight.share(1.0), straight.place(3.0)) == (0.25, 3.0)
+
+
+@pytest.mark.parametrize("batches", [[4], [1, 2, 4], [1, 2, 4, 8, 16, 32, 60, 64, 75, 128, 256], range(1, 100)])
+def test_labels_of_points_stand_apart(batches: list[int]) -> None:
+    axis = axes.points_axis("batch", batches)
+    places = [axis.share(tick) for tick in axis.ticks]
+    assert all(right - left > 0.09 for left, right in pairwise(places))
+    assert set(axis.ticks) <= set(batches)
+    assert axis.ticks[0] == min(batches)
+    assert len(batches) > 3 or list(axis.ticks) == batches

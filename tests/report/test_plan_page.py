@@ -149,6 +149,9 @@ def test_a_single_batch_an_encoder_and_a_target_without_figures() -> None:
     assert "sequences/s" in shown
     assert "diamonds" not in shown
     assert "a token of cache" not in shown
+    assert not plan_figures.times(encoder), "a chart of one point is no chart"
+    part = shown.split('id="time"')[1].split("</section>")[0]
+    assert "<td" in part and "<details" not in part, "its table stands in the open"
     for figure in figures(shown):
         graph_objects.Figure(figure)
     shown = plan_page.page(planned.outlook("int4", target=planned.unmeasured(), notes=["no figure for compute.fp32"]))

@@ -354,6 +354,16 @@ def verdict(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
     return (f"forecast: {text}" if given.forecast else text), [reason.rstrip(". ") for reason in given.because]
 
 
+def tone(manifest: Manifest) -> str:
+    """How its verdict is shown: `good`, `bad`, `open`, or `inconclusive`, whose number is not shown large."""
+    if manifest.state == "gate_failed":
+        return "bad"
+    if manifest.verdict is None:
+        return "open"
+    tones = {"ship_it": "good", "ship_up_to": "good", "intervals": "open", "inconclusive": "inconclusive"}
+    return tones.get(manifest.verdict.answer, "bad")
+
+
 def timed(rows: Sequence[Row]) -> bool:
     """Whether its speed was measured."""
     return any(row.name.startswith("latency.") and row.value is not None for row in rows)

@@ -49,7 +49,7 @@ def page(
         manifest=manifest,
         origin=figures.origin(manifest),
         schemes=figures.schemes(manifest),
-        tone=_tone(manifest),
+        tone=figures.tone(manifest),
         answer=words.sentence(answer),
         because=because,
         timed=figures.timed(rows),
@@ -84,15 +84,6 @@ def page(
 
 
 # --- verdict ---------------------------------------------------------------------------------------------------------
-
-
-def _tone(manifest: Manifest) -> str:
-    if manifest.state == "gate_failed":
-        return "bad"
-    if manifest.verdict is None:
-        return "open"
-    tones = {"ship_it": "good", "ship_up_to": "good", "intervals": "open", "inconclusive": "inconclusive"}
-    return tones.get(manifest.verdict.answer, "bad")
 
 
 def _speed_tile(manifest: Manifest, row: Row) -> FigureTile:
