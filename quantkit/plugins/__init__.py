@@ -89,7 +89,7 @@ class Kind(Generic[Plugin_co]):
 
     def __contains__(self, name: object) -> bool:
         """Whether there is one of that name."""
-        return name in self.summaries() or name in self.offers()
+        return isinstance(name, str) and (name in self.summaries() or name in self.offers())
 
     def load(self, name: str, *, where: str = "") -> Plugin_co:
         """The plug-in of that name; a near miss gets a did-you-mean.
