@@ -252,3 +252,17 @@ def test_an_add_on_is_checked_like_a_recipe(tmp_path: Path) -> None:
         other.write_text(text)
         with pytest.raises(InputError, match=says):
             Recipe.load(f"awq-int4+{other}")
+
+
+@pytest.mark.parametrize("name", [["int4"], {"int4": 1}, None, 4], ids=str)
+def test_a_name_that_is_no_text_is_refused(name: object) -> None:
+    whole = {"schema": 1, "summary": "s", "scheme": {"weights": {"format": "int4"}}, "passes": ["rtn"]}
+    for data in (
+        {**whole, "scheme": {"weights": {"format": name}}},
+        {**whole, "overrides": [{"match": "*", "weights": {"format": name}}]},
+        {**whole, "passes": [name]},
+        {**whole, "export": [name]},
+    ):
+        with pytest.raises(InputError) as caught:
+            Recipe.from_dict(data, name="mine")
+        assert caught.value.code == "recipe-invalid"

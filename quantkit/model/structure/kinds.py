@@ -126,7 +126,7 @@ def _is_part(name: str, model_type: Any) -> bool:
     """Whether transformers has such a class, but opens no model with it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
-    if model_type not in CONFIG_MAPPING_NAMES or not name.isidentifier():
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES or not name.isidentifier():
         return False
     folder = model_type_to_module_name(model_type)
     try:
