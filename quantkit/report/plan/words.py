@@ -358,7 +358,8 @@ def confirm(outlook: Outlook) -> list[str]:
     """The commands that would confirm it, on the target; none where nothing is recommended."""
     if not (found := chosen(outlook)):
         return []
-    recipe = shlex.quote(found[0].recipe)
+    # of a recipe in a file the candidate's label is its path
+    recipe = shlex.quote(found[0].label if content.is_path(found[0].label) else found[0].recipe)
     batches = ",".join(str(batch) for batch in outlook.workload.batches)
     # of a config alone there are no weights: the user knows where they are
     named = outlook.reference or outlook.architecture.name
