@@ -75,8 +75,10 @@ def _results(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> l
     about, timed = figures.scored(rows), curves.series(manifest, rows)
     found = indented(_figures(manifest, rows), *([Text(f"scored on {about}", DIM)] if about else []))
     found += indented(*map(marked, notes))
+    shared = curves.shared_cautions(timed)
     for curve in timed:
-        found += [Text(), *indented(_speed(curve))]
+        found += [Text(), *indented(_speed(curve, shared))]
+    found += [Text(), *indented(*map(marked, shared))] if shared else []
     said = [Text(text, DIM) for text in curves.conditions(timed, rows)]
     return [*found, *([Text()] if said else []), *indented(*said)]
 
@@ -91,8 +93,8 @@ def _figures(manifest: Manifest, rows: Sequence[Row]) -> RenderableType:
     return made
 
 
-def _speed(curve: Series) -> RenderableType:
-    """One curve: a line a size, what follows from it, and how it was measured."""
+def _speed(curve: Series, told: Sequence[str]) -> RenderableType:
+    """One curve: a line a size, what follows from it, what to beware of beyond what is `told`, how it was measured."""
     head, body = curves.brief(curve)
     # what is slower is no win, and what noise swamps is neither
     tones = ["bold" if cell.ratio and cell.ratio > 1 else "red" for cell in curve.cells]
@@ -104,7 +106,7 @@ def _speed(curve: Series) -> RenderableType:
     title = Text.assemble((curve.title, "bold"), f", {curve.other} → {curve.this}")
     follows = [curves.break_even(curve), curves.first_tax(curve), *curves.skipped(curve)]
     said = " ".join([*curves.outcomes(curve), *(sentence for sentence in follows if sentence)])
-    warned = map(marked, curves.cautions(curve))
+    warned = (marked(text) for text in curves.cautions(curve) if text not in told)
     return Group(title, table(head, styled, left=0, whole=False), Text(said), *warned, Text(curves.how(curve), DIM))
 
 

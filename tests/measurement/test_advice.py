@@ -47,7 +47,7 @@ def measured(name: str, times: Mapping[int, float], spread: float = 0.02) -> Mea
 def test_the_best_of_those_that_win() -> None:
     found = advise([measured("int4", INT4), measured("int8", INT8), measured("nf4", NF4)], BATCHES)
     assert (found.answer, found.format, found.batch) == ("ship_it", "int8", None)
-    assert found.because[0].startswith("batch 64, all linears: 25 ms against 40 ms, 1.60 times as fast")
+    assert found.because[-1].startswith("batch 64, all linears: 25 ms against 40 ms, 1.60 times as fast")
 
 
 def test_swapped_times_swap_the_advice() -> None:
@@ -63,7 +63,7 @@ def test_about_one_format_another_is_named_where_it_is_better() -> None:
     found = advise(formats, BATCHES, subject="nf4")
     assert (found.answer, found.format, found.batch) == ("use_instead", "int4", 8)
     assert found.because[0].startswith("nf4: batch")
-    assert "0.57 times as fast" in found.because[0]
+    assert "0.20 times as fast" in found.because[0], "in the order of the batches"
     assert all(reason.startswith("int4: ") for reason in found.because[1:])
     assert len(found.because) == 3
     assert advise(formats, BATCHES, subject="int4").answer == "ship_up_to"

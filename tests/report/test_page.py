@@ -252,3 +252,14 @@ def test_plotly_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingDependency) as caught:
         page(planted.manifest(), [], [])
     assert caught.value.remedy == "pip install 'quantkit[report]'"
+
+
+def test_what_to_beware_of_in_every_curve_is_told_once() -> None:
+    rows = [
+        row.model_copy(update={"flags": [*row.flags, "noisy"]}) if row.name.startswith("latency.") else row
+        for row in timed_rows()
+    ]
+    assert text_of(page(onnx_only(), rows, [])).count("at every size: the machine was noisy") == 1
+    (first, *others) = speed.sections(onnx_only(), rows)
+    assert others
+    assert not first.cautions

@@ -340,6 +340,12 @@ def cautions(curve: Series) -> list[str]:
     return found
 
 
+def shared_cautions(found: Sequence[Series]) -> list[str]:
+    """Cautions that hold for each of several curves: they are told once."""
+    told = [cautions(curve) for curve in found]
+    return [text for text in told[0] if all(text in others for others in told)] if len(told) > 1 else []
+
+
 def measured(curve: Series) -> str:
     """`p50 of 60 steps a side at each size, interleaved (ABBA)`; empty where the rows do not say."""
     counts = sorted({cell.row.n for cell in curve.cells if cell.row.n})

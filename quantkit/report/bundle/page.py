@@ -55,6 +55,7 @@ def page(
         timed=figures.timed(rows),
         tiles=_tiles(manifest, rows),
         speed=speed.sections(manifest, rows),
+        beware=curves.shared_cautions(curves.series(manifest, rows)),
         explained=speed.explained(rows, curves.series(manifest, rows)),
         accuracy=accuracy_sections.accuracy(manifest, rows),
         tables=accuracy_sections.accuracy_tables(rows),

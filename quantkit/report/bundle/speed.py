@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from quantkit.bundle import Manifest
 from quantkit.measurement.rows import Row
@@ -17,8 +18,11 @@ _PROMISED = "muted"
 
 
 def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
-    """One for each curve."""
-    return [section(rows, series) for series in curves.series(manifest, rows)]
+    """One for each curve; what to beware of in all of them is not told in each."""
+    found = curves.series(manifest, rows)
+    shared = curves.shared_cautions(found)
+    made = [section(rows, series) for series in found]
+    return [replace(each, cautions=[text for text in each.cautions if text not in shared]) for each in made]
 
 
 def section(rows: Sequence[Row], series: Series) -> Section:
