@@ -180,7 +180,7 @@ def test_what_does_not_divide_is_kept_or_padded_as_asked(
     codes = {decision.code for decision in bundle.manifest.decisions}
     # a dense checkpoint holds floats
     assert codes == ({"kept", "floats-left"} if how == "keep" else {"padded", "emulated"})
-    with pytest.raises(InputError, match=r"group 32, K 80.*use 16") as caught:
+    with pytest.raises(InputError, match=r"group 32, K 80.*scheme.weights.group=16") as caught:
         run(folder, recipe("gptq"), tmp_path / "error")
     assert caught.value.code == "group-indivisible"
     assert not (tmp_path / "error.partial").exists()
