@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from quantkit.bundle import LayerEntry
 from quantkit.stats.deciding.decision import Answer, CellDecision, decide
-from quantkit.stats.deciding.evidence import EACH_WAY, Evidence, Interval
+from quantkit.stats.deciding.evidence import EACH_WAY, Doubt, Evidence, Interval
 
 What = Literal["accuracy", "latency", "size"]
 Verdict = Literal["A better", "same", "B better", "mixed", "inconclusive"]
@@ -83,6 +83,7 @@ class DecidedCell:
         allowed: how much worse the gates of B's recipe allow it to be, in the unit of `effect`; None where they do not
             say, or the margin was asked for.
         shipped: why a loss of time is none to B's own verdict; empty where it is one.
+        doubt: why neither side is called better, whatever the interval says.
     """
 
     what: What
@@ -109,6 +110,7 @@ class DecidedCell:
     confirmed: bool | None = None
     allowed: float | None = None
     shipped: str = ""
+    doubt: Doubt = ""
 
     @property
     def is_allowed(self) -> bool:
@@ -132,8 +134,9 @@ class DecidedCell:
         return cls(
             **same,
             **told,
-            no_worse=high < asked.evidence.margin,
-            no_better=low > -asked.evidence.margin,
+            no_worse=high < asked.evidence.margin and asked.evidence.doubt != "ceiling",
+            no_better=low > -asked.evidence.margin and asked.evidence.doubt != "ceiling",
+            doubt=asked.evidence.doubt,
             confirmed=confirmed,
             allowed=allowed,
             shipped=shipped,

@@ -6,7 +6,8 @@ In this order:
     every batch wins           ship it
     the first batches win      ship it up to batch B
     no batch wins              do not quantize here; inconclusive, where noise hides whether some batch does
-    any other pattern          the intervals of batches that win
+    any other pattern          the intervals of batches that win; inconclusive, where noise alone makes the gaps
+    with traffic               inconclusive, where noise hides more of it than wins
 
 A batch wins if it wins at every context measured there: the whole interval of the p50 ratio lies above 1, and p99 is
 no worse. The interval is the one that is believed (`stats.deciding.speedup`): with the A/A spread, so that a spread as
@@ -35,8 +36,8 @@ PREDICTED = "predicted"
 _WORTH = 1.05
 _NAMES = {"latency.decode_step": "a step", "latency.prefill": "a prefill", "latency.op": ""}
 _REASONS = 3
-# what to do about noise
-LONGER = "measure longer, with nothing else running: `--seconds` with twice as many or more"
+# what to do where nothing is decided
+AGAIN = "measure again with nothing else running, and for longer (`--seconds` of `quantkit measure` and `quantkit tax`)"
 
 State = Literal["wins", "loses", "open", "missing"]
 
@@ -146,16 +147,22 @@ def _latencies(rows: Sequence[Row]) -> tuple[list[Row], bool]:
     return [], False
 
 
-def _answer(states: Mapping[int, State]) -> tuple[str, int | None]:
+def _answer(states: Mapping[int, State], traffic: Mapping[int, float] | None) -> tuple[str, int | None]:
     wins = [found == "wins" for found in states.values()]
     count = sum(wins)
+    if traffic is not None:
+        open_, won = (sum(traffic[b] for b, found in states.items() if found == asked) for asked in ("open", "wins"))
+        if open_ > won:
+            return "inconclusive", None
     if count == len(wins):
         return "ship_it", None
     if count == 0:
         return ("inconclusive" if "open" in states.values() else "do_not_quantize"), None
     if all(wins[:count]):
         return "ship_up_to", list(states)[count - 1]
-    return "intervals", None
+    # gaps that only noise makes are no pattern
+    gaps = {found for found in states.values() if found != "wins"}
+    return ("inconclusive" if gaps == {"open"} else "intervals"), None
 
 
 def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, float] | None) -> Verdict | None:
@@ -165,7 +172,7 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
     states = {batch: state(row) if row else "missing" for batch, row in worst.items()}
     if set(states.values()) == {"missing"}:
         return None
-    answer, limit = _answer(states)
+    answer, limit = _answer(states, traffic)
     # what decides is chosen by its weight and told in the order of the batches
     deciding = sorted(_deciding(answer, limit, worst, states, timed), key=lambda row: (row.batch or 0, _context(row)))
     because = [_sentence(row) for row in deciding]
@@ -179,7 +186,7 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
         reason = f" ({', '.join(why)})" if why else ""
         because[-1] = f"{because[-1]}. Not measured: batch {_listed(missing)}{reason}"
     if answer == "inconclusive":
-        because.append(LONGER)
+        because.append(AGAIN)
     if forecast:
         because.append("predicted, not measured: `quantkit measure` on the target would confirm it")
     return Verdict(answer=answer, batch=limit, because=because, forecast=forecast)
@@ -326,11 +333,12 @@ def _over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> str:
 
 
 def over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> tuple[float, float] | None:
-    """(seconds of the subject, of the baseline), each batch as often as the traffic has it; None if one is missing."""
+    """(seconds of the subject, of the baseline), each batch as often as the traffic has it; None if one is missing, or
+    its speed-up is not to be believed."""
     ours = theirs = 0.0
     for batch, share in traffic.items():
         timed = [row for row in rows if row.batch == batch and row.value is not None and row.baseline is not None]
-        if share and not timed:
+        if share and (not timed or any((speed := speed_up(row)) and speed.doubt for row in timed)):
             return None
         if share:
             ours += share * sum(row.value or 0.0 for row in timed) / len(timed)

@@ -98,7 +98,7 @@ def _speed(curve: Series, told: Sequence[str]) -> RenderableType:
     head, body = curves.brief(curve)
     # what is slower is no win, and what noise swamps is neither
     tones = ["bold" if cell.ratio and cell.ratio > 1 else "red" for cell in curve.cells]
-    tones = [DIM if curves.NOISY & set(c.flags) else tone for c, tone in zip(curve.cells, tones, strict=True)]
+    tones = [DIM if cell.doubtful else tone for cell, tone in zip(curve.cells, tones, strict=True)]
     styled = [
         [Text(cell, tone if name == "speed-up" else "") for name, cell in zip(head, line, strict=True)]
         for line, tone in zip(body, tones, strict=True)

@@ -526,7 +526,9 @@ def test_whose_items_a_file_holds(
     [
         ({"kl_max": 0.25, "top1_agreement_min": 0.7}, 0),
         ({"kl_max": 0.25}, 0),  # what it says nothing of follows from it
+        ({"perplexity_ratio_max": 1.5}, 0),  # what none bounds is told, as the compile has it
         ({"kl_max": 0.01}, 1),
+        ({"cosine_min": 0.99}, 1),  # about another kind of model
         ({}, 1),
     ],
 )

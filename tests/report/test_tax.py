@@ -134,7 +134,7 @@ def test_bars_are_shares_of_the_originals_time(data: Taxed) -> None:
         (Verdict(answer="ship_it", format="int8.dynamic"), "ship int8.dynamic"),
         (Verdict(answer="use_instead", format="int4", batch=4), "use int4 instead, up to batch 4"),
         (Verdict(answer="do_not_quantize"), "do not quantize here"),
-        (Verdict(answer="inconclusive", format="nf4"), "too noisy to tell about nf4"),
+        (Verdict(answer="inconclusive", format="nf4"), "not decided about nf4"),
     ],
 )
 def test_answers_in_words(verdict: Verdict, words: str) -> None:

@@ -109,7 +109,7 @@ def test_the_verdict_stands_first_with_its_reasons(monkeypatch: pytest.MonkeyPat
         ({"answer": "intervals", "because": ["wins at batch 2 to 8"]}, "ship it at some batches only"),
         ({"answer": "do_not_quantize"}, "do not quantize here"),
         ({"answer": "use_instead", "format": "int8", "batch": 4}, "use int8 instead, up to batch 4"),
-        ({"answer": "inconclusive"}, "too noisy to decide"),
+        ({"answer": "inconclusive"}, "not decided"),
         ({"answer": "ship_it", "forecast": True}, "forecast: ship it"),
     ],
 )

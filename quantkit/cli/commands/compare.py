@@ -82,7 +82,7 @@ def compare(
     named = [cell for cell in found.cells if cell.answer == answer and not cell.is_allowed]
     said = "; ".join(because(named, found.kind))
     if answer == "worse":
-        rule = "it is no worse than A by more than the margins, or than its recipe's gates allow"
+        rule = "B may be worse by the margins, or by what its recipe's gates allow"
         options = {"accuracy": "--accuracy-margin", "latency": "--latency-margin", "size": "--size-margin"}
         remedy = f"keep A, or allow more: {', '.join(dict.fromkeys(options[cell.what] for cell in named))}"
         error = GateError("worse", where=b, value=said, rule=rule, remedy=remedy)

@@ -93,7 +93,7 @@ def measure(
             where=str(bundle),
             value="; ".join(verdict.because),
             rule="an interval lies above or below 1",
-            remedy="measure again on a quieter machine, or for longer: --seconds 900",
+            remedy=f"measure again on a quieter machine, or for longer: --seconds {3 * plan.seconds:g}",
         )
     shown = terminal.measured(opened.path, opened.manifest, rows, notes)
     if chosen.startswith("tensorrt"):

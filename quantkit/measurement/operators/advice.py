@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from quantkit.bundle import Verdict
 from quantkit.errors import InputError
-from quantkit.measurement.verdict import MeasuredFormat, over_traffic, state, verdict
+from quantkit.measurement.verdict import MeasuredFormat, over_traffic, speed_up, state, verdict
 
 _WINNING = ("ship_it", "ship_up_to")
 _REASONS = 3
@@ -98,6 +98,7 @@ def _gain(each: MeasuredFormat, wanted: Sequence[int], traffic: Mapping[int, flo
         times = over_traffic(each.rows, traffic)
         return (1.0, times[1] / times[0]) if times else (0.0, 0.0)
     rows = [row for row in each.rows if row.batch in wanted and row.baseline is not None and row.baseline.ratio]
+    rows = [row for row in rows if (speed := speed_up(row)) is not None and not speed.doubt]
     wins = sum(state(row) == "wins" for row in rows) / (len(rows) or 1)
     logs = [math.log(row.baseline.ratio) for row in rows if row.baseline is not None and row.baseline.ratio]
     return wins, sum(logs) / (len(logs) or 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, log
+from math import inf, isfinite, log
 from pathlib import Path
 
 from quantkit.bundle import Bundle
@@ -125,10 +125,10 @@ def compare_bundles(
     asked = [*scored.asked, *timed, *sized]
     decisions = decided(asked)
     again = _again(asked, decisions, latency, timing, progress) if timing else {}
-    gates = _gates(sides[1]) if margins.accuracy is None else None
+    limits = _limits(sides[1], asked) if margins.accuracy is None else {}
     cells = []
     for i, (each, decision) in enumerate(zip(asked, decisions, strict=True)):
-        limit = None if gates is None or each.what != "accuracy" else allowed(gates, each.name, each.a)
+        limit = limits.get(i)
         shipped = _shipped(*sides, each) if margins.latency is None and each.what == "latency" else ""
         found = again.get(i, (each, decision))
         cells.append(DecidedCell.of(*found, allowed=limit, shipped=shipped))
@@ -236,8 +236,18 @@ def _sized(a: BundleSide, b: BundleSide, runtimes: tuple[str, str], margin: floa
     return [Quantity("size", "size.bytes", one, other, "B", "counted", evidence, runtime=runtimes[1])]
 
 
-def _gates(side: BundleSide) -> Gates | None:
-    return None if side.floating else Gates.model_validate(side.manifest.recipe.get("gates") or {})
+def _limits(side: BundleSide, asked: Sequence[Quantity]) -> dict[int, float]:
+    """How much worse in accuracy the gates of a bundle's recipe allow it to be; none where none of them is about it.
+
+    Where one is, what no gate follows for is told and not judged: as the compile has it.
+    """
+    if side.floating:
+        return {}
+    gates = Gates.model_validate(side.manifest.recipe.get("gates") or {})
+    known = {i: allowed(gates, each.name, each.a) for i, each in enumerate(asked) if each.what == "accuracy"}
+    if all(limit is None for limit in known.values()):
+        return {}
+    return {i: inf if limit is None else limit for i, limit in known.items()}
 
 
 def _shipped(a: BundleSide, b: BundleSide, asked: Quantity) -> str:

@@ -26,6 +26,7 @@ from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
 from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference
+from quantkit.stats.deciding.evidence import Doubt
 from quantkit.stats.deciding.slowdown import slowdown
 from quantkit.stats.deciding.speedup import is_hidden
 
@@ -205,37 +206,39 @@ def _place(row: Row) -> tuple[Any, ...]:
     return row.name, row.batch, shape, row.runtime, device, row.settings.get("threads"), baseline
 
 
-def _ratio(row: Row) -> tuple[MeasuredValue, bool]:
-    """(how many times as fast as its baseline, as far as it is believed, whether it is not)."""
+def _ratio(row: Row) -> tuple[MeasuredValue, Doubt]:
+    """(how many times as fast as its baseline, with the A/A spread, why that is not believed)."""
     base, speed = row.baseline, speed_up(row)
     assert base is not None and speed is not None
     # a block has two visits a side
     steps = 2 * Visit.fitting(max(row.value or 0.0, base.value)).burst
     degrees = max(1, min(_GROUPS, (row.n or 0) // steps) - 1)
     found = MeasuredValue.ratio(speed.ratio, speed.ci95, spread=speed.spread, degrees=degrees)
-    return found, speed.doubt == "ceiling"
+    return found, speed.doubt
 
 
 def _direct(row: Row, margin: float, *, swapped: bool) -> Quantity:
     """Of one run; swapped: the row is A's."""
     assert row.baseline is not None
-    found, doubtful = _ratio(row)
+    found, doubt = _ratio(row)
     own, other = (KNOWN, found) if swapped else (found, KNOWN)
     times = (row.value, row.baseline.value) if swapped else (row.baseline.value, row.value)
-    doubtful = doubtful or is_hidden(found.value, row.aa_spread or 0.0)
-    return _asked(row, times, "interleaved", _slower(own, other, margin, doubtful=doubtful))
+    return _asked(row, times, "interleaved", _slower(own, other, margin, doubt))
 
 
 def _by_ratio(a: Row, b: Row, margin: float) -> Quantity:
-    (ours, wrong), (theirs, also) = _ratio(b), _ratio(a)
-    spread = max(b.aa_spread or 0.0, a.aa_spread or 0.0)
-    doubtful = wrong or also or is_hidden(ours.value - theirs.value, spread)
-    return _asked(b, (a.value, b.value), "ratio of ratios", _slower(ours, theirs, margin, doubtful=doubtful))
+    (ours, doubt), (theirs, other) = _ratio(b), _ratio(a)
+    if "ceiling" in (doubt, other):
+        doubt = "ceiling"
+    else:
+        hidden = is_hidden(ours.value - theirs.value, max(b.aa_spread or 0.0, a.aa_spread or 0.0))
+        doubt = "noise" if hidden else ""
+    return _asked(b, (a.value, b.value), "ratio of ratios", _slower(ours, theirs, margin, doubt))
 
 
-def _slower(candidate: MeasuredValue, baseline: MeasuredValue, margin: float, *, doubtful: bool) -> Apart:
-    both = candidate, baseline
-    return difference(*both, margin=margin, alarm=margin, lower_is_better=False, logarithm=True, doubtful=doubtful)
+def _slower(candidate: MeasuredValue, baseline: MeasuredValue, margin: float, doubt: Doubt) -> Apart:
+    how: dict[str, Any] = {"margin": margin, "alarm": margin, "lower_is_better": False, "logarithm": True}
+    return difference(candidate, baseline, doubt=doubt, **how)
 
 
 def _asked(row: Row, times: tuple[float | None, float | None], how: How, evidence: Apart) -> Quantity:

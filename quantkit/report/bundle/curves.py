@@ -79,6 +79,17 @@ class CurvePoint:
         return base.ratio_ci95 if base is not None and base.ratio_ci95 and base.ratio_ci95[0] > 0 else None
 
     @property
+    def doubtful(self) -> bool:
+        """Whether its speed-up is noise, or more than bytes and operations allow."""
+        speed = speed_up(self.row)
+        return bool(NOISY & set(self.flags)) or (speed is not None and bool(speed.doubt))
+
+    @property
+    def gain(self) -> float | None:
+        """How much of the promised gain arrives; None where nothing was promised, or the weights may be in a cache."""
+        return None if self.tax is None or "weights-near-cache" in self.flags else captured_gain(self.tax)
+
+    @property
     def promised(self) -> float | None:
         """The ratio of the limits: how many times as fast the format could be."""
         return self.original_bound / self.bound if self.bound and self.original_bound else None
@@ -270,17 +281,21 @@ def outcomes(curve: Series) -> list[str]:
     wins: list[int] = []
     losses: list[int] = []
     unsure: list[int] = []
+    beyond: list[int] = []
     for cell in curve.cells:
         if (speed := speed_up(cell.row)) is not None:
             low, high = speed.interval
-            believed = speed.doubt != "ceiling"
-            (wins if believed and low > 1 else losses if high < 1 else unsure).append(cell.x)
+            known = wins if low > 1 else losses if high < 1 else unsure
+            (beyond if speed.doubt == "ceiling" else known).append(cell.x)
     found = []
     for xs, verb in ((wins, "Faster"), (losses, "Slower")):
         if xs:
             found.append(f"{verb} at {curve.said(words.listed(xs))}.")
     if unsure:
         found.append(f"At {curve.said(words.listed(unsure))} no difference shows above the noise.")
+    if beyond:
+        said = curve.said(words.listed(beyond))
+        found.append(f"At {said} it is faster than bytes and operations allow: a time or a ceiling is wrong.")
     return found
 
 
@@ -311,11 +326,9 @@ def first_tax(curve: Series) -> str:
         return ""
     tax = first.tax.value or 0.0
     what = f"{words.moment(tax)}, {words.percent(tax / first.original, 0)} of {curve.other}'s time"
-    gain = captured_gain(first.tax)
+    gain = first.gain
     took = ""
-    if gain is not None and gain > 1:
-        took = f"; more arrives than bytes and operations promise: {curve.other} takes longer than it must"
-    elif gain is not None and gain > 0:
+    if gain is not None and 0 < gain <= 1:
         took = f"; {words.percent(gain, 0)} of the promised gain arrives"
     return f"The tax at {curve.said(str(first.x))} is {what}{took}."
 
@@ -376,7 +389,7 @@ def how(curve: Series) -> str:
     parts = [measured(curve)]
     if curve.spread is not None:
         parts.append(f"A/A spread {words.percent(curve.spread)} at most")
-    if any(NOISY & set(cell.flags) for cell in curve.cells):
+    if any(cell.doubtful for cell in curve.cells):
         parts.append("~ is noise")
     return "; ".join(part for part in parts if part)
 
@@ -438,7 +451,7 @@ def brief(curve: Series) -> tuple[list[str], list[list[str]]]:
 
     body = []
     for cell in curve.cells:
-        noisy = "~" if NOISY & set(cell.flags) else ""
+        noisy = "~" if cell.doubtful else ""
         body.append(
             [
                 f"{cell.x:,}",

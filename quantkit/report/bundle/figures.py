@@ -334,7 +334,7 @@ _ANSWERS = {
     "intervals": "ship it at some batches only",
     "do_not_quantize": "do not quantize here",
     "use_instead": "use {format} instead",
-    "inconclusive": "too noisy to decide",
+    "inconclusive": "not decided",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import expm1, floor, log10
+from math import expm1, floor, inf, log10
 
 from quantkit.bundle import LayerEntry
 from quantkit.measurement.compared import Compared, DecidedCell, LayerPair, NamedSide, WordFlips
@@ -74,12 +74,16 @@ def _within(cell: DecidedCell) -> str:
         return f"; {cell.shipped}"
     if cell.answer != "worse" or cell.allowed is None:
         return ""
+    if cell.allowed == inf:
+        return "; its recipe sets no gate on it"
     most = _effect(cell, cell.allowed, _places(cell, cell.allowed)).lstrip("+−")
     return f"; its recipe allows {most} {_unit(cell)}".rstrip()
 
 
 def _seen(cell: DecidedCell) -> str:
     """The smallest loss that would have been called."""
+    if cell.doubt == "ceiling":
+        return "it is more than bytes and operations allow: a time or a ceiling is wrong, measure it again"
     if cell.what == "latency":
         return f"it would have been seen from {words.figure(1 + cell.detectable, 3)} times as long on"
     if cell.what == "size":

@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from quantkit.bundle import Verdict
-from quantkit.measurement.operators.tax import captured_gain
 from quantkit.measurement.rows import Row
 from quantkit.planning.model.shapes import LinearShapes
 from quantkit.report.bundle import curves, figures
@@ -26,7 +25,7 @@ _ANSWERS = {
     "ship_up_to": ("ship {format} up to batch {batch}", "good"),
     "use_instead": ("use {format} instead{upto}", "good"),
     "intervals": ("{format} wins at some batches only", "open"),
-    "inconclusive": ("too noisy to tell about {format}", "inconclusive"),
+    "inconclusive": ("not decided about {format}", "inconclusive"),
     "do_not_quantize": ("do not quantize{about} here", "bad"),
     "not_measured": ("{format} was not timed", "open"),
 }
@@ -248,16 +247,16 @@ def line(cell: CurvePoint, factor: float) -> list[str]:
         return words.figure(seconds * factor, 3) if seconds is not None else "–"
 
     tax = cell.tax.value if cell.tax is not None else None
-    gain = captured_gain(cell.tax) if cell.tax is not None else None
+    gain = cell.gain
     share = tax / cell.original if tax is not None and cell.original else None
-    noisy = "~" if curves.NOISY & set(cell.row.flags) else ""
+    noisy = "~" if cell.doubtful else ""
     return [
         f"{cell.x:,}",
         f"{time_(cell.original)} → {time_(cell.row.value)}",
         words.or_dash(cell.ratio, lambda ratio: f"{noisy}{words.times(ratio)}"),
         _span(cell.ratio_ci95),
         words.or_dash(cell.promised, words.times),
-        words.or_dash(gain, lambda share: words.percent(share, 0) if share <= 1 else "all"),
+        words.or_dash(gain, lambda share: words.percent(share, 0) if share <= 1 else "?"),
         time_(tax),
         words.or_dash(share, lambda v: words.percent(v, 0)),
         time_(cell.excess),

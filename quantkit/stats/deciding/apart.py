@@ -25,7 +25,7 @@ from math import expm1, hypot, isfinite, log, log1p
 
 from quantkit.errors import InputError, MissingDependency
 from quantkit.stats.clustered import student
-from quantkit.stats.deciding.evidence import EACH_WAY, Interval
+from quantkit.stats.deciding.evidence import EACH_WAY, Doubt, Interval
 
 # degrees of freedom beyond which Student's t is the normal distribution
 MANY = 1000
@@ -78,7 +78,7 @@ class Apart:
         margin: see `Evidence`.
         alarm: see `Evidence`.
         logarithm: effects are logarithms of a ratio, and told as ratio − 1.
-        doubtful: see `Evidence`.
+        doubt: see `Evidence`.
     """
 
     effect: float
@@ -87,7 +87,7 @@ class Apart:
     margin: float
     alarm: float = 0.0
     logarithm: bool = False
-    doubtful: bool = False
+    doubt: Doubt = ""
 
     def p_above(self, effect: float) -> float:
         """See `Evidence`."""
@@ -135,7 +135,7 @@ def difference(
     alarm: float = 0.0,
     lower_is_better: bool = True,
     logarithm: bool = False,
-    doubtful: bool = False,
+    doubt: Doubt = "",
 ) -> Apart:
     """How much worse the candidate is.
 
@@ -145,7 +145,7 @@ def difference(
         alarm: see `Evidence`.
         lower_is_better: which way is better; of speed-ups (`Measured.ratio`), higher is.
         logarithm: of `Measured.ratio`; `margin` and `alarm` are then shares, 0.05 for 5 % slower.
-        doubtful: see `Evidence`.
+        doubt: see `Evidence`.
 
     Raises:
         InputError: `values-invalid`, a value that is NaN or infinite, or outside of its interval.
@@ -164,7 +164,7 @@ def difference(
         margin=log1p(margin) if logarithm else margin,
         alarm=log1p(alarm) if logarithm else alarm,
         logarithm=logarithm,
-        doubtful=doubtful,
+        doubt=doubt,
     )
 
 

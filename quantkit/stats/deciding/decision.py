@@ -92,11 +92,11 @@ def confirm(first: CellDecision, second: CellDecision) -> CellDecision:
 def _decision(cell: Evidence, worse: float, better: float, alpha: float, family: int) -> CellDecision:
     low, high = cell.interval(1 - 2 * EACH_WAY)
     answer: Answer = "inconclusive"
-    if worse <= alpha and high >= cell.margin and not cell.doubtful:
+    if worse <= alpha and high >= cell.margin and not cell.doubt:
         answer = "worse"
-    elif better <= alpha and low <= -cell.margin and not cell.doubtful:
+    elif better <= alpha and low <= -cell.margin and not cell.doubt:
         answer = "better"
-    elif -cell.margin < low and high < cell.margin:
+    elif -cell.margin < low and high < cell.margin and cell.doubt != "ceiling":
         answer = "same"
     return CellDecision(
         answer=answer,

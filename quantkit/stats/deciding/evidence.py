@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import expm1
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from quantkit.errors import MissingDependency
 
 Array = NDArray[Any]
 Interval = tuple[float, float]
+# one side differs from itself by as much; bytes and operations do not allow it
+Doubt = Literal["", "noise", "ceiling"]
 
 # the chance on either side of the interval that decides whether things are the same
 EACH_WAY = 0.025
@@ -56,8 +58,8 @@ class Evidence(Protocol):
         ...
 
     @property
-    def doubtful(self) -> bool:
-        """Whether neither side is to be called better: one differs from itself by as much, or no machine allows it."""
+    def doubt(self) -> Doubt:
+        """Why neither side is to be called better."""
         ...
 
     def p_above(self, effect: float) -> float:
@@ -92,7 +94,7 @@ class Resampled:
         alarm: see `Evidence`.
         margin: see `Evidence`.
         logarithm: effects are logarithms of a ratio, and told as ratio − 1.
-        doubtful: see `Evidence`.
+        doubt: see `Evidence`.
     """
 
     effect: float
@@ -101,7 +103,7 @@ class Resampled:
     alarm: float
     margin: float
     logarithm: bool = False
-    doubtful: bool = False
+    doubt: Doubt = ""
 
     @property
     def standard_error(self) -> float:

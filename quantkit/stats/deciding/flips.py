@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError, MissingDependency
 from quantkit.stats import tango
 from quantkit.stats.clustered import clustered_mean
-from quantkit.stats.deciding.evidence import EACH_WAY
+from quantkit.stats.deciding.evidence import EACH_WAY, Doubt
 
 Array = NDArray[Any]
 Interval = tuple[float, float]
@@ -56,9 +56,9 @@ class Flips:
         return (self.lost - self.gained) / self.n
 
     @property
-    def doubtful(self) -> bool:
+    def doubt(self) -> Doubt:
         """See `Evidence`. The same model gives the same answers again."""
-        return False
+        return ""
 
     def p_above(self, effect: float) -> float:
         """See `Evidence`."""

@@ -91,7 +91,7 @@ def slowdown(
         alarm=log1p(margin),
         margin=log1p(margin),
         logarithm=True,
-        doubtful=is_hidden(effect, spread),
+        doubt="noise" if is_hidden(effect, spread) else "",
     )
 
 

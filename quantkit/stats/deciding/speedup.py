@@ -7,21 +7,18 @@ each reach of the interval, on the logarithm, grows by it, as of two runs that a
 
     reach' = √(reach² + log(1 + a)²)
 
-A spread as large as the effect leaves 1 inside, whatever the interval says. And a speed-up of which the whole interval
-lies above what bytes and operations allow, S* = R_hp / R_f of the roofline with the ceilings' own uncertainty, is no
-speed-up: one of the times, or a ceiling, is wrong.
+A spread as large as the effect leaves 1 inside, whatever the interval says. And a speed-up above what bytes and
+operations allow, S* = R_hp / R_f of the roofline with the ceilings' own uncertainty, is no speed-up: one of the times,
+or a ceiling, is wrong.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from quantkit.stats.deciding.apart import MeasuredValue
-from quantkit.stats.deciding.evidence import Interval
-
-Doubt = Literal["", "noise", "ceiling"]
+from quantkit.stats.deciding.evidence import Doubt, Interval
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class SpeedUp:
     @property
     def doubt(self) -> Doubt:
         """Why the ratio is not to be told as a result."""
-        if self.ci95[0] > max(self.most, 1.0):
+        if self.ratio > max(self.most, 1.0):
             return "ceiling"
         return "noise" if is_hidden(math.log(self.ratio), self.spread) else ""
 
