@@ -86,8 +86,10 @@ class CurvePoint:
 
     @property
     def gain(self) -> float | None:
-        """How much of the promised gain arrives; None where nothing was promised, or the weights may be in a cache."""
-        return None if self.tax is None or "weights-near-cache" in self.flags else captured_gain(self.tax)
+        """How much of the promised gain arrives; None where nothing was promised, the weights may be in a cache, or
+        the speed-up is not believed."""
+        void = "weights-near-cache" in self.flags or self.doubtful
+        return None if self.tax is None or void else captured_gain(self.tax)
 
     @property
     def promised(self) -> float | None:

@@ -47,7 +47,9 @@ def single(series: Series) -> str:
         return f"{text}."
     sure = curves.bracketed(words.between(cell.ratio_ci95, words.times))
     promised = f"; {words.times(cell.promised)} is what the limits promise" if cell.promised else ""
-    return f"{text}: {words.times(cell.ratio)} the speed{sure}{promised}."
+    ratio = words.times(cell.ratio)
+    said = f"{ratio} measured{sure}, which is not believed" if cell.doubtful else f"{ratio} the speed{sure}"
+    return f"{text}: {said}{promised}."
 
 
 def explained(rows: Sequence[Row], found: Sequence[Series]) -> list[str]:
