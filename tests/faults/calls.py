@@ -106,8 +106,8 @@ def _strike(fault: str) -> None:
 
 def tried(work: Work, folder: Path, call: str, fault: str, wanted: Any) -> str:
     """What is wrong with a fault, at whichever call; "" for nothing."""
-    # every call fails once as a full disk and once by SIGKILL, and every third as something else
-    every = 1 if fault in ("full", "killed") else 3
+    # every call fails once as a full disk and once by SIGKILL, and every fifth as something else
+    every = 1 if fault in ("full", "killed") else 5
     for count in range(1, TOO_MANY, every):
         place = folder / f"{call}-{fault}-{count}"
         place.mkdir()

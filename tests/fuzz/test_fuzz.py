@@ -25,7 +25,7 @@ FOUND: dict[str, tuple[int, ...]] = {
     "zip": (524, 3341),
     "tokenizer-config": (9, 104, 128),
 }
-MUTANTS, OF_SLOW = 30, 5
+MUTANTS, OF_SLOW = 15, 3
 
 
 @pytest.fixture
