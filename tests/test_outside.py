@@ -65,8 +65,19 @@ def install(
     groups = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in each.items()) for group, each in offered.items()]
     (info / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
     monkeypatch.syspath_prepend(root)
-    for name in [name for name in sys.modules if name.partition(".")[0] == home.name]:  # of another test's package
+    forget(monkeypatch, home.name)  # of another test's package
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """As in a new process: nothing of it is imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def files_sha256(folder: Path) -> str:
+    """Of what `sha256sum *.py` says in a package's folder."""
+    found = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.glob("*.py"))]
+    return hashlib.sha256("".join(found).encode()).hexdigest()
 
 
 @pytest.fixture
@@ -164,7 +175,15 @@ def test_the_page_s_example_as_a_package(
         assert code == 0 and "my_pass" in out, err
     assert (place / "imported").exists()
     chosen = Recipe.load("./by_name.yaml")
-    assert chosen.outside() == [{"kind": "pass", "name": "my_pass", "package": "acme-quant", "version": "1.0"}]
+    named = {"kind": "pass", "name": "my_pass", "package": "acme-quant", "version": "1.0"}
+    home = place / "site-acme-quant" / "acme_quant"
+    assert chosen.outside() == [named | {"sha256": files_sha256(home)}]
+    # an edit is noticed where it runs: in the next process, not in this one, which has the module imported
+    before = chosen.outside()
+    (home / "helper.py").write_text("DEVIATIONS = 5\n", encoding="utf-8")
+    assert Recipe.load("./by_name.yaml").outside() == before
+    forget(monkeypatch, "acme_quant")
+    assert Recipe.load("./by_name.yaml").outside() == [named | {"sha256": files_sha256(home)}] != before
     model = zoo.tiny("llama")
     before = float(model.model.layers[0].mlp.up_proj.weight.detach().abs().max())
     pipeline = quantkit.Pipeline([{"my_pass": {"deviations": 0.5}}, "rtn"], weights=SCHEME["weights"])
@@ -220,7 +239,9 @@ def test_a_package_brings_formats_and_what_ships_keeps_the_same_promise(
     install(tmp_path, monkeypatch, {"quantkit.formats": {"int6": "acme_quant.six:FORMAT"}}, modules={"six.py": FORMAT})
     recipe = Recipe.from_dict({"summary": "x", "scheme": {"weights": {"format": "int6"}}, "passes": ["rtn"]}, name="x")
     assert isinstance(recipe.scheme.weights, WeightScheme) and recipe.scheme.weights.format == "int6"
-    assert recipe.outside() == [{"kind": "format", "name": "int6", "package": "acme-quant", "version": "1.0"}]
+    digest = files_sha256(tmp_path / "site-acme-quant" / "acme_quant")
+    named = {"kind": "format", "name": "int6", "package": "acme-quant", "version": "1.0"}
+    assert recipe.outside() == [named | {"sha256": digest}]
     with pytest.raises(InputError, match=r"no format is called 'int5'.*int6"):
         Recipe.from_dict({"summary": "x", "scheme": {"weights": {"format": "int5"}}, "passes": ["rtn"]}, name="x")
     for kind in plugins.KINDS:

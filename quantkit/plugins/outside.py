@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import sys
 import traceback
 from collections.abc import Iterator
@@ -121,7 +122,14 @@ class OfferedPlugin:
         """The plug-in, its module imported. Raises InputError `plugin-broken`."""
         with _blaming(self.origin):
             found = self.entry.load()
+            _imported_sha256(_home(self.entry.module))  # as it is now: an edit made later is not what runs
             return _constant(found, constant) if isinstance(found, ModuleType) else found
+
+    @property
+    def sha256(self) -> str:
+        """Of the source that runs: all files of Python of its top-level package, which is imported where it was not."""
+        importlib.import_module(self.entry.module)
+        return _imported_sha256(_home(self.entry.module))
 
 
 def offers(group: str) -> dict[str, list[OfferedPlugin]]:
@@ -179,6 +187,22 @@ def culprit(problem: BaseException) -> str | None:
         if name.partition(".")[0] in known:
             return known[name.partition(".")[0]]
     return None
+
+
+def _home(name: str) -> ModuleType:
+    """The package or module that an imported module belongs to: the uppermost that has a file of its own."""
+    parts = name.split(".")
+    above = [sys.modules[".".join(parts[: count + 1])] for count in range(len(parts))]
+    return next((each for each in above if getattr(each, "__file__", None)), above[-1])
+
+
+@cache
+def _imported_sha256(module: ModuleType) -> str:
+    """Of its files, by their paths in it; read once after each import."""
+    file = Path(str(module.__file__))
+    files = sorted(file.parent.rglob("*.py")) if hasattr(module, "__path__") else [file]
+    lines = [f"{hashlib.sha256(limits.read(path)).hexdigest()}  {path.relative_to(file.parent)}\n" for path in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _constant(module: ModuleType, name: str) -> Any:

@@ -339,7 +339,7 @@ class Recipe(Closed):
         return cls.from_dict(left, name=str(data.get("name", "")), where="the bundle's recipe")
 
     def outside(self) -> list[dict[str, str]]:
-        """What of it does not ship: the files of its passes with the sha256 of what ran, and what packages offer."""
+        """What of it does not ship: the files of its passes and what packages offer, with the sha256 of what runs."""
         files = [(step.name, step.code) for step in self.passes if step.code is not None]
         found = [{"kind": "pass", "name": name, "path": code.public, "sha256": code.sha256} for name, code in files]
         named: list[tuple[plugins.Kind[plugins.Named], str]] = []
@@ -348,7 +348,8 @@ class Recipe(Closed):
         named += [(plugins.FORMATS, name) for name in self._formats()]
         for kind, name in dict.fromkeys(named):
             found += [
-                {"kind": kind.singular, "name": name, "package": offer.package, "version": offer.version}
+                {"kind": kind.singular, "name": name, "sha256": offer.sha256}
+                | {"package": offer.package, "version": offer.version}
                 for offer in ([] if name in kind.shipped() else kind.offers()[name])
             ]
         return found
