@@ -104,8 +104,9 @@ def test_the_page_s_example_by_path(
     manifest = json.loads((place / "clipped" / "manifest.json").read_text(encoding="utf-8"))
     digest = hashlib.sha256((place / "my_pass.py").read_bytes()).hexdigest()
     assert manifest["code"] == [{"kind": "pass", "name": "my_pass", "path": "./my_pass.py", "sha256": digest}]
-    assert manifest["recipe"]["passes"][0] == {"path:my_pass.py": {"deviations": 3.0}}
+    assert manifest["recipe"]["passes"][0] == {"./my_pass.py": {"deviations": 3.0}}
     assert str(place) not in json.dumps(manifest), "a bundle holds no path of the machine that it was made on"
+    made_again_from_its_card(place, capsys)
     exec(SNIPPETS[0], {})
     assert digest in capsys.readouterr().out
 
@@ -117,6 +118,24 @@ def test_the_page_s_example_by_path(
     (place / "my_pass.py").unlink()
     code, _, err = said(capsys, "measure ./clipped --baseline ./my-model --no-speed")
     assert code == 0, err
+
+
+def made_again_from_its_card(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe that the card shows, as a file beside the pass, and the command beside it, make the same."""
+    card = (place / "clipped" / "README.md").read_text(encoding="utf-8")
+    shown, again = re.findall(r"```\w*\n(.*?)```", card.partition("as `recipe.yaml` it makes")[2], re.DOTALL)
+    (place / "recipe.yaml").write_text(shown, encoding="utf-8")
+    code, _, err = said(capsys, f"{again.strip().removeprefix('quantkit ')} --out ./again --no-speed")
+    assert code == 0, err
+    before, made = quantkit.load("./clipped").manifest, quantkit.load("./again").manifest
+    assert made.content_sha256 == before.content_sha256 and made.code == before.code
+    read = Recipe.from_dict(before.recipe, name="clipped", base=place, allow_code=True)
+    assert str(read.passes[0].settings) == "deviations=3.0"
+    # what plan proposes is allowed too, as it was itself
+    code, out, err = said(capsys, "plan ./my-model --recipe ./mine.yaml --allow-code")
+    assert code == 0 and "--recipe ./mine.yaml" in out, err
+    printed = next(line for line in out.splitlines() if "quantkit compile" in line)
+    assert "--allow-code" in printed
 
 
 def test_a_changed_file_does_not_resume(place: Path) -> None:

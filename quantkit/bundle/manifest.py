@@ -189,7 +189,7 @@ class CodeEntry(_Closed):
 
     Args:
         kind: pass, exporter or format.
-        path: of a file: relative to the recipe, or its name alone.
+        path: of a file: its name, beside the recipe.
         sha256: of what ran: the file's bytes; of a package, the names and hashes of all its files of Python.
     """
 

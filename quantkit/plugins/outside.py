@@ -36,23 +36,21 @@ class CodeFile:
 
     Args:
         path: absolute.
-        written: as a recipe names it.
         sha256: of the bytes that ran.
         plugin: what the file defines.
     """
 
     path: Path
-    written: str = field(compare=False)
     sha256: str
     plugin: Any = field(compare=False, repr=False)
 
     @property
     def public(self) -> str:
-        """Its path as a bundle may hold it: relative to the recipe, or the file's name alone."""
-        return self.path.name if Path(self.written).expanduser().is_absolute() else self.written
+        """As a bundle may name it, which holds no path of a machine: beside its recipe."""
+        return f"./{self.path.name}"
 
 
-def run_file(path: Path, written: str, constant: str) -> CodeFile:
+def run_file(path: Path, constant: str) -> CodeFile:
     """What a file of Python defines as `constant`; what was run already is not run again.
 
     Raises:
@@ -81,7 +79,7 @@ def run_file(path: Path, written: str, constant: str) -> CodeFile:
                 del sys.modules[name]
                 raise
         found = _constant(sys.modules[name], constant)
-    return CodeFile(path, written, digest, found)
+    return CodeFile(path, digest, found)
 
 
 @dataclass(frozen=True)

@@ -367,11 +367,10 @@ class Recipe(Closed):
     def as_dict(self) -> dict[str, Any]:
         """The contract's form, which `from_dict` reads back."""
         data = self.model_dump(mode="json", by_alias=True, exclude={"passes", "export", "schema_"})
-        passes = [{step.reference: step.settings.model_dump(mode="json")} for step in self.passes]
         return {
             "schema": 1,
             **data,
-            "passes": passes,
+            "passes": [{step.reference: step.settings.model_dump(mode="json")} for step in self.passes],
             "export": [{step.name: step.options} for step in self.export],
         }
 
@@ -421,7 +420,7 @@ def _own(reference: str, *, where: str = "recipe", base: Path = Path(), allowed:
             rule="code of a recipe runs only where that is asked for",
             remedy="read it, then --allow-code, or allow_code=True in Python",
         )
-    code = plugins.PASSES.run(base / Path(reference).expanduser(), reference)
+    code = plugins.PASSES.run(base / Path(reference).expanduser())
     return PassStep(name=code.path.stem, code=code)
 
 

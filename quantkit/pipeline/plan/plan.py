@@ -234,6 +234,7 @@ def _candidate(
             *caveats(chosen.recipe, target, [chosen.runtime]),
             *(each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")),
         ],
+        code=bool(chosen.recipe.code),
     )
 
 
