@@ -304,6 +304,18 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str | None, code: str) -> 
     assert caught.value.code == code and caught.value.where == str(tmp_path / "mine.py")
 
 
+@pytest.mark.parametrize(("returned", "said"), [("", "None"), ("return 1", "an int")])
+def test_one_that_returns_nothing_is_named(place: Path, returned: str, said: str) -> None:
+    path = place / "my_pass.py"
+    path.write_text(FILES["my_pass.py"].replace("return Outcome(changed=True)", returned), encoding="utf-8")
+    pipeline = quantkit.Pipeline([path, "rtn"], weights=SCHEME["weights"], allow_code=True)
+    with pytest.raises(InputError) as caught:
+        pipeline.apply(zoo.tiny("llama"), zoo.ids())
+    error = caught.value
+    assert (error.code, error.where) == ("plugin-failed", str(path))
+    assert error.value == f"run of my_pass returned {said}" and "quantkit.passes.Outcome" in error.rule
+
+
 def test_one_that_fails_at_work_is_named(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,7 @@ from pydantic import (
 from quantkit import limits
 from quantkit.bundle.disk import sha256, walk
 from quantkit.errors import InputError, from_validation
-from quantkit.kinds import Said
+from quantkit.kinds import Said, one
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.jsonl"
@@ -300,7 +300,7 @@ class Manifest(_Closed):
             ) from None
         if not isinstance(data, dict):
             raise InputError(
-                "manifest-invalid", where=str(path), value=f"a {type(data).__name__}", rule="a manifest is an object"
+                "manifest-invalid", where=str(path), value=one(type(data).__name__), rule="a manifest is an object"
             )
         if data.get("schema") != SCHEMA:
             raise InputError(

@@ -19,15 +19,17 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from quantkit import limits
 from quantkit.errors import InputError
+from quantkit.kinds import one
 
 # of entry points
 GROUPS = ("quantkit.passes", "quantkit.formats", "quantkit.exporters", "quantkit.runtimes")
 # what a file's module is called; the rest of its name is a hash of where and what it is
 _FILE = "quantkit_file_"
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def demand_whole(found: Any, name: str, origin: str, protocol: type, singular: s
     missing = sorted(each for each in members if not hasattr(found, each))
     value = ""
     if missing:
-        value = f"a {type(found).__name__} without {missing[0]}"
+        value = f"{one(type(found).__name__)} without {missing[0]}"
     elif found.name != name:
         value = f"its name is {found.name!r}"
     if value:
@@ -174,17 +176,37 @@ def demand_whole(found: Any, name: str, origin: str, protocol: type, singular: s
         )
 
 
+def demand_returned(found: Any, kind: type[Returned], plugin: Any, method: str) -> Returned:
+    """What a plug-in's method has to return; code from outside may have forgotten to.
+
+    Raises:
+        InputError: `plugin-failed`.
+    """
+    if isinstance(found, kind):
+        return found
+    raise InputError(
+        "plugin-failed",
+        where=origin(type(plugin).__module__) or plugin.name,
+        value=f"{method} of {plugin.name} returned {'None' if found is None else one(type(found).__name__)}",
+        rule=f"it returns {kind.__module__}.{kind.__name__}(…)",
+        remedy="mend it, or tell its author; docs/plugins.md has an example",
+    )
+
+
+def origin(name: str) -> str | None:
+    """The file or the package from outside that a module of that name is of; None where of none."""
+    if name.startswith(_FILE):
+        return str(sys.modules[name].__file__)
+    every = (offer for group in GROUPS for offered in offers(group).values() for offer in offered)
+    package = name.partition(".")[0]
+    return next((offer.origin for offer in every if offer.entry.module.partition(".")[0] == package), None)
+
+
 def culprit(problem: BaseException) -> str | None:
     """The file or the package from outside whose code an exception came up in, or came through; None where in none."""
-    every = [offer for group in GROUPS for offered in offers(group).values() for offer in offered]
-    known = {offer.entry.module.partition(".")[0]: offer.origin for offer in every}
-    for frame, _ in traceback.walk_tb(problem.__traceback__):
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith(_FILE):
-            return frame.f_code.co_filename
-        if name.partition(".")[0] in known:
-            return known[name.partition(".")[0]]
-    return None
+    frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    found = (origin(str(frame.f_globals.get("__name__", ""))) for frame in frames)
+    return next((each for each in found if each is not None), None)
 
 
 def _home(name: str) -> ModuleType:
