@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from quantkit import content, plugins
+from quantkit import content, given, plugins
 from quantkit.content import Closed, Document, read_yaml, validated
 from quantkit.errors import InputError, did_you_mean
 from quantkit.kinds import Kind, Said, today
@@ -289,6 +289,7 @@ class Recipe(Closed):
             InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean; an
                 add-on that has passes; `code-not-allowed`, `plugin-broken`, `plugin-clash`.
         """
+        given.demand("recipe", reference, (str, Path), "a name or a path")
         first, *others = [reference] if isinstance(reference, Path) else reference.split(ADDED)
         data, name = _read(first)
         for other in others:
