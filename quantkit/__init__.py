@@ -168,12 +168,14 @@ def plan(
     from quantkit.pipeline.plan.plan import PlanQuestion
     from quantkit.pipeline.plan.plan import plan as answer
 
+    given.flags(allow_code=allow_code)
+    given.numbers(prompt=prompt, output=output, context=context, rate=rate, devices=devices)
     return answer(
         PlanQuestion(
             given.model(model),
             recipes=given.texts(recipes, "recipes"),
             target=target,
-            runtime=runtime,
+            runtime=given.word(runtime, "runtime", "a runtime's name"),
             batches=given.batches(batches),
             prompt=prompt,
             output=output,
@@ -193,10 +195,9 @@ plan_model = plan
 
 def load(path: str | Path) -> Bundle:
     """Open a bundle. Raises InputError if it is none."""
-    from quantkit import given
     from quantkit.bundle import Bundle
 
-    return Bundle.load(given.demand("bundle", path, (str, Path), "a path"))
+    return Bundle.load(path)
 
 
 def _opened(bundle: Bundle | str | Path) -> Bundle:
@@ -231,10 +232,12 @@ def measure(
 
     against = None if baseline is None else given.model(baseline, "baseline")
     text = None if calibration is None else given.model(calibration, "calibration")
+    runs = given.word(runtime, "runtime", "a runtime's name")
+    given.flags(speed=speed)
     opened = _opened(bundle)
     with showing(progress) as shown:
         shown.begin(f"opening {opened.path.name}")
-        rows = measure_bundle(opened, against, shown, runtime=runtime, calibration=text, speed=speed)
+        rows = measure_bundle(opened, against, shown, runtime=runs, calibration=text, speed=speed)
     return [row.as_dict() for row in rows]
 
 
@@ -270,9 +273,14 @@ def compare(
         QuantkitError: `models-differ`, `items-differ`, `items-missing`, `hash-mismatch`, ...
     """
     from quantkit import given
+    from quantkit.bundle import Bundle
     from quantkit.pipeline.compare.compare import Margins, compare_bundles
     from quantkit.pipeline.progress import showing
 
+    for where, side in (("a", a), ("b", b)):
+        given.demand(where, side, (Bundle, str, Path), "a bundle, a path or a name")
+    given.flags(measure=measure, speed=speed)
+    given.numbers(accuracy_margin=accuracy_margin, latency_margin=latency_margin, size_margin=size_margin)
     text = None if calibration is None else given.model(calibration, "calibration")
     with showing(progress) as shown:
         return compare_bundles(
@@ -280,7 +288,7 @@ def compare(
             b,
             shown,
             margins=Margins(accuracy_margin, latency_margin, size_margin),
-            runtime=runtime,
+            runtime=given.word(runtime, "runtime", "a runtime's name"),
             calibration=text,
             measure=measure,
             speed=speed,
@@ -338,6 +346,8 @@ def tune(
     from quantkit.tuning import Budget, TuneQuestion
     from quantkit.tuning import tune as search
 
+    given.flags(exact=exact, check=check)
+    given.numbers(samples=samples)
     request = Request.of(
         given.model(model),
         recipe=recipe,
@@ -376,6 +386,9 @@ def export(bundle: Bundle | str | Path, to: str, changes: Sequence[str] = ()) ->
     Raises:
         QuantkitError: `export-exists`, `export-unsupported`, `check-failed` (nothing is added), ...
     """
+    from quantkit import given
     from quantkit.pipeline.finished.export import export_bundle
+    from quantkit.recipe.changes import demand_changes
 
-    return export_bundle(_opened(bundle), to, changes).bundle
+    given.demand("to", to, (str,), "an exporter's name")
+    return export_bundle(_opened(bundle), to, demand_changes(changes)).bundle

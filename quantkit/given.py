@@ -43,6 +43,24 @@ def mappings(value: Any, where: str) -> list[dict[str, Any]]:
     return [dict(each) for each in value]
 
 
+def word(value: Any, where: str, rule: str) -> str | None:
+    """A name; None stays None. Raises InputError `usage`."""
+    return None if value is None else str(demand(where, value, (str,), rule))
+
+
+def flags(**values: Any) -> None:
+    """Refuse what is neither true nor false, by its name: "no" would be true. Raises InputError `usage`."""
+    for where, value in values.items():
+        demand(where, value, (bool,), "True or False")
+
+
+def numbers(**values: Any) -> None:
+    """Refuse what is no number, by its name; None is left to its default. Raises InputError `usage`."""
+    for where, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise wrong(where, value, "a number")
+
+
 def demand(where: str, value: Any, kinds: tuple[type, ...], rule: str) -> Any:
     """What is of one of these types. Raises InputError `usage`."""
     if not isinstance(value, kinds):

@@ -28,5 +28,5 @@ Said = Annotated[Kind, BeforeValidator(today)]
 
 
 def one(kind: str) -> str:
-    """One of a kind, in a sentence: `a decoder`, `an encoder`."""
+    """One of a kind or of a type, in a sentence: `a decoder`, `an encoder`, `an int`."""
     return f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}"

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from quantkit import content, plugins
+from quantkit import content, given, plugins
 from quantkit.bundle.disk import write_atomic
 from quantkit.content import Closed, read_yaml, validated
 from quantkit.errors import InputError, did_you_mean
@@ -245,6 +245,7 @@ class Target(Closed):
         Raises:
             InputError: unknown name, unreadable YAML, unknown key, wrong value or unit: one line, with a did-you-mean.
         """
+        given.demand("target", reference, (str, Path), "a name, a path or a Target")
         path = content.find("export", content.as_reference(reference))
         target = cls.from_dict(read_yaml(path), name=path.stem, where=str(reference))
         return target.resolve(read_measured(target.name))

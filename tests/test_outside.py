@@ -65,8 +65,19 @@ def install(
     groups = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in each.items()) for group, each in offered.items()]
     (info / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
     monkeypatch.syspath_prepend(root)
-    for name in [name for name in sys.modules if name.partition(".")[0] == home.name]:  # of another test's package
+    forget(monkeypatch, home.name)  # of another test's package
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """As in a new process: nothing of it is imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def files_sha256(folder: Path) -> str:
+    """Of what `sha256sum *.py` says in a package's folder."""
+    found = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.glob("*.py"))]
+    return hashlib.sha256("".join(found).encode()).hexdigest()
 
 
 @pytest.fixture
@@ -93,8 +104,9 @@ def test_the_page_s_example_by_path(
     manifest = json.loads((place / "clipped" / "manifest.json").read_text(encoding="utf-8"))
     digest = hashlib.sha256((place / "my_pass.py").read_bytes()).hexdigest()
     assert manifest["code"] == [{"kind": "pass", "name": "my_pass", "path": "./my_pass.py", "sha256": digest}]
-    assert manifest["recipe"]["passes"][0] == {"path:my_pass.py": {"deviations": 3.0}}
+    assert manifest["recipe"]["passes"][0] == {"./my_pass.py": {"deviations": 3.0}}
     assert str(place) not in json.dumps(manifest), "a bundle holds no path of the machine that it was made on"
+    made_again_from_its_card(place, capsys)
     exec(SNIPPETS[0], {})
     assert digest in capsys.readouterr().out
 
@@ -106,6 +118,24 @@ def test_the_page_s_example_by_path(
     (place / "my_pass.py").unlink()
     code, _, err = said(capsys, "measure ./clipped --baseline ./my-model --no-speed")
     assert code == 0, err
+
+
+def made_again_from_its_card(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe that the card shows, as a file beside the pass, and the command beside it, make the same."""
+    card = (place / "clipped" / "README.md").read_text(encoding="utf-8")
+    shown, again = re.findall(r"```\w*\n(.*?)```", card.partition("as `recipe.yaml` it makes")[2], re.DOTALL)
+    (place / "recipe.yaml").write_text(shown, encoding="utf-8")
+    code, _, err = said(capsys, f"{again.strip().removeprefix('quantkit ')} --out ./again --no-speed")
+    assert code == 0, err
+    before, made = quantkit.load("./clipped").manifest, quantkit.load("./again").manifest
+    assert made.content_sha256 == before.content_sha256 and made.code == before.code
+    read = Recipe.from_dict(before.recipe, name="clipped", base=place, allow_code=True)
+    assert str(read.passes[0].settings) == "deviations=3.0"
+    # what plan proposes is allowed too, as it was itself
+    code, out, err = said(capsys, "plan ./my-model --recipe ./mine.yaml --allow-code")
+    assert code == 0 and "--recipe ./mine.yaml" in out, err
+    printed = next(line for line in out.splitlines() if "quantkit compile" in line)
+    assert "--allow-code" in printed
 
 
 def test_a_changed_file_does_not_resume(place: Path) -> None:
@@ -164,7 +194,15 @@ def test_the_page_s_example_as_a_package(
         assert code == 0 and "my_pass" in out, err
     assert (place / "imported").exists()
     chosen = Recipe.load("./by_name.yaml")
-    assert chosen.outside() == [{"kind": "pass", "name": "my_pass", "package": "acme-quant", "version": "1.0"}]
+    named = {"kind": "pass", "name": "my_pass", "package": "acme-quant", "version": "1.0"}
+    home = place / "site-acme-quant" / "acme_quant"
+    assert chosen.outside() == [named | {"sha256": files_sha256(home)}]
+    # an edit is noticed where it runs: in the next process, not in this one, which has the module imported
+    before = chosen.outside()
+    (home / "helper.py").write_text("DEVIATIONS = 5\n", encoding="utf-8")
+    assert Recipe.load("./by_name.yaml").outside() == before
+    forget(monkeypatch, "acme_quant")
+    assert Recipe.load("./by_name.yaml").outside() == [named | {"sha256": files_sha256(home)}] != before
     model = zoo.tiny("llama")
     before = float(model.model.layers[0].mlp.up_proj.weight.detach().abs().max())
     pipeline = quantkit.Pipeline([{"my_pass": {"deviations": 0.5}}, "rtn"], weights=SCHEME["weights"])
@@ -220,7 +258,9 @@ def test_a_package_brings_formats_and_what_ships_keeps_the_same_promise(
     install(tmp_path, monkeypatch, {"quantkit.formats": {"int6": "acme_quant.six:FORMAT"}}, modules={"six.py": FORMAT})
     recipe = Recipe.from_dict({"summary": "x", "scheme": {"weights": {"format": "int6"}}, "passes": ["rtn"]}, name="x")
     assert isinstance(recipe.scheme.weights, WeightScheme) and recipe.scheme.weights.format == "int6"
-    assert recipe.outside() == [{"kind": "format", "name": "int6", "package": "acme-quant", "version": "1.0"}]
+    digest = files_sha256(tmp_path / "site-acme-quant" / "acme_quant")
+    named = {"kind": "format", "name": "int6", "package": "acme-quant", "version": "1.0"}
+    assert recipe.outside() == [named | {"sha256": digest}]
     with pytest.raises(InputError, match=r"no format is called 'int5'.*int6"):
         Recipe.from_dict({"summary": "x", "scheme": {"weights": {"format": "int5"}}, "passes": ["rtn"]}, name="x")
     for kind in plugins.KINDS:
@@ -262,6 +302,18 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str | None, code: str) -> 
     with pytest.raises(InputError) as caught:
         Recipe.load(tmp_path / "r.yaml", allow_code=True)
     assert caught.value.code == code and caught.value.where == str(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize(("returned", "said"), [("", "None"), ("return 1", "an int")])
+def test_one_that_returns_nothing_is_named(place: Path, returned: str, said: str) -> None:
+    path = place / "my_pass.py"
+    path.write_text(FILES["my_pass.py"].replace("return Outcome(changed=True)", returned), encoding="utf-8")
+    pipeline = quantkit.Pipeline([path, "rtn"], weights=SCHEME["weights"], allow_code=True)
+    with pytest.raises(InputError) as caught:
+        pipeline.apply(zoo.tiny("llama"), zoo.ids())
+    error = caught.value
+    assert (error.code, error.where) == ("plugin-failed", str(path))
+    assert error.value == f"run of my_pass returned {said}" and "quantkit.passes.Outcome" in error.rule
 
 
 def test_one_that_fails_at_work_is_named(

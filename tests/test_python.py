@@ -17,6 +17,7 @@ import quantkit
 from quantkit.bundle import Bundle, Verdict
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.rows import write_rows
+from quantkit.pipeline.progress import showing
 from quantkit.report.kit import shell
 from quantkit.report.kit.progress import Display, notebook
 
@@ -39,6 +40,21 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a bundle that is a list": (lambda: quantkit.measure([1]), r"\[usage\] bundle: got \[1\]"),  # type: ignore[arg-type]
     "a budget that is a number": (lambda: quantkit.tune("x", 4.25), r"\[usage\] budget: got 4.25"),  # type: ignore[arg-type]
     "schemes that are texts": (lambda: quantkit.tune("x", "bits=4", schemes=["int4"]), r"\[usage\] schemes"),  # type: ignore[list-item]
+    "two numbers to compare": (lambda: quantkit.compare(1, 2), r"\[usage\] a: got 1; a bundle, a path or a name"),  # type: ignore[arg-type]
+    "nothing to compare with": (lambda: quantkit.compare("./x", None), r"\[usage\] b: got None"),  # type: ignore[arg-type]
+    "no recipe": (lambda: quantkit.Recipe.load(None), r"\[usage\] recipe: got None"),  # type: ignore[arg-type]
+    "no target": (lambda: quantkit.Target.load(None), r"\[usage\] target: got None"),  # type: ignore[arg-type]
+    "no bundle": (lambda: quantkit.Bundle.load(None), r"\[usage\] bundle: got None"),  # type: ignore[arg-type]
+    "a target that is a number": (lambda: quantkit.compile(target=5), r"\[usage\] target: got 5"),  # type: ignore[arg-type]
+    "a target that is zero": (lambda: quantkit.plan(target=0), r"\[usage\] target: got 0"),  # type: ignore[arg-type]
+    "exporters": (lambda: quantkit.export("./x", ["onnx"]), r"\[usage\] to: got \['onnx'\]"),  # type: ignore[arg-type]
+    "no exporter": (lambda: quantkit.export("./x", None), r"\[usage\] to: got None"),  # type: ignore[arg-type]
+    "a runtime that is a number": (lambda: quantkit.measure("./x", runtime=5), r"\[usage\] runtime: got 5"),  # type: ignore[arg-type]
+    "a flag in words": (lambda: quantkit.compile(speed="no"), r"\[usage\] speed: got 'no'; True or False"),  # type: ignore[arg-type]
+    "another": (lambda: quantkit.compile(resume="x"), r"\[usage\] resume: got 'x'"),  # type: ignore[arg-type]
+    "texts to calibrate on": (lambda: quantkit.compile(calibration=["a text"]), r"\[usage\] calibration: got \['a"),  # type: ignore[arg-type]
+    "a prompt in words": (lambda: quantkit.plan(prompt="long"), r"\[usage\] prompt: got 'long'; a number"),  # type: ignore[arg-type]
+    "progress in words": (lambda: showing("bar").__enter__(), r"\[usage\] progress: got 'bar'"),  # type: ignore[arg-type]
     "an out that is a number": (lambda: quantkit.compile("x", out=1), r"\[usage\] out: got 1"),  # type: ignore[arg-type]
     "no weights": (lambda: quantkit.Pipeline(["rtn"]), r"Pipeline: rtn assigns codes.*weights=\{'format': 'int8'\}"),
     "weights that are a text": (lambda: quantkit.Pipeline(["rtn"], weights="int4"), r"recipe-invalid\] Pipeline"),  # type: ignore[arg-type]

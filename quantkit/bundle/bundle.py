@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit import limits
+from quantkit import given, limits
 from quantkit.bundle import frame as frames
 from quantkit.bundle import seal
 from quantkit.bundle.disk import fsync_tree, one_writer, remove, stopping_when_full, write_atomic
@@ -54,9 +54,9 @@ class Bundle:
         """Open a bundle; reads the manifest only.
 
         Raises:
-            InputError: `not-a-bundle`, `unfinished-build`, `manifest-invalid`, `manifest-schema`.
+            InputError: `usage`, `not-a-bundle`, `unfinished-build`, `manifest-invalid`, `manifest-schema`.
         """
-        folder = Path(path).expanduser()
+        folder = Path(given.demand("bundle", path, (str, Path), "a path")).expanduser()
         if not (folder / MANIFEST).is_file():
             partial = folder.with_name(f"{folder.name}.partial")
             if not folder.exists() and partial.is_dir():

@@ -30,7 +30,7 @@ from pydantic import (
 from quantkit import limits
 from quantkit.bundle.disk import sha256, walk
 from quantkit.errors import InputError, from_validation
-from quantkit.kinds import Said
+from quantkit.kinds import Said, one
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.jsonl"
@@ -185,11 +185,12 @@ class WeightsEntry(_Closed):
 
 
 class CodeEntry(_Closed):
-    """A plug-in from outside that a recipe named: a file with its sha256, or a package with its version.
+    """A plug-in from outside that a recipe named: a file, or a package with its version.
 
     Args:
         kind: pass, exporter or format.
-        path: of a file: relative to the recipe, or its name alone.
+        path: of a file: its name, beside the recipe.
+        sha256: of what ran: the file's bytes; of a package, the names and hashes of all its files of Python.
     """
 
     kind: str
@@ -201,7 +202,7 @@ class CodeEntry(_Closed):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A file has no package, a package no hash."""
+        """A file has no package, a package no path."""
         data: dict[str, Any] = handler(self)
         return {key: value for key, value in data.items() if value is not None}
 
@@ -299,7 +300,7 @@ class Manifest(_Closed):
             ) from None
         if not isinstance(data, dict):
             raise InputError(
-                "manifest-invalid", where=str(path), value=f"a {type(data).__name__}", rule="a manifest is an object"
+                "manifest-invalid", where=str(path), value=one(type(data).__name__), rule="a manifest is an object"
             )
         if data.get("schema") != SCHEMA:
             raise InputError(

@@ -16,6 +16,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from typing import IO, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from quantkit._version import __version__
 from quantkit.cli.answer import Answer
@@ -86,6 +87,22 @@ def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
     return parsed
 
 
+class _Command(TyperCommand):
+    """A command whose options are given once, unless they are made to be repeated: no value replaces another unsaid."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As it does, after a look at how often each is there. Raises InputError `usage`."""
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        for option in self.params:
+            single = option.param_type_name == "option" and not (option.is_flag or option.multiple)
+            if single and given.count(option) > 1:
+                name, form = option.opts[0], option.metavar or ""
+                where, rule = f"{ctx.command_path} {name}", "it takes one value"
+                remedy = f"all in one: {name} {form}" if "," in form else "leave one out"
+                raise InputError("usage", where=where, value="given twice", rule=rule, remedy=remedy)
+        return super().parse_args(ctx, args)
+
+
 def _help(context: typer.Context) -> None:
     """What a group says that is given no command."""
     if context.invoked_subcommand is None:
@@ -93,11 +110,11 @@ def _help(context: typer.Context) -> None:
 
 
 for _work in _COMMANDS:
-    app.command(name=_work.__name__.rstrip("_"))(_parsed(_work))
+    app.command(name=_work.__name__.rstrip("_"), cls=_Command)(_parsed(_work))
 for _name, (_about, _members) in _GROUPS.items():
     _group = typer.Typer(rich_markup_mode=None, callback=_help, invoke_without_command=True, help=_about)
     for _work in _members:
-        _group.command(name=_work.__name__.rstrip("_"))(_parsed(_work))
+        _group.command(name=_work.__name__.rstrip("_"), cls=_Command)(_parsed(_work))
     app.add_typer(_group, name=_name)
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # (model, recipe, target, runtime that is asked for) -> the runtime
 RuntimeOf = Callable[[str, str, str, str | None], str]
+# what works where code of a recipe's own file does not: nobody is there at night to allow it
+_PACKAGE = "nightly runs what installed packages offer: make the file one, as docs/plugins.md shows"
 
 
 def checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
@@ -104,12 +106,13 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
         except InputError as error:
             place = f"{where}: {recipe} on {target}" + (f" in {asked}" if asked else "")
             instead = f"exclude: [{{recipe: {recipe}, target: {target}{f', runtime: {asked}' if asked else ''}}}]"
+            remedy = _PACKAGE if error.code == "code-not-allowed" else error.remedy
             raise InputError(
                 error.code,
                 where=f"{place}: {error.where}" if error.where else place,
                 value=error.value,
                 rule=error.rule,
-                remedy="; or: ".join(part for part in (error.remedy, instead) if part),
+                remedy="; or: ".join(part for part in (remedy, instead) if part),
             ) from None
         return alike[key]
 

@@ -16,6 +16,7 @@ from quantkit.formats import QuantTensor, apart, joined
 from quantkit.formats.base.grid import load_grid
 from quantkit.passes import load_pass
 from quantkit.passes.solvers import ranges
+from quantkit.plugins.outside import demand_returned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,7 +144,9 @@ def product(weight: Tensor, moments: Moments | None, scheme: WeightScheme, passe
         passes: of the recipe, name -> settings.
     """
     found = assigner(passes)
-    return nearest(weight, scheme) if found is None else found.product(weight, moments, scheme, passes[found.name])
+    if found is None:
+        return nearest(weight, scheme)
+    return demand_returned(found.product(weight, moments, scheme, passes[found.name]), QuantTensor, found, "product")
 
 
 def assigner(passes: Mapping[str, Any]) -> Pass | None:

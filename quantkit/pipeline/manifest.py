@@ -49,7 +49,7 @@ def manifest_of(
         content_sha256=subject,
         state="complete" if all(check.ok for check in checks if check.name != NAME) else "gate_failed",
         model=model,
-        recipe=tokens.without_paths(request.recipe.as_dict()),
+        recipe=tokens.without_paths(request.recipe),
         target=request.target.as_dict(),
         calibration=calibration,
         seed=request.recipe.seed,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quantkit import machine
+from quantkit import given, machine
 
 
 class Progress:
@@ -35,7 +35,11 @@ def showing(asked: bool = True) -> Iterator[Progress]:
 
     Args:
         asked: False says nothing.
+
+    Raises:
+        InputError: `usage`, what is neither True nor False.
     """
+    given.flags(progress=asked)
     if not asked:
         yield Progress()
         return

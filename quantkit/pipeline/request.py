@@ -92,6 +92,9 @@ class Request:
         Raises:
             InputError: anything that is not what it has to be.
         """
+        given.flags(
+            resume=resume, strict=strict, trust_remote_code=trust_remote_code, allow_code=allow_code, speed=speed
+        )
         if isinstance(recipe, Mapping):
             name = str(recipe.get("name", "own"))
             chosen = Recipe.from_dict(dict(recipe), name=name, changes=changes, allow_code=allow_code)
@@ -107,10 +110,10 @@ class Request:
         if calibration is None and shipped and not _names(changes, "calibration.set"):
             calibration = _own_set(model, chosen)
         if calibration is not None:
-            kept = chosen.calibration.model_copy(update={"set": content.as_reference(calibration)})
+            kept = chosen.calibration.model_copy(update={"set": given.model(calibration, "calibration")})
             chosen = chosen.model_copy(update={"calibration": kept})
         content.find("calibration", chosen.calibration.set)
-        aimed = target if isinstance(target, Target) else Target.load(target or this_machine())
+        aimed = target if isinstance(target, Target) else Target.load(this_machine() if target is None else target)
         kind = kind_of(model)
         if kind is not None:
             # which of the two a graph is, its file says, and that is opened by the compile

@@ -42,7 +42,7 @@ def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
     }
     asked = {
         "model": model.source.sha256,
-        "recipe": tokens.without_paths(request.recipe.as_dict()),
+        "recipe": tokens.without_paths(request.recipe),
         "code of the recipe": request.recipe.outside(),
         "calibration": calibration.ids_sha256 if calibration else None,
         "target": _target(request.target.as_dict()),

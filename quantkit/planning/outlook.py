@@ -172,6 +172,7 @@ class PlannedRecipe:
             is one; None where no time is known.
         compiling: what the compile takes; None where it is not known.
         problem: why it cannot run there; nothing else is reckoned then.
+        code: whether a pass of it stands in a file of the user's, which has to be allowed.
     """
 
     label: str
@@ -188,6 +189,7 @@ class PlannedRecipe:
     compiling: Compiling | None = None
     problem: QuantkitError | None = None
     notes: Sequence[str] = ()
+    code: bool = False
 
     @property
     def forecast(self) -> bool:

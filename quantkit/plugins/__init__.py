@@ -113,7 +113,7 @@ class Kind(Generic[Plugin_co]):
             raise unknown_name(self.singular, name, self.names(), where=where)
         return self._whole(offered[0].load(self.constant), name, offered[0].origin)
 
-    def run(self, path: Path, written: str) -> outside.CodeFile:
+    def run(self, path: Path) -> outside.CodeFile:
         """The plug-in of a user's own file, whose name is its stem; its code runs.
 
         Raises:
@@ -127,7 +127,7 @@ class Kind(Generic[Plugin_co]):
                 rule="a shipped name stays what it is",
                 remedy="rename the file",
             )
-        code = outside.run_file(path, written, self.constant)
+        code = outside.run_file(path, self.constant)
         self._whole(code.plugin, path.stem, str(path))
         return code
 

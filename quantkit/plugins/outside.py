@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import sys
 import traceback
 from collections.abc import Iterator
@@ -18,15 +19,17 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from quantkit import limits
 from quantkit.errors import InputError
+from quantkit.kinds import one
 
 # of entry points
 GROUPS = ("quantkit.passes", "quantkit.formats", "quantkit.exporters", "quantkit.runtimes")
 # what a file's module is called; the rest of its name is a hash of where and what it is
 _FILE = "quantkit_file_"
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True)
@@ -35,23 +38,21 @@ class CodeFile:
 
     Args:
         path: absolute.
-        written: as a recipe names it.
         sha256: of the bytes that ran.
         plugin: what the file defines.
     """
 
     path: Path
-    written: str = field(compare=False)
     sha256: str
     plugin: Any = field(compare=False, repr=False)
 
     @property
     def public(self) -> str:
-        """Its path as a bundle may hold it: relative to the recipe, or the file's name alone."""
-        return self.path.name if Path(self.written).expanduser().is_absolute() else self.written
+        """As a bundle may name it, which holds no path of a machine: beside its recipe."""
+        return f"./{self.path.name}"
 
 
-def run_file(path: Path, written: str, constant: str) -> CodeFile:
+def run_file(path: Path, constant: str) -> CodeFile:
     """What a file of Python defines as `constant`; what was run already is not run again.
 
     Raises:
@@ -80,7 +81,7 @@ def run_file(path: Path, written: str, constant: str) -> CodeFile:
                 del sys.modules[name]
                 raise
         found = _constant(sys.modules[name], constant)
-    return CodeFile(path, written, digest, found)
+    return CodeFile(path, digest, found)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,14 @@ class OfferedPlugin:
         """The plug-in, its module imported. Raises InputError `plugin-broken`."""
         with _blaming(self.origin):
             found = self.entry.load()
+            _imported_sha256(_home(self.entry.module))  # as it is now: an edit made later is not what runs
             return _constant(found, constant) if isinstance(found, ModuleType) else found
+
+    @property
+    def sha256(self) -> str:
+        """Of the source that runs: all files of Python of its top-level package, which is imported where it was not."""
+        importlib.import_module(self.entry.module)
+        return _imported_sha256(_home(self.entry.module))
 
 
 def offers(group: str) -> dict[str, list[OfferedPlugin]]:
@@ -155,7 +163,7 @@ def demand_whole(found: Any, name: str, origin: str, protocol: type, singular: s
     missing = sorted(each for each in members if not hasattr(found, each))
     value = ""
     if missing:
-        value = f"a {type(found).__name__} without {missing[0]}"
+        value = f"{one(type(found).__name__)} without {missing[0]}"
     elif found.name != name:
         value = f"its name is {found.name!r}"
     if value:
@@ -168,17 +176,53 @@ def demand_whole(found: Any, name: str, origin: str, protocol: type, singular: s
         )
 
 
+def demand_returned(found: Any, kind: type[Returned], plugin: Any, method: str) -> Returned:
+    """What a plug-in's method has to return; code from outside may have forgotten to.
+
+    Raises:
+        InputError: `plugin-failed`.
+    """
+    if isinstance(found, kind):
+        return found
+    raise InputError(
+        "plugin-failed",
+        where=origin(type(plugin).__module__) or plugin.name,
+        value=f"{method} of {plugin.name} returned {'None' if found is None else one(type(found).__name__)}",
+        rule=f"it returns {kind.__module__}.{kind.__name__}(…)",
+        remedy="mend it, or tell its author; docs/plugins.md has an example",
+    )
+
+
+def origin(name: str) -> str | None:
+    """The file or the package from outside that a module of that name is of; None where of none."""
+    if name.startswith(_FILE):
+        return str(sys.modules[name].__file__)
+    every = (offer for group in GROUPS for offered in offers(group).values() for offer in offered)
+    package = name.partition(".")[0]
+    return next((offer.origin for offer in every if offer.entry.module.partition(".")[0] == package), None)
+
+
 def culprit(problem: BaseException) -> str | None:
     """The file or the package from outside whose code an exception came up in, or came through; None where in none."""
-    every = [offer for group in GROUPS for offered in offers(group).values() for offer in offered]
-    known = {offer.entry.module.partition(".")[0]: offer.origin for offer in every}
-    for frame, _ in traceback.walk_tb(problem.__traceback__):
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith(_FILE):
-            return frame.f_code.co_filename
-        if name.partition(".")[0] in known:
-            return known[name.partition(".")[0]]
-    return None
+    frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    found = (origin(str(frame.f_globals.get("__name__", ""))) for frame in frames)
+    return next((each for each in found if each is not None), None)
+
+
+def _home(name: str) -> ModuleType:
+    """The package or module that an imported module belongs to: the uppermost that has a file of its own."""
+    parts = name.split(".")
+    above = [sys.modules[".".join(parts[: count + 1])] for count in range(len(parts))]
+    return next((each for each in above if getattr(each, "__file__", None)), above[-1])
+
+
+@cache
+def _imported_sha256(module: ModuleType) -> str:
+    """Of its files, by their paths in it; read once after each import."""
+    file = Path(str(module.__file__))
+    files = sorted(file.parent.rglob("*.py")) if hasattr(module, "__path__") else [file]
+    lines = [f"{hashlib.sha256(limits.read(path)).hexdigest()}  {path.relative_to(file.parent)}\n" for path in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _constant(module: ModuleType, name: str) -> Any:

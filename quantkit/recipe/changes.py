@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.content import is_path, parse_yaml
+from quantkit.content import as_reference, is_path, parse_yaml
 from quantkit.errors import InputError, did_you_mean
 
 
@@ -98,11 +98,11 @@ def steps_of(value: Any) -> list[tuple[str, dict[str, Any]]]:
         raise ValueError("must be a list of {name: settings}")
     steps = []
     for entry in value:
-        item = {entry: {}} if isinstance(entry, str) else entry
+        item = {entry: {}} if isinstance(entry, str | Path) else entry
         if not (isinstance(item, dict) and len(item) == 1):
             raise ValueError(f"each entry is one name with its settings, got {item!r}")
         name, settings = next(iter(item.items()))
         if not isinstance(settings, dict | None):
             raise ValueError(f"the settings of {name} are a mapping, got {settings!r}")
-        steps.append((str(name), settings or {}))
+        steps.append((as_reference(name), settings or {}))
     return steps

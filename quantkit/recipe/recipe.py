@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from quantkit import content, plugins
+from quantkit import content, given, plugins
 from quantkit.content import Closed, Document, read_yaml, validated
 from quantkit.errors import InputError, did_you_mean
 from quantkit.kinds import Kind, Said, today
@@ -289,6 +289,7 @@ class Recipe(Closed):
             InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean; an
                 add-on that has passes; `code-not-allowed`, `plugin-broken`, `plugin-clash`.
         """
+        given.demand("recipe", reference, (str, Path), "a name or a path")
         first, *others = [reference] if isinstance(reference, Path) else reference.split(ADDED)
         data, name = _read(first)
         for other in others:
@@ -339,7 +340,7 @@ class Recipe(Closed):
         return cls.from_dict(left, name=str(data.get("name", "")), where="the bundle's recipe")
 
     def outside(self) -> list[dict[str, str]]:
-        """What of it does not ship: the files of its passes with the sha256 of what ran, and what packages offer."""
+        """What of it does not ship: the files of its passes and what packages offer, with the sha256 of what runs."""
         files = [(step.name, step.code) for step in self.passes if step.code is not None]
         found = [{"kind": "pass", "name": name, "path": code.public, "sha256": code.sha256} for name, code in files]
         named: list[tuple[plugins.Kind[plugins.Named], str]] = []
@@ -348,7 +349,8 @@ class Recipe(Closed):
         named += [(plugins.FORMATS, name) for name in self._formats()]
         for kind, name in dict.fromkeys(named):
             found += [
-                {"kind": kind.singular, "name": name, "package": offer.package, "version": offer.version}
+                {"kind": kind.singular, "name": name, "sha256": offer.sha256}
+                | {"package": offer.package, "version": offer.version}
                 for offer in ([] if name in kind.shipped() else kind.offers()[name])
             ]
         return found
@@ -366,11 +368,10 @@ class Recipe(Closed):
     def as_dict(self) -> dict[str, Any]:
         """The contract's form, which `from_dict` reads back."""
         data = self.model_dump(mode="json", by_alias=True, exclude={"passes", "export", "schema_"})
-        passes = [{step.reference: step.settings.model_dump(mode="json")} for step in self.passes]
         return {
             "schema": 1,
             **data,
-            "passes": passes,
+            "passes": [{step.reference: step.settings.model_dump(mode="json")} for step in self.passes],
             "export": [{step.name: step.options} for step in self.export],
         }
 
@@ -420,7 +421,7 @@ def _own(reference: str, *, where: str = "recipe", base: Path = Path(), allowed:
             rule="code of a recipe runs only where that is asked for",
             remedy="read it, then --allow-code, or allow_code=True in Python",
         )
-    code = plugins.PASSES.run(base / Path(reference).expanduser(), reference)
+    code = plugins.PASSES.run(base / Path(reference).expanduser())
     return PassStep(name=code.path.stem, code=code)
 
 

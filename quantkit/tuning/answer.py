@@ -98,7 +98,8 @@ def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence
     Recipe.load(folder / RECIPE, allow_code=bool(recipe.code))  # what is written is what can be read
     write_atomic(folder / HARMS, store.text(harms).encode())
     write_atomic(folder / FRONT, (json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
-    write_atomic(folder / REPORT, page(data, (folder / RECIPE).read_text(encoding="utf-8")).encode())
+    text = (folder / RECIPE).read_text(encoding="utf-8")
+    write_atomic(folder / REPORT, page(data, text, code=bool(recipe.code)).encode())
 
 
 def comment(data: Mapping[str, Any]) -> list[str]:

@@ -175,6 +175,14 @@ def test_what_is_wrong_is_one_line(change: dict[str, Any], code: str, part: str)
     assert "\n" not in caught.value.line()
 
 
+def test_a_file_of_code_is_to_be_a_package(tmp_path: Path) -> None:
+    """The command has no --allow-code to send anybody to."""
+    (tmp_path / "mine.yaml").write_text("schema: 1\nsummary: x\npasses: [./mine.py, rtn]\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"code-not-allowed.*docs/plugins\.md") as caught:
+        made(recipes=[str(tmp_path / "mine.yaml")])
+    assert "allow-code" not in caught.value.line() and "allow_code" not in caught.value.line()
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [

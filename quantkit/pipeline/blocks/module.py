@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Decision
-from quantkit.passes import pass_of
+from quantkit.passes import ModelOutcome, pass_of
+from quantkit.plugins.outside import demand_returned
 from quantkit.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class Pipeline:
     Pipeline(["fold_norms", {"gptq": {"damping": 0.02}}], weights=scheme).apply(model, ids)
 
     Args:
-        passes: names, or {name: settings}; exactly one of them assigns the codes.
+        passes: names, paths, or {name: settings}; exactly one of them assigns the codes.
         weights: the weight scheme, as in a recipe; needed where a pass assigns codes.
         activations: how inputs are quantized, as in a recipe; hooks that stay on the module's linears do it.
         overrides, keep, on_indivisible, seed: as in a recipe.
@@ -41,7 +43,7 @@ class Pipeline:
 
     def __init__(
         self,
-        passes: Sequence[str | Mapping[str, Any]],
+        passes: Sequence[str | Path | Mapping[str | Path, Any]],
         *,
         weights: Mapping[str, Any] | None = None,
         activations: Mapping[str, Any] | None = None,
@@ -97,7 +99,8 @@ class Pipeline:
         self.tensors, self.decisions = {}, list(layers.decisions)
         for step in steps:
             if step.run.scope == "model":
-                outcome = step.run.transform(stream, step.settings, self.recipe.seed)
+                returned = step.run.transform(stream, step.settings, self.recipe.seed)
+                outcome = demand_returned(returned, ModelOutcome, step.run, "transform")
                 self.decisions += outcome.decisions
                 if outcome.transform is not None:
                     stream.apply(outcome.transform)

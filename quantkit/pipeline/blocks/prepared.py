@@ -16,7 +16,7 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.kinds import one
-from quantkit.passes import NOTE, decision, pass_of
+from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
@@ -24,6 +24,7 @@ from quantkit.pipeline.request import Request, default_out, with_own_runtime
 from quantkit.planning.model.assigned import UNTIED, takes_head
 from quantkit.planning.readers import caveats, spelt_out
 from quantkit.planning.support import demand_kind
+from quantkit.plugins.outside import demand_returned
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
@@ -153,7 +154,8 @@ def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tupl
     for step in steps:
         if step.run.scope != "model":
             continue
-        outcome = step.run.transform(stream, step.settings, seed)
+        returned = step.run.transform(stream, step.settings, seed)
+        outcome = demand_returned(returned, ModelOutcome, step.run, "transform")
         decisions += outcome.decisions
         if outcome.transform is None:
             continue

@@ -26,15 +26,17 @@ _IDS = (".jsonl", ".json", ".parquet")
 
 
 def public(reference: str) -> str:
-    """A calibration set or a pass as a bundle may name it: by its name, or a file's name without its folder."""
+    """A calibration set as a bundle may name it: by its name, or a file's name without its folder."""
     return f"path:{Path(reference).name}" if content.is_path(reference) else reference
 
 
-def without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as a bundle may hold it: no path of the machine it was made on."""
-    calibration = {**recipe["calibration"], "set": public(recipe["calibration"]["set"])}
-    passes = [{public(name): settings for name, settings in step.items()} for step in recipe["passes"]]
-    return {**recipe, "calibration": calibration, "passes": passes}
+def without_paths(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as a bundle may hold it: no path of the machine it was made on; files of passes lie beside it."""
+    data = recipe.as_dict()
+    calibration = {**data["calibration"], "set": public(recipe.calibration.set)}
+    files = {str(code.path): code.public for code in recipe.code}
+    passes = [{files.get(name, name): settings for name, settings in step.items()} for step in data["passes"]]
+    return {**data, "calibration": calibration, "passes": passes}
 
 
 def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> int:

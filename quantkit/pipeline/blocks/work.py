@@ -31,8 +31,9 @@ from quantkit.model.structure.block import Block
 from quantkit.model.structure.fold import Fold
 from quantkit.model.structure.skip import skips
 from quantkit.model.structure.traced import Structure
-from quantkit.passes import Pass, decision
+from quantkit.passes import Outcome, Pass, decision
 from quantkit.planning.compiling.spec import chunk_size
+from quantkit.plugins.outside import demand_returned
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # blocks after which freed memory is given back; every time would cost a second a gigabyte
@@ -284,7 +285,7 @@ def work(
                 reason = "no token reached it while the block was traced; it stays in high precision"
                 worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
         for step in block_steps:
-            outcome = step.run.run(block, stats, step.settings)
+            outcome = demand_returned(step.run.run(block, stats, step.settings), Outcome, step.run, "run")
             worked.decisions += outcome.decisions
             worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
         if any("codes" in step.run.ensures for step in block_steps):

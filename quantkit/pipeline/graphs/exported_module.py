@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.content import cache_dir
 from quantkit.errors import InputError, MissingDependency
 from quantkit.graph.open import is_graph
+from quantkit.kinds import one
 from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import disk_errors
@@ -53,7 +54,7 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any) -> Req
 
     name = type(module).__name__
     if not isinstance(module, nn.Module):
-        value, rule = f"a {name}", "a model is a name, a path or a torch.nn.Module"
+        value, rule = one(name), "a model is a name, a path or a torch.nn.Module"
         raise InputError("module-kind", where="model", value=value, rule=rule, remedy="check what is given")
     examples = _examples(example_inputs, name)
     home = place("").parent
@@ -84,7 +85,7 @@ def _examples(given: Any, name: str) -> list[Tensor] | dict[str, Tensor]:
         raise InputError(
             "module-inputs",
             where=name,
-            value="no example_inputs" if given is None else f"example_inputs are a {type(given).__name__}",
+            value="no example_inputs" if given is None else f"example_inputs are {one(type(given).__name__)}",
             rule="a module is exported as it is called: a tensor, several, or a dict of them, [n, ...] each",
             remedy="example_inputs=torch.randn(2, 3, 224, 224)",
         )

@@ -104,7 +104,7 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     """
     architecture = configs.read(question.model)
     aimed = question.target
-    target = aimed if isinstance(aimed, Target) else Target.load(aimed or this_machine())
+    target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
     workload = _workload(question, architecture, target)
     if samples is None:
         samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
@@ -234,6 +234,7 @@ def _candidate(
             *caveats(chosen.recipe, target, [chosen.runtime]),
             *(each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")),
         ],
+        code=bool(chosen.recipe.code),
     )
 
 

@@ -18,6 +18,7 @@ from quantkit import limits
 from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
+from quantkit.kinds import one
 from quantkit.planning.model import shipped
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.decoders import FAMILIES, assumed_family, decoder
@@ -58,7 +59,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
         InputError: `config-invalid`; `config-unknown`, a `model_type` whose blocks are not known by their config.
     """
     if not isinstance(config, Mapping):
-        raise InputError("config-invalid", where=name, value=f"a {type(config).__name__}", rule="it is an object")
+        raise InputError("config-invalid", where=name, value=one(type(config).__name__), rule="it is an object")
     inner, said = _text_part(config, name)
     if any(key in config for key in ("quantization_config", "compression_config")):
         said.append("as if it were stored in floats: its weights are quantized already")
@@ -187,5 +188,5 @@ def _parsed(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError("config-invalid", where=str(path), value=str(error), rule="it is a JSON object") from None
     if not isinstance(found, dict):
-        raise InputError("config-invalid", where=str(path), value=f"a {type(found).__name__}", rule="it is an object")
+        raise InputError("config-invalid", where=str(path), value=one(type(found).__name__), rule="it is an object")
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from quantkit import plugins
-from quantkit.bundle import Manifest
+from quantkit.bundle import CodeEntry, Manifest
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
 from quantkit.scheme import WeightScheme
@@ -179,15 +179,22 @@ def again(manifest: Manifest) -> Command:
     if kind == _MODULE:
         calibration = "".join(f", calibration={file.partition(' ')[2]!r}" for file in files)
         lines = ["import quantkit", "", f"module = ...  # a {rest}, and what it is called with: [n, ...] each"]
-        call = f'quantkit.compile(module, "./recipe.yaml", example_inputs=...{calibration})'
+        allowed = ", allow_code=True" if _files_of_code(manifest) else ""
+        call = f'quantkit.compile(module, "./recipe.yaml", example_inputs=...{calibration}{allowed})'
         return Command("in Python", "\n".join([*lines, call]), "python")
     model = {"alias": rest, _PATH: f"./{rest}"}.get(kind, manifest.model.source.ref)
+    files += ["--allow-code"] if _files_of_code(manifest) else []
     return Command("the command", " ".join(["quantkit compile", shlex.quote(model), "--recipe ./recipe.yaml", *files]))
 
 
 def recipe(manifest: Manifest) -> str:
-    """The recipe as its file."""
-    return as_yaml({key: value for key, value in manifest.recipe.items() if key != "name"})
+    """The recipe as its file; above it, what of code has to lie beside it."""
+    beside = [f"# {entry.path} lies beside this file; its sha256: {entry.sha256}" for entry in _files_of_code(manifest)]
+    return "\n".join([*beside, as_yaml({key: value for key, value in manifest.recipe.items() if key != "name"})])
+
+
+def _files_of_code(manifest: Manifest) -> list[CodeEntry]:
+    return [entry for entry in manifest.code if entry.path is not None]
 
 
 def as_yaml(data: Any) -> str:

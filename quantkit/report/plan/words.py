@@ -369,8 +369,9 @@ def confirm(outlook: Outlook) -> list[str]:
     target_ = outlook.target.name if outlook.target.name in content.names("export") else "TARGET"
     # a bundle holds no path of its model
     baseline = f" --baseline {model_}" if content.is_path(named) or model_ == "MODEL" else ""
+    allowed = " --allow-code" if found[0].code else ""
     return [
-        f"quantkit compile {model_} --recipe {recipe} --target {target_} --out BUNDLE",
+        f"quantkit compile {model_} --recipe {recipe} --target {target_}{allowed} --out BUNDLE",
         f"quantkit measure BUNDLE --batch {batches}{baseline}",
     ]
 

@@ -31,17 +31,19 @@ _SHOWN, _LEFT = 8, 76
 _SHADES = (QUANTIZED, "quantized-soft", ORIGINAL, "rest")
 
 
-def page(data: Data, recipe: str) -> str:
+def page(data: Data, recipe: str, *, code: bool = False) -> str:
     """The page as HTML.
 
     Args:
         data: of `front.json`.
         recipe: the text of the recipe.
+        code: whether a pass of it stands in a file of the user's, which has to be allowed.
 
     Raises:
         MissingDependency: plotly, extra `report`.
     """
     tone, answer, because = verdict(data)
+    allowed = " --allow-code" if code else ""
     return shell.rendered(
         "tune.html.j2",
         title=f"{data['model']['name']} in mixed precision",
@@ -55,7 +57,7 @@ def page(data: Data, recipe: str) -> str:
         harm=_harm(data),
         chosen=_chosen(data),
         recipe=recipe.rstrip("\n"),
-        command=f"quantkit compile {_model(data['model']['ref'])} --recipe ./tuned.yaml",
+        command=f"quantkit compile {_model(data['model']['ref'])} --recipe ./tuned.yaml{allowed}",
         decisions=[DecisionLine.of(Decision.model_validate(each)) for each in data["decisions"]],
         facts=_facts(data),
     )
