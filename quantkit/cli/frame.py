@@ -94,7 +94,8 @@ class _Command(TyperCommand):
         """As it does, after a look at how often each is there. Raises InputError `usage`."""
         _, _, given = self.make_parser(ctx).parse_args(list(args))
         for option in self.params:
-            single = option.param_type_name == "option" and not (option.is_flag or option.multiple)
+            repeated = getattr(option, "is_flag", False) or option.multiple  # a flag that is said twice is said
+            single = option.param_type_name == "option" and not repeated
             if single and given.count(option) > 1:
                 name, form = option.opts[0], option.metavar or ""
                 where, rule = f"{ctx.command_path} {name}", "it takes one value"
