@@ -150,8 +150,11 @@ def test_a_changed_file_does_not_resume(place: Path) -> None:
         pass
     with Build.open(place / "out", begun(), resume=True):
         pass
-    (place / "my_pass.py").write_text(FILES["my_pass.py"].replace("4.0", "5.0"), encoding="utf-8")
-    with pytest.raises(InputError, match=r"resume-mismatch\] .*: code: "):
+    changed = FILES["my_pass.py"].replace("4.0", "5.0")
+    (place / "my_pass.py").write_text(changed, encoding="utf-8")
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in (FILES["my_pass.py"], changed)]
+    said = rf"resume-mismatch\] .*: code: .* with pass my_pass {digests[0]}, now it is pass my_pass {digests[1]};"
+    with pytest.raises(InputError, match=said):
         Build.open(place / "out", begun(), resume=True)
 
 

@@ -26,6 +26,7 @@ RECIPE = {"summary": "mine", "scheme": INT8, "passes": ["rtn"]}
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a model that is a number": (lambda: quantkit.plan(3), r"\[usage\] model: got 3; a name or a path"),  # type: ignore[arg-type]
+    "a module that is a number": (lambda: quantkit.compile(3), r"\[module-kind\] model: an int; "),  # type: ignore[arg-type]
     "a recipe that is a list": (lambda: quantkit.compile("x", recipe=["rtn"]), r"\[usage\] recipe: got \['rtn'\]"),  # type: ignore[arg-type]
     "a recipe with a slip": (lambda: quantkit.compile("x", recipe={**RECIPE, "pases": []}), r"recipe-invalid.*passes"),
     "changes that are a text": (lambda: quantkit.compile("x", changes="seed=1"), r"\[set-invalid\] changes: got 's"),
@@ -155,6 +156,9 @@ def test_a_bundle_in_a_notebook(bundle: Bundle) -> None:
     assert "Ship it up to batch 8" in " ".join(shown.words)
     assert "script" not in shown.tags and "a <script>alert(1)</script>" in shown.words
     assert {"table", "ul"} <= set(shown.tags) and str(bundle.path) in shown.words
+    bare = Bundle(bundle.path, bundle.manifest.model_copy(update={"verdict": None}))
+    (bundle.path / "measurements.jsonl").unlink()
+    assert "Not measured yet: nothing says whether it is faster" in " ".join(Elements(bare._repr_html_()).words)
     alone = Elements(bundle.verdict._repr_html_())
     assert alone.tags == ["b", "ul", "li"] and alone.words == ["ship up to, batch 8", "a <script>alert(1)</script>"]
 

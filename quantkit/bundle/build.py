@@ -440,10 +440,17 @@ def _same(before: Any, now: Any, folder: Path) -> None:
         raise InputError(
             "resume-mismatch",
             where=f"{folder}: {key}",
-            value=f"the build was begun with {old!r:.80}, now it is {new!r:.80}",
+            value=f"the build was begun with {_short(old)}, now it is {_short(new)}",
             rule="a resumed build does what was begun",
             remedy="repeat the first command with --resume, or delete the folder",
         )
+
+
+def _short(value: Any) -> str:
+    """Of code from outside its name and the first digits of its hash; of anything else the first characters."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "sha256" in each for each in value):
+        return ", ".join(f"{each.get('kind')} {each.get('name')} {each['sha256'][:12]}" for each in value)
+    return f"{value!r:.80}"
 
 
 def _first_difference(before: Any, now: Any, key: str) -> tuple[str, Any, Any] | None:

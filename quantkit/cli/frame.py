@@ -16,7 +16,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from typing import IO, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from quantkit._version import __version__
 from quantkit.cli.answer import Answer
@@ -94,8 +94,7 @@ class _Command(TyperCommand):
         """As it does, after a look at how often each is there. Raises InputError `usage`."""
         _, _, given = self.make_parser(ctx).parse_args(list(args))
         for option in self.params:
-            repeated = getattr(option, "is_flag", False) or option.multiple  # a flag that is said twice is said
-            single = option.param_type_name == "option" and not repeated
+            single = isinstance(option, TyperOption) and not (option.is_flag or option.multiple)
             if single and given.count(option) > 1:
                 name, form = option.opts[0], option.metavar or ""
                 where, rule = f"{ctx.command_path} {name}", "it takes one value"

@@ -98,6 +98,7 @@ def test_version(quantkit: Any) -> None:
         (["compile", "--recipe", "rtn-int4", "--calibration", "prose"], "unknown-calibration", "prose-en"),
         (["compile", "smollm", "--recipe", "rtn-int4"], "unknown-model", "smollm2-135m"),
         (["compile", "./nowhere", "--recipe", "rtn-int4"], "file-missing", "nowhere"),
+        (["compile", "./no.gguf", "--recipe", "rtn-int4"], "file-missing", "./no.gguf: no such file;"),
         (["verify", "/nowhere"], "not-a-bundle", "/nowhere"),
         (["measure", "/nowhere"], "not-a-bundle", "/nowhere"),
         (["compare", "/nowhere", "/nor/here"], "not-a-bundle", "/nowhere"),

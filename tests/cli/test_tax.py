@@ -40,6 +40,25 @@ def test_the_screen(quantkit: Any) -> None:
     assert "over the traffic" in ran.out
 
 
+def test_what_comes_before_the_timing_is_forecast_apart(quantkit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else seconds of ceilings, at a share of nothing, are taken for the pace of what two seconds were asked for."""
+
+    def run(job: Any, progress: Any) -> Any:
+        for share, words in (
+            (0.0, "ceilings"),
+            (0.0, "256x64: preparing"),
+            (0.0, "256x64, batch 1"),
+            (1.0, "ceilings"),
+        ):
+            progress(share, words)
+        return planted_ops.rows_of_a_run(job)
+
+    monkeypatch.setattr(ops_run, "run", run)
+    ran = quantkit("tax", "--shape", "256x64", "--format", "int4", "--batch", "1", "--seconds", "2")
+    stages = [line.split()[1] for line in ran.err.splitlines()[1:] if "%" in line]
+    assert stages == ["ceilings", "preparing", "timing"], ran.err
+
+
 def test_noise_that_hides_the_answer_ends_with_three(quantkit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(job: Any, progress: Any = None) -> Any:
         times = {"float32": lambda M: 1e-3, "int4.g128.level4": lambda M: 0.9e-3}

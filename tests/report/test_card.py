@@ -57,7 +57,7 @@ def test_licence_of_an_alias_is_known() -> None:
         *("16.92", "19.53", "0.143", "82.1 %", "170 MB", "4.31", planted.CONTENT, "b" * 64, "c" * 64, "d" * 64),
         *('AutoModelForCausalLM.from_pretrained("./model")', "vllm serve ./model", "torch 2.13.0", "seed 7"),
         *("int4, group 64, asymmetric, float16 scales", "damping-raised", "range: mse", "16 sequences of 512 tokens"),
-        *("quantkit compile hf:org/a-model@main --recipe ./recipe.yaml", "2027-01-01", "latency has not been measured"),
+        *("quantkit compile hf:org/a-model@main --recipe ./recipe.yaml", "2027-01-01", "ot measured yet: nothing says"),
     ],
 )
 def test_card_holds(part: str) -> None:

@@ -40,7 +40,7 @@ def summary(monkeypatch: pytest.MonkeyPatch, width: int = 80, **changes: object)
         *("538 MB", "170 MB", "3.16× smaller", "4.31", "16.92", "19.53", "1.154 times (1.142 to 1.167)", "0.143"),
         *("82.1 %", "81.0 % to 83.2 %", "43.1 %", "41.2 %", "−1.9 points", "6,132 positions of prose-en (eval)"),
         *("kl_max 0.143 ≤ 0.5", "reload.transformers 3e-07 ≤ 0.0001", "3 × damping-raised (gptq), first layers.0.mlp"),
-        *("0.01 → 0.1; no factor", planted.NOTE, "latency has not been measured", "1 min 13 s in all", "1.90 GB"),
+        *("0.01 → 0.1; no factor", planted.NOTE, "ot measured yet: nothing says", "1 min 13 s in all", "1.90 GB"),
         *("a-model", "rtn-int4", "cpu-x86", "quantkit verify '/somewhere/a bundle'", "quantkit generate"),
     ],
 )
@@ -134,7 +134,7 @@ def test_speed_fits_the_screen(width: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_latency_it_says_what_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, judged(verdict=None), [*planted.rows(), *exported_rows()])
-    assert "latency has not been measured" in text
+    assert "ot measured yet: nothing says" in text
     assert "\n    quantkit measure /somewhere/b --runtime onnxruntime\n" in text
     assert "quantkit export" not in text
     assert "quantkit measure" not in shown(monkeypatch, judged(), everything())

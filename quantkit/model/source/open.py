@@ -384,7 +384,8 @@ def _from_path(ref: str) -> Path:
     except RuntimeError:  # ~nobody
         path = Path(ref)
     if not path.exists():
-        raise InputError("file-missing", where=ref, value="no such folder", remedy="check the path")
+        value = f"no such {'file' if path.suffix.lower() == GGUF else 'folder'}"
+        raise InputError("file-missing", where=ref, value=value, remedy="check the path")
     if not path.is_dir() and not (path.suffix.lower() == GGUF and path.is_file()):
         raise InputError(
             "not-a-folder",

@@ -345,8 +345,8 @@ def verdict(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
         if not manifest.layers:
             return "none; nothing in it is quantized, it is a baseline for other bundles", []
         if timed(rows):
-            return "none yet; speed has been measured, but not judged", []
-        return "none yet; latency has not been measured, so nothing says whether it is faster", []
+            return "not judged yet: its speed has been measured", []
+        return "not measured yet: nothing says whether it is faster", []
     text = _ANSWERS.get(given.answer, given.answer.replace("_", " "))
     text = text.format(batch=given.batch, format=given.format)
     if given.answer == "use_instead" and given.batch is not None:
