@@ -166,6 +166,11 @@ def _rebuild_missing(fields: dict[str, Any]) -> MissingDependency:
     return MissingDependency(**fields)
 
 
+def one(kind: str) -> str:
+    """One of a kind or of a type, in a sentence: `a decoder`, `an encoder`, `an int`."""
+    return f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A remedy for a misspelt name: the closest known one, then all of them.
 

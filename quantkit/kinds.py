@@ -25,8 +25,3 @@ def today(word: Any) -> Any:
 
 # of a document: what it says may be a word of before
 Said = Annotated[Kind, BeforeValidator(today)]
-
-
-def one(kind: str) -> str:
-    """One of a kind or of a type, in a sentence: `a decoder`, `an encoder`, `an int`."""
-    return f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}"

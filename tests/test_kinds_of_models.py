@@ -7,7 +7,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from quantkit.kinds import Kind, Said, one, today
+from quantkit.errors import one
+from quantkit.kinds import Kind, Said, today
 
 
 def test_a_word_of_before_is_a_network() -> None:

@@ -29,8 +29,8 @@ from pydantic import (
 
 from quantkit import limits
 from quantkit.bundle.disk import sha256, walk
-from quantkit.errors import InputError, from_validation
-from quantkit.kinds import Said, one
+from quantkit.errors import InputError, from_validation, one
+from quantkit.kinds import Said
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.jsonl"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import content, given, machine, plugins
-from quantkit.errors import InputError
+from quantkit.errors import InputError, one
 from quantkit.exporters import load_exporter
 from quantkit.graph.open import is_graph
-from quantkit.kinds import Kind, one
+from quantkit.kinds import Kind
 from quantkit.model.source.alias import ALIASES
 from quantkit.planning import support
 from quantkit.planning.support import Support

@@ -17,9 +17,9 @@ import yaml
 
 from quantkit import content, plugins
 from quantkit.bundle import Decision, decision
-from quantkit.errors import InputError
+from quantkit.errors import InputError, one
 from quantkit.formats import load_format
-from quantkit.kinds import Kind, one
+from quantkit.kinds import Kind
 from quantkit.planning.readers import ORDER, Reader, best, either, exports, readers, with_remedy
 from quantkit.recipe import ADDED, ExportStep, Recipe
 from quantkit.target import Target

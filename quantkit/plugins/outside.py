@@ -22,8 +22,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from quantkit import limits
-from quantkit.errors import InputError
-from quantkit.kinds import one
+from quantkit.errors import InputError, one
 
 # of entry points
 GROUPS = ("quantkit.passes", "quantkit.formats", "quantkit.exporters", "quantkit.runtimes")

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.bundle import Bundle
-from quantkit.errors import InputError
-from quantkit.kinds import one
+from quantkit.errors import InputError, one
 from quantkit.runtimes.text import Tokenizer
 
 Array = NDArray[Any]

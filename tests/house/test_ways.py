@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -23,11 +23,11 @@ OURS = {
 }
 
 
-def calls(module: str) -> Iterator[tuple[int, str]]:
+@cache
+def calls(module: str) -> list[tuple[int, str]]:
     """(line, dotted name) of everything that a module calls by a dotted name."""
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield node.lineno, ast.unparse(node.func)
+    called = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
+    return [(node.lineno, ast.unparse(node.func)) for node in called if isinstance(node.func, ast.Attribute)]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from quantkit import machine
 from quantkit._version import __version__
 from quantkit.bundle import Decision
-from quantkit.errors import InputError
+from quantkit.errors import InputError, one
 from quantkit.exporters import load_exporter
-from quantkit.kinds import one
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.content import cache_dir
-from quantkit.errors import InputError, MissingDependency
+from quantkit.errors import InputError, MissingDependency, one
 from quantkit.graph.open import is_graph
-from quantkit.kinds import one
 from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import disk_errors

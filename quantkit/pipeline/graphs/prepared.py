@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import plugins
 from quantkit.bundle import Decision
-from quantkit.errors import InputError, did_you_mean
-from quantkit.kinds import one
+from quantkit.errors import InputError, did_you_mean, one
 from quantkit.passes import NOTE, decision, pass_of
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.mixed import Mixed

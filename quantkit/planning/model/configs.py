@@ -17,8 +17,7 @@ from typing import Any
 from quantkit import limits
 from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.content import is_path
-from quantkit.errors import InputError, MissingDependency, unknown_name
-from quantkit.kinds import one
+from quantkit.errors import InputError, MissingDependency, one, unknown_name
 from quantkit.planning.model import shipped
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.decoders import FAMILIES, assumed_family, decoder
