@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 from quantkit.bundle import LayerEntry
@@ -116,6 +117,11 @@ class DecidedCell:
     def is_allowed(self) -> bool:
         """Whether B is worse by no more than its gates allow, like a gate by the value itself, or its verdict ships."""
         return bool(self.shipped) or (self.allowed is not None and self.effect <= self.allowed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity: `is_allowed` says what a limit that nothing exceeds means."""
+        limit = self.allowed if self.allowed is not None and isfinite(self.allowed) else None
+        return {**asdict(self), "allowed": limit, "is_allowed": self.is_allowed}
 
     @classmethod
     def of(
@@ -338,7 +344,7 @@ class Compared:
         found = {name: getattr(self, name) for name in ("model", "kind", "data")}
         found |= {"a": asdict(self.a), "b": asdict(self.b)}
         found["verdict"] = {"answer": self.verdict, "exit": self.exit, "because": list(self.because)}
-        found["cells"] = [asdict(cell) for cell in self.cells]
+        found["cells"] = [cell.as_dict() for cell in self.cells]
         found["flips"] = None if self.flips is None else asdict(self.flips)
         found["layers"] = [pair.as_dict() for pair in self.layers]
         return {**found, "notes": list(self.notes)}

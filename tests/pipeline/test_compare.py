@@ -541,6 +541,8 @@ def test_what_the_recipe_s_gates_allow_is_no_failure(gates: dict[str, float], co
     assert cell(found, "accuracy.kl").answer == "worse"
     said = "B is smaller, faster and worse within what its recipe allows"
     assert (words.headline(found) == said) == (code == 0)
+    said_of = {each["name"]: each for each in json.loads(json.dumps(found.as_dict(), allow_nan=False))["cells"]}
+    assert said_of["accuracy.kl"]["is_allowed"] == (code == 0)
     # whoever names a margin is judged by it
     assert compared("hf:org/a-model@main", made, margins=Margins(accuracy=0.01)).exit == 1  # type: ignore[arg-type]
 
