@@ -76,6 +76,13 @@ def background(page: Any) -> str:
     return str(page.locator("body").evaluate("node => getComputedStyle(node).backgroundColor"))
 
 
+def has_count(found: Any, count: int) -> None:
+    """Waits, as `count()` does not: after a click, a moment passes before the other page stands."""
+    from playwright.sync_api import expect
+
+    expect(found).to_have_count(count)
+
+
 @pytest.mark.parametrize("server", [False, True])
 def test_it_opens_from_a_file_and_from_a_server(server: bool, opened: Any, request: pytest.FixtureRequest) -> None:
     page = opened(base=request.getfixturevalue("served") if server else "")
@@ -85,7 +92,7 @@ def test_it_opens_from_a_file_and_from_a_server(server: bool, opened: Any, reque
     page.locator(".alarms a").first.click()
     assert page.locator(".verdict strong").inner_text() == "Worse: Latency +10.0\u00a0%"
     page.get_by_role("link", name="All cells").click()
-    assert page.locator(".tile").count() == 5
+    has_count(page.locator(".tile"), 5)
 
 
 def test_the_theme_follows_the_system_and_is_kept_when_chosen(opened: Any) -> None:
@@ -137,12 +144,12 @@ def test_filters_leave_what_was_asked_for_and_can_be_linked_to(opened: Any) -> N
     address = page.url
     page.get_by_role("button", name="Clear").click()
     page.wait_for_function("document.querySelector('.shown').textContent === ''")
-    assert shown.count() == 5
+    has_count(shown, 5)
     page.keyboard.press("/")
     page.keyboard.type("tiny b")
-    assert shown.count() == 2
+    has_count(shown, 2)
     again = opened("index.html#" + address.partition("#")[2])
-    assert again.locator(".tile:visible").count() == 1
+    has_count(again.locator(".tile:visible"), 1)
 
 
 def test_a_chart_is_read_night_by_night(opened: Any) -> None:
