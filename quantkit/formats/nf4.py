@@ -51,10 +51,11 @@ class NormalFloat:
 
     def encode(self, units: Tensor) -> Tensor:
         """The nearest places; halfway between two, the lower one."""
-        values = self.codebook()
-        middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([torch.inf])])
+        values = self.codebook(units.device)
+        middles = torch.nn.functional.pad((values[1:] + values[:-1]) / 2, (0, 1), value=torch.inf)
         # torch.bucketize takes five times as long: a table of fine steps leaves one middle to compare with
-        below = torch.bucketize(torch.arange(2 * _FINE + 1) / _FINE - 1, middles[:-1], out_int32=True)
+        steps = torch.arange(2 * _FINE + 1, device=units.device) / _FINE - 1
+        below = torch.bucketize(steps, middles[:-1], out_int32=True)
         exact = units.float().reshape(-1)
         place = exact.clamp(-1, 1).nan_to_num_(1.0).add_(1).mul_(_FINE).int()
         codes = below.index_select(0, place)
@@ -63,7 +64,7 @@ class NormalFloat:
 
     def decode(self, codes: Tensor) -> Tensor:
         """A look-up."""
-        return self.codebook().index_select(0, codes.int().reshape(-1)).reshape(codes.shape)
+        return self.codebook(codes.device).index_select(0, codes.int().reshape(-1)).reshape(codes.shape)
 
     def pack(self, codes: Tensor) -> Tensor:
         """Two a byte, the first in the high half, as bitsandbytes does; odd rows are filled up."""
@@ -74,9 +75,9 @@ class NormalFloat:
         """The inverse of `pack`."""
         return torch.stack([packed >> 4, packed & 15], dim=2).reshape(packed.shape[0], -1)[:, :columns]
 
-    def codebook(self) -> Tensor:
+    def codebook(self, device: torch.device | None = None) -> Tensor:
         """[16] float32, rising."""
-        return torch.tensor(VALUES)
+        return torch.tensor(VALUES, device=device)
 
 
 class Nf4(ScaledFormat):
@@ -125,14 +126,14 @@ def doubled(scale: Tensor) -> Nested:
     # all scales alike leave 0 / 0; whatever code they get then stands for 0
     units = (parts / absmax.unsqueeze(1)).nan_to_num(-1.0).clamp(-1, 1).reshape(-1)
     places = (((units + 1) * 0.5) * 65535 + 0.5).int()
-    values = dynamic_values()
-    nearest = torch.bucketize(torch.arange(65536) / 65535 * 2 - 1, (values[1:] + values[:-1]) / 2)
+    values = dynamic_values().to(scale.device)
+    nearest = torch.bucketize(torch.arange(65536, device=scale.device) / 65535 * 2 - 1, (values[1:] + values[:-1]) / 2)
     return Nested(nearest[places][: len(flat)].to(torch.uint8), absmax, offset)
 
 
 def undoubled(nested: Nested) -> Tensor:
     """The scales that are read back, flat float32."""
-    values = dynamic_values()[nested.codes.int()]
+    values = dynamic_values().to(nested.codes.device)[nested.codes.int()]
     return values * nested.absmax.repeat_interleave(_NESTED)[: len(values)] + nested.offset
 
 

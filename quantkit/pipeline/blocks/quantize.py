@@ -176,7 +176,8 @@ def _record(prepared: Prepared, worked: Worked) -> dict[str, Any]:
     for name, tensor in worked.block.tensors.items():
         full = worked.block.full_name(name)
         static = worked.block.input_scales().get(full)
-        entry = prepared.layers.entry(full, tensor, worked.errors.get(full), static)
+        error = worked.errors.get(full)
+        entry = prepared.layers.entry(full, tensor, None if error is None else float(error), static)
         entry = entry.model_copy(update={"routed": worked.routed.get(full)})
         layers.append(entry.model_dump(mode="json"))
     return {
