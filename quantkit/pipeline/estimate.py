@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from quantkit import machine
 from quantkit.errors import InputError, QuantkitError
+from quantkit.model.device import AUTO, ComputeDevice, present
 from quantkit.pipeline.baseline import place
 from quantkit.pipeline.request import Request, runs_here, this_machine
 from quantkit.pipeline.verdict import quick
+from quantkit.planning.compiling.device import fit
 from quantkit.planning.compiling.forecast import described, predict
 from quantkit.planning.compiling.result import Compiling, Machine
 from quantkit.planning.compiling.spec import CompileSpec, stores
@@ -108,6 +110,38 @@ def spec(prepared: Prepared) -> CompileSpec:
         baseline=timed and exported is not None and not place(prepared.original, exported.options).exists(),
         beside=_beside(prepared.stream, model.hidden),
     )
+
+
+def chosen_device(prepared: Prepared) -> tuple[ComputeDevice, str]:
+    """Where a compile computes, and why, in sizes that are known before it begins.
+
+    Raises:
+        InputError: `device-absent`; `device-memory`, where it was named and a block does not fit.
+    """
+    asked = prepared.request.device
+    name = "cuda" if asked == AUTO else asked
+    try:
+        name, model, free = present(name)
+    except InputError as problem:
+        if asked != AUTO:
+            raise
+        return ComputeDevice(), f"on the processor: {problem.value}"
+    found = fit(spec(prepared), free)
+    if not found.fits:
+        need = f"a block with its activations takes {words.size(found.needed)}, {words.size(found.free)} are free"
+        if asked != AUTO:
+            raise InputError(
+                "device-memory",
+                where=f"--device {asked}",
+                value=need,
+                rule="a block, the factor of its widest input, embedding and head, and one sequence lie on the device",
+                remedy="--device cpu; or fewer tokens a sequence: --set calibration.tokens=256",
+            )
+        return ComputeDevice(), f"on the processor: on {model} {need}"
+    device = ComputeDevice(name, model, found.chunk, found.resident, prepared.request.tf32)
+    where = "stay on it" if found.resident else "lie in memory"
+    at_once = f"{found.chunk} sequences at once, hidden states {where}, products in {device.products}"
+    return device, f"on {name}, {model}: {words.size(found.needed)} of {words.size(free)} free; {at_once}"
 
 
 def _beside(stream: StreamedModel, hidden: int) -> int:

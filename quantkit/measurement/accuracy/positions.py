@@ -229,7 +229,8 @@ class Accuracy:
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
             size = part.stop - part.start
-            scored = _score(following[part], original[part], candidate[part], d[:size], e[:size])
+            other = candidate[part].to(original.device)
+            scored = _score(following[part], original[part], other, d[:size], e[:size])
             for name, values in scored.items():
                 found[name][part] = values
         wrong = ~np.isfinite(found["nll_original"] + found["nll_candidate"] + found["kl"])

@@ -230,6 +230,12 @@ class StreamedModel:
         self._flow: Flow | None = None
         self.transforms: list[Transform] = []
 
+    def on(self, device: torch.device, place: torch.device | None = None) -> StreamedModel:
+        """The same model, loaded and run there; `place` as of the class."""
+        found = copy.copy(self)
+        found.device, found.place, found.transforms = device, place, list(self.transforms)
+        return found
+
     @property
     def flow(self) -> Flow:
         """Which way hidden states go through it; learned when it is first asked for."""

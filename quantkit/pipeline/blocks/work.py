@@ -203,6 +203,7 @@ def work(
     fuses: bool = False,
     activations: Mapping[str, ActivationScheme] | None = None,
     cache: CacheScheme | None = None,
+    chunk: int | None = None,
     start: int = 0,
     hidden: Tensor | None = None,
     original: Tensor | None = None,
@@ -222,6 +223,7 @@ def work(
         dtype: what unquantized tensors will be stored in.
         fuses: whether any destination gains from linears that are stored as one.
         activations: linear's full name -> how its input is quantized, for those where it is.
+        chunk: sequences of one forward; None: as many as a processor's memory should hold.
         start: the first block to work on; earlier ones are done.
         hidden: the input of block `begun` on `ids`, when resuming.
         original: the same in the original stream, where a pass looks at that.
@@ -244,7 +246,7 @@ def work(
         both = looks_at_original(steps)
         # what the shared inputs hold in the original stream is kept beside, about a third as much again: less than what
         # running every stage anew would cost
-        calls = stream.begin(ids, chunk_size(widest, ids.shape[1]))
+        calls = stream.begin(ids, chunk or chunk_size(widest, ids.shape[1]))
         if both:
             originals = stream.begin(ids, calls.chunk) if calls.live else calls
             original = calls.hidden if original is None or calls.live else original
