@@ -23,6 +23,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("weight_only", {"kind": "int8"}),
     "fp8_e4m3": ("weight_only", {"kind": "fp8_e4m3"}),
     "nf4": ("weight_only", {"kind": "nf4", "group": 64, "nested": True}),
+    "nf4 bf16": ("weight_only", {"kind": "nf4", "group": 64, "nested": True, "x": "bf16"}),
+    "fp8_e4m3 bf16": ("weight_only", {"kind": "fp8_e4m3", "x": "bf16"}),
     "int4 bf16": ("weight_only", {"kind": "int4", "group": 64, "zero": True, "x": "bf16"}),
     "int4 prefill": ("weight_only", {"kind": "int4", "group": 128, "block_m": 128}),
     "w8a8 int8": ("native", {"x": "i8"}),
@@ -85,6 +87,14 @@ def test_decoding_two_weights_takes_a_mask_and_an_fma(compiled: Any) -> None:
     # a mask a pair, and what makes the zero points of 2 rows x 2 tiles
     assert 32 <= count(plain, "LOP3", "PRMT") - count(twin, "LOP3", "PRMT") <= 32 + 24
     assert compiled[90, "int4 bf16"]["loop"].get("HFMA2.BF16_V2") == 32
+
+
+def test_bfloat16_is_decoded_as_such_and_not_converted(compiled: Any) -> None:
+    half, brain = compiled[90, "nf4"]["loop"], compiled[90, "nf4 bf16"]["loop"]
+    assert sum(brain.values()) == sum(half.values()), "another table, the same instructions"
+    # 64 rows x 2 tiles of 32 columns on 128 threads: 32 weights, a product a pair beside what float16 takes
+    assert count(compiled[90, "fp8_e4m3 bf16"], "HMUL2.BF16", "HFMA2.BF16") == 16
+    assert all(count(compiled[90, name], "F2F") == 0 for name in ("nf4 bf16", "fp8_e4m3 bf16"))
 
 
 def test_the_raw_twin_loads_and_multiplies_the_same(compiled: Any) -> None:
