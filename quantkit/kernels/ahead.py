@@ -107,14 +107,15 @@ def native(sm: int, config: Config, x: str) -> CompiledKernel:
     types = {
         "x_ptr": f"*{x}",
         "step_ptr": "*fp32",
-        "words_ptr": "*i32",
+        "words_ptr": f"*{x}",
         "scale_ptr": "*fp32",
         "y_ptr": "*fp16",
         "sums_ptr": "*fp32" if split else None,
         "count_ptr": "*i32" if split else None,
-        **dict.fromkeys(("M", "N", "K", "TILES", "STRIDE"), "i32"),
+        **dict.fromkeys(("M", "N", "K"), "i32"),
     }
-    return _compile(module.native_matmul, types, _blocks(config), sm, config)
+    blocks = _blocks(config)
+    return _compile(module.native_matmul, types, blocks | {"STEP": 32 * blocks.pop("UNROLL")}, sm, config)
 
 
 def _blocks(config: Config) -> dict[str, Any]:

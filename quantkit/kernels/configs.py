@@ -39,9 +39,9 @@ class Config:
 
 # block_n, block_m, unroll, split, warps, stages; by the number of rows of x. In each list those with the fewest
 # instructions for a weight come first, as counted in the machine code of int4 with zero points in bfloat16 for SM 9.0,
-# times the blocks that read the weight again; what is read faster than it is decoded takes at most 3 of them there. None
-# spills, for any format (benchmarks/kernel_resources.py has the counts and checks both). Four warps or eight, so that
-# Hopper multiplies by warpgroups
+# times the blocks that decode the weight again; about 3 of them take as long as reading one. None spills, for any
+# format (benchmarks/kernel_resources.py has the counts and checks both). Four warps or eight, so that Hopper multiplies
+# by warpgroups
 _WEIGHT_ONLY = {
     16: (
         (256, 16, 2, 8, 4, 3),

@@ -39,7 +39,8 @@ from quantkit.kernels.configs import Config
 found = []
 for sm, made, words in json.load(sys.stdin):
     m = words.pop("block_m", 16)
-    config = Config(64, 16, 2, 4, 4, 3) if m == 16 else Config(128, m, 1, 1, 8, 3)
+    unroll = 4 if made == "native" else 2
+    config = Config(64, 16, unroll, 4, 4, 3) if m == 16 else Config(128, m, 2, 1, 8, 3)
     got = getattr(ahead, made)(sm=sm, config=config, **words)
     found.append({"registers": got.registers, "shared": got.shared_bytes, "spills": got.spill_bytes, "loop": got.loop})
 print(json.dumps(found))
@@ -76,7 +77,8 @@ def test_a_weight_stays_in_the_registers_it_was_decoded_in(compiled: Any, name: 
     """Hopper: 16-byte loads, asynchronous or out of shared memory, no store there, no exchange between lanes."""
     found = compiled[90, name]
     assert count(found, "STS", "STSM", "LDSM", "SHFL") == 0
-    assert count(found, "LDS.128") > 0
+    # codes of 8 bits never pass through registers: the tensor core reads them where they were copied to
+    assert count(found, "LDS.128") == 0 if name.startswith("w8a8") else count(found, "LDS.128") > 0
     assert count(found, "LDGSTS.E.BYPASS.128") > 0
 
 

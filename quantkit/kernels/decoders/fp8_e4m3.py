@@ -8,7 +8,8 @@ biased by 127,
     s eeee mmm  ->  s 0000eeee mmm0000        2^-120 times the value
 
 which products in float32 would lose: it is multiplied by 2^112, and 2^8 goes with the scale again. NaN (S.1111.111)
-would become 480: weights have none. SM 8.0, which has no instruction for it, runs the same. (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433.)
+would become 480: weights have none. SM 8.0, which has no instruction for it, runs the same.
+(Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433.)
 """
 
 from __future__ import annotations

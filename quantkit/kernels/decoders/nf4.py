@@ -8,7 +8,7 @@ and 8 to 15. For the four codes in 16 bits of a word
     high  = likewise                  bit 3, spread over its byte by one more PRMT, is the mask between the two
     pairs = PRMT(low, high)           (low 0, high 0, low 1, high 1), (low 2, high 2, low 3, high 3)
 
-nine instructions for four weights, none of which touches memory, and nothing is converted afterwards. float16 rounds the
+nine instructions for four weights, none of which touches memory; nothing is converted afterwards. float16 rounds the
 codebook by at most 2^-11 of a value, bfloat16 by 2^-8. (Dettmers et al., "QLoRA", 2023, arXiv 2305.14314, for the
 codebook.)
 """
