@@ -20,6 +20,7 @@ import triton.language as tl
 
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config
+from quantkit.kernels.launch import begin, overlap
 from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import finish, prepared
 from quantkit.kernels.workspace import Workspace
@@ -77,8 +78,10 @@ def native_matmul(
     BLOCK_M: tl.constexpr,
     STEP: tl.constexpr,  # columns at a time
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """See the module."""
+    begin(OVERLAP)
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     batch = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -145,6 +148,6 @@ def native(
         x, step, weight.words, weight.scale, y, sums, counts, x.shape[0], rows, columns,
         EVEN_N=rows % config.block_n == 0, EVEN_K=columns % (32 * config.unroll) == 0,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, STEP=32 * config.unroll, SPLIT=config.split,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, **overlap(x),
     )  # fmt: skip
     return y

@@ -42,7 +42,8 @@ for sm, made, words in json.load(sys.stdin):
     unroll = 4 if made == "native" else 2
     config = Config(64, 16, unroll, 4, 4, 3) if m == 16 else Config(128, m, 2, 1, 8, 3)
     got = getattr(ahead, made)(sm=sm, config=config, **words)
-    found.append({"registers": got.registers, "shared": got.shared_bytes, "spills": got.spill_bytes, "loop": got.loop})
+    waits = [got.count(name, loop=False) for name in ("PREEXIT", "ACQBULK")]
+    found.append({"registers": got.registers, "spills": got.spill_bytes, "loop": got.loop, "waits": waits})
 print(json.dumps(found))
 """
 
@@ -97,6 +98,10 @@ def test_bfloat16_is_decoded_as_such_and_not_converted(compiled: Any) -> None:
     # 64 rows x 2 tiles of 32 columns on 128 threads: 32 weights, a product a pair beside what float16 takes
     assert count(compiled[90, "fp8_e4m3 bf16"], "HMUL2.BF16", "HFMA2.BF16") == 16
     assert all(count(compiled[90, name], "F2F") == 0 for name in ("nf4 bf16", "fp8_e4m3 bf16"))
+
+
+def test_a_kernel_lets_the_next_one_begin_and_waits_for_the_last_where_a_gpu_can(compiled: Any) -> None:
+    assert all(found["waits"] == ([1, 1] if sm == 90 else [0, 0]) for (sm, _), found in compiled.items())
 
 
 def test_the_raw_twin_loads_and_multiplies_the_same(compiled: Any) -> None:
