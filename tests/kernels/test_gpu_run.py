@@ -392,3 +392,51 @@ def test_what_is_compiled_before_is_what_the_stages_look_for(tmp_path: Path) -> 
     made, hits = json.loads(done.stdout)
     assert made == [1, []]
     assert hits == [True] * 8
+
+
+# --- what is carried there --------------------------------------------------------------------------------------------
+
+
+def test_the_bundle_is_made_once_and_never_beyond_its_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    carried = import_module("carried")
+    needed, peers = carried.wanted()
+    # the tested versions, of all that is needed
+    assert all("==" in requirement for requirement in needed)
+    asked: list[str] = []
+
+    def fetch(requirement: str, folder: Path) -> None:
+        asked.append(requirement)
+        folder.mkdir(exist_ok=True)
+        if requirement == peers[0]:
+            raise carried.InputError("wheel-missing", where=requirement, value="no such wheel")
+        name = requirement.partition("=")[0]
+        (folder / f"{name}.whl").write_bytes(bytes(90 if requirement == peers[1] else 10))
+
+    def describe(folder: Path) -> None:
+        (folder / "ids.jsonl").write_bytes(bytes(20))
+
+    limit = 20 + 10 * len(needed) + 10 * (len(peers) - 2)
+    out = tmp_path / "bundle"
+    found = carried.build(out, limit, fetch, describe)
+    # one that is too large does not keep out those after it
+    assert set(found["left_out"]) == set(peers[:2])
+    wheels = {path.stem for path in (out / "wheels").iterdir()}
+    assert wheels == {each.partition("=")[0] for each in (*needed, *peers[2:])}
+    assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file() and path.name != "bundle.json") == limit
+
+    asked.clear()
+    assert carried.build(out, limit, fetch, describe) == found
+    assert asked == []
+    (out / "wheels" / f"{needed[0].partition('=')[0]}.whl").unlink()
+    carried.build(out, limit, fetch, describe)
+    assert asked == [*needed, *peers]
+
+    with pytest.raises(carried.InputError, match="over-limit") as refused:
+        carried.build(out, 25, fetch, describe)
+    assert refused.value.remedy.startswith("largest: ids.jsonl")
+    # what was there is there, and nothing half-made beside it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
+    assert len(list((out / "wheels").iterdir())) == len(wheels)
