@@ -146,6 +146,7 @@ def plan(
     prices: str | Path | None = None,
     changes: Sequence[str] = (),
     allow_code: bool = False,
+    device: str = "cpu",
 ) -> Outlook:
     """What `quantkit plan` says, before anything is done: does it fit, how fast at best, what it costs. No torch.
 
@@ -163,6 +164,7 @@ def plan(
         prices: a file; None is the one that ships.
         changes: `PATH=YAML` changes to every recipe.
         allow_code: run the files that the recipes' passes name.
+        device: where the compile is to compute, as of `compile`: whether it fits there.
 
     Returns:
         `candidates` with memory, times by batch and cost of each recipe, and a `recommendation`.
@@ -171,6 +173,7 @@ def plan(
         QuantkitError: with code, where, value, rule and remedy.
     """
     from quantkit import given
+    from quantkit.model.device import demand_name
     from quantkit.pipeline.plan.plan import PlanQuestion
     from quantkit.pipeline.plan.plan import plan as answer
 
@@ -191,6 +194,7 @@ def plan(
             prices=given.path(prices, "prices"),
             changes=changes,
             allow_code=allow_code,
+            device=demand_name(device),
         )
     )
 

@@ -99,6 +99,17 @@ def _torch_device(name: str) -> TorchDevice:
     return torch.device(name)
 
 
+def absent(name: str, value: str) -> InputError:
+    """The error for a GPU that is not here."""
+    return InputError(
+        "device-absent",
+        where=f"--device {name}",
+        value=value,
+        rule="a GPU that torch sees, counted from 0",
+        remedy="--device cpu; or install a torch build with CUDA (`quantkit doctor` says what is seen)",
+    )
+
+
 def present(name: str) -> tuple[str, str, int]:
     """(name with its number, the card's model, bytes free on it) of a GPU.
 
@@ -108,13 +119,7 @@ def present(name: str) -> tuple[str, str, int]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     number = int(name.partition(":")[2] or 0)
     if number >= count:
-        raise InputError(
-            "device-absent",
-            where=f"--device {name}",
-            value=f"torch {torch.__version__} sees {count} GPUs",
-            rule="a GPU that torch sees, counted from 0",
-            remedy="--device cpu; or install a torch build with CUDA (`quantkit doctor` says what is seen)",
-        )
+        raise absent(name, f"torch {torch.__version__} sees {count} GPUs")
     free, _ = torch.cuda.mem_get_info(number)
     return f"cuda:{number}", str(torch.cuda.get_device_name(number)), int(free)
 
