@@ -10,7 +10,7 @@ and `OUT/run.json` say. `run.json` is all of it together, with device, driver, c
 lines of PENDING.md that are settled. README.md beside this says which stages to take in three runs of ten minutes.
 
 The kernels' stages need torch, Triton and NumPy, `model` and `engines` what `make gpu-bundle` carries. `--dry` runs the
-same on tiny sizes, on the CPU with TRITON_INTERPRET=1; its figures mean nothing.
+same on tiny sizes, on the CPU in Triton's interpreter; its figures mean nothing.
 
 Exit code 0: all asked stages are done. 1: something computes wrongly. 2: a stage was lost. 75: stopped, or the time was
 up, and `--resume` goes on. 3: clocks fell during the run.
@@ -44,6 +44,8 @@ from quantkit.runtimes import child  # noqa: E402
 
 # seconds between what a stage stops by itself at and its end; and between two writes of what it has found
 _GRACE, _SELDOM = 20.0, 5.0
+# of a dry run, on a machine with a GPU too
+_DRY = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 # below which a stage is not begun
 _LEAST = 10.0
 
@@ -68,8 +70,8 @@ STAGES = {
     "race": Stage(stages.race, 90),
     "solvers": Stage(stages.solvers, 90),
     "ceilings": Stage(stages.ceilings, 60),
+    "profile": Stage(stages.profile, 90),
     "sweep": Stage(stages.sweep, 420),
-    "profile": Stage(stages.profile, 120),
     "whole": Stage(stages.whole, 150),
     "model": Stage(stages.model, 300),
     "engines": Stage(stages.engines, 240),
@@ -173,6 +175,7 @@ def _ran(work: child.Work, found: Found, job: dict[str, Any], seconds: float) ->
             where=found.stage,
             died="stage-died",
             remedy=f"--only {found.stage}",
+            environment=_DRY if job["dry"] else None,
             seconds=seconds,
             row=found.add,
         )
@@ -234,7 +237,7 @@ def _gpu() -> None:
             "no-gpu",
             value=f"no GPU is at hand: {why}",
             rule="what is measured here is a GPU",
-            remedy="`TRITON_INTERPRET=1 ... --dry` checks the plumbing on a CPU",
+            remedy="--dry checks the plumbing on a CPU",
         )
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ran(folder: Path, stages: list[tuple[str, str, float]], *arguments: str) -> subprocess.CompletedProcess[str]:
     """The script with these stages: name, what is planted there or nothing, seconds."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}  # a dry run sees to that
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(HERE), os.environ.get("PYTHONPATH", "")])
     program = f"import gpu_plants; gpu_plants.main({stages!r})"
     command = [sys.executable, "-c", program, "--dry", *arguments]
@@ -285,6 +286,73 @@ def test_every_line_that_is_pending_names_what_settles_it(monkeypatch: pytest.Mo
     assert set(import_module("parts.stages").LINES) == named
 
 
+# --- what its figures settle ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "torch_own", "holds"),
+    [
+        (1.5, None, {"int4-bound": True, "int4-never-behind": True, "decoding-hidden": True}),
+        # beyond the bound, yet not behind the baseline
+        (1.7, None, {"int4-bound": False, "int4-never-behind": True, "decoding-hidden": False}),
+        (4.2, None, {"int4-bound": False, "int4-never-behind": False, "decoding-hidden": False}),
+        # behind it, but a layer would run another
+        (4.2, 3.9, {"int4-bound": False, "int4-never-behind": True, "decoding-hidden": False}),
+    ],
+)
+def test_what_a_sweep_settles(
+    monkeypatch: pytest.MonkeyPatch, ours: float, torch_own: float | None, holds: dict[str, bool]
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    from parts.shapes import WHOLE_MODEL
+    from parts.sweep import Sweep
+
+    sweep = Sweep(*[None] * 7)  # type: ignore[arg-type]
+    seconds = {"torch.linear": 4.0, "quantkit": 1.0, "quantkit raw twin": 1.45, "humming": 0.5}
+    for shape in WHOLE_MODEL:
+        sweep._cells[shape, "int4.g128", 1] = (seconds, 1.0, None)  # type: ignore[assignment]
+    # one shape of four is enough to miss it; a peer is nothing that a layer runs
+    slow = seconds | {"quantkit": ours} | ({"torch._weight_int4pack_mm": torch_own} if torch_own else {})
+    sweep._cells[WHOLE_MODEL[0], "int4.g128", 1] = (slow, 1.0, None)  # type: ignore[assignment]
+    settled = {line: held for line, held, _ in sweep.settled()}
+    assert {line: settled[line] for line in holds} == holds
+    assert settled["peers"]
+    assert "settings" not in settled
+    # with a shape missing nothing is said of the four
+    del sweep._cells[WHOLE_MODEL[1], "int4.g128", 1]
+    assert "int4-bound" not in {line for line, *_ in sweep.settled()}
+
+
+def test_counters_are_read_behind_what_the_tool_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    from parts.counters import table
+
+    text = """==PROF== Connected to process 12
+==PROF== Profiling "weight_only_matmul": 0%....100%
+"ID","Kernel Name","dram__bytes_read.sum","gpu__time_duration.sum"
+"","","Mbyte","us"
+"0","weight_only_matmul","60.2","17.9"
+"1","weight_only_matmul","30.1","9.1"
+"""
+    assert [row["gpu__time_duration.sum"] for row in table(text)] == ["17.9", "9.1"]
+
+
+def test_a_compile_is_told_by_its_envelope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    from parts.compile_model import command, compiled
+
+    envelope = {"result": {"content_sha256": "ab", "seconds": {"total": 7.0}}, "error": None, "warnings": []}
+    program = f"import sys; print({json.dumps(envelope)!r}); sys.exit(1)"
+    told = compiled([sys.executable, "-c", program], time.monotonic() + 60)
+    assert (told["exit"], told["content_sha256"], told["told_seconds"]) == (1, "ab", {"total": 7.0})
+    assert 0 < told["seconds"] < 60
+    # what is no answer is told by its last words
+    told = compiled([sys.executable, "-c", "raise SystemExit('no such option')"], time.monotonic() + 60)
+    assert (told["exit"], told["reason"]) == (1, "no answer: no such option\n")
+    asked = " ".join(command(Path("m"), Path("b"), "h200", None)[2:])
+    assert asked == "quantkit compile m --recipe gptq-int4 --device cuda --target h200 --out b --json"
+
+
 # --- a race is seen ---------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +372,7 @@ def split_sum(x_ptr, y_ptr, sums_ptr, count_ptr, WAITS: tl.constexpr, RESETS: tl
 @pytest.mark.parametrize(
     ("waits", "resets", "seen"), [(True, True, set()), (False, True, {"differing"}), (True, False, {"counters_left"})]
 )
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of NaN, in the interpreter
 def test_a_race_and_a_counter_left_behind_are_seen(
     monkeypatch: pytest.MonkeyPatch, waits: bool, resets: bool, seen: set[str]
 ) -> None:

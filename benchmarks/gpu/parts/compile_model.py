@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from quantkit.errors import InputError
+
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128256}
 # what has to be reached: seconds of the blocks' work, of 32 layers
@@ -32,6 +34,9 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
     Args:
         job: `layers`; `target` of the compile; `bundle`: what `make gpu-bundle` made; `work`: a folder with room.
         deadline: `time.monotonic()` after which nothing new begins.
+
+    Raises:
+        InputError: `compile-failed`, with what the command said.
     """
     layers, text = int(job["layers"]), Path(job["bundle"]) / "ids.jsonl"
     with tempfile.TemporaryDirectory(dir=job["work"]) as name:
@@ -47,8 +52,10 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
             asked = command(folder / "model", folder / f"bundle-{run}", job["target"], text if text.is_file() else None)
             answer = compiled(asked, deadline)
             yield "model", {"what": f"compile {run + 1}", "layers": layers, **answer}
-            if answer["exit"] in (0, 1):
-                found.append(answer)
+            if answer["exit"] not in (0, 1):  # a gate may fail: weights are random
+                said = answer.get("error") or {"value": answer.get("reason", "")}
+                raise InputError("compile-failed", where=" ".join(asked[2:5]), value=said["value"])
+            found.append(answer)
             shutil.rmtree(folder / f"bundle-{run}", ignore_errors=True)
     if found and layers == 32:
         best = min(each["seconds"] for each in found)

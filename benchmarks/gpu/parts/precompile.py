@@ -20,7 +20,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from parts.shapes import DTYPES, FIRST_SETTINGS, SWEPT, VARIANTS
+from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, PROFILED, SWEPT, VARIANTS
 from quantkit.kernels.configs import Config, candidates
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.layout import PackedWeight
@@ -64,7 +64,7 @@ class Compiler:
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         """What a kernel is held to before it is loaded."""
-        return {"max_shared_mem": _SHARED[self.sm]}
+        return {"max_shared_mem": _SHARED.get(self.sm, max(_SHARED.values()))}
 
     def load_binary(self, *_: Any) -> tuple[None, None, int, int, int]:
         """Module, function, registers, spills, threads."""
@@ -145,12 +145,21 @@ def _sweep(dtype: str, settings: int | None) -> Iterator[Launch]:
                         yield Launch("product", variant.name, dtype, config=config, batch=batch, decode=decode)
 
 
+def _whole(dtype: str, settings: int | None) -> Iterator[Launch]:
+    """Any setting may be the sweep's choice."""
+    return (each for each in _sweep(dtype, settings) if each.variant in IN_WHOLE and each.decode)
+
+
+def _profile(dtype: str, settings: int | None) -> Iterator[Launch]:
+    return (each for each in _sweep(dtype, 1) if each.variant in PROFILED and each.batch == 16)
+
+
 _OF: dict[str, Callable[[str, int | None], Iterable[Launch]]] = {
     "correct": _correct,
     "race": _race,
     "sweep": _sweep,
-    "whole": lambda dtype, settings: _sweep(dtype, 1),
-    "profile": lambda dtype, settings: _sweep(dtype, 1),
+    "whole": _whole,
+    "profile": _profile,
 }
 
 

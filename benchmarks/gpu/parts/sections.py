@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit import machine
 from quantkit.kernels.dispatch import KernelTiming, fastest
 
 # of which each stage says the same, once
@@ -22,7 +23,7 @@ def merged(folder: Path, names: Iterable[str]) -> dict[str, Any]:
         names: of the stages, in their order.
     """
     found: dict[str, Any] = {"schema": 2, "stages": [], **{name: [] for name in _LISTS}}
-    found |= {"settles": {}, "clocks": [], "drift": [], "throttled": False}
+    found |= {"settles": {}, "clocks": [], "drift": [], "throttled": False, "gpus": machine.gpus()[0]}
     timings: list[dict[str, Any]] = []
     for name in names:
         try:
@@ -61,7 +62,7 @@ def report(found: dict[str, Any], asked: Sequence[str]) -> int:
     """
     checks = [row for name in ("correct", "race", "solvers") for row in found[name]]
     wrong = [row for row in checks if row["ok"] is False]
-    name = found.get("device", {}).get("name", "no device told")
+    name = found.get("device", {}).get("name") or ", ".join(each["name"] for each in found["gpus"]) or "a CPU"
     print(f"{name}: {len(checks)} checks, {len(wrong)} wrong")
     for row in wrong[:10]:
         print("  wrong:", {key: row[key] for key in row if key != "ok"})

@@ -22,5 +22,8 @@ _NAMES = (
 VARIANTS = tuple(known()[name] for name in _NAMES)
 # how many of the variants are swept
 SWEPT = 7
+# those that a whole model is built of, and those whose counters are read
+IN_WHOLE = ("int4.g128", "fp8_e4m3", "fp8_e4m3.dynamic")
+PROFILED = ("int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")
 # of `configs.candidates`, which has the best by the machine code first: what is timed before anything else is
 FIRST_SETTINGS = 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +37,8 @@ LINES = {
 }
 # processes that compile; of a machine with more cores one is left for whoever waits
 _COMPILERS = 15
-# whole models: which variants, at which batches, with how many tokens in the cache
-_WHOLE, _STEPS, _CONTEXT = ("int4.g128", "fp8_e4m3", "fp8_e4m3.dynamic"), (1, 4, 16, 64), 512
+# whole models: at which batches, with how many tokens in the cache
+_STEPS, _CONTEXT = (1, 4, 16, 64), 512
 
 
 def skipped(stage: str, why: str) -> InputError:
@@ -85,6 +86,9 @@ class Work:
         from parts.shapes import DTYPES
         from quantkit.measurement.cuda.device import GpuDevice, versions
 
+        # a script beside `parts` is called like a library, and must not be taken for it
+        beside = Path(__file__).resolve().parents[1]
+        sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != beside]
         at = "cuda" if torch.cuda.is_available() else "cpu"
         if at == "cpu" and not job["dry"]:
             raise InputError("no-gpu", where="torch", value="torch.cuda.is_available() is False", remedy="--dry")
@@ -244,7 +248,7 @@ def profile(job: dict[str, Any], caller: child.Caller) -> None:
     """What the hardware's counters say of the decode kernels: Nsight Compute."""
     if job["dry"]:
         raise skipped("profile", "there are no counters in a dry run")
-    from parts import profile as part
+    from parts import counters as part
 
     if (tool := part.tool()) is None:
         raise skipped("profile", "Nsight Compute (`ncu`) is not on the PATH")
@@ -256,6 +260,7 @@ def profile(job: dict[str, Any], caller: child.Caller) -> None:
 def whole(job: dict[str, Any], caller: child.Caller) -> None:
     """Decode steps of a model of Llama-3-8B's build, under CUDA graphs, against 16 bits."""
     from parts import decoder, end_to_end
+    from parts.shapes import IN_WHOLE
     from parts.sweep import timing_of
     from quantkit.measurement.cuda.device import versions
     from quantkit.measurement.cuda.weights import known
@@ -266,7 +271,7 @@ def whole(job: dict[str, Any], caller: child.Caller) -> None:
         timings.setdefault(each["variant"], []).append(timing_of(each))
     count = end_to_end.measured(
         decoder.TINY if job["dry"] else decoder.LLAMA_3_8B,
-        [known()[name] for name in (("int8.dynamic",) if job["dry"] else _WHOLE)],
+        [known()[name] for name in (("int8.dynamic",) if job["dry"] else IN_WHOLE)],
         (3,) if job["dry"] else _STEPS,
         4 if job["dry"] else _CONTEXT,
         device=work.device,
@@ -300,6 +305,8 @@ def engines(job: dict[str, Any], caller: child.Caller) -> None:
 
     if not job["bundles"]:
         raise skipped("engines", "no bundle with an engine was given: --bundles")
+    if part.missing(job["runtime"]):
+        raise skipped("engines", f"{job['runtime']} is not installed")
     give = telling(caller)
     for section, data in part.measured(job, _deadline(job)):
         give(section, data)

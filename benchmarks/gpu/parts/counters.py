@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parts.shapes import DTYPES, WHOLE_MODEL
+from parts.shapes import DTYPES, PROFILED, WHOLE_MODEL
 
-_VARIANTS = ("int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")
 _BATCHES = (1, 16)
 # what a memory-bound kernel waits for; with the sections that name a remedy
 _METRICS = (
@@ -43,7 +42,7 @@ def profiled(ncu: str, dtype: str, deadline: float) -> Iterator[dict[str, Any]]:
     wanted = [argument for name in _SECTIONS for argument in ("--section", name)]
     wanted += ["--metrics", ",".join(_METRICS)]
     for batch in _BATCHES:
-        for variant in _VARIANTS:
+        for variant in PROFILED:
             row = {"variant": variant, "batch": batch, "shapes": [list(shape) for shape in WHOLE_MODEL]}
             left = deadline - time.monotonic()
             if left <= 0:
@@ -51,7 +50,7 @@ def profiled(ncu: str, dtype: str, deadline: float) -> Iterator[dict[str, Any]]:
                 continue
             # the clocks are not the tool's to set; the first launch of each shape warms up
             command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--profile-from-start", "off", *wanted]
-            command += [sys.executable, __file__, variant, str(batch), dtype]
+            command += [sys.executable, "-P", __file__, variant, str(batch), dtype]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=left)
             except subprocess.TimeoutExpired:
