@@ -66,7 +66,9 @@ def unopened(
         return expected
     said, found = foreseen_device(device, sizes, target)
     unmeasured = ["time and memory are a processor's: no compile on a GPU was measured yet"] if found else []
-    return replace(expected, notes=(*expected.notes, f"compiles {said}", *unmeasured), device=found.as_dict() if found else None)
+    return replace(
+        expected, notes=(*expected.notes, f"compiles {said}", *unmeasured), device=found.as_dict() if found else None
+    )
 
 
 def first_guess(request: Request) -> Mapping[str, float] | None:

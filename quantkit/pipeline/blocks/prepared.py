@@ -111,8 +111,8 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     request = with_own_runtime(request, source.kind)
     added, recipe = len(request.recipe.export) > len(recipe.export), request.recipe
     stream = StreamedModel(source)
-    for tensor in dict.fromkeys(stream.files.values()) if whole else ():
-        source.weights.read(tensor)  # finite, every one of them: now, not hours later
+    if whole:  # finite, every one of them: now, not hours later
+        source.weights.demand_finite(dict.fromkeys(stream.files.values()))
     if recipe.passes:
         _demand_equal_experts(stream)
     steps = [PassRun(pass_of(step), step.settings) for step in recipe.passes]
