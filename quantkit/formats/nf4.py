@@ -55,6 +55,8 @@ class NormalFloat:
         middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([torch.inf])])
         # torch.bucketize takes five times as long: a table of fine steps leaves one middle to compare with
         below = torch.bucketize(torch.arange(2 * _FINE + 1) / _FINE - 1, middles[:-1], out_int32=True)
+        # without waiting for what the device does at the time
+        middles, below = (each.to(units.device, non_blocking=True) for each in (middles, below))
         exact = units.float().reshape(-1)
         place = exact.clamp(-1, 1).nan_to_num_(1.0).add_(1).mul_(_FINE).int()
         codes = below.index_select(0, place)
@@ -63,7 +65,7 @@ class NormalFloat:
 
     def decode(self, codes: Tensor) -> Tensor:
         """A look-up."""
-        return self.codebook().index_select(0, codes.int().reshape(-1)).reshape(codes.shape)
+        return self.codebook(codes.device).index_select(0, codes.int().reshape(-1)).reshape(codes.shape)
 
     def pack(self, codes: Tensor) -> Tensor:
         """Two a byte, the first in the high half, as bitsandbytes does; odd rows are filled up."""
@@ -74,9 +76,9 @@ class NormalFloat:
         """The inverse of `pack`."""
         return torch.stack([packed >> 4, packed & 15], dim=2).reshape(packed.shape[0], -1)[:, :columns]
 
-    def codebook(self) -> Tensor:
+    def codebook(self, device: torch.device | None = None) -> Tensor:
         """[16] float32, rising."""
-        return torch.tensor(VALUES)
+        return torch.tensor(VALUES).to(device, non_blocking=True)
 
 
 class Nf4(ScaledFormat):
@@ -108,12 +110,12 @@ class Nf4(ScaledFormat):
 
 def dynamic_values() -> Tensor:
     """The 8-bit type of doubled scales, [256] float32, rising: seven decades, each with twice the steps of the last."""
-    values = [0.0, 1.0]
+    values = [torch.tensor([0.0, 1.0])]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
         positive = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)
-        values += [*positive.tolist(), *(-positive).tolist()]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+        values += [positive, -positive]
+    return torch.cat(values).sort().values
 
 
 def doubled(scale: Tensor) -> Nested:
@@ -127,12 +129,12 @@ def doubled(scale: Tensor) -> Nested:
     places = (((units + 1) * 0.5) * 65535 + 0.5).int()
     values = dynamic_values()
     nearest = torch.bucketize(torch.arange(65536) / 65535 * 2 - 1, (values[1:] + values[:-1]) / 2)
-    return Nested(nearest[places][: len(flat)].to(torch.uint8), absmax, offset)
+    return Nested(nearest.to(flat.device, non_blocking=True)[places][: len(flat)].to(torch.uint8), absmax, offset)
 
 
 def undoubled(nested: Nested) -> Tensor:
     """The scales that are read back, flat float32."""
-    values = dynamic_values()[nested.codes.int()]
+    values = dynamic_values().to(nested.codes.device, non_blocking=True)[nested.codes.int()]
     return values * nested.absmax.repeat_interleave(_NESTED)[: len(values)] + nested.offset
 
 

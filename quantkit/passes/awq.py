@@ -88,9 +88,10 @@ class Awq(Pass):
                     block.scheme(group.members[0]),
                     grid=settings.grid,
                     producers=fold.index,
+                    channels=fold.channels,
                     importance=importance,
                 )
-                if found.alpha > 0:
+                if float(found.alpha) > 0:
                     channels = torch.ones(fold.channels)
                     channels[fold.index] = found.scales
                     applied = block.fold(group, channels)[fold.index]

@@ -46,7 +46,7 @@ class Element(Protocol):
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
 
-    def codebook(self) -> Tensor | None:
+    def codebook(self, device: torch.device | None = None) -> Tensor | None:
         """[2^bits] float32, what each code stands for; None where the code is a number itself."""
 
 
@@ -83,7 +83,7 @@ class Fp8:
         """The inverse of `pack`."""
         return packed[:, :columns].contiguous().view(getattr(torch, self.dtype))
 
-    def codebook(self) -> None:
+    def codebook(self, device: torch.device | None = None) -> None:
         """None."""
 
 
@@ -102,12 +102,12 @@ class Fp4:
 
     def encode(self, units: Tensor) -> Tensor:
         """A small negative number becomes minus zero, code 8, as in `ml_dtypes.float4_e2m1fn`."""
-        place = torch.bucketize(self.snap(units).abs(), torch.tensor(FP4_VALUES))
+        place = torch.bucketize(self.snap(units).abs(), self.codebook(units.device)[: len(FP4_VALUES)])
         return (place + 8 * torch.signbit(units)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Exact."""
-        return self.codebook()[codes.int()]
+        return self.codebook(codes.device)[codes.int()]
 
     def pack(self, codes: Tensor) -> Tensor:
         """Two a byte, the first in the low half, as compressed-tensors does."""
@@ -117,10 +117,11 @@ class Fp4:
         """The inverse of `pack`."""
         return unpacked_bits(packed, 4, columns)
 
-    def codebook(self) -> Tensor:
+    def codebook(self, device: torch.device | None = None) -> Tensor:
         """[16]: the positive numbers, then the negative ones."""
         values = torch.tensor(FP4_VALUES)
-        return torch.cat([values, -values])
+        # without waiting for what the device does at the time
+        return torch.cat([values, -values]).to(device, non_blocking=True)
 
 
 FP8_E4M3 = Fp8("float8_e4m3fn", 448.0)

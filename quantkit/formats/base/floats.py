@@ -30,7 +30,7 @@ class FloatFormat:
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round to nearest even in this dtype; the scale is 1."""
-        return QuantTensor(weight.to(getattr(torch, self.name)), torch.ones(1, 1), None, scheme)
+        return QuantTensor(weight.to(getattr(torch, self.name)), torch.ones(1, 1, device=weight.device), None, scheme)
 
     def dequantize(self, tensor: QuantTensor) -> Tensor:
         """[N, K] float32."""

@@ -109,17 +109,17 @@ def against(scales: Tensor, shape: tuple[int, int], scheme: WeightScheme) -> Ten
 def packed_bits(codes: Tensor, bits: int) -> Tensor:
     """Codes 0 .. 2^bits - 1 [N, K] -> uint8 [N, ceil(K * bits / 8)]; 4 bits [4096, 4096] -> [4096, 2048]."""
     rows, columns = codes.shape
-    shifts = torch.arange(bits, dtype=torch.int16)
+    shifts = torch.arange(bits, dtype=torch.int16, device=codes.device)
     every = ((codes.to(torch.int16).unsqueeze(2) >> shifts) & 1).reshape(rows, columns * bits)
     every = torch.nn.functional.pad(every, (0, -every.shape[1] % 8)).reshape(rows, -1, 8)
-    places = torch.arange(8, dtype=torch.int16)
+    places = torch.arange(8, dtype=torch.int16, device=codes.device)
     return (every << places).sum(dim=2).to(torch.uint8)
 
 
 def unpacked_bits(packed: Tensor, bits: int, columns: int) -> Tensor:
     """uint8 [N, ceil(K * bits / 8)] -> codes [N, K], uint8."""
     rows = packed.shape[0]
-    places = torch.arange(8, dtype=torch.int16)
+    places = torch.arange(8, dtype=torch.int16, device=packed.device)
     every = ((packed.to(torch.int16).unsqueeze(2) >> places) & 1).reshape(rows, -1)[:, : columns * bits]
-    shifts = torch.arange(bits, dtype=torch.int16)
+    shifts = torch.arange(bits, dtype=torch.int16, device=packed.device)
     return (every.reshape(rows, columns, bits) << shifts).sum(dim=2).to(torch.uint8)

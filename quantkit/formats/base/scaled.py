@@ -57,7 +57,7 @@ class ScaledFormat(GridFormat):
 
     def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
         """Scales, and the codebook if there is one."""
-        return {**super().kept(scale, scheme, global_scale), "codebook": self.element.codebook()}
+        return {**super().kept(scale, scheme, global_scale), "codebook": self.element.codebook(scale.device)}
 
     def pack(self, codes: Tensor) -> Tensor:
         """Codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
