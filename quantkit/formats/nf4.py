@@ -51,11 +51,12 @@ class NormalFloat:
 
     def encode(self, units: Tensor) -> Tensor:
         """The nearest places; halfway between two, the lower one."""
-        values = self.codebook(units.device)
-        middles = torch.nn.functional.pad((values[1:] + values[:-1]) / 2, (0, 1), value=torch.inf)
+        values = self.codebook()
+        middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([torch.inf])])
         # torch.bucketize takes five times as long: a table of fine steps leaves one middle to compare with
-        steps = torch.arange(2 * _FINE + 1, device=units.device) / _FINE - 1
-        below = torch.bucketize(steps, middles[:-1], out_int32=True)
+        below = torch.bucketize(torch.arange(2 * _FINE + 1) / _FINE - 1, middles[:-1], out_int32=True)
+        # without waiting for what the device does at the time
+        middles, below = (each.to(units.device, non_blocking=True) for each in (middles, below))
         exact = units.float().reshape(-1)
         place = exact.clamp(-1, 1).nan_to_num_(1.0).add_(1).mul_(_FINE).int()
         codes = below.index_select(0, place)
@@ -77,7 +78,7 @@ class NormalFloat:
 
     def codebook(self, device: torch.device | None = None) -> Tensor:
         """[16] float32, rising."""
-        return torch.tensor(VALUES, device=device)
+        return torch.tensor(VALUES).to(device, non_blocking=True)
 
 
 class Nf4(ScaledFormat):
@@ -109,12 +110,12 @@ class Nf4(ScaledFormat):
 
 def dynamic_values() -> Tensor:
     """The 8-bit type of doubled scales, [256] float32, rising: seven decades, each with twice the steps of the last."""
-    values = [0.0, 1.0]
+    values = [torch.tensor([0.0, 1.0])]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
         positive = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)
-        values += [*positive.tolist(), *(-positive).tolist()]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+        values += [positive, -positive]
+    return torch.cat(values).sort().values
 
 
 def doubled(scale: Tensor) -> Nested:
@@ -126,14 +127,14 @@ def doubled(scale: Tensor) -> Nested:
     # all scales alike leave 0 / 0; whatever code they get then stands for 0
     units = (parts / absmax.unsqueeze(1)).nan_to_num(-1.0).clamp(-1, 1).reshape(-1)
     places = (((units + 1) * 0.5) * 65535 + 0.5).int()
-    values = dynamic_values().to(scale.device)
-    nearest = torch.bucketize(torch.arange(65536, device=scale.device) / 65535 * 2 - 1, (values[1:] + values[:-1]) / 2)
-    return Nested(nearest[places][: len(flat)].to(torch.uint8), absmax, offset)
+    values = dynamic_values()
+    nearest = torch.bucketize(torch.arange(65536) / 65535 * 2 - 1, (values[1:] + values[:-1]) / 2)
+    return Nested(nearest.to(flat.device, non_blocking=True)[places][: len(flat)].to(torch.uint8), absmax, offset)
 
 
 def undoubled(nested: Nested) -> Tensor:
     """The scales that are read back, flat float32."""
-    values = dynamic_values().to(nested.codes.device)[nested.codes.int()]
+    values = dynamic_values().to(nested.codes.device, non_blocking=True)[nested.codes.int()]
     return values * nested.absmax.repeat_interleave(_NESTED)[: len(values)] + nested.offset
 
 

@@ -88,6 +88,7 @@ class Awq(Pass):
                     block.scheme(group.members[0]),
                     grid=settings.grid,
                     producers=fold.index,
+                    channels=fold.channels,
                     importance=importance,
                 )
                 # where nothing is better than ones, they are folded: no value changes, and a GPU is not waited for

@@ -47,7 +47,7 @@ class Element(Protocol):
         """The inverse of `pack`."""
 
     def codebook(self, device: torch.device | None = None) -> Tensor | None:
-        """[2^bits] float32 on a device, what each code stands for; None where the code is a number itself."""
+        """[2^bits] float32, what each code stands for; None where the code is a number itself."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Fp4:
 
     def encode(self, units: Tensor) -> Tensor:
         """A small negative number becomes minus zero, code 8, as in `ml_dtypes.float4_e2m1fn`."""
-        place = torch.bucketize(self.snap(units).abs(), torch.tensor(FP4_VALUES, device=units.device))
+        place = torch.bucketize(self.snap(units).abs(), self.codebook(units.device)[: len(FP4_VALUES)])
         return (place + 8 * torch.signbit(units)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -119,8 +119,9 @@ class Fp4:
 
     def codebook(self, device: torch.device | None = None) -> Tensor:
         """[16]: the positive numbers, then the negative ones."""
-        values = torch.tensor(FP4_VALUES, device=device)
-        return torch.cat([values, -values])
+        values = torch.tensor(FP4_VALUES)
+        # without waiting for what the device does at the time
+        return torch.cat([values, -values]).to(device, non_blocking=True)
 
 
 FP8_E4M3 = Fp8("float8_e4m3fn", 448.0)

@@ -34,7 +34,7 @@ def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
     chosen for the scale as stored.
     """
     bounded = grid.stored(scale, scheme)
-    bits = _exact_bits(scheme)
+    bits = exact_bits(scheme)
     if bits is None:
         return bounded
     # round the last bits of the mantissa away; a carry runs into the exponent, as it should
@@ -43,7 +43,7 @@ def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
     return word.add(1 << (dropped - 1)).bitwise_and_(-1 << dropped).view(bounded.dtype)
 
 
-def _exact_bits(scheme: WeightScheme) -> int | None:
+def exact_bits(scheme: WeightScheme) -> int | None:
     """Significant bits with which a scale's products with codes are exact in its dtype; None: not limited."""
     bits = load_format(scheme.format).bits
     if scheme.scale != "float16" or bits > 4:

@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch's kernels on one thread, and on as many as before afterwards.
+def one_thread(of: Tensor | None = None) -> Iterator[None]:
+    """Run torch's kernels on one thread, and on as many as before afterwards; nothing where `of` is on a device.
 
     Solvers work on vectors too short to share out: a second thread costs more than it brings, and one alone makes
     sums and Cholesky factors the same on every machine of an instruction set.
     """
+    if of is not None and of.device.type != "cpu":
+        yield
+        return
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

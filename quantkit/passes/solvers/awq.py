@@ -9,6 +9,8 @@ error on column k is divided by `s_k`:
 never worse than plain rounding under this cost. One number a group of linears is fitted, which is why it carries over
 to other text so well. (Lin et al., "AWQ", 2024, arXiv 2306.00978. There the cost is measured on activations; `H` says
 the same for all tokens at once. After scaling, the Hessian is `diag(s)⁻¹ H diag(s)⁻¹`: nothing has to be run again.)
+
+On a device all α go through at once, as far as memory allows, and the best is chosen there: nothing waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.formats.base.layout import groups_of
-from quantkit.passes.solvers import one_thread, ranges
+from quantkit.passes.solvers import device, one_thread, ranges
 from quantkit.passes.solvers.factor import check_finite
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 # elements worked on at a time
 _CHUNK = 1 << 17
+# bytes of errors and of their products with the Hessian on a device at a time
+_MEMORY = 4_000_000_000
 
 
 @dataclass(frozen=True)
@@ -39,15 +43,15 @@ class AwqScales:
     Args:
         scales: [K] float32, positive; multiply the columns of the weights, divide the inputs. All ones when nothing
             that was tried costs less.
-        alpha: the exponent that won.
-        cost: summed over the weights, with these scales.
-        plain: the same without scales.
+        alpha: [] float64, the exponent that won.
+        cost: [] float64, summed over the weights, with these scales.
+        plain: [] float64, the same without scales.
     """
 
     scales: Tensor
-    alpha: float
-    cost: float
-    plain: float
+    alpha: Tensor
+    cost: Tensor
+    plain: Tensor
 
 
 def search_scales(
@@ -57,6 +61,7 @@ def search_scales(
     *,
     grid: int = 20,
     producers: Tensor | None = None,
+    channels: int | None = None,
     importance: Tensor | None = None,
 ) -> AwqScales:
     """The scales, among powers of the inputs' magnitude, with which rounding to nearest costs least.
@@ -68,27 +73,36 @@ def search_scales(
         grid: how many α above 0, up to 1, are tried.
         producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
             one channel (grouped heads repeat them) share a scale. None: each its own.
+        channels: how many that module has; None looks for the last one in `producers`.
         importance: [K], `Factor.importance`, when GPTQ assigns the codes: the cost is then `sum_k a_k |d_k|²`, what
             is left of an error after GPTQ made up for it. None: codes are rounded to nearest, the cost is
             `tr(D H Dᵀ)`.
 
     Raises:
-        InputError: `hessian-nonfinite`, `group-indivisible`, `format-not-integer`.
+        InputError: `hessian-nonfinite` (on a CPU: elsewhere looking would be waiting), `group-indivisible`,
+            `format-not-integer`.
     """
-    check_finite(hessian)
-    with one_thread():
+    at_once = device.launched(hessian)
+    if not at_once:
+        check_finite(hessian)
+    with one_thread(hessian):
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         rows = [weight.shape[0] for weight in weights]
-        size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers)
+        size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers, channels)
         costs = hessian.float() if importance is None else importance.float()
-        plain = _cost(target, rows, None, costs, scheme)
-        best = AwqScales(torch.ones_like(size), 0.0, plain, plain)
-        for number in range(1, grid + 1):
-            scales = _power(size, number / grid)
-            cost = _cost(target, rows, scales, costs, scheme)
-            if cost < best.cost:
-                best = AwqScales(scales, number / grid, cost, best.plain)
-        return best
+        exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
+        if at_once:
+            exponents = exponents.to(hessian.device, non_blocking=True)
+            powers = _powers(size, exponents)
+            lost = _costs(target, rows, powers, costs, scheme)
+        else:
+            tried = [torch.ones_like(size), *(_power(size, alpha) for alpha in exponents[1:].tolist())]
+            lost = torch.tensor([_cost(target, rows, scales, costs, scheme) for scales in tried], dtype=torch.float64)
+            powers = torch.stack(tried)
+        # the first of equals
+        best = lost.argmin().reshape(1)
+        scales, alpha, cost = (each.index_select(0, best).squeeze(0) for each in (powers, exponents, lost))
+        return AwqScales(scales, alpha, cost, lost.select(0, 0))
 
 
 def transformed(hessian: Tensor, scales: Tensor) -> Tensor:
@@ -106,7 +120,7 @@ def clip(weight: Tensor, hessian: Tensor, scheme: WeightScheme, search: ranges.S
         InputError: `group-indivisible`, `format-not-integer`.
     """
     form = ranges.integer_format(scheme)
-    with one_thread():
+    with one_thread(hessian):
         scale, zero = ranges.for_output(weight, scheme, hessian, search)
     parts = weight.float().reshape(
         -1,
@@ -134,14 +148,52 @@ def _power(size: Tensor, alpha: float) -> Tensor:
     return torch.where(seen, scales / centre, torch.ones_like(scales))
 
 
-def _shared(size: Tensor, producers: Tensor | None) -> Tensor:
+def _powers(size: Tensor, exponents: Tensor) -> Tensor:
+    """`_power` for each of some exponents, [A, K], without waiting for what was ever seen."""
+    scales = torch.maximum(size, 1e-4 * size.amax() + 1e-30).pow(exponents.float().unsqueeze(1))
+    seen = size > 0
+    top = torch.where(seen, scales, 0.0).amax(dim=1, keepdim=True)
+    centre = (top * torch.where(seen, scales, torch.inf).amin(dim=1, keepdim=True)).sqrt()
+    return torch.where(seen, scales / centre, 1.0)
+
+
+def _shared(size: Tensor, producers: Tensor | None, channels: int | None) -> Tensor:
     """The magnitude of each input's producer: the root mean square over the inputs that come from it."""
     if producers is None:
         return size.float()
-    count = int(producers.max()) + 1
-    total = torch.zeros(count).index_add_(0, producers, size.float().square())
-    times = torch.zeros(count).index_add_(0, producers, torch.ones(len(size)))
+    count = int(producers.max()) + 1 if channels is None else channels
+    total = size.new_zeros(count).index_add_(0, producers, size.float().square())
+    times = size.new_zeros(count).index_add_(0, producers, torch.ones_like(size))
     return (total / times.clamp(min=1)).sqrt()[producers]
+
+
+def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, scheme: WeightScheme) -> Tensor:
+    """`_cost` of each of some scalings [A, K], in as few launches as memory allows: [A] float64."""
+    from quantkit.kernels.solving.losses import losses
+
+    form, columns = ranges.integer_format(scheme), target.shape[0]
+    _, bounds, dropped = device.kept_by_bits(scheme)
+    grid = (columns // groups_of(columns, scheme), form.low, form.high, scheme.symmetric, bounds, dropped)
+    whole = scheme.granularity == "tensor"
+    total = torch.zeros(len(powers), dtype=torch.float64, device=target.device)
+    for part in torch.split(target, rows, dim=1) if whole else [target]:
+        part, given = part.contiguous(), None  # noqa: PLW2901
+        if whole:
+            # scaling by positive numbers keeps the order, so that the ends of each input suffice
+            low, high = ((powers * end).aminmax(dim=1) for end in (part.amin(dim=1), part.amax(dim=1)))
+            scale, zero = form.parameters(low.min, high.max, scheme)
+            given = torch.stack([scale.float(), torch.zeros_like(low.min) if zero is None else zero.float()], dim=1)
+        if hessian.dim() == 1:
+            total += losses(part, powers, hessian, given, *grid).sum(dim=1, dtype=torch.float64)
+            continue
+        step = max(1, _MEMORY // (2 * part.numel() * part.element_size()))
+        starts = range(0, len(powers), step)
+        for start, some in zip(starts, powers.split(step), strict=True):
+            error = losses(part, some, None, None if given is None else given[start : start + step], *grid)
+            flat = error.flatten(1)
+            paid = (hessian @ flat).mul_(flat).view_as(error).sum(dim=(0, 2), dtype=torch.float64)
+            total[start : start + step] += paid
+    return total
 
 
 def _cost(target: Tensor, rows: list[int], scales: Tensor | None, hessian: Tensor, scheme: WeightScheme) -> float:

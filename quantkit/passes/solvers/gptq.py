@@ -12,7 +12,8 @@ plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization",
 - Columns go in order of falling `H_jj` (activation order): what counts most is rounded while most columns are left to
   make up for it. Ranges are fixed before (static groups), so codes stay in the order of the weights.
 - Columns of a block are chosen one by one for all rows at once; what earlier blocks pass on arrives in one matrix
-  product a block. Weights that share an input go through together, with one factor.
+  product a block. Weights that share an input go through together, with one factor. On a device all of it is one
+  launch (`kernels/solving/choose.py`), and nothing waits for what it finds.
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 
@@ -47,7 +48,7 @@ from quantkit.formats.base.grid import GridFormat, effective, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import by_row, groups_of
 from quantkit.formats.base.scaled import ScaledFormat
-from quantkit.passes.solvers import one_thread, ranges, unsaturated
+from quantkit.passes.solvers import device, one_thread, ranges, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
 
 if TYPE_CHECKING:
@@ -70,13 +71,14 @@ class GptqResult:
     Args:
         damping: the share of the Hessian's mean diagonal that was added to it.
         raised: how often that had to be raised for the Cholesky factor to exist; to be recorded unless 0.
-        error: `tr(D H Dᵀ)` with the damped Hessian: the squared output error summed over the calibration tokens.
+        error: [] float64, `tr(D H Dᵀ)` with the damped Hessian: the squared output error summed over the calibration
+            tokens.
     """
 
     tensor: QuantTensor
     damping: float
     raised: int
-    error: float
+    error: Tensor
 
 
 def gptq(weight: Tensor, hessian: Tensor | Factor, scheme: WeightScheme, **settings: Any) -> GptqResult:
@@ -121,7 +123,7 @@ def gptq_shared(
         InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-without-scale`.
     """
     form = load_grid(scheme.format)
-    with one_thread():
+    with one_thread(weights[0]):
         solved = (
             hessian
             if isinstance(hessian, Factor)
@@ -146,7 +148,7 @@ def gptq_shared(
                 _tensor(form, code, grid, None if zero is None else shift, group, scheme, whole),
                 solved.damping,
                 solved.raised,
-                float(error.double().sum()),
+                error.double().sum(),
             )
             for code, grid, shift, error in zip(
                 torch.split(codes, rows, dim=1),
@@ -214,9 +216,11 @@ def _choose(
     """One pass over the columns of weights [N, K], which lie transposed in target, with scale and zero [G, N] float32:
     values in units of the scale (codes less zero) [K, N], the cost of each row [N], and `D` [K, N], in their order."""
     columns, rows = target.shape
+    if device.launched(target) and device.known(form) and neighbours is None:
+        return _choose_at_once(target, solved, scale, zero, group, form)
     ordered = target[solved.order]
     back = torch.empty_like(solved.order)
-    back[solved.order] = torch.arange(columns)
+    back[solved.order] = torch.arange(columns, device=target.device)
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
     groups = (solved.order // group).tolist()
     # a group of zeros may have a scale of zero
@@ -225,7 +229,7 @@ def _choose(
     snap = _snap(form, zero, len(steps))
     codes, delta = torch.empty_like(ordered), torch.empty_like(ordered)
     code_rows, delta_rows, wanted = codes.unbind(0), delta.unbind(0), ordered.unbind(0)
-    cost = torch.zeros(rows)
+    cost = target.new_zeros(rows)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
         pending = torch.addmm(ordered[start:stop], solved.unit[:start, start:stop].T, delta[:start], alpha=-1)
@@ -243,6 +247,29 @@ def _choose(
         missed = ordered[start:stop].add(delta[start:stop]).sub_(pending).square_()
         cost += solved.pivots[start:stop] @ missed
     return codes[back], cost, delta[back]
+
+
+def _choose_at_once(
+    target: Tensor, solved: Factor, scale: Tensor, zero: Tensor | None, group: int, form: GridFormat
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_choose` in one launch."""
+    from quantkit.kernels.solving.choose import choose
+
+    book = device.table(form, target.device)
+    codes, delta, cost = choose(
+        target,
+        solved.unit.contiguous(),
+        solved.pivots,
+        solved.order,
+        scale.contiguous(),
+        None if zero is None else zero.contiguous(),
+        *book,
+        form.low,
+        form.high,
+        group,
+        device.PRECISION,
+    )
+    return codes, cost, delta
 
 
 def _snap(form: GridFormat, zero: Tensor | None, groups: int) -> Callable[[Tensor, int, Tensor], object]:
@@ -280,11 +307,13 @@ def _descend(
     Returns:
         The cost of each row [N].
     """
+    if device.launched(target) and device.known(form):
+        return _descend_at_once(target, codes, delta, hessian, scale, zero, group, form, scheme, sweeps, refit)
     columns = target.shape[0]
     gradient = hessian @ delta
     pull = (hessian / hessian.diagonal()).contiguous()  # pull[i, j] = H_ij / H_jj
     snap = _snap(form, zero, scale.shape[0])
-    free = torch.empty(target.shape[1])
+    free = target.new_empty(target.shape[1])
     # a block has one scale, so it never reaches over the end of a group
     length = max(size for size in range(1, 65) if group % size == 0)
     for _ in range(sweeps):
@@ -322,8 +351,47 @@ def _descend(
     return (gradient * delta).sum(dim=0)
 
 
+def _descend_at_once(
+    target: Tensor,
+    codes: Tensor,
+    delta: Tensor,
+    hessian: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    group: int,
+    form: GridFormat,
+    scheme: WeightScheme,
+    sweeps: int,
+    refit: bool,
+) -> Tensor:
+    """`_descend` in one launch, and a product for what it costs."""
+    from quantkit.kernels.solving.descend import descend
+
+    refit = refit and group <= 64
+    _, bounds, dropped = device.kept_by_bits(scheme) if refit else (None, [0.0, 0.0], [0, 0])
+    book = device.table(form, target.device)
+    descend(
+        target,
+        codes,
+        delta,
+        hessian,
+        scale,
+        zero,
+        *book,
+        form.low,
+        form.high,
+        bounds,
+        dropped,
+        group,
+        sweeps,
+        refit,
+        device.PRECISION,
+    )
+    return (hessian @ delta).mul_(delta).sum(dim=0)
+
+
 # shares of the largest weight that a scale is tried for
-_SHARES = torch.linspace(1.0, 0.6, 81)
+_SHARES = tuple(torch.linspace(1.0, 0.6, 81).tolist())
 _ATTEMPTS = 6
 
 
@@ -338,10 +406,10 @@ def gptq_rows(
         scheme: integers without zero points, one scale a row.
         damping, shrink: as of `factor`; a row whose Hessian then has no Cholesky factor is damped more.
     """
-    with one_thread():
+    with one_thread(weight):
         form = load_grid(scheme.format)
         columns = weight.shape[1]
-        eye = torch.eye(columns)
+        eye = torch.eye(columns, device=weight.device)
         diagonal = hessian.diagonal(dim1=1, dim2=2).float()
         empty = diagonal.mean(1) <= 0
         hessian = torch.where(empty[:, None, None], eye, hessian.float())
@@ -362,13 +430,13 @@ def _scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
     """[N]: of some shares of each row's largest weight, that with the least weighted squared error."""
     form = load_grid(scheme.format)
     top = weight.abs().amax(1, keepdim=True)
-    best, least = torch.empty(0), torch.empty(0)
+    best, least = form.parameters(-top, top, scheme)[0].float(), torch.full_like(top, torch.inf)
     for share in _SHARES:
         scale = form.parameters(-top * share, top * share, scheme)[0].float()
         error = (importance * (form.snap(weight / scale) * scale - weight).square()).sum(1, keepdim=True)
-        better = error < least if least.numel() else torch.ones_like(error, dtype=torch.bool)
-        best = torch.where(better, scale, best if best.numel() else scale)
-        least = torch.where(better, error, least if least.numel() else error)
+        better = error < least
+        best = torch.where(better, scale, best)
+        least = torch.where(better, error, least)
     return best[:, 0]
 
 
@@ -378,15 +446,16 @@ def _unit(hessian: Tensor, diagonal: Tensor, order: Tensor, damping: float, shri
     backwards = order.flip(1)
     whole = hessian * (1 - shrink)
     share = torch.full_like(mean, damping)
-    rows = torch.arange(len(hessian))[:, None, None]
+    rows = torch.arange(len(hessian), device=hessian.device)[:, None, None]
     for _ in range(_ATTEMPTS):
         raised = diagonal + share * mean + torch.where(diagonal <= 0, mean, 0.0)
         damped = whole - torch.diag_embed(whole.diagonal(dim1=1, dim2=2)) + torch.diag_embed(raised)
         lower, info = torch.linalg.cholesky_ex(damped[rows, backwards[:, :, None], backwards[:, None, :]])
-        if not bool(info.any()):
+        # what has its factor finds the same once more, where looking would be waiting
+        if not device.launched(hessian) and not bool(info.any()):
             break
         share = torch.where(info[:, None] > 0, (share * 10).clamp(min=1e-4), share)
-    lower = torch.where(info[:, None, None] > 0, torch.eye(diagonal.shape[1]), lower)
+    lower = torch.where(info[:, None, None] > 0, torch.eye(diagonal.shape[1], device=lower.device), lower)
     upper = lower.flip(1, 2)
     return upper / upper.diagonal(dim1=1, dim2=2)[:, None, :]
 
@@ -416,14 +485,14 @@ def corrected(
     Raises:
         InputError: `drift-nonfinite`, `hessian-nonfinite`, `hessian-not-positive`.
     """
-    if not bool(torch.isfinite(drift).all()):
+    if not device.launched(drift) and not bool(torch.isfinite(drift).all()):
         raise InputError(
             "drift-nonfinite",
             value=f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite",
             rule="the original activations of the calibration text have to be finite",
             remedy="compute in float32, or set correction: 0",
         )
-    with one_thread():
+    with one_thread(hessian):
         # (H + ridge D) = (1 + ridge) times H with ridge / (1 + ridge) of its entries beside the diagonal taken off
         solved = factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
         rows = [weight.shape[0] for weight in weights]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.passes.solvers import one_thread, ranges
+from quantkit.passes.solvers import device, one_thread, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # weights worked on at a time, so that the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 17
+# the same on a device, where a dozen temporaries are to take 3 GB at most
+_PIECE = 1 << 26
 
 
 def half_quadratic(
@@ -61,9 +63,10 @@ def half_quadratic(
     scale, zero = ranges.minmax(weight, scheme)
     rows = weight.float().reshape(scale.numel(), -1)
     flat, shift = scale.reshape(-1), None if zero is None else zero.reshape(-1)
-    with one_thread():
-        for at in torch.arange(len(rows)).split(max(1, _CHUNK // rows.shape[1])):
-            part = slice(int(at[0]), int(at[-1]) + 1)
+    step = max(1, (_PIECE if device.launched(rows) else _CHUNK) // rows.shape[1])
+    with one_thread(rows):
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
             found = _fit(
                 rows[part],
                 flat[part],
@@ -89,10 +92,10 @@ def _fit(
     """Scale and zero [n] for groups [n, L]."""
     norm, beta, growth, iterations = settings
     unit = scale.float().unsqueeze(1)  # β is for weights of this size
-    least = torch.full((len(part),), torch.inf)
+    least = part.new_full((len(part),), torch.inf)
     now, shift = scale, zero
     for turn in range(iterations + 1):
-        step, offset = now.float().unsqueeze(1), torch.zeros(()) if shift is None else shift.float().unsqueeze(1)
+        step, offset = now.float().unsqueeze(1), part.new_zeros(()) if shift is None else shift.float().unsqueeze(1)
         codes = (part / step).round_().clamp_(ends[0] - offset, ends[1] - offset)
         rest = torch.addcmul(part, codes, step, value=-1)
         size = rest.abs()

@@ -9,7 +9,8 @@
 calibration text excites it. A few outliers stretch a min-max grid for all; clipping them a little costs less than it
 gains. (Searched clipping: Nagel et al., "A White Paper on Neural Network Quantization", 2021, section 3.1.)
 
-Any format with scales will do: `snap` rounds to its grid. Scales here are effective, global scale included.
+Any format with scales will do: `snap` rounds to its grid. Scales here are effective, global scale included. On a device
+whole numbers are one launch, other formats a few (`kernels/solving/search.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from quantkit.formats import load_format
 from quantkit.formats.base.grid import GridFormat, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import groups_of, tiles
+from quantkit.passes.solvers import device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 # elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 17
+# a program of the kernel has a whole group: longer ones leave too few programs, and a Hessian is a matrix product then
+_LONGEST, _LONGEST_BLOCK = 1 << 15, 512
 
 
 @dataclass(frozen=True)
@@ -145,17 +149,11 @@ def _by_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     """The tiles over the same inputs side by side, each as one column; zeros that fill up a tile cost nothing."""
     size = scheme.group or max(weight.shape)
-    whole = load_grid(scheme.format).global_scale(weight.abs().amax(), scheme)
     if costs is not None:
-        costs = torch.nn.functional.pad(costs, (0, -len(costs) % size)).reshape(-1, size).repeat(1, size)
-    scales, zeros = [], []
-    for place, column in enumerate(tiles(weight, scheme).permute(2, 1, 3, 0).unbind(0)):
-        paid = None if costs is None else costs[place]
-        scale, zero = transposed(column.reshape(size * size, -1), size * size, scheme, paid, search, whole)
-        scales.append(scale)
-        if zero is not None:
-            zeros.append(zero)
-    return torch.cat(scales).T.contiguous(), torch.cat(zeros).T.contiguous() if zeros else None
+        costs = torch.nn.functional.pad(costs, (0, -len(costs) % size)).reshape(-1, size).repeat(1, size).flatten()
+    columns = tiles(weight, scheme).permute(2, 1, 3, 0).flatten(0, 2)
+    scale, zero = transposed(columns, size * size, scheme, costs, search)
+    return scale.T.contiguous(), None if zero is None else zero.T.contiguous()
 
 
 def transposed(
@@ -180,6 +178,12 @@ def transposed(
     """
     form = load_grid(scheme.format)
     groups, columns = target.shape[0] // length, target.shape[1]
+    blocks_of_hessian = importance is not None and importance.dim() == 3
+    at_once = (
+        device.launched(target) and device.known(form) and length <= (_LONGEST_BLOCK if blocks_of_hessian else _LONGEST)
+    )
+    if at_once and isinstance(form, IntegerFormat):
+        return _whole_numbers_at_once(target.contiguous(), length, form, scheme, importance, search)
     whole = form.global_scale(target.abs().amax(), scheme) if global_scale is None else global_scale
     parts = target.unflatten(0, (groups, length))
     low, high = parts.amin(dim=1), parts.amax(dim=1)
@@ -187,9 +191,12 @@ def transposed(
     if search.steps == search.refinements == 0:
         return scale, zero
     shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
+    if at_once:
+        shares = [1.0, *shares, *form.stretches]
+        return _grids_at_once(target.contiguous(), length, form, scheme, importance, search, (low, high), shares, whole)
     # of all groups at once: vectors of one group are so short that calling torch would take longer than it computes
     grids = [form.parameters(low * share, high * share, scheme, whole) for share in (*shares, *form.stretches)]
-    step = max(1, _CHUNK // length)
+    step = columns if device.launched(target) else max(1, _CHUNK // length)
     for group in range(groups):
         costs = None
         if importance is not None:
@@ -204,6 +211,55 @@ def transposed(
     return scale, zero
 
 
+def _whole_numbers_at_once(
+    target: Tensor, length: int, form: IntegerFormat, scheme: WeightScheme, importance: Tensor | None, search: Search
+) -> tuple[Tensor, Tensor | None]:
+    """`transposed` in one launch."""
+    from quantkit.kernels.solving.search import search_integers
+
+    dtype, bounds, dropped = device.kept_by_bits(scheme)
+    scale, zero = search_integers(
+        target,
+        importance,
+        length,
+        form.low,
+        form.high,
+        scheme.symmetric,
+        dtype,
+        bounds,
+        dropped,
+        search.smallest,
+        search.steps,
+        search.refinements,
+        device.PRECISION,
+    )
+    return scale, None if scheme.symmetric else zero
+
+
+def _grids_at_once(
+    target: Tensor,
+    length: int,
+    form: GridFormat,
+    scheme: WeightScheme,
+    importance: Tensor | None,
+    search: Search,
+    ends: tuple[Tensor, Tensor],
+    shares: list[float],
+    whole: Tensor | None,
+) -> tuple[Tensor, None]:
+    """`transposed` of a format without zero points: all grids laid together, then one launch and one a refinement."""
+    from quantkit.kernels.solving.search import best_grids
+
+    share = torch.tensor(shares).to(target.device, non_blocking=True)[:, None, None]
+    given, _ = form.parameters(ends[0] * share, ends[1] * share, scheme, whole)
+    book = device.table(form, target.device)
+    best, fitted = best_grids(target, importance, length, given.float(), *book, device.PRECISION)
+    for _ in range(search.refinements):
+        tried = form.stored(fitted, scheme, whole).float()
+        best, fitted = best_grids(target, importance, length, torch.stack([best, tried]), *book, device.PRECISION)
+    return best.to(given.dtype), None
+
+
 def _search(
     part: Tensor,
     costs: Tensor | None,
@@ -215,7 +271,7 @@ def _search(
 ) -> tuple[Tensor, Tensor | None]:
     """The best of some grids, [n] each, for columns [L, n] of one group that fit into a cache; scale and zero [n]."""
     exact, codes, error = torch.empty_like(part), torch.empty_like(part), torch.empty_like(part)
-    weights = torch.ones(part.shape[0]) if costs is None else costs
+    weights = part.new_ones(part.shape[0]) if costs is None else costs
 
     def total(left: Tensor, right: Tensor) -> Tensor:
         """The sums of left * costs * right, [n]; overwrites left."""

@@ -46,8 +46,8 @@ def test_the_cost_is_the_outputs_squared_error_and_falls(choice):
         plain += float((inputs.double() @ rounded(part, choice).double().T - exact).square().sum())
         served = (inputs / found.scales).double() @ rounded(part * found.scales, choice).double().T
         scaled += float((served - exact).square().sum())
-    assert found.plain == pytest.approx(plain, rel=1e-3)
-    assert found.cost == pytest.approx(scaled, rel=1e-3)
+    assert float(found.plain) == pytest.approx(plain, rel=1e-3)
+    assert float(found.cost) == pytest.approx(scaled, rel=1e-3)
 
 
 def test_nothing_to_gain_leaves_ones():
@@ -137,4 +137,4 @@ def test_the_cost_does_not_depend_on_how_it_is_cut_into_pieces(choice, monkeypat
     monkeypatch.setattr(solver, "_CHUNK", 64 * 5)
     parts = search_scales([weight, weight[:7]], inputs.T @ inputs, choice, grid=4)
     assert parts.alpha == whole.alpha
-    assert parts.cost == pytest.approx(whole.cost, rel=1e-5)
+    assert float(parts.cost) == pytest.approx(float(whole.cost), rel=1e-5)

@@ -1,0 +1,272 @@
+"""Range search in one launch: all groups of a weight, all grids that are tried, and the scales fitted to their codes.
+
+    cost(s) = sum over the group of  a_k (snap(w_k / s) s - w_k)²        or  e H_gg eᵀ with a block of the Hessian
+
+A program owns some rows of one group and reads it in pieces, again for each grid: by then it lies in the nearest cache.
+Of whole numbers the ranges are laid here too. Of other formats the caller gives the grids to try, gets back the best
+and what scale would fit its codes, and asks once more. It is the twin of `_search` in `passes/solvers/ranges.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.solving.grid import kept, search_steps, snapped, spanned
+
+# rows a program, columns a piece, warps: no spill on SM 8.0 and 9.0 (benchmarks/kernel_resources.py)
+ROWS, PIECE, WARPS = 32, 64, 4
+# blocks of a Hessian are multiplied
+SQUARE = 32
+
+
+@triton.jit
+def piece_of(target_ptr, at, length, start, N, rows, PIECE: tl.constexpr):
+    """Weights [PIECE, ROWS] of a group, from column `start` of it, and which columns there are."""
+    column = start + tl.arange(0, PIECE)
+    there = column < length
+    place = (at + column)[:, None] * N + rows[None, :]
+    return tl.load(target_ptr + place, mask=there[:, None] & (rows < N)[None, :], other=0.0), there
+
+
+@triton.jit
+def measured(
+    target_ptr, importance_ptr, values_ptr, edges_ptr, at, g, length, N, rows, scale, lowest, highest,
+    BLOCKS: tl.constexpr, FIT: tl.constexpr, STEPS: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a scale costs [ROWS]; of FIT also `sum c a w` and `sum c a c`, c the codes."""
+    inverse = 1.0 / scale
+    cost = tl.zeros((ROWS,), tl.float32)
+    along = tl.zeros((ROWS,), tl.float32)
+    across = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, length, PIECE):
+        w, there = piece_of(target_ptr, at, length, start, N, rows, PIECE)
+        units = w * inverse[None, :]
+        code = snapped(units, lowest[None, :], highest[None, :], values_ptr, edges_ptr, STEPS)
+        error = code - units
+        if BLOCKS:
+            into = tl.zeros((PIECE, ROWS), tl.float32)
+            into_w = tl.zeros((PIECE, ROWS), tl.float32)
+            into_code = tl.zeros((PIECE, ROWS), tl.float32)
+            for other in range(0, length, PIECE):
+                v, beyond = piece_of(target_ptr, at, length, other, N, rows, PIECE)
+                column = other + tl.arange(0, PIECE)
+                row = tl.cast(g, tl.int64) * length + start + tl.arange(0, PIECE)
+                hessian = tl.load(
+                    importance_ptr + row[:, None] * length + column[None, :],
+                    mask=there[:, None] & beyond[None, :],
+                    other=0.0,
+                )
+                of = v * inverse[None, :]
+                their = snapped(of, lowest[None, :], highest[None, :], values_ptr, edges_ptr, STEPS)
+                if FIT:
+                    into_w = tl.dot(hessian, v, into_w, input_precision=PRECISION)
+                    into_code = tl.dot(hessian, their, into_code, input_precision=PRECISION)
+                else:
+                    into = tl.dot(hessian, their - of, into, input_precision=PRECISION)
+            # beyond the end of the group the Hessian is zero
+            if FIT:
+                along += tl.sum(code * into_w, axis=0)
+                across += tl.sum(code * into_code, axis=0)
+            else:
+                cost += tl.sum(error * into, axis=0)
+        else:
+            weight = tl.where(there, 1.0, 0.0)
+            if importance_ptr is not None:
+                weight = tl.load(importance_ptr + at + start + tl.arange(0, PIECE), mask=there, other=0.0)
+            if FIT:
+                along += tl.sum(code * weight[:, None] * w, axis=0)
+                across += tl.sum(code * weight[:, None] * code, axis=0)
+            else:
+                cost += tl.sum(error * weight[:, None] * error, axis=0)
+    return cost * scale * scale, along, across
+
+
+@triton.jit
+def fitted_to(along, across, scale):
+    """The scale with the least error for codes; a group of zeros keeps its own."""
+    found = tl.math.div_rn(along, across)
+    return tl.where((found > 0.0) & (found < float("inf")), found, scale)
+
+
+@triton.jit
+def search_ranges(
+    target_ptr,  # [K, N] float32
+    importance_ptr,  # [K] float32, [K / length, length, length], or None
+    given_ptr,  # [GIVEN, K / length, N] float32: grids to try; None of whole numbers
+    scale_ptr,  # [K / length, N]: the best
+    zero_ptr,  # the same, int8, or None
+    fitted_ptr,  # the same, float32: what would fit the codes of the best; None of whole numbers
+    values_ptr,
+    edges_ptr,
+    low,
+    high,
+    least,  # bounds of a scale
+    most,
+    N,
+    length,
+    GIVEN: tl.constexpr,
+    TRIES: tl.constexpr,  # shares of the whole range from SMALLEST up to, but without, 1
+    SMALLEST: tl.constexpr,
+    REST: tl.constexpr,
+    REFINEMENTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """See the module."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    g = tl.program_id(1)
+    inside = rows < N
+    at = tl.cast(g, tl.int64) * length
+    place = tl.cast(g, tl.int64) * N + rows
+    SYMMETRIC: tl.constexpr = zero_ptr is None
+    zero = tl.zeros((ROWS,), tl.float32)
+    bottom = tl.zeros((ROWS,), tl.float32)
+    top = tl.zeros((ROWS,), tl.float32)
+    if GIVEN > 0:
+        scale = tl.load(given_ptr + place, mask=inside, other=1.0)
+    else:
+        for start in range(0, length, PIECE):
+            w, _ = piece_of(target_ptr, at, length, start, N, rows, PIECE)
+            bottom = tl.minimum(bottom, tl.min(w, axis=0))
+            top = tl.maximum(top, tl.max(w, axis=0))
+        scale, zero = spanned(bottom, top, low, high, least, most, SYMMETRIC, EVEN, HALF)
+    if GIVEN > 1 or TRIES > 0 or REFINEMENTS > 0:
+        cost, _, _ = measured(
+            target_ptr, importance_ptr, values_ptr, edges_ptr, at, g, length, N, rows, scale, low - zero, high - zero,
+            BLOCKS, False, STEPS, PIECE, ROWS, PRECISION,
+        )  # fmt: skip
+        TRIED: tl.constexpr = GIVEN - 1 if GIVEN > 0 else TRIES
+        for number in range(TRIED):
+            if GIVEN > 0:
+                grid_at = given_ptr + tl.cast(number + 1, tl.int64) * tl.num_programs(1) * N
+                tried = tl.load(grid_at + place, mask=inside, other=1.0)
+                shift = zero
+            else:
+                # in float64, as Python has it
+                share = tl.full((), SMALLEST, tl.float64) + REST * tl.cast(number, tl.float64) / TRIES
+                share = share.to(tl.float32)
+                tried, shift = spanned(bottom * share, top * share, low, high, least, most, SYMMETRIC, EVEN, HALF)
+            paid, _, _ = measured(
+                target_ptr, importance_ptr, values_ptr, edges_ptr, at, g, length, N, rows, tried, low - shift,
+                high - shift, BLOCKS, False, STEPS, PIECE, ROWS, PRECISION,
+            )  # fmt: skip
+            wins = paid < cost
+            scale, zero, cost = tl.where(wins, tried, scale), tl.where(wins, shift, zero), tl.where(wins, paid, cost)
+        if fitted_ptr is not None:
+            _, along, across = measured(
+                target_ptr, importance_ptr, values_ptr, edges_ptr, at, g, length, N, rows, scale, low - zero,
+                high - zero, BLOCKS, True, STEPS, PIECE, ROWS, PRECISION,
+            )  # fmt: skip
+            tl.store(fitted_ptr + place, fitted_to(along, across, scale), mask=inside)
+        else:
+            for _ in range(REFINEMENTS):
+                _, along, across = measured(
+                    target_ptr, importance_ptr, values_ptr, edges_ptr, at, g, length, N, rows, scale, low - zero,
+                    high - zero, BLOCKS, True, STEPS, PIECE, ROWS, PRECISION,
+                )  # fmt: skip
+                tried = kept(fitted_to(along, across, scale), least, most, EVEN, HALF)
+                paid, _, _ = measured(
+                    target_ptr, importance_ptr, values_ptr, edges_ptr, at, g, length, N, rows, tried, low - zero,
+                    high - zero, BLOCKS, False, STEPS, PIECE, ROWS, PRECISION,
+                )  # fmt: skip
+                wins = paid < cost
+                scale, cost = tl.where(wins, tried, scale), tl.where(wins, paid, cost)
+    tl.store(scale_ptr + place, scale.to(scale_ptr.dtype.element_ty), mask=inside)
+    if zero_ptr is not None:
+        tl.store(zero_ptr + place, zero.to(tl.int8), mask=inside)
+
+
+@torch.library.custom_op("quantkit::search_integers", mutates_args=())
+def search_integers(
+    target: Tensor,
+    importance: Tensor | None,
+    length: int,
+    low: float,
+    high: float,
+    symmetric: bool,
+    scale: torch.dtype,
+    bounds: list[float],
+    dropped: list[int],
+    smallest: float,
+    tries: int,
+    refinements: int,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """Scale [K / length, N] and zero point, int8 (of symmetric grids [0]), of whole numbers from `low` to `high`.
+
+    Args:
+        target: [K, N] float32.
+        importance: [K] or [K / length, length, length] float32, or None.
+        length: weights of a column that share a scale.
+        scale: how scales are stored, between `bounds`, with so many bits of float32 `dropped`: ties to even, then ties
+            away from zero.
+        smallest, tries, refinements: of the `Search`.
+        precision: of the products with a Hessian's blocks: `ieee`, `tf32x3` or `tf32`.
+    """
+    scales, zeros = _integers(target, length, symmetric, scale)
+    options = {"REFINEMENTS": refinements, "TRIES": tries, "SMALLEST": smallest, "REST": 1 - smallest, "GIVEN": 0}
+    _launch(
+        target, importance, None, scales, None if symmetric else zeros, None, None, None,
+        (low, high, *bounds), length, precision, EVEN=dropped[0], HALF=dropped[1], **options,
+    )  # fmt: skip
+    return scales, zeros
+
+
+@search_integers.register_fake
+def _(
+    target, importance, length, low, high, symmetric, scale, bounds, dropped, smallest, tries, refinements, precision
+):
+    return _integers(target, length, symmetric, scale)
+
+
+@torch.library.custom_op("quantkit::best_grids", mutates_args=())
+def best_grids(
+    target: Tensor,
+    importance: Tensor | None,
+    length: int,
+    given: Tensor,
+    values: Tensor,
+    edges: Tensor,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """Of some scales the best, the first of equals, and the one that would fit its codes, [K / length, N] float32.
+
+    Args:
+        given: [grids, K / length, N] float32.
+        values, edges: the format's table.
+    """
+    best, fitted = torch.empty_like(given[0]), torch.empty_like(given[0])
+    options = {"REFINEMENTS": 0, "TRIES": 0, "SMALLEST": 1.0, "REST": 0.0, "GIVEN": len(given), "EVEN": 0, "HALF": 0}
+    bounds = (0.0, 0.0, 0.0, 0.0)
+    _launch(target, importance, given, best, None, fitted, values, edges, bounds, length, precision, **options)
+    return best, fitted
+
+
+@best_grids.register_fake
+def _(target, importance, length, given, values, edges, precision):
+    return given.new_empty(given.shape[1:]), given.new_empty(given.shape[1:])
+
+
+def _integers(target: Tensor, length: int, symmetric: bool, scale: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = (target.shape[0] // length, target.shape[1])
+    return target.new_empty(shape, dtype=scale), target.new_empty((0,) if symmetric else shape, dtype=torch.int8)
+
+
+def _launch(target, importance, given, scale, zero, fitted, values, edges, bounds, length, precision, **options):
+    rows = target.shape[1]
+    blocks = importance is not None and importance.dim() == 3
+    piece = max(16, min(SQUARE if blocks else PIECE, triton.next_power_of_2(length)))
+    search_ranges[(triton.cdiv(rows, ROWS), target.shape[0] // length)](
+        target, importance, given, scale, zero, fitted, values, edges, *bounds, rows, length,
+        **options, BLOCKS=blocks, STEPS=search_steps(values), PIECE=piece, ROWS=ROWS, PRECISION=precision,
+        num_warps=WARPS,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Which solvers run as one kernel, and a format as the kernels know it.
+
+On a CPU the solvers are loops of vector operations; elsewhere a launch takes as long as a thousand additions, so that
+each loop is one kernel (`quantkit/kernels/solving/`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.formats.base import grid
+from quantkit.formats.base.integers import IntegerFormat, exact_bits
+from quantkit.formats.base.scaled import ScaledFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.formats.base.grid import GridFormat
+    from quantkit.scheme import WeightScheme
+
+# of the products in kernels: three products of 10-bit mantissas, or one, are the faster choices
+PRECISION = "ieee"
+
+
+def launched(tensor: Tensor) -> bool:
+    """Whether what is done to this tensor is to be few launches, and never to wait for their results."""
+    return tensor.device.type != "cpu"
+
+
+def known(form: GridFormat) -> bool:
+    """Whether the kernels know the grid of a format: whole numbers, or scaled elements of up to eight bits."""
+    return isinstance(form, IntegerFormat | ScaledFormat)
+
+
+def table(form: GridFormat, where: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Values of a format's grid and the edges between them, for the kernels; None of whole numbers."""
+    if not isinstance(form, ScaledFormat):
+        return None, None
+    from quantkit.kernels.solving.grid import tabled
+
+    values = form.element.codebook()
+    if values is None:  # the code is a number itself, of eight bits
+        values = form.unpack(torch.arange(256).to(torch.uint8)[None], 256)[0]
+    rising, edges = tabled(values.float(), form.snap)
+    # without waiting for what the device does at the time
+    return rising.to(where, non_blocking=True), edges.to(where, non_blocking=True)
+
+
+def kept_by_bits(scheme: WeightScheme) -> tuple[torch.dtype, list[float], list[int]]:
+    """How the scales of an integer format are stored: dtype, bounds, and bits of float32 that are rounded away, with
+    ties to even and then with ties away from zero."""
+    dtype = grid.effective(scheme)
+    limits, bits = torch.finfo(dtype), exact_bits(scheme)
+    even = {torch.float16: 13, torch.bfloat16: 16}.get(dtype, 0)
+    most, half = (limits.max, 0) if bits is None else (limits.max / 2, even + 11 - bits)
+    return dtype, [limits.tiny, most], [even, half]
