@@ -7,9 +7,11 @@ would have to wait for a value is seen: it is counted, and given a planted one.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +19,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+import quantkit
 from quantkit.model.streaming.calls import Calls, Given
 from quantkit.model.streaming.stream import LoadedModel, set_tensor
 
 CUDA = torch.device("cuda:0")
+_PACKAGE = f"{Path(quantkit.__file__).parent}/"
 aten = torch.ops.aten
 # operators that launch nothing: they make room, or another view of what is there
 _FREE = {
@@ -47,7 +51,7 @@ class Watch(TorchDispatchMode):
         planted: what a value is taken for that would have to be waited for, by its dtype; else 0.
 
     Attributes:
-        launched: operator -> how often.
+        launched: function of the package -> operators that it has launched.
         waits: where a value was asked for.
     """
 
@@ -63,8 +67,9 @@ class Watch(TorchDispatchMode):
             return self.planted.get(args[0].dtype, False if args[0].dtype == torch.bool else 0.0)
         found = func(*args, **(kwargs or {}))
         name = str(func._schema.name)
-        if not func.is_view and name not in _FREE:
-            self.launched[name] += 1
+        on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in tree_leaves(found))
+        if on_gpu and not func.is_view and name not in _FREE:
+            self.launched[_asked()] += 1
         return found
 
     def taken(self) -> tuple[Counter[str], list[str]]:
@@ -75,11 +80,14 @@ class Watch(TorchDispatchMode):
 
 
 def _asked() -> str:
-    """The line of the package that asked for a value."""
-    import traceback
-
-    lines = [f"{frame.filename.rpartition('quantkit/')[2]}:{frame.name}" for frame in traceback.extract_stack()]
-    return next((line for line in reversed(lines) if ".py" in line and "torch" not in line and "/" in line), "")
+    """The function of the package that is running: `passes/solvers/gptq.py:gptq_shared`."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.startswith(_PACKAGE):
+            return f"{file.removeprefix(_PACKAGE)}:{name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 class _Bindings(TorchFunctionMode):
