@@ -221,6 +221,42 @@ def test_steps_of_decoding_are_those_of_the_whole_sequence() -> None:
     assert torch.allclose(decoding.step(ids[:, 4]), expected[:, 4], atol=1e-5)
 
 
+def test_a_step_that_torch_compiles_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves packed linears out, layer after layer; the backend here runs what was traced and generates nothing."""
+    from quantkit.kernels import linear
+    from quantkit.kernels.layout import pack_parts
+
+    ids, layers = zoo.ids()[:1, :5], 2
+    model = zoo.tiny("llama", num_hidden_layers=layers)
+    dense = {}
+    for name, each in list(model.model.named_modules()):
+        if isinstance(each, torch.nn.Linear):
+            packed = pack_parts(
+                "int4", torch.zeros(each.weight.shape, dtype=torch.int8), torch.ones(len(each.weight), 1)
+            )
+            dense[id(packed)] = each.weight
+            model.model.set_submodule(name, QuantLinear(packed))
+
+    def product(x: torch.Tensor, weight: Any, *rest: Any, **more: Any) -> torch.Tensor:
+        assert not torch.compiler.is_compiling(), "a kernel is no torch operation"
+        return torch.nn.functional.linear(x, dense[id(weight)])
+
+    monkeypatch.setattr(linear, "weight_only", product)
+    plainly, fused = DecodeGraph(model, 1, 5), DecodeGraph(model, 1, 5, fuse="eager")
+    for each in (plainly, fused):
+        each.prefill(ids[:, :3])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for place in (3, 4):
+        # torch compiles a function for eight layers by itself, and here for one
+        with torch._dynamo.config.patch(recompile_limit=1):
+            found = fused.step(ids[:, place])
+        assert torch.allclose(found, plainly.step(ids[:, place]), atol=1e-5)
+    seen = torch._dynamo.utils.counters
+    assert seen["stats"]["unique_graphs"] >= layers, "attention of every layer"
+    assert len(seen["recompile_limit"]) == 0
+
+
 def test_what_was_chosen_on_another_device_is_not_used(compiled: Callable[..., Bundle]) -> None:
     bundle = compiled(GROUPS)
     device = {"id": "gpu-x", "kind": "gpu", "name": "another GPU"}
