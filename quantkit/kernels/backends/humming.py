@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from quantkit.errors import InputError
+from quantkit.kernels.dispatch import HUMMING
 
 # as a candidate among those of a table
-NAME = "humming"
+NAME = HUMMING
 _METHOD = "compressed-tensors"
 
 
