@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from quantkit.errors import InputError
+from quantkit.kernels.dispatch import HUMMING
 
 # as a candidate among those of a table
-NAME = "humming"
+NAME = HUMMING
 _METHOD = "compressed-tensors"
 
 
@@ -83,6 +84,7 @@ class HummingLinear(torch.nn.Module):
         """What it keeps, packed."""
         return sum(part.numel() * part.element_size() for part in self.product.state_dict().values())
 
+    @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the module."""
         y: torch.Tensor = self.product(x.reshape(-1, x.shape[-1]).contiguous())
