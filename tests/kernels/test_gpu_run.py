@@ -423,14 +423,13 @@ COMPILED = """
 import json, sys, time
 import torch
 from parts import precompile
-from parts.shapes import WHOLE_MODEL
-from quantkit.kernels.configs import candidates
+from parts.shapes import WHOLE_MODEL, settings
 from quantkit.kernels.layout import KINDS
 from quantkit.kernels.matmul import weight_only
 from quantkit.measurement.cuda.weights import known
 from triton import knobs
 
-config = candidates(1)[0]
+config = settings(known()["int4.g128"], 1)[0]
 wanted = [one for one in precompile.launches(["sweep"], "fp16")
           if (one.what, one.variant, one.config, one.decode) == ("product", "int4.g128", config, True)]
 assert len(wanted) == 1

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from parts import peers
-from parts.shapes import FIRST_BATCHES, FIRST_SETTINGS, OTHER_BATCHES, PARTS, SWEPT, VARIANTS, WHOLE_MODEL
+from parts.shapes import FIRST_BATCHES, FIRST_SETTINGS, OTHER_BATCHES, PARTS, SWEPT, VARIANTS, WHOLE_MODEL, settings
 from quantkit.errors import InputError
-from quantkit.kernels.configs import Config, candidates, width
+from quantkit.kernels.configs import Config, width
 from quantkit.kernels.dispatch import KernelTiming
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides
@@ -159,14 +159,14 @@ class Sweep:
         batch: int,
         variant: FormatVariant,
         held: Any,
-        settings: int | None,
+        most: int | None,
     ) -> None:
         """All candidates of one cell, the baseline first."""
         x = sides.inputs(batch, shape[1], self.dtype, self.device.torch_device)
         memory = Workspace()
         known = self._settings.setdefault((shape, variant.name, width(batch)), {})
         try:
-            config = self._tuned(where, held, x, memory, settings, known)
+            config = self._tuned(where, held, x, memory, variant, most, known)
         except Exception as error:
             self._skip(where, error)
             return
@@ -201,11 +201,12 @@ class Sweep:
         held: Any,
         x: torch.Tensor,
         memory: Workspace,
-        settings: int | None,
+        variant: FormatVariant,
+        most: int | None,
         known: dict[Config, float],
     ) -> Config:
         """The fastest configuration for this width of x; those that were not timed yet are."""
-        for config in candidates(len(x))[:settings]:
+        for config in settings(variant, len(x), dry=self.device.dry)[:most]:
             if config in known:
                 continue
             try:
