@@ -99,6 +99,7 @@ class Found:
     sections: dict[str, list[Any]] = field(default_factory=dict)
     begin: float = field(default_factory=time.monotonic)
     written: float = 0.0
+    seconds: float = 0.0
 
     def add(self, row: list[Any]) -> None:
         """An entry of a section; the file follows every few seconds."""
@@ -109,14 +110,15 @@ class Found:
 
     def write(self) -> None:
         """The file: the old content or the new one, whatever happens."""
-        write(self.path, self.as_dict())
         self.written = time.monotonic()
+        self.seconds = self.written - self.begin
+        write(self.path, self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
             **{"schema": 1, "stage": self.stage, "state": self.state, "error": self.error},
-            **{"seconds": time.monotonic() - self.begin, "settings": self.settings, "sections": self.sections},
+            **{"seconds": self.seconds, "settings": self.settings, "sections": self.sections},
         }
 
 
