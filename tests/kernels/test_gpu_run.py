@@ -243,10 +243,14 @@ def test_sigterm_keeps_what_is_there_and_resume_goes_on(
     before = (tmp_path / "correct.json").stat().st_mtime_ns
     # one that no time is left for is not begun, and the rest is not touched
     assert run_all.main(["--dry", *out, "--resume", "--minutes", "0"], known) == 75
-    assert states(json.loads((tmp_path / "run.json").read_text()))["race"] == "no-time"
+    assert "race no-time" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run.json").read_text())["skipped"] == [{"fine": "correct"}, {"fine": "race"}]
     assert run_all.main(["--dry", *out, "--resume"], known) == 0
     assert set(states(json.loads((tmp_path / "run.json").read_text())).values()) == {"done"}
     assert (tmp_path / "correct.json").stat().st_mtime_ns == before
+    # what is not begun again is kept, and the run says that it was not
+    assert run_all.main(["--dry", *out, "--minutes", "0"], known) == 75
+    assert set(states(json.loads((tmp_path / "run.json").read_text())).values()) == {"done"}
     # with other settings the results would be of two kinds
     capsys.readouterr()
     assert run_all.main(["--dry", *out, "--resume", "--dtype", "fp16"], known) == 2
@@ -268,6 +272,9 @@ def test_wrong_words_are_one_line(
         assert run_all.main(["--out", str(tmp_path / "none")]) == 2
         assert "[no-gpu]" in capsys.readouterr().err
         assert not (tmp_path / "none").exists()
+    (tmp_path / "file").touch()
+    assert run_all.main(["--dry", "--out", str(tmp_path / "file")]) == 2
+    assert "[not-writable]" in capsys.readouterr().err
 
 
 def test_every_line_that_is_pending_names_what_settles_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,14 +430,13 @@ COMPILED = """
 import json, sys, time
 import torch
 from parts import precompile
-from parts.shapes import WHOLE_MODEL
-from quantkit.kernels.configs import candidates
+from parts.shapes import WHOLE_MODEL, settings
 from quantkit.kernels.layout import KINDS
 from quantkit.kernels.matmul import weight_only
 from quantkit.measurement.cuda.weights import known
 from triton import knobs
 
-config = candidates(1)[0]
+config = settings(known()["int4.g128"], 1)[0]
 wanted = [one for one in precompile.launches(["sweep"], "fp16")
           if (one.what, one.variant, one.config, one.decode) == ("product", "int4.g128", config, True)]
 assert len(wanted) == 1
