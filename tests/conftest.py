@@ -80,7 +80,11 @@ def _language_once() -> Iterator[None]:
 
     def unless_done(function: Any) -> Any:
         named = [each for each in function.__globals__.values() if each is language or each is language.core]
-        return patched(function) if any(language.core.is_builtin(each.load) for each in named) else interpreter._LangPatchScope()
+        return (
+            patched(function)
+            if any(language.core.is_builtin(each.load) for each in named)
+            else interpreter._LangPatchScope()
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", unless_done)
