@@ -131,9 +131,7 @@ def test_one_file_adds_one_thing(tmp_path: Path, byte_tokenizer: Any) -> None:
     layers = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))["layers"]
     assert {layer["scheme"]["format"] for layer in layers} == {"int6"}
     new = {"formats": "int6", "passes": "plain", "exporters": "listing", "runtimes": "slow"}
-    program = (
-        "import sys; from quantkit.cli import run; print([run(['list', it, '--json']) for it in sys.argv[1:]])"
-    )
+    program = "import sys; from quantkit.cli import run; print([run(['list', it, '--json']) for it in sys.argv[1:]])"
     listed = subprocess.run(
         [sys.executable, "-c", program, *new],
         cwd=tmp_path,
