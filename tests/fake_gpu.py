@@ -114,6 +114,8 @@ class _Bindings(TorchFunctionMode):
                 raise
         if func is Tensor.contiguous:
             return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
+        if func.__name__ in ("__float__", "__int__", "__bool__", "item"):
+            return aten._local_scalar_dense(args[0])
         name = {"__invert__": "bitwise_not"}.get(func.__name__, func.__name__)
         return getattr(aten, name)(*args, **(kwargs or {}))
 
