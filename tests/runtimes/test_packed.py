@@ -17,7 +17,7 @@ import zoo
 import quantkit
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import FILE, Choice, Recorded, Table
+from quantkit.kernels.dispatch import EXPANDED, FILE, INT_MM, Choice, Recorded, Table
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.torch.decode_graph import DecodeGraph
@@ -76,9 +76,14 @@ def test_every_quantized_linear_stays_packed(compiled: Callable[..., Bundle], re
 
 def test_inputs_of_eight_bits_are_quantized_as_the_checkpoint_says(compiled: Callable[..., Bundle]) -> None:
     bundle = compiled(BYTES, "int-quantized", activations={"format": "int8"})
-    model = bundle.model(kernels=True, device="cpu")
-    kinds = {each.packed.kind for each in model.modules() if isinstance(each, QuantLinear)}
-    assert kinds == {"int8.native"}
+    shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
+    # a table of another format says for one shape what this cannot run, and of this format for the others
+    names = {shape: EXPANDED if shape == max(shapes) else INT_MM for shape in shapes}
+    table = Table({shape: (Choice(64, names[shape], None, 1.0, 1),) for shape in shapes})
+    model = bundle.model(kernels=True, device="cpu", table=table)
+    linears = [each for each in model.modules() if isinstance(each, QuantLinear)]
+    assert {each.packed.kind for each in linears} == {"int8.native"}
+    assert all((each.table is table) == (names[each.packed.shape] == INT_MM) for each in linears)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(bundle.model_folder, dtype="auto").eval()
     name, x = "model.layers.0.mlp.up_proj", torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
     logits(theirs)  # packed weights are expanded by the first forward
@@ -144,7 +149,7 @@ def test_what_none_of_our_kernels_takes_goes_to_another_library_if_it_is_there(
 
     # as measured: something else was the fastest; what it would leave as memory was; not there
     shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
-    copy = Table({shape: (Choice(1, "another way", None, 1.0, 1),) for shape in shapes})
+    copy = Table({shape: (Choice(1, EXPANDED, None, 1.0, 1),) for shape in shapes})
     assert f"{NAME} was not the fastest" in why(copy)
     kept = Table({shape: (Choice(1, NAME, None, 1.0, 1),) for shape in shapes})
     assert any(

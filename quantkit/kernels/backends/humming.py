@@ -4,8 +4,8 @@
 
 The library (vLLM's, Apache-2.0; extra `humming`) takes stored tensors and arguments as they are, packs them for itself
 when a layer is made, rounds inputs where the arguments say so, and compiles its kernels when they are first used. What
-it keeps takes the place of the stored weight: there is no second copy. Scales that are stored in float32 it rounds to
-the dtype of x.
+it keeps takes the place of the stored weight: there is no second copy. Scales that are floats of 16 or 32 bits it
+rounds to the dtype of x.
 """
 
 from __future__ import annotations
