@@ -115,7 +115,7 @@ class Sweep:
             for variant in part.variants:
                 if self._late({"shape": list(shape), "variant": variant.name, "pass": part.name}):
                     continue
-                held = sides.held_copies(variant, shape, self.device)[: 1 if self.device.dry else None]
+                held = sides.held_copies(variant, shape, self.device)
                 for batch in part.batches:
                     where = {"shape": list(shape), "variant": variant.name, "batch": batch}
                     if not self._late(where):
@@ -193,6 +193,8 @@ class Sweep:
         for make in asked:
             try:
                 side = make()
+                if self.device.dry:
+                    side = replace(side, steps=side.steps[:1])
                 ready.append((side, side.ready()))
             except Exception as error:  # a candidate that fails is listed, and the rest goes on
                 self._skip(where, error)
