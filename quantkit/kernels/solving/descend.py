@@ -130,7 +130,7 @@ def descend_rows(
 
 def block_of(group: int) -> int:
     """Columns a block, where so many share a scale; more than are there, rather than a tile too small for the warps."""
-    return max(32, min(BLOCK, triton.next_power_of_2(group)))
+    return max(32, min(BLOCK, int(triton.next_power_of_2(group))))
 
 
 @torch.library.custom_op("quantkit::descend", mutates_args=("codes", "delta", "scale"))

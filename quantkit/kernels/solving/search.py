@@ -261,7 +261,7 @@ def _integers(target: Tensor, length: int, symmetric: bool, scale: torch.dtype) 
 
 def tile_of(length: int, *, blocks: bool) -> tuple[int, int]:
     """Columns a piece and warps; blocks of a Hessian are multiplied, and what that takes has to fit as well."""
-    return (16, 8) if blocks else (max(32, min(64, triton.next_power_of_2(length))), 4)
+    return (16, 8) if blocks else (max(32, min(64, int(triton.next_power_of_2(length)))), 4)
 
 
 def _launch(target, importance, given, scale, zero, fitted, values, edges, bounds, length, precision, **options):
