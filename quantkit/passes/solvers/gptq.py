@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, apart
 from quantkit.formats.base.grid import GridFormat, effective, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import by_row, groups_of
@@ -143,20 +143,15 @@ def gptq_shared(
         if sweeps:
             free = refit and isinstance(form, IntegerFormat) and scheme.granularity in ("group", "channel")
             errors = _descend(target, codes, delta, solved.hessian, scale, zero, group, form, scheme, sweeps, free)
+        if scheme.rows_apart:
+            tensors = apart(_tensor(form, codes, scale, zero, group, scheme, whole), rows)
+        else:
+            shifts = [None] * len(rows) if zero is None else zero.split(rows, dim=1)
+            parts = zip(codes.split(rows, dim=1), scale.split(rows, dim=1), shifts, strict=True)
+            tensors = [_tensor(form, *part, group, scheme, whole) for part in parts]
+        costs = [part.sum() for part in errors.double().split(rows)]
         return [
-            GptqResult(
-                _tensor(form, code, grid, None if zero is None else shift, group, scheme, whole),
-                solved.damping,
-                solved.raised,
-                error.double().sum(),
-            )
-            for code, grid, shift, error in zip(
-                torch.split(codes, rows, dim=1),
-                torch.split(scale, rows, dim=1),
-                torch.split(scale if zero is None else zero, rows, dim=1),
-                torch.split(errors, rows),
-                strict=True,
-            )
+            GptqResult(tensor, solved.damping, solved.raised, cost) for tensor, cost in zip(tensors, costs, strict=True)
         ]
 
 
@@ -261,7 +256,7 @@ def _choose_at_once(
         solved.unit.contiguous(),
         solved.pivots,
         solved.order,
-        scale.contiguous(),
+        scale,
         None if zero is None else zero.contiguous(),
         *book,
         form.low,
@@ -374,9 +369,9 @@ def _descend_at_once(
         target,
         codes,
         delta,
-        hessian,
+        hessian.contiguous(),
         scale,
-        zero,
+        None if zero is None else zero.contiguous(),
         *book,
         form.low,
         form.high,
