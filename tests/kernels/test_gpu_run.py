@@ -130,7 +130,6 @@ def test_a_stage_that_cannot_be_done_here_says_why(found: dict[str, Any]) -> Non
     why = {stage["stage"]: stage["error"]["value"] for stage in found["stages"] if stage["state"] == "skipped"}
     assert why["compile"] == "the interpreter compiles nothing"
     assert why["model"] == "a dry run has no GPU to compile on"
-    # a dry run settles nothing
     assert found["settles"] == {}
 
 
@@ -280,10 +279,10 @@ def test_wrong_words_are_one_line(
 def test_every_line_that_is_pending_names_what_settles_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
     run_all = import_module("run_all")
-    lines = [line for line in (HERE / "PENDING.md").read_text().splitlines() if line.startswith("| ")]
-    lines = [line for line in lines if line != "| what | what would confirm it |"]
     named: set[str] = set()
-    for line in lines:
+    for line in (HERE / "PENDING.md").read_text().splitlines():
+        if not line.startswith("| ") or line == "| what | what would confirm it |":
+            continue
         settled_by = line.split(" | ")[1]
         assert "`" in settled_by, f"no stage and no command: {line}"
         for stage, names in re.findall(r"stage `([\w-]+)`(?:: ((?:`[\w-]+`,? ?)+))?", settled_by):
@@ -300,10 +299,8 @@ def test_every_line_that_is_pending_names_what_settles_it(monkeypatch: pytest.Mo
     ("ours", "torch_own", "holds"),
     [
         (1.5, None, {"int4-bound": True, "int4-never-behind": True, "decoding-hidden": True}),
-        # beyond the bound, yet not behind the baseline
         (1.7, None, {"int4-bound": False, "int4-never-behind": True, "decoding-hidden": False}),
         (4.2, None, {"int4-bound": False, "int4-never-behind": False, "decoding-hidden": False}),
-        # behind it, but a layer would run another
         (4.2, 3.9, {"int4-bound": False, "int4-never-behind": True, "decoding-hidden": False}),
     ],
 )
@@ -503,8 +500,8 @@ def test_the_bundle_is_made_once_and_never_beyond_its_limit(
     found = carried.build(out, limit, fetch, describe)
     # one that is too large does not keep out those after it
     assert set(found["left_out"]) == set(peers[:2])
-    wheels = {path.stem for path in (out / "wheels").iterdir()}
-    assert wheels == {each.partition("=")[0] for each in (*needed, *peers[2:])}
+    wheels = {each.partition("=")[0] for each in (*needed, *peers[2:])}
+    assert {path.stem for path in (out / "wheels").iterdir()} == wheels
     assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file() and path.name != "bundle.json") == limit
 
     asked.clear()
@@ -517,6 +514,6 @@ def test_the_bundle_is_made_once_and_never_beyond_its_limit(
     with pytest.raises(carried.InputError, match="over-limit") as refused:
         carried.build(out, 25, fetch, describe)
     assert refused.value.remedy.startswith("largest: ids.jsonl")
-    # what was there is there, and nothing half-made beside it
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
+    # what was there is there, and nothing half-made
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
     assert len(list((out / "wheels").iterdir())) == len(wheels)

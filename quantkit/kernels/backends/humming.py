@@ -75,7 +75,7 @@ class HummingLinear(torch.nn.Module):
             raise _refused(
                 str(error), "no kernel of ours, and humming is not there: pip install 'quantkit[humming]'"
             ) from None
-        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        except (AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise _refused(str(error).partition("\n")[0] or type(error).__name__, "nor does humming take it") from None
         self.product = made
 

@@ -94,7 +94,7 @@ class DecodeGraph:
         if self._step is self.model:
             return self._forward(self.ids, self.model)
         # the place of a layer in the cache is a constant of its code, which is compiled for each of them therefore
-        with torch._dynamo.config.patch(recompile_limit=_LAYERS):
+        with torch._dynamo.config.patch(recompile_limit=_LAYERS, accumulated_recompile_limit=_LAYERS):
             return self._forward(self.ids, self._step)
 
     def _forward(self, ids: torch.Tensor, model: Any) -> torch.Tensor:
