@@ -39,4 +39,4 @@ def settings(variant: FormatVariant, batch: int, *, dry: bool = False) -> list[C
         batch: rows of x.
         dry: plumbing only.
     """
-    return [_SMALLEST] if dry else candidates(batch)
+    return [_SMALLEST] if dry else candidates(batch, native=variant.native)
