@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from harness.record import record, show, verdicts
@@ -68,15 +69,19 @@ def main() -> int:
     }
     columns |= {"shared_bytes": "shared B:d", "spill_bytes": "spill B:d", "per_weight": "instructions a weight:.2f"}
     show("the inner loop, compiled ahead of time", rows, columns | {"detours": "detours:d", "conversions": "I2F:d"})
+    solvers = _solvers(args.sm or (80, 89, 90))
+    shown = {"sm": "SM", "name": "kernel", "registers": "registers:d", "shared_bytes": "shared B:d"}
+    show("solvers, compiled ahead of time", solvers, shown | {"spill_bytes": "spill B:d", "code": "instructions:d"})
+    rows += solvers
     record("kernel-resources", "nothing spills on SM 9.0", rows, {"all": args.all}, write=not args.no_record)
     hopper = [row for row in rows if row["sm"] == 90]
     return verdicts(
         {
             "SM 9.0: nothing spills": all(row["spill_bytes"] == 0 for row in hopper),
-            "no inner loop converts an integer": all(row["conversions"] == 0 for row in rows),
-            "SM 9.0: weights stay in their registers": all(row["detours"] == 0 for row in hopper),
+            "no inner loop converts an integer": all(row.get("conversions", 0) == 0 for row in rows),
+            "SM 9.0: weights stay in their registers": all(row.get("detours", 0) == 0 for row in hopper),
             "SM 9.0: the fewest instructions for a weight come first": all(
-                _ordered([row for row in hopper if (row["name"], row["rows"]) == (name, batch)])
+                _ordered([row for row in hopper if (row["name"], row.get("rows")) == (name, batch)])
                 for name in (ORDERED, NATIVE[0][1])
                 for batch in (16, 32, 64, 128, 512)
             ),
@@ -88,6 +93,19 @@ def _ordered(rows: list[dict[str, Any]]) -> bool:
     """Whether what decodes a weight for all rows of x costs more and more; what shares K otherwise counts the same."""
     cost = [round(row["per_weight"] * max(row["rows"] / row["block_m"], 1), 1) for row in rows]
     return cost == sorted(cost)
+
+
+def _solvers(architectures: Sequence[int]) -> list[dict[str, Any]]:
+    """The solvers' kernels, with the tiles that they are launched with."""
+    from quantkit.kernels.solving.ahead import compiled, variants
+
+    rows = []
+    for sm in architectures:
+        for name, (kernel, words) in variants().items():
+            found = compiled(kernel, sm, **words)
+            sizes = {"registers": found.registers, "shared_bytes": found.shared_bytes, "spill_bytes": found.spill_bytes}
+            rows.append({"sm": sm, "name": name, **sizes, "code": sum(found.code.values())})
+    return rows
 
 
 def _row(found: ahead.CompiledKernel, name: str, config: Any, weights: float, batch: int) -> dict[str, Any]:

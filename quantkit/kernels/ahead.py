@@ -190,3 +190,8 @@ def _tool(name: str, *arguments: str) -> str:
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True).stdout  # noqa: S603
+
+
+def machine_code(built: Any, sm: int) -> CompiledKernel:
+    """Registers, spills and instructions of what `triton.compile` made for an architecture."""
+    return _read(built.asm["cubin"], sm, int(built.metadata.shared))

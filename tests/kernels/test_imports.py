@@ -53,5 +53,5 @@ def test_the_package_needs_nothing() -> None:
 
 def test_kernels_need_torch_triton_and_numpy_alone() -> None:
     pytest.importorskip("triton")
-    names = ("matmul", "native", "dequantize", "quantize", "ahead")
+    names = ("matmul", "native", "dequantize", "quantize", "ahead", "solving.choose", "solving.ahead")
     ran("import " + ", ".join(f"quantkit.kernels.{name}" for name in names), *OTHERS)

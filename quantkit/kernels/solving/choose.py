@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import search_steps, snapped
+from quantkit.kernels.solving.grid import require_contiguous, search_steps, snapped
 
 # rows a program, columns a panel, columns a product, warps: no spill on SM 8.0 and 9.0 (benchmarks/kernel_resources.py)
 ROWS, PANEL, CHUNK, WARPS, STAGES = 16, 64, 32, 4, 2
@@ -122,6 +122,7 @@ def choose(
         group: columns that share a scale.
         precision: of the products: `ieee`, `tf32x3` or `tf32`.
     """
+    require_contiguous(target, unit, pivots, order, scale, zero)
     columns, rows = target.shape
     codes, delta, cost = _empty(target)
     choose_rows[(triton.cdiv(rows, ROWS),)](

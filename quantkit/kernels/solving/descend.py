@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import kept, search_steps, snapped
+from quantkit.kernels.solving.grid import kept, require_contiguous, search_steps, snapped
 
 # rows a program, columns a block at most, columns a product, warps: no spill (benchmarks/kernel_resources.py)
 ROWS, BLOCK, CHUNK, WARPS, STAGES = 16, 64, 32, 4, 2
@@ -128,6 +128,11 @@ def descend_rows(
         tl.debug_barrier()
 
 
+def block_of(group: int) -> int:
+    """Columns a block, where so many share a scale; more than are there, rather than a tile too small for the warps."""
+    return max(32, min(BLOCK, int(triton.next_power_of_2(group))))
+
+
 @torch.library.custom_op("quantkit::descend", mutates_args=("codes", "delta", "scale"))
 def descend(
     target: Tensor,
@@ -158,11 +163,12 @@ def descend(
         group: columns that share a scale.
         precision: of the products: `ieee`, `tf32x3` or `tf32`.
     """
+    require_contiguous(target, codes, delta, hessian, scale, zero)
     columns, rows = target.shape
     descend_rows[(triton.cdiv(rows, ROWS),)](
         target, codes, delta, hessian, scale, zero, values, edges, low, high, *bounds, rows, columns, group, sweeps,
         EVEN=dropped[0], HALF=dropped[1], REFIT=refit, STEPS=search_steps(values), PRECISION=precision,
-        ROWS=ROWS, BLOCK=max(32, min(BLOCK, triton.next_power_of_2(group))), CHUNK=CHUNK,
+        ROWS=ROWS, BLOCK=block_of(group), CHUNK=CHUNK,
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 

@@ -23,6 +23,12 @@ def search_steps(values: Tensor | None) -> int:
     return 0 if values is None else (values.numel() - 1).bit_length()
 
 
+def require_contiguous(*tensors: Tensor | None) -> None:
+    """Raises ValueError for a tensor that does not lie in memory as the kernels read it."""
+    if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("kernels read contiguous tensors")
+
+
 def tabled(values: Tensor, snap: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """`values` and `edges` of the grid that `snap` rounds to.
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import spanned, whole
+from quantkit.kernels.solving.grid import require_contiguous, spanned, whole
 from quantkit.kernels.solving.search import piece_of
 
 # rows a program, columns a piece, warps: no spill on SM 8.0 and 9.0 (benchmarks/kernel_resources.py)
@@ -103,6 +103,7 @@ def losses(
         length: weights of a column that share a scale.
         low, high, symmetric, bounds, dropped: as of `search_integers`.
     """
+    require_contiguous(target, powers, importance, given)
     made = _made(target, powers, importance, length)
     groups, tiles = target.shape[0] // length, triton.cdiv(target.shape[1], ROWS)
     rounding_losses[(tiles, groups, len(powers))](

@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import kept, search_steps, snapped, spanned
+from quantkit.kernels.solving.grid import kept, require_contiguous, search_steps, snapped, spanned
 
-# rows a program, columns a piece, warps: no spill on SM 8.0 and 9.0 (benchmarks/kernel_resources.py)
-ROWS, PIECE, WARPS = 32, 64, 4
-# blocks of a Hessian are multiplied
-SQUARE = 32
+# rows a program: no spill on SM 8.0 and 9.0 with the tiles of `tile_of` (benchmarks/kernel_resources.py)
+ROWS = 32
 
 
 @triton.jit
@@ -261,12 +259,18 @@ def _integers(target: Tensor, length: int, symmetric: bool, scale: torch.dtype) 
     return target.new_empty(shape, dtype=scale), target.new_empty((0,) if symmetric else shape, dtype=torch.int8)
 
 
+def tile_of(length: int, *, blocks: bool) -> tuple[int, int]:
+    """Columns a piece and warps; blocks of a Hessian are multiplied, and what that takes has to fit as well."""
+    return (16, 8) if blocks else (max(32, min(64, int(triton.next_power_of_2(length)))), 4)
+
+
 def _launch(target, importance, given, scale, zero, fitted, values, edges, bounds, length, precision, **options):
+    require_contiguous(target, importance, given)
     rows = target.shape[1]
     blocks = importance is not None and importance.dim() == 3
-    piece = max(16, min(SQUARE if blocks else PIECE, triton.next_power_of_2(length)))
+    piece, warps = tile_of(length, blocks=blocks)
     search_ranges[(triton.cdiv(rows, ROWS), target.shape[0] // length)](
         target, importance, given, scale, zero, fitted, values, edges, *bounds, rows, length,
         **options, BLOCKS=blocks, STEPS=search_steps(values), PIECE=piece, ROWS=ROWS, PRECISION=precision,
-        num_warps=WARPS,
+        num_warps=warps,
     )  # fmt: skip

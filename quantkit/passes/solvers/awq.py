@@ -184,15 +184,15 @@ def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, sch
             scale, zero = form.parameters(low.min, high.max, scheme)
             given = torch.stack([scale.float(), torch.zeros_like(low.min) if zero is None else zero.float()], dim=1)
         if hessian.dim() == 1:
-            total += losses(part, powers, hessian, given, *grid).sum(dim=1, dtype=torch.float64)
+            total += losses(part, powers, hessian.contiguous(), given, *grid).sum(dim=1, dtype=torch.float64)
             continue
-        step = max(1, _MEMORY // (2 * part.numel() * part.element_size()))
+        paid, step = [], max(1, _MEMORY // (2 * part.numel() * part.element_size()))
         starts = range(0, len(powers), step)
         for start, some in zip(starts, powers.split(step), strict=True):
             error = losses(part, some, None, None if given is None else given[start : start + step], *grid)
             flat = error.flatten(1)
-            paid = (hessian @ flat).mul_(flat).view_as(error).sum(dim=(0, 2), dtype=torch.float64)
-            total[start : start + step] += paid
+            paid.append((hessian @ flat).mul_(flat).view_as(error).sum(dim=(0, 2), dtype=torch.float64))
+        total += torch.cat(paid)
     return total
 
 

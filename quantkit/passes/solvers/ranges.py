@@ -182,8 +182,10 @@ def transposed(
     at_once = (
         device.launched(target) and device.known(form) and length <= (_LONGEST_BLOCK if blocks_of_hessian else _LONGEST)
     )
+    if at_once:
+        target, importance = target.contiguous(), None if importance is None else importance.contiguous()
     if at_once and isinstance(form, IntegerFormat):
-        return _whole_numbers_at_once(target.contiguous(), length, form, scheme, importance, search)
+        return _whole_numbers_at_once(target, length, form, scheme, importance, search)
     whole = form.global_scale(target.abs().amax(), scheme) if global_scale is None else global_scale
     parts = target.unflatten(0, (groups, length))
     low, high = parts.amin(dim=1), parts.amax(dim=1)
@@ -193,7 +195,7 @@ def transposed(
     shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
     if at_once:
         shares = [1.0, *shares, *form.stretches]
-        return _grids_at_once(target.contiguous(), length, form, scheme, importance, search, (low, high), shares, whole)
+        return _grids_at_once(target, length, form, scheme, importance, search, (low, high), shares, whole)
     # of all groups at once: vectors of one group are so short that calling torch would take longer than it computes
     grids = [form.parameters(low * share, high * share, scheme, whole) for share in (*shares, *form.stretches)]
     step = columns if device.launched(target) else max(1, _CHUNK // length)

@@ -1,0 +1,87 @@
+"""The solvers' kernels compiled for GPUs that are not at hand, as they are launched there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quantkit.kernels.ahead import CompiledKernel, machine_code
+from quantkit.kernels.solving import choose, descend, losses, search
+
+# of whole numbers: their zero points, float16 scales that are exact in products with codes
+_WHOLE = {"EVEN": 13, "HALF": 17}
+_NO_TABLE = ("values_ptr", "edges_ptr")
+
+
+def variants() -> dict[str, tuple[str, dict[str, Any]]]:
+    """What is worth compiling: a name -> the kernel's, and the words of `compiled`."""
+    return {
+        "choose, int4 zeros": ("choose", {}),
+        "choose, 16 values": ("choose", {"steps": 4}),
+        "choose, 256 values": ("choose", {"steps": 8}),
+        "choose, int4 zeros, tf32x3": ("choose", {"precision": "tf32x3"}),
+        "descend, int4 zeros g32": ("descend", {"length": 32}),
+        "descend, int4 zeros g64": ("descend", {"length": 64}),
+        "descend, 256 values g32": ("descend", {"steps": 8, "length": 32}),
+        "search, int4 zeros": ("search", {}),
+        "search, 16 values": ("search", {"steps": 4}),
+        "search, 256 values": ("search", {"steps": 8}),
+        "search, int4 zeros, hessian": ("search", {"blocks": True}),
+        "losses, int4 zeros, importance": ("losses", {}),
+        "losses, int4 zeros, hessian": ("losses", {"blocks": True}),
+    }
+
+
+def compiled(
+    name: str, sm: int, *, steps: int = 0, length: int = 128, blocks: bool = False, precision: str = "ieee"
+) -> CompiledKernel:
+    """A kernel with the tiles that it is launched with.
+
+    Args:
+        name: `choose`, `descend`, `search` or `losses`.
+        steps: of the search in a table of values; 0: whole numbers with zero points.
+        length: columns that share a scale.
+        blocks: measured by blocks of a Hessian, or by a whole one.
+        precision: of products.
+    """
+    absent = {*(() if steps else _NO_TABLE), *(("zero_ptr",) if steps else ())}
+    types, options, warps, stages = {"order_ptr": "*i64"}, {}, choose.WARPS, 3
+    if name in ("choose", "descend"):
+        module = choose if name == "choose" else descend
+        kernel = choose.choose_rows if name == "choose" else descend.descend_rows
+        options = {"STEPS": steps, "PRECISION": precision, "ROWS": module.ROWS, "CHUNK": module.CHUNK}
+        options |= {"PANEL": choose.PANEL} if name == "choose" else {"BLOCK": descend.block_of(length)}
+        options |= {} if name == "choose" else {**_WHOLE, "REFIT": not steps}
+        stages = module.STAGES
+    elif name == "search":
+        kernel, types = search.search_ranges, {"scale_ptr": "*fp32" if steps else "*fp16", "zero_ptr": "*i8"}
+        absent |= set() if steps else {"given_ptr", "fitted_ptr"}
+        tries = {"GIVEN": 7, "TRIES": 0} if steps else {"GIVEN": 0, "TRIES": 5}
+        piece, warps = search.tile_of(length, blocks=blocks)
+        options = {**_WHOLE, **tries, "SMALLEST": 0.7, "REST": 0.3, "REFINEMENTS": 1, "BLOCKS": blocks, "STEPS": steps}
+        options |= {"PIECE": piece, "ROWS": search.ROWS, "PRECISION": precision}
+    else:
+        kernel, warps = losses.rounding_losses, losses.WARPS
+        absent |= {"given_ptr", *(("importance_ptr", "cost_ptr") if blocks else ("error_ptr",))}
+        options = {**_WHOLE, "SYMMETRIC": False, "PIECE": losses.PIECE, "ROWS": losses.ROWS}
+    constants = options | dict.fromkeys(absent & set(kernel.arg_names))
+    floats = ("low", "high", "least", "most")
+    signature = {
+        each: "constexpr"
+        if each in constants
+        else types.get(each, "*fp32" if each.endswith("_ptr") else "fp32" if each in floats else "i32")
+        for each in kernel.arg_names
+    }
+    names = list(kernel.arg_names)
+    even = [each for each, kind in signature.items() if kind[0] == "*" or each in ("N", "K", "GROUP", "length")]
+    source = ASTSource(
+        kernel,
+        signature=signature,
+        constexprs={(names.index(each),): value for each, value in constants.items()},
+        attrs={(names.index(each),): [["tt.divisibility", 16]] for each in even},
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "num_stages": stages})
+    return machine_code(built, sm)
