@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT  ?= 0
 # byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest gallery bench matrix fuzz zoo clean
+.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest gallery bench gpu-bundle matrix fuzz zoo clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ bench: venv  ## every benchmark script: the figures that the docs quote
 	@set -e; for script in $(filter-out benchmarks/gallery.py,$(wildcard benchmarks/*.py)); do \
 		[ -e "$$script" ] || { echo "benchmarks/ holds no script" >&2; exit 1; }; \
 		echo "== $$script"; $(BIN)/python "$$script"; done
+
+gpu-bundle: venv  ## what a machine with a GPU and no network lacks, in gpu-bundle/, 60 MiB at most (CARRY="--only-peers")
+	$(BIN)/python benchmarks/gpu/carried.py $(CARRY)
 
 clean:  ## build products and caches; keeps .venv and compiled bundles
 	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

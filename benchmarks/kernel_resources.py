@@ -2,9 +2,10 @@
 
     python benchmarks/kernel_resources.py [--sm 90] [--all]
 
-Claim: no configuration spills on SM 9.0, no inner loop converts an integer, and a decoded weight stays in the registers
-it was decoded in. The figures are the compiler's; they say nothing about speed. Without `--all` the first
-configuration of each width of x is compiled, with it every one that `quantkit/kernels/configs.py` lists.
+Claim: no configuration spills on SM 9.0, no inner loop converts an integer, a decoded weight stays in the registers it
+was decoded in, and configurations stand in the order of their instructions for a weight. The figures are the
+compiler's; they say nothing about speed. Without `--all` the first configuration of each width of x is compiled, with
+it every one that `quantkit/kernels/configs.py` lists.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from quantkit.kernels import ahead
 from quantkit.kernels.configs import candidates
 from quantkit.kernels.layout import KINDS
 
+# by which configurations are ordered
+ORDERED = "int4 g128 zeros bf16"
 # what is compiled: kind, words, name
 WEIGHTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("int4", {"group": 128}, "int4 g128"),
@@ -27,7 +30,10 @@ WEIGHTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("int4", {"group": 128, "x": "bf16"}, "int4 g128 bf16"),
     ("int8", {}, "int8"),
     ("fp8_e4m3", {}, "fp8_e4m3"),
+    ("fp8_e4m3", {"x": "bf16"}, "fp8_e4m3 bf16"),
     ("nf4", {"group": 64, "nested": True}, "nf4 g64 double"),
+    ("nf4", {"group": 64, "nested": True, "x": "bf16"}, "nf4 g64 double bf16"),
+    ("int4", {"group": 128, "zero": True, "x": "bf16"}, ORDERED),
 )
 NATIVE = (("i8", "int8 w8a8"), ("fp8e4nv", "fp8_e4m3 w8a8"))
 
@@ -41,19 +47,22 @@ def main() -> int:
     args = parser.parse_args()
     rows = []
     for sm in args.sm or (80, 89, 90):
-        for batch in (16, 64, 128, 512):
+        for batch in (16, 32, 64, 128, 512):
             known = candidates(batch)
             for config in known if args.all else known[:1]:
                 for kind, words, name in WEIGHTS:
                     weights = config.block_n * config.unroll * KINDS[kind].columns / (32 * config.warps)
-                    rows.append(_row(ahead.weight_only(kind, sm, config, **words), name, config, weights))
-                for kind, name in NATIVE:
-                    if (sm, kind) == (80, "fp8e4nv"):
-                        continue
+                    found = ahead.weight_only(kind, sm, config, **words)
+                    rows.append(_row(found, name, config, weights, batch))
+        for batch in (16, 32):
+            known = candidates(batch, native=True)
+            for config in known if args.all else known[:1]:
+                for kind, name in NATIVE if sm > 80 else NATIVE[:1]:
                     weights = config.block_n * config.unroll * 32 / (32 * config.warps)
-                    rows.append(_row(ahead.native(sm, config, kind), name, config, weights))
+                    rows.append(_row(ahead.native(sm, config, kind), name, config, weights, batch))
     columns = {
         "sm": "SM",
+        "rows": "rows of x:d",
         "name": "format",
         "config": "n x m, unroll, split, warps, stages",
         "registers": "registers:d",
@@ -71,6 +80,11 @@ def main() -> int:
             "SM 9.0: nothing spills": all(row["spill_bytes"] == 0 for row in hopper),
             "no inner loop converts an integer": all(row.get("conversions", 0) == 0 for row in rows),
             "SM 9.0: weights stay in their registers": all(row.get("detours", 0) == 0 for row in hopper),
+            "SM 9.0: the fewest instructions for a weight come first": all(
+                _ordered([row for row in hopper if (row["name"], row.get("rows")) == (name, batch)])
+                for name in (ORDERED, NATIVE[0][1])
+                for batch in (16, 32, 64, 128, 512)
+            ),
         }
     )
 
@@ -88,10 +102,18 @@ def _solvers(architectures: Sequence[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(found: ahead.CompiledKernel, name: str, config: Any, weights: float) -> dict[str, Any]:
+def _ordered(rows: list[dict[str, Any]]) -> bool:
+    """Whether what decodes a weight for all rows of x costs more and more; what shares K otherwise counts the same."""
+    cost = [round(row["per_weight"] * max(row["rows"] / row["block_m"], 1), 1) for row in rows]
+    return cost == sorted(cost)
+
+
+def _row(found: ahead.CompiledKernel, name: str, config: Any, weights: float, batch: int) -> dict[str, Any]:
     cut = f"{config.block_n} x {config.block_m}, {config.unroll}, {config.split}, {config.warps}, {config.stages}"
     return {
         "sm": found.sm,
+        "rows": batch,
+        "block_m": config.block_m,
         "name": name,
         "config": cut,
         "registers": found.registers,
@@ -100,7 +122,7 @@ def _row(found: ahead.CompiledKernel, name: str, config: Any, weights: float) ->
         # all of the loop: loads, addresses and products too
         "per_weight": sum(found.loop.values()) / weights,
         # through shared memory or another lane; a few stores are scales on their way to their rows
-        "detours": found.count("SHFL") + max(found.count("STS") - 2, 0),
+        "detours": found.count("SHFL") + max(found.count("STS") - 4, 0),
         "conversions": found.count("I2F", "F2I"),
     }
 

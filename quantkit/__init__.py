@@ -74,6 +74,8 @@ def compile(  # noqa: A001 (the word of the command line)
     trust_remote_code: bool = False,
     allow_code: bool = False,
     speed: bool = True,
+    device: str = "cpu",
+    tf32: bool = False,
     progress: bool = False,
 ) -> Bundle:
     """Compile a model into a bundle on disk.
@@ -92,6 +94,8 @@ def compile(  # noqa: A001 (the word of the command line)
         trust_remote_code: allow a model's own code to run.
         allow_code: run the files that the recipe's passes name (`./my_pass.py`).
         speed: time the result against the float model, where it has an ONNX graph and the target is this machine.
+        device: where it computes: `cpu`, `cuda`, `cuda:N`, or `auto`, the GPU if a block with its activations fits.
+        tf32: let a GPU round the inputs of float32 products to 10 bits of mantissa; the manifest names it.
         progress: show how far it is: a bar on a terminal or in a notebook, else lines on stderr.
 
     Raises:
@@ -115,6 +119,8 @@ def compile(  # noqa: A001 (the word of the command line)
         trust_remote_code=trust_remote_code,
         allow_code=allow_code,
         speed=speed,
+        device=device,
+        tf32=tf32,
     )
     if module is not None:
         from quantkit.pipeline.graphs.exported_module import with_module
@@ -140,6 +146,7 @@ def plan(
     prices: str | Path | None = None,
     changes: Sequence[str] = (),
     allow_code: bool = False,
+    device: str = "cpu",
 ) -> Outlook:
     """What `quantkit plan` says, before anything is done: does it fit, how fast at best, what it costs. No torch.
 
@@ -157,6 +164,7 @@ def plan(
         prices: a file; None is the one that ships.
         changes: `PATH=YAML` changes to every recipe.
         allow_code: run the files that the recipes' passes name.
+        device: where the compile is to compute, as of `compile`: whether it fits there.
 
     Returns:
         `candidates` with memory, times by batch and cost of each recipe, and a `recommendation`.
@@ -165,6 +173,7 @@ def plan(
         QuantkitError: with code, where, value, rule and remedy.
     """
     from quantkit import given
+    from quantkit.model.device import demand_name
     from quantkit.pipeline.plan.plan import PlanQuestion
     from quantkit.pipeline.plan.plan import plan as answer
 
@@ -185,6 +194,7 @@ def plan(
             prices=given.path(prices, "prices"),
             changes=changes,
             allow_code=allow_code,
+            device=demand_name(device),
         )
     )
 

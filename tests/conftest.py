@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import importlib.util
 import os
@@ -55,11 +57,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _settled_heap() -> None:
-    """A heap of many libraries takes a second to look through, and what is timed collects garbage first."""
+    """A heap of many libraries takes a second to look through, and what is timed or compiled collects garbage first."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _language_once() -> Iterator[None]:
+    """Triton's interpreter patches its language for a kernel, and goes through all of it again at each function call.
+
+    What is patched is no builtin any more, so that the second time finds nothing.
+    """
+    if "triton.runtime.interpreter" not in sys.modules:
+        yield  # nothing that was collected runs a kernel
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    patched = interpreter._patch_lang
+
+    def unless_done(function: Any) -> Any:
+        named = [each for each in function.__globals__.values() if each is language or each is language.core]
+        return (
+            patched(function)
+            if any(language.core.is_builtin(each.load) for each in named)
+            else interpreter._LangPatchScope()
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", unless_done)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,6 +96,27 @@ def _shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A folder for what one worker makes and all need (`small_onnx`)."""
     own = tmp_path_factory.getbasetemp()
     os.environ["QUANTKIT_TESTS_SHARED"] = str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _operators_once() -> Iterator[None]:
+    """torch makes the table of ONNX's operators anew for each export, in half a second: here once a process."""
+    if not {"quantkit.model.to_onnx", "small_onnx"} & set(sys.modules):
+        yield  # nothing that was collected exports
+        return
+    from torch.onnx._internal.exporter._constants import TORCHLIB_OPSET
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    made = functools.cache(ONNXRegistry.from_torchlib)
+
+    def of_its_own(opset_version: int = TORCHLIB_OPSET) -> Any:
+        found = copy.copy(made(opset_version))
+        found.functions = {name: list(each) for name, each in found.functions.items()}
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(of_its_own))
+        yield
 
 
 @pytest.fixture(scope="module")

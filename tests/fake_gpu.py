@@ -1,92 +1,186 @@
-"""A GPU that is not there: fake tensors on `cuda`, with what would be launched on it counted.
+"""A GPU without a GPU: `FakeTensorMode` with CUDA tensors, counted.
 
-A wrong device and a wait that depends on data raise in `FakeTensorMode`. A build of torch without CUDA cannot index
-such tensors from Python, nor make them contiguous, so that both are turned into operators here.
+Shapes, dtypes and devices are those of a card, values are not there. So a tensor on the wrong device raises, and what
+would have to wait for a value is seen: it is counted, and given a planted one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
-# what changes how a tensor is seen, and what reserves memory: nothing is launched
-_SILENT = ("view", "reshape", "alias", "detach", "expand", "permute", "transpose", "t", "slice", "select", "split")
-_SILENT += ("split_with_sizes", "unbind", "unsqueeze", "squeeze", "as_strided", "diagonal", "unfold", "lift_fresh")
-_SILENT += ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "_reshape_alias", "narrow")
+import quantkit
+from quantkit.model.streaming.calls import Calls, Given
+from quantkit.model.streaming.stream import LoadedModel, set_tensor
+
+CUDA = torch.device("cuda:0")
+_PACKAGE = f"{Path(quantkit.__file__).parent}/"
+aten = torch.ops.aten
+# operators that launch nothing: they make room, or another view of what is there
+_FREE = {
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::detach",
+    "aten::alias",
+    "aten::lift_fresh",
+    "aten::lift_fresh_copy",
+    "aten::_unsafe_view",
+    "aten::_reshape_alias",
+    "prim::device",
+}
 
 
-class Launches(TorchDispatchMode):
-    """Counts operations that launch something on a device."""
+class Watch(TorchDispatchMode):
+    """Counts what a device would be given.
 
-    def __init__(self) -> None:
+    Args:
+        planted: what a value is taken for that would have to be waited for, by its dtype; else 0.
+
+    Attributes:
+        launched: function of the package -> operators that it has launched.
+        waits: where a value was asked for.
+    """
+
+    def __init__(self, planted: Mapping[torch.dtype, object] | None = None) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.planted = planted or {}
+        self.launched: Counter[str] = Counter()
+        self.waits: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        space, _, name = func._schema.name.partition("::")
-        touched = [each for each in tree_leaves((made, args)) if isinstance(each, Tensor)]
-        if space != "prim" and name not in _SILENT and any(each.device.type == "cuda" for each in touched):
-            self.names.append(name)
-        return made
+        if func is aten._local_scalar_dense.default:
+            self.waits.append(_asked())
+            return self.planted.get(args[0].dtype, False if args[0].dtype == torch.bool else 0.0)
+        found = func(*args, **(kwargs or {}))
+        name = str(func._schema.name)
+        on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in tree_leaves(found))
+        if on_gpu and not func.is_view and name not in _FREE:
+            self.launched[_asked()] += 1
+        return found
+
+    def taken(self) -> tuple[Counter[str], list[str]]:
+        """Launches and waits since the last time."""
+        launched, waits = self.launched, self.waits
+        self.launched, self.waits = Counter(), []
+        return launched, waits
 
 
-class _Indexed(TorchFunctionMode):
+def _asked() -> str:
+    """The function of the package that is running: `passes/solvers/gptq.py:gptq_shared`."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.startswith(_PACKAGE):
+            return f"{file.removeprefix(_PACKAGE)}:{name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+class _Bindings(TorchFunctionMode):
+    """A torch without CUDA refuses CUDA tensors in the few methods that its Python bindings make by hand; the operators
+    behind them do not.
+    """
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
-            return _taken(*args)
+            value, indices = _picked(*args)
+            return value if indices is None else aten.index(value, indices)
+        if func is Tensor.__setitem__:
+            value, indices = _picked(args[0], args[1])
+            new = args[2] if isinstance(args[2], Tensor) else torch.full_like(value.new_empty(()), args[2])
+            if indices is not None:
+                aten.index_put_(value, indices, new)
+            else:
+                aten.copy_(value, new)
+            return None
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as problem:
+            if "not linked with support for cuda" not in str(problem):
+                raise
         if func is Tensor.contiguous:
             return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
-        if func is Tensor.__setitem__:
-            tensor, index, value = args
-            if any(isinstance(each, Tensor) for each in (index if isinstance(index, tuple) else (index,))):
-                places = [each if isinstance(each, Tensor) else None for each in _whole(tensor, index)]
-                given = value if isinstance(value, Tensor) else torch.full((), value, device=tensor.device)
-                return tensor.index_put_(places, given)
-            place = _taken(tensor, index)
-            if isinstance(value, Tensor):
-                return torch.ops.aten.copy_.default(place, value)
-            return place.fill_(value)
-        if func is Tensor.copy_:
-            return torch.ops.aten.copy_.default(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        name = {"__invert__": "bitwise_not"}.get(func.__name__, func.__name__)
+        return getattr(aten, name)(*args, **(kwargs or {}))
 
 
-def _whole(tensor: Tensor, index: Any) -> list[Any]:
-    index = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in [each for each in index if not isinstance(each, Tensor)]:
-        at = next(i for i, each in enumerate(index) if each is Ellipsis)
-        missing = tensor.dim() - sum(each is not None for each in index) + 1
-        index[at : at + 1] = [slice(None)] * missing
-    return index
-
-
-def _taken(tensor: Tensor, index: Any) -> Tensor:
-    axis, places = 0, []
-    for each in _whole(tensor, index):
-        if each is None:
-            tensor = tensor.unsqueeze(axis)
-        elif isinstance(each, slice):
-            tensor = torch.ops.aten.slice.Tensor(tensor, axis, each.start, each.stop, each.step or 1)
-        elif isinstance(each, Tensor):
-            places += [None] * (axis - len(places)) + [each]
+def _picked(value: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None] | None]:
+    """`value[index]` as views, and what is left to be gathered by tensors."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    taken = sum(1 for part in parts if part is not None and part is not Ellipsis)
+    if any(part is Ellipsis for part in parts):
+        at = next(place for place, part in enumerate(parts) if part is Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (value.dim() - taken)
+    indices: list[Tensor | None] = []
+    for part in parts:
+        dim = len(indices)
+        if part is None:
+            value = value.unsqueeze(dim)
+            indices.append(None)
+        elif isinstance(part, slice):
+            if part != slice(None):
+                value = aten.slice(value, dim, part.start, part.stop, part.step or 1)
+            indices.append(None)
+        elif isinstance(part, int):
+            value = aten.select(value, dim, part)
         else:
-            tensor = tensor.select(axis, int(each))
-            continue
-        axis += 1
-    return torch.ops.aten.index.Tensor(tensor, places) if places else tensor
+            indices.append(part if isinstance(part, Tensor) else torch.tensor(part, device=value.device))
+    return value, indices if any(each is not None for each in indices) else None
+
+
+class _Mode(FakeTensorMode):
+    def __deepcopy__(self, memo: Any) -> FakeTensorMode:
+        return self  # a copied block stays on the same GPU
 
 
 @contextmanager
-def fake_gpu() -> Iterator[Launches]:
-    """Within it `device="cuda"` holds fake tensors; the operations that would be launched are noted."""
-    with FakeTensorMode(), _Indexed(), Launches() as launches:
-        yield launches
+def gpu(planted: Mapping[torch.dtype, object] | None = None) -> Iterator[Watch]:
+    """Within it there is a GPU that counts."""
+    with _Mode(), _Bindings(), torch.no_grad(), Watch(planted) as watch:
+        yield watch
+
+
+def like(value: Any) -> Any:
+    """A tensor of that shape on the GPU; within `gpu`."""
+    return torch.empty(value.shape, dtype=value.dtype, device=CUDA) if isinstance(value, Tensor) else value
+
+
+class FakeStream:
+    """A model's blocks on the GPU, called as a real one's are.
+
+    Args:
+        model: as it is on the processor; its own forward on `ids` says how blocks are called.
+        ids: each [samples, tokens] that will be asked for.
+    """
+
+    def __init__(self, model: nn.Module, *ids: Tensor) -> None:
+        self._real = LoadedModel(model)
+        self._calls = {len(each): self._real.begin(each, len(each)) for each in ids}
+        self.block_names, self.visits = self._real.block_names, self._real.visits
+
+    def load(self, index: int) -> nn.Module:
+        with _disable_current_modes():
+            block = copy.deepcopy(self._real.load(index))
+            values = [*block.named_parameters(), *block.named_buffers()]
+        for name, value in values:
+            set_tensor(block, name, like(value))
+        return block.eval()
+
+    def begin(self, ids: Tensor, chunk: int) -> Calls:
+        calls = self._calls[len(ids)]
+        given = [Given(tree_map(like, each.args), tree_map(like, each.kwargs), each.name) for each in calls._given[0]]
+        return Calls(like(calls.hidden), calls.chunk, [given])

@@ -12,7 +12,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +115,6 @@ def _read(written: bytes) -> Any:
     return replace(rest, model=model)
 
 
-@cache
-def _operators(make: Callable[[int], Any], opset: int) -> Any:
-    return make(opset)
-
-
-def _first(trace: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-    """A trace whose table of operators is made once a process: torch makes it anew each time, in half a second."""
-    from torch.onnx._internal.exporter._constants import TORCHLIB_OPSET
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    make = ONNXRegistry.from_torchlib
-
-    def known(opset_version: int = TORCHLIB_OPSET) -> Any:
-        found = copy.copy(_operators(make, opset_version))
-        found.functions = {name: list(each) for name, each in found.functions.items()}
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(known))
-        return trace(*arguments, **how)
-
-
 @contextmanager
 def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
     """The exporter gets a copy of what was traced before, by whichever worker."""
@@ -151,7 +128,7 @@ def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
             whole = repr((*key, *sorted(how.items())))
             path = folder / f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}.traced"
             if not path.exists():
-                write_atomic(path, [_written(_first(trace, skeleton, kind, **how))])
+                write_atomic(path, [_written(trace(skeleton, kind, **how))])
             return _read(path.read_bytes())
 
         patch.setattr("quantkit.exporters.trace.transformer.trace", once)

@@ -9,6 +9,7 @@ uses.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shlex
@@ -114,10 +115,13 @@ def test_the_examples_run(
     # the command line
     networks.write(place / "model.onnx")
     networks.image_set(place / "images.npz", 60)
-    given = PYTHON[4].replace("224, 224", f"{networks.SIDE}, {networks.SIDE}").replace('npz")', 'npz", speed=False)')
+    assert 'npz"\n)' in PYTHON[4]
+    given = PYTHON[4].replace("224, 224", f"{networks.SIDE}, {networks.SIDE}").replace('npz"\n)', 'npz", speed=False)')
     exec(given, {"module": networks.tiny(), "torch": torch, "quantkit": quantkit})
     assert quantkit.load(place / "Tiny--int8-network").manifest.model.source.ref == "module:Tiny"
     for stated in COMMANDS:
+        gc.collect()
+        gc.freeze()  # what is imported stays, and each command looks for garbage several times
         command = stated
         if "hf:org/name" in command or (command[0] == "measure" and "--quick" not in command):
             continue  # untimed, both of `measure` do the same

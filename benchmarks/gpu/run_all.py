@@ -1,225 +1,284 @@
-"""Everything that only a GPU can say about the kernels, in one command, within 8 minutes on an H200.
+"""Everything that only a GPU can say, stage by stage, on a machine with a GPU and no network.
 
-    python benchmarks/gpu/run_all.py --out run.json
+    python benchmarks/gpu/run_all.py --out results                          all stages, in 9 minutes
+    python benchmarks/gpu/run_all.py --out results --only correct,race      some of them
+    python benchmarks/gpu/run_all.py --out results --resume                 those that are not done yet
 
-1. compile   the sweep's kernels, in processes side by side, into Triton's cache
-2. correct   every kernel against float64, float16 and bfloat16, M from 1 to 200, each run three times over
-3. ceilings  read and copy bandwidth, product rates by input type, launch latency; again at the end
-4. sweep     the linear shapes of Llama-3-8B, M from 1 to 512: configurations, then baseline, kernel, raw twin, torch's
-             own operators, dequantize-then-matmul and peers, interleaved (ABBA), weights rotated past the cache
-5. whole     decode steps of a model of Llama-3-8B's build, under CUDA graphs, against 16 bits; and what the sum of its
-             linears leaves unexplained
-6. dispatch  the fastest of them for each shape and batch
+Each stage is a process of its own with a time limit. What it finds is told row by row and stands in `OUT/STAGE.json`
+while it runs and after it: a crash, a hang, too little memory or the limit loses the rest of one stage, which its file
+and `OUT/run.json` say. `run.json` is all of it together, with device, driver, clocks, versions, and under `settles` the
+lines of PENDING.md that are settled. README.md beside this says which stages to take in three runs of ten minutes.
 
-The result is one JSON file with device, driver, clocks, versions, rows as in `measurements.jsonl`, and what was skipped
-and why. It needs torch, Triton and NumPy, and of quantkit what needs no more. Exit code 3: clocks fell during the run.
+The kernels' stages need torch, Triton and NumPy, `model` and `engines` what `make gpu-bundle` carries. `--dry` runs the
+same on tiny sizes, on the CPU in Triton's interpreter; its figures mean nothing.
 
-`--dry-run` runs the same plumbing on tiny sizes, on the CPU with TRITON_INTERPRET=1; its figures mean nothing.
+Exit code 0: all asked stages are done. 1: something computes wrongly. 2: a stage was lost. 75: stopped, or the time was
+up, and `--resume` goes on. 3: clocks fell during the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import subprocess
+import shutil
+import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from parts import correct, decoder, end_to_end  # noqa: E402
-from parts.shapes import LLAMA_3_8B, VARIANTS  # noqa: E402
-from parts.sweep import Sweep  # noqa: E402
+from parts import stages  # noqa: E402
+from parts.sections import merged, report  # noqa: E402
 
 import quantkit  # noqa: E402
-from quantkit.kernels.dispatch import fastest  # noqa: E402
-from quantkit.measurement.cuda import ceilings  # noqa: E402
-from quantkit.measurement.cuda.device import GpuDevice, versions  # noqa: E402
+from quantkit import machine  # noqa: E402
+from quantkit.errors import InputError, QuantkitError, Stopped  # noqa: E402
+from quantkit.runtimes import child  # noqa: E402
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-# formats in the order in which time runs out
-_SWEPT = 7
-_PROCESSES = 8
-# shares of the time after which a stage begins nothing new
-_COMPILED_BY, _SWEPT_BY = 0.35, 0.8
-# whole models: which of the variants, at which batches, with how many tokens in the cache
-_WHOLE, _STEPS, _CONTEXT = (0, 3, 6), (1, 4, 16, 64), 512
+# seconds between what a stage stops by itself at and its end; and between two writes of what it has found
+_GRACE, _SELDOM = 20.0, 5.0
+# of a dry run, on a machine with a GPU too
+_DRY = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+# below which a stage is not begun
+_LEAST = 10.0
 
 
-def main() -> int:
-    """Run, write, print."""
+@dataclass(frozen=True)
+class Stage:
+    """One process.
+
+    Args:
+        work: what it does.
+        seconds: its limit.
+    """
+
+    work: child.Work
+    seconds: float
+
+
+# in the order in which they run
+STAGES = {
+    "compile": Stage(stages.compile_kernels, 150),
+    "correct": Stage(stages.correct, 120),
+    "race": Stage(stages.race, 90),
+    "solvers": Stage(stages.solvers, 90),
+    "ceilings": Stage(stages.ceilings, 60),
+    "profile": Stage(stages.profile, 90),
+    "sweep": Stage(stages.sweep, 420),
+    "whole": Stage(stages.whole, 150),
+    "model": Stage(stages.model, 300),
+    "engines": Stage(stages.engines, 240),
+}
+
+
+@dataclass
+class Found:
+    """What a stage has found so far, as its file has it.
+
+    Args:
+        path: of the file.
+        stage: its name.
+        settings: of the run.
+        state: `running`, `done`, `skipped`, `lost`, `stopped`, `no-time`.
+        error: what ended it.
+        sections: name -> entries in the order in which they came.
+    """
+
+    path: Path
+    stage: str
+    settings: dict[str, Any]
+    state: str = "running"
+    error: dict[str, str] | None = None
+    sections: dict[str, list[Any]] = field(default_factory=dict)
+    begin: float = field(default_factory=time.monotonic)
+    written: float = 0.0
+
+    def add(self, row: list[Any]) -> None:
+        """An entry of a section; the file follows every few seconds."""
+        section, data = row
+        self.sections.setdefault(section, []).append(data)
+        if time.monotonic() - self.written > _SELDOM:
+            self.write()
+
+    def write(self) -> None:
+        """The file: the old content or the new one, whatever happens."""
+        write(self.path, self.as_dict())
+        self.written = time.monotonic()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            **{"schema": 1, "stage": self.stage, "state": self.state, "error": self.error},
+            **{"seconds": time.monotonic() - self.begin, "settings": self.settings, "sections": self.sections},
+        }
+
+
+def main(arguments: Sequence[str] | None = None, known: dict[str, Stage] | None = None) -> int:
+    """Run, write, print.
+
+    Args:
+        arguments: of the command line.
+        known: stages by name; None: `STAGES`.
+    """
+    known = known or STAGES
+    args = _parsed(arguments, known)
+    try:
+        if not args.dry:
+            _gpu()
+        with _signals():
+            return run(args, known)
+    except QuantkitError as problem:
+        print(problem.line(), file=sys.stderr)
+        return problem.exit
+
+
+def run(args: argparse.Namespace, known: dict[str, Stage]) -> int:
+    """The asked stages, one after the other. Raises InputError `results-differ`."""
+    out: Path = args.out
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {"quantkit": quantkit.__version__, "dtype": args.dtype, "dry": args.dry, "blocks": args.blocks}
+    asked = [name for name in known if name in args.only]
+    if args.resume:
+        asked = [name for name in asked if not _done(out / f"{name}.json", settings)]
+    end = time.monotonic() + 60.0 * args.minutes
+    stopped = False
+    for name in asked:
+        found = Found(out / f"{name}.json", name, settings)
+        left = min(known[name].seconds, end - time.monotonic())
+        if stopped or left < min(_LEAST, known[name].seconds):
+            found.state = "stopped" if stopped else "no-time"
+        else:
+            print(f"{name}: at most {left:.0f} s", flush=True)
+            stopped = _ran(known[name].work, found, _job(args, name, asked, left), left)
+        found.write()
+        print(f"{name}: {found.state}{', ' + found.error['value'] if found.error else ''}", flush=True)
+        write(out / "run.json", merged(out, known))
+    record = merged(out, known)
+    write(out / "run.json", record)
+    return report(record, asked)
+
+
+def _ran(work: child.Work, found: Found, job: dict[str, Any], seconds: float) -> bool:
+    """Whether it was stopped by a signal; `found` has the rest."""
+    found.write()
+    try:
+        child.run(
+            work,
+            job,
+            where=found.stage,
+            died="stage-died",
+            remedy=f"--only {found.stage}",
+            environment=_DRY if job["dry"] else None,
+            seconds=seconds,
+            row=found.add,
+        )
+        found.state = "done"
+    except KeyboardInterrupt:
+        found.state = "stopped"
+        return True
+    except Stopped as problem:
+        found.state, found.error = "stopped", problem.as_dict()
+    except QuantkitError as problem:
+        found.state = "skipped" if problem.code == stages.SKIPPED else "lost"
+        found.error = problem.as_dict()
+    return False
+
+
+def _job(args: argparse.Namespace, name: str, asked: list[str], seconds: float) -> dict[str, Any]:
+    return {
+        **{"stage": name, "stages": asked, "results": str(args.out.resolve()), "dry": args.dry, "dtype": args.dtype},
+        **{"blocks": 1 if args.dry else args.blocks, "seconds": seconds, "soft": max(seconds - _GRACE, seconds / 2)},
+        **{"sm": args.sm, "layers": args.layers, "target": args.target, "runtime": args.runtime},
+        **{"bundle": str(args.carried.resolve()), "work": args.work and str(args.work)},
+        **{"bundles": [str(path.resolve()) for path in args.bundles]},
+        "expected": [str(path.resolve()) for path in args.expected],
+    }
+
+
+def _done(path: Path, settings: dict[str, Any]) -> bool:
+    """Whether a stage need not run again. Raises InputError `results-differ`."""
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    if kept["settings"] != settings:
+        raise InputError(
+            "results-differ",
+            where=str(path),
+            value=f"made with {kept['settings']}",
+            rule=f"--resume goes on with the same settings, {settings}",
+            remedy="another --out, or leave --resume away",
+        )
+    return bool(kept["state"] == "done")
+
+
+def write(path: Path, data: Any) -> None:
+    """As `bundle/disk.py` does, which needs more than a GPU machine may have."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as stream:
+        json.dump(data, stream, indent=1, allow_nan=False)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def _gpu() -> None:
+    """Raises InputError `no-gpu`. Nothing is loaded that would take memory of it."""
+    found, why = machine.gpus()
+    if not found and shutil.which("nvidia-smi") is None:
+        raise InputError(
+            "no-gpu",
+            value=f"no GPU is at hand: {why}",
+            rule="what is measured here is a GPU",
+            remedy="--dry checks the plumbing on a CPU",
+        )
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM is an interrupt: what is there is kept."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _parsed(arguments: Sequence[str] | None, known: dict[str, Stage]) -> argparse.Namespace:
+    def some(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if wrong := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"no stage is called {wrong[0]!r}; known: {', '.join(known)}")
+        return names
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("gpu-run.json"), help="the JSON file")
-    parser.add_argument("--seconds", type=float, default=450.0, help="after which nothing new begins")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of the results")
+    parser.add_argument("--only", type=some, default=list(known), metavar="STAGE,...", help=", ".join(known))
+    parser.add_argument("--resume", action="store_true", help="leave out what is done in --out")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all stages together")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of activations and baseline")
     parser.add_argument("--blocks", type=int, default=6, help="of A B B A for each comparison")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes: plumbing only")
-    parser.add_argument("--compile-part", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if not args.dry_run and not torch.cuda.is_available():
-        parser.error("no GPU is at hand; `--dry-run` with TRITON_INTERPRET=1 checks the plumbing on a CPU")
-    device = GpuDevice("cuda" if torch.cuda.is_available() else "cpu", args.dry_run)
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float16
-    if args.compile_part is not None:
-        return compile_part(args.compile_part, device, dtype, time.monotonic() + _COMPILED_BY * args.seconds)
-    begin = time.monotonic()
-    found = run(args, device, dtype, begin)
-    found["seconds"] = time.monotonic() - begin
-    args.out.write_text(json.dumps(cleaned(found), indent=1, allow_nan=False) + "\n")
-    return report(found, args.out)
-
-
-def run(args: argparse.Namespace, device: GpuDevice, dtype: torch.dtype, begin: float) -> dict[str, Any]:
-    """All stages; each leaves what it has, whatever becomes of the next."""
-    generator = np.random.default_rng(0)
-    blocks = args.blocks if not device.dry else 1
-    found: dict[str, Any] = {
-        **{"schema": 1, "quantkit": quantkit.__version__, "device": device.describe(), "versions": versions()},
-        "settings": {"dtype": args.dtype, "blocks": blocks, "seconds": args.seconds, "dry_run": device.dry},
-    }
-    stages = []
-
-    def stage(name: str) -> None:
-        device.sample(name)
-        stages.append({"stage": name, "at_s": time.monotonic() - begin})
-
-    stage("compile")
-    found["compile"] = compiled(args) if not device.dry else []
-    stage("correct")
-    found["correct"] = correct.checked(device)
-    stage("ceilings")
-    found["ceilings"] = ceilings.measured(device, blocks, generator)
-    stage("sweep")
-    sweep = Sweep(device, found["ceilings"], dtype, blocks, begin + _SWEPT_BY * args.seconds, versions())
-    if device.dry:
-        sweep.run(((32, 128),), (3,), (VARIANTS[1], VARIANTS[5]))
-    else:
-        sweep.run(LLAMA_3_8B, BATCHES, VARIANTS[:_SWEPT])
-    stage("whole")
-    sizes = decoder.TINY if device.dry else decoder.LLAMA_3_8B
-    steps, left_out = end_to_end.measured(
-        sizes,
-        (VARIANTS[1], VARIANTS[5]) if device.dry else [VARIANTS[i] for i in _WHOLE],
-        (3,) if device.dry else _STEPS,
-        4 if device.dry else _CONTEXT,
-        device=device,
-        dtype=dtype,
-        blocks=blocks,
-        generator=generator,
-        timings=sweep.timings,
-        versions=versions(),
-        deadline=begin + args.seconds,
-    )
-    stage("ceilings again")
-    # the same products at the end: what they lost is what heat or power took
-    again = ceilings.measured(device, blocks, generator)
-    found["drift"] = {
-        name: {"first": first, "last": last}
-        for name in ("bf16", "fp16")
-        if (first := ceilings.of(found["ceilings"], "ceiling.compute", name))
-        and (last := ceilings.of(again, "ceiling.compute", name))
-    }
-    stage("end")
-    found |= {"rows": sweep.rows + steps, "configs": sweep.configs, "skipped": sweep.skipped + left_out}
-    found["stages"] = stages
-    found["dispatch"] = {name: fastest(timings).as_dict() for name, timings in sweep.timings.items()}
-    found["clocks"] = device.clocks
-    found["throttled"] = not device.dry and (device.throttled() or ceilings.slower(found["ceilings"], again))
-    return found
-
-
-def compiled(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compile in processes side by side: the main one then finds everything in Triton's cache."""
-    words = [sys.executable, __file__, "--dtype", args.dtype, "--seconds", str(args.seconds)]
-    environment = {**os.environ, "CUDA_MODULE_LOADING": "LAZY"}
-    running = [
-        subprocess.Popen(
-            [*words, "--compile-part", str(part)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for part in range(_PROCESSES)
-    ]
-    found = []
-    for part, process in enumerate(running):
-        output, _ = process.communicate()
-        found.append({"part": part, "exit": process.returncode, "said": output[-500:]})
-    return found
-
-
-def compile_part(part: int, device: GpuDevice, dtype: torch.dtype, deadline: float) -> int:
-    """One process's share: each kernel run once on a weight of a real shape."""
-    from quantkit.kernels.configs import candidates
-    from quantkit.kernels.workspace import Workspace
-    from quantkit.measurement.cuda import sides
-    from quantkit.measurement.cuda.weights import weight
-
-    shape, memory, place = LLAMA_3_8B[2], Workspace(), 0
-    for variant in VARIANTS[:_SWEPT]:
-        held = None
-        for batch in (16, 32, 64, 128, 256):
-            x = sides.inputs(batch, shape[1], dtype, device.torch_device)
-            for config in candidates(batch):
-                for decode in (True, False):
-                    place += 1
-                    mine = place % _PROCESSES == part
-                    if not mine or (variant.native and not decode) or time.monotonic() > deadline:
-                        continue
-                    held = held or [weight(variant, *shape, device.torch_device)]
-                    try:
-                        sides.ours(held, x, config, memory, decode=decode).steps[0]()
-                    except Exception as error:
-                        print(variant.name, config, f"{type(error).__name__}: {error}"[:200])
-    return 0
-
-
-def cleaned(value: Any) -> Any:
-    """Without NaN and infinity, which JSON has no words for."""
-    if isinstance(value, dict):
-        return {str(key): cleaned(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [cleaned(each) for each in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
-
-
-def report(found: dict[str, Any], out: Path) -> int:
-    """A short table; the exit status."""
-    wrong = [row for row in found["correct"] if not row["ok"]]
-    name, checks = found["device"]["name"], len(found["correct"])
-    print(f"{name}: {checks} checks, {len(wrong)} wrong; {found['seconds']:.0f} s; {out.name}")
-    for row in wrong[:10]:
-        print("  wrong:", {key: row[key] for key in row if key != "ok"})
-    for row in found["ceilings"]:
-        kind, flags = row["settings"].get("compute_type", ""), "; ".join(row["flags"])
-        print(f"  {row['name']} {kind} {row['value']} {row['unit']} {flags}")
-    print("  N x K, format, M: candidate, us, times as fast as the baseline, bound us")
-    for row in found["rows"]:
-        if row["name"] == "latency.op" and row["runtime"] != "torch.linear":
-            op, variant = row["op"], row["settings"]["variant"]
-            bound = "" if op["bound_s"] is None else f"{1e6 * op['bound_s']:.2f}"
-            figures = f"{1e6 * row['value']:.2f} {row['baseline']['ratio']:.2f} {bound}"
-            print(f"  {op['N']}x{op['K']} {variant} {op['M']}: {row['runtime']} {figures}")
-    print("  whole model, batch: ms, times as fast as 16 bits, of which ms not explained by its linears")
-    for row in found["rows"]:
-        if row["name"] == "latency.decode_step":
-            rest = row["settings"]["residual_s"]
-            unexplained = "" if rest is None else f"{1e3 * rest:.2f}"
-            figures = f"{1e3 * row['value']:.2f} {row['baseline']['ratio']:.2f} {unexplained}"
-            print(f"  {row['settings']['variant']} {row['batch']}: {figures}")
-    print(f"  {len(found['skipped'])} skipped; clocks fell: {found['throttled']}")
-    if wrong:
-        return 1
-    return 3 if found["throttled"] else 0
+    parser.add_argument("--sm", type=int, help="compile for this architecture instead of the GPU's: 80, 89, 90")
+    parser.add_argument("--layers", type=int, default=32, help="of the model that `model` compiles")
+    parser.add_argument("--target", default="h200", help="that it is compiled for")
+    parser.add_argument("--carried", type=Path, default=HERE.parents[1] / "gpu-bundle", help="of `make gpu-bundle`")
+    parser.add_argument("--work", type=Path, help="folder with room for a model and its bundle, 25 GB")
+    parser.add_argument("--bundles", type=Path, nargs="*", default=[], help="with an engine for this GPU")
+    parser.add_argument("--expected", type=Path, nargs="*", default=[], help="of `tensorrt.py --expect`")
+    parser.add_argument("--runtime", choices=("tensorrt_rtx", "tensorrt"), default="tensorrt_rtx")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes: plumbing only")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

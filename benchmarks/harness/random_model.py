@@ -31,6 +31,8 @@ def make(
     vocabulary: int | None = None,
     tied: bool = False,
     positions: int = 512,
+    dtype: str = "float32",
+    device: str = "cpu",
     seed: int = 0,
 ) -> None:
     """Write config, tokenizer and one shard a layer.
@@ -43,11 +45,40 @@ def make(
         vocabulary: rows of embedding and head; those that the tokenizer knows by default.
         tied: whether they are one tensor.
         positions: tokens that a sequence can have.
+        dtype: of the weights.
+        device: that they are drawn on; each draws others.
         seed: of the weights.
     """
-    import torch
+    describe(
+        folder,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocabulary=vocabulary,
+        tied=tied,
+        positions=positions,
+        dtype=dtype,
+    )
+    fill(folder, device=device, seed=seed)
+
+
+def describe(
+    folder: Path,
+    *,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int | None = None,
+    vocabulary: int | None = None,
+    tied: bool = False,
+    positions: int = 512,
+    dtype: str = "float32",
+) -> None:
+    """Config and tokenizer alone; arguments as for `make`."""
     import transformers
-    from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
     tokenizer = byte_tokenizer()
@@ -63,19 +94,28 @@ def make(
         tie_word_embeddings=tied,
         bos_token_id=256,
         eos_token_id=257,
-        dtype="float32",
+        dtype=dtype,
         architectures=["LlamaForCausalLM"],
     )
     config.save_pretrained(folder)
+
+
+def fill(folder: Path, *, device: str = "cpu", seed: int = 0) -> None:
+    """Weights for the config that stands in the folder, in its dtype."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config = transformers.LlamaConfig.from_pretrained(folder)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in transformers.LlamaForCausalLM(config).state_dict().items()}
-    if tied:
+    if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     shards: dict[str, list[str]] = {}
     for name in shapes:
         part = name.split(".")[2] if name.startswith("model.layers.") else "rest"
         shards.setdefault(part, []).append(name)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     placed: dict[str, str] = {}
     total = 0
     for number, names in enumerate(shards.values()):
@@ -84,10 +124,11 @@ def make(
         for name in names:
             shape = shapes[name]
             spread = 0.2 if len(shape) == 1 else shape[-1] ** -0.5
-            value = torch.randn(shape, generator=generator) * spread
-            tensors[name] = value + 1.0 if len(shape) == 1 else value
+            value = torch.randn(shape, generator=generator, device=device) * spread
+            value = value + 1.0 if len(shape) == 1 else value
+            tensors[name] = value.to(config.dtype).cpu()
             placed[name] = file
-            total += 4 * value.numel()
+            total += tensors[name].nbytes
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -200,6 +200,12 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@functools.cache
+def _parser() -> Any:
+    """The parser of `app`: typer reads the signatures of all commands to make it."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Parse, execute, print; the exit code."""
     name = _named(arguments)
@@ -207,7 +213,7 @@ def run(arguments: Sequence[str]) -> int:
     out = sys.stdout
     answer, rebuilt = Answer(None), list[str]()
     try:
-        parsed = typer.main.get_command(app).main(list(arguments), prog_name="quantkit", standalone_mode=False)
+        parsed = _parser().main(list(arguments), prog_name="quantkit", standalone_mode=False)
         if parsed == _INTERRUPTED:
             raise KeyboardInterrupt
         if not callable(parsed):

@@ -73,7 +73,7 @@ class Values:
 
     def running(self) -> StreamedModel:
         """The model as it runs: with its inputs quantized."""
-        found = StreamedModel(self.source, files=self.stream.files)
+        found = StreamedModel(self.source, files=self.stream.files).on(self.stream.device, self.stream.place)
         found.transforms += self.run_time.transforms(found.block_names, getattr(torch, self.source.dtype))
         return found
 

@@ -96,7 +96,7 @@ def weight_only(
         "GROUP": group,
         "ON_GPU": True,
     }
-    return _compile(matmul.weight_only_matmul, types, constants | _blocks(config), sm, config)
+    return _compile(matmul.weight_only_matmul, types, constants | _blocks(config, sm >= 90), sm, config)
 
 
 def native(sm: int, config: Config, x: str) -> CompiledKernel:
@@ -107,17 +107,18 @@ def native(sm: int, config: Config, x: str) -> CompiledKernel:
     types = {
         "x_ptr": f"*{x}",
         "step_ptr": "*fp32",
-        "words_ptr": "*i32",
+        "words_ptr": f"*{x}",
         "scale_ptr": "*fp32",
         "y_ptr": "*fp16",
         "sums_ptr": "*fp32" if split else None,
         "count_ptr": "*i32" if split else None,
-        **dict.fromkeys(("M", "N", "K", "TILES", "STRIDE"), "i32"),
+        **dict.fromkeys(("M", "N", "K"), "i32"),
     }
-    return _compile(module.native_matmul, types, _blocks(config), sm, config)
+    blocks = _blocks(config, sm >= 90)
+    return _compile(module.native_matmul, types, blocks | {"STEP": 32 * blocks.pop("UNROLL")}, sm, config)
 
 
-def _blocks(config: Config) -> dict[str, Any]:
+def _blocks(config: Config, overlap: bool) -> dict[str, Any]:
     return {
         "EVEN_N": True,
         "EVEN_K": True,
@@ -125,6 +126,7 @@ def _blocks(config: Config) -> dict[str, Any]:
         "BLOCK_M": config.block_m,
         "UNROLL": config.unroll,
         "SPLIT": config.split,
+        "OVERLAP": overlap,
     }
 
 
@@ -146,7 +148,7 @@ def _compile(
         constexprs={(names.index(name),): value for name, value in known.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in even},
     )
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options = {"num_warps": config.warps, "num_stages": config.stages, "launch_pdl": bool(constants["OVERLAP"])}
     built = triton.compile(source, target=GPUTarget("cuda", sm, _LANES), options=options)
     return _read(built.asm["cubin"], sm, int(built.metadata.shared))
 

@@ -37,22 +37,37 @@ class Config:
         return cls(**data)
 
 
-# block_n, unroll, split, warps, stages; four warps or eight, so that Hopper multiplies by warpgroups. None spills
-# there, for any format (benchmarks/kernel_resources.py)
-_DECODE = (
-    (64, 2, 2, 4, 4),
-    (64, 4, 4, 4, 3),
-    (128, 2, 4, 4, 4),
-    (128, 2, 8, 4, 4),
-    (128, 2, 4, 8, 4),
-    (256, 2, 8, 8, 3),
-)
-_WIDE_64 = ((64, 2, 2, 4, 4), (128, 2, 2, 8, 4), (128, 2, 4, 8, 3))
-_WIDE_128 = ((128, 1, 1, 8, 4), (128, 1, 2, 8, 4), (128, 1, 4, 8, 4))
-# the width of all batches beyond 128
+# block_n, block_m, unroll, split, warps, stages; by the number of rows of x. In each list those with the fewest
+# instructions for a weight come first, as counted in the machine code of int4 with zero points in bfloat16 for SM 9.0,
+# times the blocks that decode the weight again; about 3 of them take as long as reading one. None spills, for any
+# format (benchmarks/kernel_resources.py has the counts and checks both). Four warps or eight, so that Hopper multiplies
+# by warpgroups
+_WEIGHT_ONLY = {
+    16: (
+        (256, 16, 2, 8, 4, 3),
+        (128, 16, 4, 4, 4, 3),
+        (128, 16, 4, 2, 4, 3),
+        (128, 16, 2, 8, 4, 4),
+        (64, 16, 4, 8, 4, 3),
+    ),
+    32: (
+        (256, 32, 2, 8, 4, 3),
+        (128, 32, 4, 4, 4, 3),
+        (256, 32, 2, 8, 8, 3),
+        (128, 32, 2, 8, 4, 4),
+        (64, 32, 4, 8, 4, 3),
+    ),
+    64: ((256, 64, 2, 4, 8, 3), (128, 64, 2, 4, 8, 3), (64, 64, 4, 4, 4, 3), (256, 64, 1, 4, 8, 3)),
+    128: ((256, 64, 2, 4, 8, 3), (256, 64, 2, 2, 8, 3), (128, 128, 1, 2, 8, 4), (256, 64, 1, 4, 8, 3)),
+}
+# the width of all batches beyond 128: no split, and a scale product a group of 128, not one for every 64 columns
 PREFILL = 256
-# block_n, block_m, unroll, warps, stages
-_PREFILL = ((128, 64, 2, 8, 3), (128, 128, 1, 8, 4), (128, 128, 1, 8, 3), (256, 64, 1, 8, 3))
+_WEIGHT_ONLY[PREFILL] = ((128, 128, 2, 1, 8, 3), (256, 64, 2, 1, 8, 3), (128, 64, 4, 1, 8, 2))
+# products of 8-bit codes: beyond 32 rows torch multiplies (`rows`), or this as it can
+_NATIVE = {
+    16: ((128, 16, 8, 4, 4, 3), (128, 16, 4, 8, 4, 4), (64, 16, 8, 4, 4, 4), (64, 16, 4, 8, 4, 4)),
+    32: ((128, 32, 8, 4, 4, 3), (128, 32, 4, 8, 4, 4), (64, 32, 8, 4, 4, 4), (64, 32, 4, 8, 4, 4)),
+}
 
 
 def width(batch: int) -> int:
@@ -60,10 +75,12 @@ def width(batch: int) -> int:
     return next((wide for wide in (16, 32, 64, 128) if batch <= wide), PREFILL)
 
 
-def candidates(batch: int) -> list[Config]:
-    """Configurations worth timing at a batch of M = `batch` rows of x: K is split up to 128, and prefill beyond."""
+def candidates(batch: int, *, native: bool = False) -> list[Config]:
+    """Configurations worth timing at a batch of M = `batch` rows of x, the most promising first.
+
+    Args:
+        batch: M.
+        native: of products of 8-bit codes; `unroll` counts 32 columns there.
+    """
     wide = width(batch)
-    if wide == PREFILL:
-        return [Config(n, m, unroll, 1, warps, stages) for n, m, unroll, warps, stages in _PREFILL]
-    cuts = _WIDE_128 if wide == 128 else _WIDE_64 if wide == 64 else _DECODE
-    return [Config(n, wide, unroll, split, warps, stages) for n, unroll, split, warps, stages in cuts]
+    return [Config(*cut) for cut in (_NATIVE[min(wide, 32)] if native else _WEIGHT_ONLY[wide])]

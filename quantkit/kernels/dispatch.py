@@ -21,8 +21,10 @@ from typing import Any
 from quantkit.errors import InputError
 
 FILE = "kernels.json"
-# what a layer can run (`kernels.linear`): the format's own kernel, or torch's product with an expanded weight
-OURS, EXPANDED = "quantkit", "dequantize_matmul"
+# what a layer can run (`kernels.linear`): the format's own kernel, torch's product with an expanded weight, torch's own
+# products of 8-bit codes
+OURS, EXPANDED, INT_MM, SCALED_MM = "quantkit", "dequantize_matmul", "torch._int_mm", "torch._scaled_mm"
+LAYERS = (OURS, EXPANDED, INT_MM, SCALED_MM)
 
 
 @dataclass(frozen=True)

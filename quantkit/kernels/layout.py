@@ -13,10 +13,12 @@ each in its place. No weight moves between threads, and a warp reads a tile, 512
     int4        16 bits   4   16 x 64   16 h + 4 i       (a mask and one shift leave fragment i in both halves)
     nf4         16 bits   4   16 x 64   8 i + 4 h        (four codes of 16 bits select four table bytes at once)
     int8, fp8   16 bits   2   16 x 32   16 h + 8 i
-    8-bit x 8   8 bits    1   16 x 32   8 h
 
 Tiles of the same 16 rows follow each other along K: words [4096, 14336] int4 are int32 [256, 224, 128].
 Rows and columns are filled up with code 0 to whole tiles; the kernels never multiply what was filled in.
+
+Codes of 8 bits that are multiplied by 8-bit inputs (`.native`) are not decoded, so a tensor core reads them from shared
+memory as they are: they stay [N, K], in rows, where torch's own products read the same bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Words:
 
     Args:
         bits: of a code.
-        lanes: H, elements of a fragment in one register.
+        lanes: H, elements of a fragment in one register; 0: codes lie in rows, in no words.
         stride: bits from element h to h + 1, and from fragment i to i + 1.
         offset: added to a signed code, so that it is stored without a sign.
     """
@@ -69,8 +71,8 @@ KINDS = {
     "nf4": Words(4, 2, (4, 8), 0),
     "int8": Words(8, 2, (16, 8), 128),
     "fp8_e4m3": Words(8, 2, (16, 8), 0),
-    "int8.native": Words(8, 4, (8, 0), 0),
-    "fp8_e4m3.native": Words(8, 4, (8, 0), 0),
+    "int8.native": Words(8, 0, (0, 0), 0),
+    "fp8_e4m3.native": Words(8, 0, (0, 0), 0),
 }
 
 
@@ -80,8 +82,8 @@ class PackedWeight:
 
     Args:
         kind: one of `KINDS`; `.native` goes with 8-bit inputs.
-        words: [Np / 16, Tp, 128] int32.
-        scale: [G, Np], in the dtype it is stored in; of nested scales their codes, uint8.
+        words: [Np / 16, Tp, 128] int32; the codes [N, K] themselves, int8 or float8_e4m3fn, of a `.native` kind.
+        scale: [G, Np] ([1, N] of a `.native` kind), in the dtype it is stored in; of nested scales their codes, uint8.
         zero: [G, Np] uint8, `zero + offset`; None when symmetric.
         shape: (N, K).
         group: columns that share a scale; K where a row has one scale.
@@ -186,6 +188,10 @@ def pack_parts(
     form, (rows, columns) = KINDS[kind], (codes.shape[0], codes.shape[1])
     group = group or columns // scale.shape[1]
     _check(kind, form, scale, zero, columns, group)
+    if not form.lanes:
+        return PackedWeight(
+            kind, codes.contiguous(), scale.T.contiguous(), None, (rows, columns), group, None, rows_share
+        )
     unsigned = codes.view(torch.uint8) if codes.is_floating_point() else (codes.to(torch.int16) + form.offset)
     filled = _padded(unsigned.to(torch.int32) & 255, -rows % ROWS, -columns % form.columns)
     half, parts = form.lanes, form.fragments
@@ -212,6 +218,8 @@ def codes_of(packed: PackedWeight) -> torch.Tensor:
     import torch
 
     form, (rows, columns) = KINDS[packed.kind], packed.shape
+    if not form.lanes:
+        return packed.words.view(torch.uint8) if packed.words.is_floating_point() else packed.words
     half, parts = form.lanes, form.fragments
     at = [[form.stride[0] * h + form.stride[1] * i for h in range(half)] for i in range(parts)]
     shifts = torch.tensor(at, dtype=torch.int32, device=packed.words.device)
@@ -221,8 +229,7 @@ def codes_of(packed: PackedWeight) -> torch.Tensor:
     unsigned: torch.Tensor = flat.to(torch.uint8)
     if not packed.kind.startswith("int"):
         return unsigned
-    # a native code was cut to its byte; an offset code is at home between -offset and offset - 1
-    return unsigned.view(torch.int8) if form.offset == 0 else (unsigned.to(torch.int16) - form.offset).to(torch.int8)
+    return (unsigned.to(torch.int16) - form.offset).to(torch.int8)
 
 
 def unpack(packed: PackedWeight, like: QuantTensor) -> QuantTensor:
@@ -279,9 +286,10 @@ def _check(kind: str, form: Words, scale: torch.Tensor, zero: torch.Tensor | Non
             rule="only integers have them",
             remedy="symmetric: true",
         )
-    whole = scale.shape[1] == 1 and group >= columns
+    if scale.shape[1] == 1 and group >= columns:
+        return
     fits = group in (32, form.columns) or group % form.columns == 0
-    if not whole and (not fits or -(-columns // group) != scale.shape[1]):
+    if not fits or -(-columns // group) != scale.shape[1]:
         raise InputError(
             "group-unsupported",
             where=kind,

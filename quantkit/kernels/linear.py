@@ -2,9 +2,9 @@
 
     y = x Wᵀ + b      x [..., K] float16 or bfloat16, W [N, K] packed (`layout`), y [..., N] in the dtype of x
 
-A table of choices (`dispatch`) names one of two ways for M rows of x: `quantkit`, the format's own kernel with the tile
-sizes it was measured with, or `dequantize_matmul`, torch's product with a weight that is expanded into scratch. Neither
-keeps a copy of the weight in high precision.
+A table of choices (`dispatch`) names a way for M rows of x: `quantkit`, the format's own kernel with the tile sizes it
+was measured with; `dequantize_matmul`, torch's product with a weight that is expanded into scratch; or, where inputs
+are codes of 8 bits, torch's own product of those (`operators`). None keeps a second copy of the weight.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from quantkit.errors import InputError
+from quantkit.kernels import operators
 from quantkit.kernels.configs import Config, candidates
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from quantkit.kernels.layout import PackedWeight
     from quantkit.kernels.workspace import Workspace
 
-# rows at which a product is bound by arithmetic, which torch's own does best
-_MANY = 256
+# rows up to which our own kernels are taken where nothing was measured: of codes of 8 bits, of others
+_OURS_TO = {True: (16, 32), False: (16, 32, 64, 128)}
 
 
 class QuantLinear(torch.nn.Module):
@@ -56,13 +57,12 @@ class QuantLinear(torch.nn.Module):
         self.table = table or unmeasured(packed)
         self.table.choose(packed.shape, 1)
         for choice in self.table.choices[packed.shape]:
-            expandable = not packed.kind.endswith(".native")
-            if not (choice.candidate == OURS and choice.config) and not (choice.candidate == EXPANDED and expandable):
+            if not (choice.candidate == OURS and choice.config) and choice.candidate != other(packed):
                 raise InputError(
                     "kernel-unsupported",
                     where=f"{packed.kind}, batch {choice.batch}",
                     value=choice.candidate,
-                    rule=f"a layer runs {OURS} with its tile sizes, or {EXPANDED} where inputs are floats",
+                    rule=f"this layer runs {' or '.join(filter(None, (f'{OURS} with its tile sizes', other(packed))))}",
                     remedy="choose among these alone: `dispatch.fastest` of their timings",
                 )
 
@@ -70,26 +70,34 @@ class QuantLinear(torch.nn.Module):
         """See the module."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         choice = self.table.choose(self.packed.shape, flat.shape[0])
-        if choice.candidate == EXPANDED:
+        config = None if choice.config is None else Config.of(choice.config)
+        if self.packed.kind.endswith(".native"):
+            codes, step = quantize_tokens(flat, self.packed.kind.removesuffix(".native"))
+            if config is None:
+                y = operators.multiply(codes, step, self.packed, x.dtype)
+            else:
+                y = native(codes, step, self.packed, config, dtype=x.dtype, workspace=self.memory)
+        elif config is None:
             y = linear(flat, dequantize(self.packed, x.dtype))
         else:
-            assert choice.config is not None
-            config = Config.of(choice.config)
-            if self.packed.kind.endswith(".native"):
-                codes, step = quantize_tokens(flat, self.packed.kind.removesuffix(".native"))
-                y = native(codes, step, self.packed, config, dtype=x.dtype, workspace=self.memory)
-            else:
-                y = weight_only(flat, self.packed, config, workspace=self.memory)
+            y = weight_only(flat, self.packed, config, workspace=self.memory)
         if self.bias is not None:
             y = y + self.bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
+def other(packed: PackedWeight) -> str:
+    """What a layer can run besides our own kernel; "" where there is nothing."""
+    return operators.of(packed) if packed.kind.endswith(".native") else EXPANDED
+
+
 def unmeasured(packed: PackedWeight) -> Table:
-    """Choices where nothing was measured: the first tile sizes of each width; expanded beyond 128 rows."""
-    size = packed.resident_bytes
-    batches = [16, 32, 64, 128, _MANY]
-    found = [Choice(batch, OURS, candidates(batch)[0].as_dict(), float("nan"), size) for batch in batches]
-    if not packed.kind.endswith(".native"):
-        found[-1] = Choice(_MANY, EXPANDED, None, float("nan"), size)
+    """Choices where nothing was measured: the first tile sizes of each width, the other way for more rows."""
+    size, native_kind = packed.resident_bytes, packed.kind.endswith(".native")
+    found = [
+        Choice(batch, OURS, candidates(batch, native=native_kind)[0].as_dict(), float("nan"), size)
+        for batch in _OURS_TO[native_kind]
+    ]
+    if name := other(packed):
+        found.append(Choice(2 * found[-1].batch, name, None, float("nan"), size))
     return Table({packed.shape: tuple(found)})

@@ -30,6 +30,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.configs import Config
 from quantkit.kernels.decoders import fp8_e4m3, int4, int8, nf4
 from quantkit.kernels.decoders.fragment import undecoded
+from quantkit.kernels.launch import begin, overlap
 from quantkit.kernels.layout import KINDS, PackedWeight
 from quantkit.kernels.workspace import Workspace, interpreted
 
@@ -153,8 +154,10 @@ def weight_only_matmul(
     UNROLL: tl.constexpr,  # tiles a step
     SPLIT: tl.constexpr,
     ON_GPU: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """See the module."""
+    begin(OVERLAP)
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     words_at, rows = place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N, EVEN_N)
     # a tile is one product; groups of half a tile make it two
@@ -265,6 +268,7 @@ def weight_only(
         x, weight.words, weight.scale, weight.zero, absmax, values, offset, y, sums, counts,
         x.shape[0], rows, columns, weight.words.shape[1], weight.words.shape[0] * 16, weight.groups,
         DECODERS[weight.kind].MAGIC, **meta, COLUMNS=form.columns, num_warps=config.warps, num_stages=config.stages,
+        **overlap(x),
     )  # fmt: skip
     return y
 

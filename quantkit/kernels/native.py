@@ -2,9 +2,9 @@
 
     y[m, n] = scale[n] * step[m] * sum over k of codes[n, k] * x[m, k]
 
-scale is a weight's row's, step an activation's token's (`quantize`). Skeleton and layout are those of `matmul`: the
-weight is the left operand, its bytes go from memory to the tensor core's registers as they are. There is nothing to
-decode, so that the kernel is its own raw twin.
+scale is a weight's row's, step an activation's token's (`quantize`). As in `matmul` the weight is the left operand and
+K is split, but there is nothing to decode: its rows go to shared memory as they are stored, where Hopper's tensor core
+reads them, and the kernel is its own raw twin. Beyond 32 rows of x torch's own products are at hand (`operators`).
 
 int8: exact up to |sum| < 2^31, K < 131072. FP8: Hopper's tensor core keeps about 14 bits of a sum of FP8 products
 (DeepSeek-V3 technical report, 2024, arXiv 2412.19437, section 3.3.2), so a step of 32 `unroll` columns is summed there
@@ -20,9 +20,9 @@ import triton.language as tl
 
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config
-from quantkit.kernels.decoders.fragment import bytes_of
+from quantkit.kernels.launch import begin, overlap
 from quantkit.kernels.layout import PackedWeight
-from quantkit.kernels.matmul import finish, place_of_weight, prepared
+from quantkit.kernels.matmul import finish, prepared
 from quantkit.kernels.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -50,54 +50,65 @@ def require(kind: str, sm: int) -> None:
         )
 
 
+@triton.jit
+def codes_of_step(at, inside, WHOLE: tl.constexpr):
+    """Codes, with zeros for those that are not there."""
+    if WHOLE:
+        codes = tl.load(at, mask=inside, other=0)
+    else:
+        codes = tl.load(at, mask=inside, other=0.0)
+    return codes
+
+
 @triton.jit(do_not_specialize=["M"])
 def native_matmul(
     x_ptr,  # [M, K] int8 or float8e4nv
     step_ptr,  # [M] float32
-    words_ptr,  # [Np / 16, TILES, 128] int32
-    scale_ptr,  # [1, Np]
+    words_ptr,  # [N, K], in the type of x
+    scale_ptr,  # [1, N]
     y_ptr,  # [M, N]
     sums_ptr,  # [SPLIT, M, N] float32, or None
     count_ptr,  # [tiles of y] int32, zero before and after, or None
     M,
     N,
     K,
-    TILES,
-    STRIDE,  # Np
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    UNROLL: tl.constexpr,
+    STEP: tl.constexpr,  # columns at a time
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """See the module."""
+    begin(OVERLAP)
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    words_at, rows = place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N, EVEN_N)
+    rows = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     batch = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.arange(0, 32)
+    column = tl.arange(0, STEP)
+    row_at = rows if EVEN_N else tl.minimum(rows, N - 1)
+    w_at = words_ptr + row_at[:, None].to(tl.int64) * K + column[None, :]
     x_at = x_ptr + batch[:, None].to(tl.int64) * K + column[None, :]
     inside = (batch < M)[:, None]
-    SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
+    WHOLE: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    SUM: tl.constexpr = tl.int32 if WHOLE else tl.float32
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), SUM)
-    steps = tl.cdiv(TILES, UNROLL)
+    steps = tl.cdiv(K, STEP)
     for step in range(steps * pid_k // SPLIT, steps * (pid_k + 1) // SPLIT):
-        part = tl.zeros((BLOCK_N, BLOCK_M), SUM)
-        for u in tl.static_range(UNROLL):
-            tile = step * UNROLL + u
-            at = tile if EVEN_K else tl.minimum(tile, TILES - 1)
-            w = bytes_of(tl.load(words_at + at * 128), BLOCK_N, x_ptr.dtype.element_ty)
-            x_mask = inside if EVEN_K else inside & ((tile * 32 + column) < K)[None, :]
-            if SUM == tl.int32:
-                x = tl.load(x_at + tile * 32, mask=x_mask, other=0)
-                acc = tl.dot(w, tl.trans(x), acc, out_dtype=SUM)
-            else:
-                x = tl.load(x_at + tile * 32, mask=x_mask, other=0.0)
-                part = tl.dot(w, tl.trans(x), part)
-        if SUM == tl.float32:
-            acc += part
-    scale = tl.load(scale_ptr + rows, mask=rows < STRIDE, other=0).to(tl.float32)
+        k = step * STEP
+        if EVEN_K:
+            w = tl.load(w_at + k)
+            x = codes_of_step(x_at + k, inside, WHOLE)
+        else:
+            within = (k + column < K)[None, :]
+            w = codes_of_step(w_at + k, within, WHOLE)
+            x = codes_of_step(x_at + k, inside & within, WHOLE)
+        if WHOLE:
+            acc = tl.dot(w, tl.trans(x), acc, out_dtype=SUM)
+        else:
+            acc += tl.dot(w, tl.trans(x))
+    scale = tl.load(scale_ptr + rows, mask=rows < N, other=0).to(tl.float32)
     token = tl.load(step_ptr + batch, mask=batch < M, other=0.0)
     total = acc.to(tl.float32) * scale[:, None] * token[None, :]
     finish(total, y_ptr, sums_ptr, count_ptr, rows, batch, pid_m, pid_n, pid_k, M, N, BLOCK_N, BLOCK_M, SPLIT)
@@ -132,12 +143,11 @@ def native(
         major, minor = torch.cuda.get_device_capability(x.device)
         require(weight.kind, 10 * major + minor)
     rows, columns = weight.shape
-    tiles, row_tiles = weight.words.shape[1], weight.words.shape[0]
     grid = (triton.cdiv(x.shape[0], config.block_m), triton.cdiv(rows, config.block_n), config.split)
     native_matmul[grid](
-        x, step, weight.words, weight.scale, y, sums, counts, x.shape[0], rows, columns, tiles, row_tiles * 16,
-        EVEN_N=row_tiles % (config.block_n // 16) == 0, EVEN_K=columns % (32 * config.unroll) == 0,
-        BLOCK_N=config.block_n, BLOCK_M=config.block_m, UNROLL=config.unroll, SPLIT=config.split,
-        num_warps=config.warps, num_stages=config.stages,
+        x, step, weight.words, weight.scale, y, sums, counts, x.shape[0], rows, columns,
+        EVEN_N=rows % config.block_n == 0, EVEN_K=columns % (32 * config.unroll) == 0,
+        BLOCK_N=config.block_n, BLOCK_M=config.block_m, STEP=32 * config.unroll, SPLIT=config.split,
+        num_warps=config.warps, num_stages=config.stages, **overlap(x),
     )  # fmt: skip
     return y

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from quantkit.kernels.launch import begin, overlap
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,9 +47,11 @@ def nearest_e4m3(values):
 
 @triton.jit
 def quantize_token(
-    x_ptr, code_ptr, step_ptr, K, REACH: tl.constexpr, EPSILON: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, code_ptr, step_ptr, K,
+    REACH: tl.constexpr, EPSILON: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """See the module; one row of x [M, K]."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
@@ -84,5 +88,6 @@ def quantize_tokens(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tens
     quantize_token[(x.shape[0],)](
         x, codes.view(torch.int8), step, x.shape[1],
         REACH=_REACH[fmt], EPSILON=torch.finfo(x.dtype).eps, WHOLE=fmt == "int8", BLOCK=block, num_warps=8,
+        **overlap(x),
     )  # fmt: skip
     return codes, step

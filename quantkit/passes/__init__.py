@@ -40,12 +40,12 @@ class Outcome:
     Args:
         changed: whether anything is different now.
         decisions: what was done otherwise than asked, or not at all, each with its reason.
-        errors: linear -> relative squared weight error, from the pass that assigned the codes.
+        errors: linear -> relative squared weight error, [] on the block's device, from the pass that assigned codes.
     """
 
     changed: bool
     decisions: list[Decision] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass

@@ -123,13 +123,13 @@ def nearest_in_pieces(weight: Tensor, scheme: WeightScheme) -> tuple[QuantTensor
     # rows that share a scale are taken at once
     step = max(1, PIECE // columns) if scheme.rows_apart else rows
     parts: list[QuantTensor] = []
-    lost = energy = 0.0
+    lost = energy = torch.zeros((), dtype=torch.float64, device=weight.device)
     for piece in weight.split(step):
         exact = filled(piece.float(), columns + scheme.padding(columns))
         parts.append(nearest(exact, scheme))
-        lost += float((form.dequantize(parts[-1]) - exact).double().square().sum())
-        energy += float(exact.double().square().sum())
-    return joined(parts), lost / (energy or 1.0)
+        lost = lost + (form.dequantize(parts[-1]) - exact).double().square().sum()
+        energy = energy + exact.double().square().sum()
+    return joined(parts), float(lost / torch.where(energy > 0, energy, 1.0))
 
 
 # --- products of graphs -----------------------------------------------------------------------------------------------

@@ -91,12 +91,12 @@ class Awq(Pass):
                     channels=fold.channels,
                     importance=importance,
                 )
-                if float(found.alpha) > 0:
-                    channels = torch.ones(fold.channels)
-                    channels[fold.index] = found.scales
-                    applied = block.fold(group, channels)[fold.index]
-                    hessian = awq.transformed(hessian, applied)
-                    outcome.changed = True
+                # where nothing is better than ones, they are folded: no value changes, and a GPU is not waited for
+                channels = torch.ones(fold.channels, device=found.scales.device)
+                channels[fold.index] = found.scales
+                applied = block.fold(group, channels)[fold.index]
+                hessian = awq.transformed(hessian, applied)
+                outcome.changed = True
             if settings.clip:
                 for member in group.members:
                     block.replace(member, awq.clip(block.weight(member), hessian, block.scheme(member)))

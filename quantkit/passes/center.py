@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Shift and scale of channels that lie between `low` and `high` [K]; the scales' geometric mean is 1."""
     half = ((high - low) / 2).double()
-    reach = half.clamp(min=float(half.max()) * 1e-4)
+    reach = torch.maximum(half, half.max() * 1e-4)
     scale = torch.where(reach > 0, reach, 1.0).log() * alpha
     return ((low + high) / 2).float(), (scale - scale.mean()).exp().float()
 

@@ -102,6 +102,7 @@ class Gptq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
+        from quantkit.calibrate.statistics.collected import Doubt
         from quantkit.passes.assign import filled
         from quantkit.passes.solvers.factor import Factor, factor
         from quantkit.passes.solvers.gptq import corrected, gptq_shared
@@ -122,7 +123,10 @@ class Gptq(Pass):
                         damping=settings.damping,
                         shrink=seen.noise if settings.shrink == "auto" else settings.shrink,
                         act_order=settings.act_order,
+                        raised=stats.raised.get(whole.name, 0),
                     )
+                    if solved.exists is not None:
+                        stats.doubts.append(Doubt(~solved.exists, whole.name, again=True))
                     if solved.raised:
                         reason = f"the Hessian of {seen.tokens} tokens had no Cholesky factor"
                         where = block.full_name(whole.name)

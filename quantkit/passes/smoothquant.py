@@ -82,13 +82,13 @@ class SmoothQuant(Pass):
                     [_seen(block, member) for member in group.members],
                     grid=settings.grid,
                     producers=fold.index,
+                    channels=fold.channels,
                 )
-                if found.alpha is None:
-                    continue
+                # where nothing is better than ones, they are folded: no value changes, and a GPU is not waited for
                 scales = found.scales
             else:
-                scales = smoothquant.scales(reach, weights, settings.alpha, fold.index)
-            channels = torch.ones(fold.channels)
+                scales = smoothquant.scales(reach, weights, settings.alpha, fold.index, fold.channels)
+            channels = torch.ones(fold.channels, device=scales.device)
             channels[fold.index] = scales
             block.fold(group, channels)
             outcome.changed = True

@@ -96,7 +96,12 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         rows, notes = given_back(build.finished, subject)
         seconds = {"quantize_cpu": None, "total": 0.0}
         return Compiled(build.finished, rows, seconds, machine.peak_bytes(), [*subject.notes, *notes])
-    with stopping_when_interrupted(build, subject.out), build, stopping_when_full(build.folder):
+    with (
+        stopping_when_interrupted(build, subject.out),
+        build,
+        stopping_when_full(build.folder),
+        subject.device.arithmetic(),
+    ):
         return _compiled(subject, build, progress, stages)
 
 
@@ -177,6 +182,7 @@ def _compiled(subject: Subject, build: Build, progress: Progress, stages: Stages
         checks=[*proofs, *made.checks, *scores.checks, *judged],
         subject=content,
         weights=work.weights(decisions),
+        compiled_on=subject.device.as_dict(),
     )
     manifest = manifest.model_copy(update={"verdict": decide(rows, manifest.checks, layers, request.target)})
     manifest = with_documents(manifest, rows, notes, bundle)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit import machine
 from quantkit.errors import InputError, QuantkitError
+from quantkit.model.device import AUTO, CPU, ComputeDevice, absent, demand_name, present
 from quantkit.pipeline.baseline import place
 from quantkit.pipeline.request import Request, runs_here, this_machine
 from quantkit.pipeline.verdict import quick
+from quantkit.planning.compiling.device import Fit, fit
 from quantkit.planning.compiling.forecast import described, predict
 from quantkit.planning.compiling.result import Compiling, Machine
 from quantkit.planning.compiling.spec import CompileSpec, stores
@@ -44,17 +47,28 @@ def line(expected: Compiling) -> str:
     return f"expected: {words.about(expected.total)}, {words.size(expected.peak)} of memory, {space}{kept}"
 
 
-def unopened(architecture: Architecture, recipe: Recipe, *, speed: bool) -> Compiling:
+def unopened(
+    architecture: Architecture, recipe: Recipe, *, speed: bool, device: str = CPU, target: Target | None = None
+) -> Compiling:
     """For a model whose config alone was read, on this machine.
 
     Args:
         recipe: its exports those that the target reads.
         speed: whether the target is this machine, so that what is exported is timed.
+        device, target: as of `foreseen_device`.
 
     Raises:
         InputError: what the compile would refuse by the sizes alone; `compile-unknown`, a network of images.
     """
-    return predict(described(architecture, recipe, speed=speed), here(machine.cores()))
+    sizes = described(architecture, recipe, speed=speed)
+    expected = predict(sizes, here(machine.cores()))
+    if device == CPU or target is None:
+        return expected
+    said, found = foreseen_device(device, sizes, target)
+    unmeasured = ["time and memory are a processor's: no compile on a GPU was measured yet"] if found else []
+    return replace(
+        expected, notes=(*expected.notes, f"compiles {said}", *unmeasured), device=found.as_dict() if found else None
+    )
 
 
 def first_guess(request: Request) -> Mapping[str, float] | None:
@@ -108,6 +122,73 @@ def spec(prepared: Prepared) -> CompileSpec:
         baseline=timed and exported is not None and not place(prepared.original, exported.options).exists(),
         beside=_beside(prepared.stream, model.hidden),
     )
+
+
+def chosen_device(prepared: Prepared) -> tuple[ComputeDevice, str]:
+    """Where a compile computes, and why, in sizes that are known before it begins.
+
+    Raises:
+        InputError: `device-absent`; `device-memory`, where it was named and a block does not fit.
+    """
+    asked = prepared.request.device
+    name = "cuda" if asked == AUTO else asked
+    try:
+        name, model, free = present(name)
+    except InputError as problem:
+        if asked != AUTO:
+            raise
+        return ComputeDevice(), f"on the processor: {problem.value}"
+    found = fit(spec(prepared), free)
+    said = _lies(found, asked, model)
+    if not found.fits:
+        return ComputeDevice(), said
+    device = ComputeDevice(name, model, found.chunk, found.resident, prepared.request.tf32)
+    return device, f"{said}; products in {device.products}"
+
+
+def _lies(found: Fit, asked: str, model: str) -> str:
+    """How a compile lies on a GPU, in words. Raises InputError (`device-memory`), if it was named and does not fit."""
+    if found.fits:
+        where = "stay on it" if found.resident else "lie in memory"
+        at_once = f"{words.plural(found.chunk, 'sequence')} at once, hidden states {where}"
+        return f"on {model}: {words.size(found.needed)} of {words.size(found.free)} free; {at_once}"
+    need = f"a block with its activations takes {words.size(found.needed)}, {words.size(found.free)} are free"
+    if asked == AUTO:
+        return f"on the processor: on {model} {need}"
+    raise InputError(
+        "device-memory",
+        where=f"--device {asked}",
+        value=f"{model}: {need}",
+        rule="a block, the factor of its widest input, embedding and head, and one sequence lie on the device",
+        remedy="--device cpu; or fewer tokens a sequence: --set calibration.tokens=256",
+    )
+
+
+def foreseen_device(asked: str, sizes: CompileSpec, target: Target) -> tuple[str, Fit | None]:
+    """How a compile will lie on a device, for a plan: in words, and in bytes if it is a GPU. Torch is not needed.
+
+    Args:
+        asked: as `--device` of a compile.
+        target: whose memory is taken where this machine has no GPU.
+
+    Raises:
+        InputError: `unknown-device`, `device-absent`, `device-memory`.
+    """
+    if demand_name(asked) == CPU:
+        return "on the processor", None
+    here, reason = machine.gpus()
+    number = int(asked.partition(":")[2] or 0)
+    capacity = target.memory.capacity.number if target.kind == "gpu" else None
+    if number < len(here):
+        model, size = str(here[number]["name"]), float(here[number]["memory"])
+    elif capacity is not None and not here:
+        model, size = f"{target.name}, which is not here ({reason})", capacity
+    elif asked == AUTO:
+        return f"on the processor: {reason}", None
+    else:
+        raise absent(asked, reason or f"{len(here)} GPUs are here")
+    found = fit(sizes, size)
+    return _lies(found, asked, model), found
 
 
 def _beside(stream: StreamedModel, hidden: int) -> int:

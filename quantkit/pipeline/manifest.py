@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quantkit import machine
@@ -37,10 +37,14 @@ def manifest_of(
     checks: list[Check],
     subject: str,
     weights: Sequence[WeightsEntry] = (),
+    compiled_on: Mapping[str, str] | None = None,
 ) -> Manifest:
     """The manifest of a bundle whose files stand in `folder`, without a verdict; a failed check fails a gate.
 
     An engine that does otherwise than asked is a decision, and an error under `--strict` alone.
+
+    Args:
+        compiled_on: the GPU that computed it, and how it multiplied.
     """
     import torch
 
@@ -55,7 +59,7 @@ def manifest_of(
         seed=request.recipe.seed,
         threads=torch.get_num_threads(),
         isa=machine.isa(),
-        device=dict(machine.device()),
+        device={**machine.device(), **({"compiled_on": compiled_on} if compiled_on else {})},
         versions=machine.versions(),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         layers=layers,

@@ -15,6 +15,7 @@ from quantkit.errors import InputError, one
 from quantkit.exporters import load_exporter
 from quantkit.graph.open import is_graph
 from quantkit.kinds import Kind
+from quantkit.model.device import CPU, demand_name
 from quantkit.model.source.alias import ALIASES
 from quantkit.planning import support
 from quantkit.planning.support import Support
@@ -43,6 +44,8 @@ class Request:
         module: class of the torch module that the .onnx file was exported from.
         as_shipped: whether the exports are those of a shipped recipe, which says what it does, not to whom: an export
             for the target's own runtime may be added to them.
+        device: where it computes: `cpu`, `cuda`, `cuda:N`, or `auto`.
+        tf32: whether products of float32 round their inputs, on a GPU.
         gates_asked: gates that a recipe of one's own or a change names; a shipped recipe's are for several kinds of
             models, and not all of them for each.
     """
@@ -59,6 +62,8 @@ class Request:
     module: str | None = None
     as_shipped: bool = False
     gates_asked: frozenset[str] = frozenset()
+    device: str = CPU
+    tf32: bool = False
 
     @cached_property
     def support(self) -> Support:
@@ -80,6 +85,8 @@ class Request:
         trust_remote_code: bool = False,
         allow_code: bool = False,
         speed: bool = True,
+        device: str = CPU,
+        tf32: bool = False,
     ) -> Request:
         """Read and check recipe, target and calibration set. Nothing heavy is imported.
 
@@ -93,8 +100,15 @@ class Request:
             InputError: anything that is not what it has to be.
         """
         given.flags(
-            resume=resume, strict=strict, trust_remote_code=trust_remote_code, allow_code=allow_code, speed=speed
+            resume=resume,
+            strict=strict,
+            trust_remote_code=trust_remote_code,
+            allow_code=allow_code,
+            speed=speed,
+            tf32=tf32,
         )
+        given.demand("device", device, (str,), "cpu, cuda, cuda:N or auto")
+        demand_name(device)
         if isinstance(recipe, Mapping):
             name = str(recipe.get("name", "own"))
             chosen = Recipe.from_dict(dict(recipe), name=name, changes=changes, allow_code=allow_code)
@@ -147,6 +161,8 @@ class Request:
                 for gate, limit in chosen.gates.model_dump().items()
                 if limit is not None and (not shipped or _names(changes, f"gates.{gate}"))
             ),
+            device=device,
+            tf32=tf32,
         )
 
 

@@ -22,6 +22,7 @@ from quantkit.bundle import (
     WeightsEntry,
 )
 from quantkit.measurement.rows import Row
+from quantkit.model.device import ComputeDevice
 from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request
 from quantkit.planning.compiling.result import Compiling
@@ -110,12 +111,14 @@ class Subject(Protocol):
         decisions: taken so far.
         notes: what is to be known of the source.
         expected: what the compile will take.
+        device: where it computes.
     """
 
     request: Request
     out: Path
     decisions: list[Decision]
     notes: Sequence[str]
+    device: ComputeDevice
 
     @property
     def expected(self) -> Compiling: ...  # noqa: D102

@@ -75,6 +75,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     seconds: float | None = None,
     note: Callable[[str], None] | None = None,
+    row: Callable[[Any], None] | None = None,
     shown: bool = False,
 ) -> list[Any]:
     """The rows that a function gives in a child process.
@@ -89,6 +90,7 @@ def run(
         environment: added to this process's.
         seconds: after which it is ended.
         note: told the child's notes.
+        row: told each row as it comes: what a child has given before it dies is not lost.
         shown: whether its standard error is this process's; else the last line of it stands in the error.
 
     Raises:
@@ -119,7 +121,7 @@ def run(
         try:
             if seconds is not None:
                 timer.start()
-            found = _heard(process, job, progress, note, where)
+            found = _heard(process, job, progress, note, where, row)
             ended = process.wait()
         except QuantkitError:
             if not late.is_set():  # else it met its own end
@@ -151,14 +153,19 @@ def run(
 
 
 def _heard(
-    process: subprocess.Popen[str], job: Any, progress: Report | None, note: Callable[[str], None] | None, where: str
+    process: subprocess.Popen[str],
+    job: Any,
+    progress: Report | None,
+    note: Callable[[str], None] | None,
+    where: str,
+    row: Callable[[Any], None] | None,
 ) -> list[Any]:
     """The rows of all lines until its output ends. Raises what the child met."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
         process.stdin.write(f"{json.dumps(job)}\n")
         process.stdin.flush()
-    return heard(process.stdout, progress, note, where)
+    return heard(process.stdout, progress, note, where, row)
 
 
 def heard(
@@ -166,6 +173,7 @@ def heard(
     progress: Report | None = None,
     note: Callable[[str], None] | None = None,
     where: str = "child",
+    row: Callable[[Any], None] | None = None,
 ) -> list[Any]:
     """The rows of the lines in which a child, here or on a device, answers.
 
@@ -201,6 +209,8 @@ def heard(
             raise answer
         if kind == "row":
             found.append(answer)
+            if row is not None:
+                row(answer)
         elif kind == "at" and progress is not None:
             progress(done, answer)
         elif kind == "note" and note is not None:

@@ -187,8 +187,8 @@ def _resampled(
     above, below = (side[groups].reshape(len(groups), -1) for side in (baseline, subject))
 
     def ratios(index: Array, axis: int = -1) -> Array:
-        drawn = [side[index].reshape(*index.shape[:-1], -1) for side in (above, below)]
-        high, low = (np.quantile(side, (0.5, 0.99), axis=axis) for side in drawn)
+        drawn = [np.sort(side[index].reshape(*index.shape[:-1], -1)) for side in (above, below)]
+        high, low = (np.stack([_of_sorted(side, q) for q in (0.5, 0.99)]) for side in drawn)
         result: Array = high / low
         return result
 
@@ -228,6 +228,16 @@ def _tail(groups: int) -> float:
     except ImportError:
         raise MissingDependency("scipy", extra="onnx", purpose="a bootstrap interval") from None
     return float(ndtr(-student(0.95, groups - 1) * (groups / (groups - 1)) ** 0.5))
+
+
+def _of_sorted(times: Array, share: float) -> Array:
+    """`np.quantile` along the last axis of what is sorted along it; sorting is several times faster than selecting."""
+    at = share * (times.shape[-1] - 1)
+    first, part = int(at), at - int(at)
+    low, high = times[..., first], times[..., min(first + 1, times.shape[-1] - 1)]
+    # from the nearer end, as numpy does, so that it is the same number
+    found: Array = low + (high - low) * part if part < 0.5 else high - (high - low) * (1 - part)
+    return found
 
 
 def _quantiles(times: Array) -> dict[str, float]:

@@ -79,14 +79,17 @@ def _interval(above: Array, below: Array, level: float, resamples: int, seed: in
         point = float(above.sum() / below.sum())
         return point, point
 
-    def ratio(a: Array, b: Array, axis: int = -1) -> Array:
-        result: Array = a.sum(axis=axis) / b.sum(axis=axis)
+    # clusters of one size: what a resample is divided by need not be drawn
+    same = np.ptp(below) == 0
+
+    def ratio(a: Array, b: Array | None = None, axis: int = -1) -> Array:
+        result: Array = a.sum(axis=axis) / (below[0] * a.shape[axis] if b is None else b.sum(axis=axis))
         return result
 
     found = stats.bootstrap(
-        (above, below),
+        (above,) if same else (above, below),
         ratio,
-        paired=True,
+        paired=not same,
         vectorized=True,
         confidence_level=level,
         n_resamples=resamples,

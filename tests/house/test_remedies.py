@@ -90,7 +90,7 @@ def test_every_command_exists_and_has_the_options_it_is_given() -> None:
             continue
         name = f"{first} {second}" if f"{first} {second}" in commands() else first
         assert name in commands(), (module, text)
-        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", typed))
+        options = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", typed))
         assert options <= commands()[name], (module, text)
         seen += 1
     assert seen > 30
@@ -98,7 +98,7 @@ def test_every_command_exists_and_has_the_options_it_is_given() -> None:
 
 def test_every_option_exists() -> None:
     known = set().union(*commands().values()) | OTHERS.keys()
-    for module, text, option in named(r"(?<![\w-])(?<!\()(--[a-zA-Z][a-zA-Z-]*)"):
+    for module, text, option in named(r"(?<![\w-])(?<!\()(--[a-zA-Z][a-zA-Z0-9-]*)"):
         assert option in known, (module, text)
 
 
@@ -109,7 +109,7 @@ def test_every_option_exists() -> None:
         ("target", set(content.names("export"))),
         ("runtime", set(plugins.RUNTIMES.names())),
         ("to", set(plugins.EXPORTERS.names())),
-        ("device", {"cpu", "cuda"}),
+        ("device", {"cpu", "cuda", "auto"}),
         ("executor", {"local", "ray"}),
     ],
 )

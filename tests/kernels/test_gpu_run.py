@@ -1,55 +1,158 @@
-"""The plumbing of `benchmarks/gpu/run_all.py`, dry: tiny sizes in the interpreter, without what a GPU machine lacks."""
+"""`benchmarks/gpu/run_all.py`: dry, in the interpreter, without what a GPU machine lacks; what it keeps at its end."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import runpy
+import re
 import subprocess
 import sys
+import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("triton")  # Linux alone has it
+triton = pytest.importorskip("triton")  # Linux alone has it
 
-from quantkit.kernels.dispatch import KernelTiming, Table
-from quantkit.measurement.rows import Row
+import triton.language as tl  # noqa: E402
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu/run_all.py"
-PROGRAM = """
-import runpy, sys
+from quantkit.kernels.dispatch import KernelTiming, Table  # noqa: E402
+from quantkit.measurement.rows import Row  # noqa: E402
+
+HERE = Path(__file__).parents[2] / "benchmarks/gpu"
+# read by every Python that starts: the machine has no more than torch, Triton and NumPy
+MISSING = """
+import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"pydantic", "yaml", "rich", "transformers", "gguf", "scipy", "bitsandbytes"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+PLANTED = """
+import os, signal, sys, time
+def crash(job, caller):
+    caller.row(["kept", job["stage"]])
+    os.kill(os.getpid(), signal.SIGKILL)
+def hang(job, caller):
+    caller.row(["kept", job["stage"]])
+    time.sleep(600)
+def fail(job, caller):
+    caller.row(["kept", job["stage"]])
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def fine(job, caller):
+    caller.row(["skipped", {"fine": job["stage"]}])
+def stopped(job, caller):
+    fine(job, caller)
+    time.sleep(0.2)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(600)
+def main(stages):
+    import run_all
+    known = {name: run_all.STAGES[name] if not work else run_all.Stage(globals()[work], seconds)
+             for name, work, seconds in stages}
+    sys.exit(run_all.main(sys.argv[1:], known))
 """
 
 
-def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "sitecustomize.py").write_text(MISSING)
+    (folder / "gpu_plants.py").write_text(PLANTED)
+    return folder
+
+
+def ran(folder: Path, stages: list[tuple[str, str, float]], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script with these stages: name, what is planted there or nothing, seconds."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}  # a dry run sees to that
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(HERE), os.environ.get("PYTHONPATH", "")])
+    program = f"import gpu_plants; gpu_plants.main({stages!r})"
+    command = [sys.executable, "-c", program, "--dry", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
+def states(record: dict[str, Any]) -> dict[str, str]:
+    return {stage["stage"]: stage["state"] for stage in record["stages"]}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("gpu") / "run.json"
-    done = ran("--dry-run", "--dtype", "fp16", "--out", str(path))
-    assert done.returncode == 0, done.stderr
-    loaded: dict[str, Any] = json.loads(path.read_text())
+def out(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of a whole run, in which one stage died, one hung and one failed."""
+    folder = tmp_path_factory.mktemp("gpu") / "results"
+    names = ("compile", "correct", "race", "solvers", "ceilings", "sweep", "profile", "whole", "model", "engines")
+    plants = {"race": ("crash", 60.0), "ceilings": ("hang", 0.7), "whole": ("fail", 60.0)}
+    stages = [(name, *plants.get(name, ("", 0.0))) for name in names]
+    done = ran(planted, stages, "--dtype", "fp16", "--out", str(folder))
+    assert done.returncode == 2, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(out: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((out / "run.json").read_text())
     return loaded
+
+
+class Told:
+    """A stage in this process: the sections of what it tells."""
+
+    def __init__(self, stage: str, out: Path) -> None:
+        self.sections: dict[str, list[Any]] = {}
+        work = import_module("parts.stages")
+        job = {"stage": stage, "results": str(out), "dry": True, "dtype": "fp16", "blocks": 1, "soft": 60.0}
+        getattr(work, stage)(job, self)
+
+    def row(self, row: list[Any]) -> None:
+        json.dumps(row, allow_nan=False)
+        self.sections.setdefault(row[0], []).append(row[1])
+
+
+def test_a_crash_a_hang_and_an_error_lose_a_stage_each(found: dict[str, Any]) -> None:
+    told = {stage["stage"]: stage["error"] for stage in found["stages"] if stage["state"] == "lost"}
+    assert {name: error["code"] for name, error in told.items()} == {
+        "race": "stage-died",
+        "ceilings": "timeout",
+        "whole": "stage-died",
+    }
+    assert "SIGKILL" in told["race"]["value"]
+    assert "illegal memory access" in told["whole"]["value"]
+    # what they had found before is kept
+    assert found["kept"] == ["race", "ceilings", "whole"]
+    assert {name for name, state in states(found).items() if state == "done"} == {"correct", "solvers", "sweep"}
+
+
+def test_a_stage_that_cannot_be_done_here_says_why(found: dict[str, Any]) -> None:
+    why = {stage["stage"]: stage["error"]["value"] for stage in found["stages"] if stage["state"] == "skipped"}
+    assert why["compile"] == "the interpreter compiles nothing"
+    assert why["model"] == "a dry run has no GPU to compile on"
+    # a dry run settles nothing
+    assert found["settles"] == {}
 
 
 def test_every_check_of_correctness_was_made_and_holds(found: dict[str, Any]) -> None:
     assert len(found["correct"]) == 6
-    assert all(row["ok"] and 0 < row["worst"] <= 1 and row["repeats_agree"] for row in found["correct"])
+    assert all(row["ok"] and 0 < row["worst"] <= 1 for row in found["correct"])
+
+
+def test_a_kernel_with_a_split_k_has_no_race(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    (row,) = Told("race", out).sections["race"]
+    assert row["config"]["split"] > 1
+    assert (row["ok"], row["launches"], row["differing"], row["counters_left"]) == (True, 4, 0, 0)
+
+
+def test_every_solver_is_held_against_the_cpu(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    told = Told("solvers", out).sections
+    assert {row["solver"]: row["ok"] for row in told["solvers"]} == dict.fromkeys(
+        ("gptq", "gptq sweep", "range", "awq hessian", "awq importance", "gptq, torch's loop"), True
+    )
+    assert all(row["seconds"] > 0 for row in told["solvers"])
 
 
 def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:
@@ -66,17 +169,26 @@ def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:
     assert {row.baseline.ratio_ci95 for row in timed if row.baseline is not None} == {None}
 
 
-def test_steps_of_a_whole_model_stand_beside_the_sum_of_its_linears(found: dict[str, Any]) -> None:
-    steps = {row["settings"]["variant"]: row for row in found["rows"] if row["name"] == "latency.decode_step"}
-    assert set(steps) == {"16 bits", "int4.g128.zeros", "int8.dynamic"}
+def test_steps_of_a_whole_model_stand_beside_the_sum_of_its_linears(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    told = Told("whole", out).sections["rows"]
+    steps = {row["settings"]["variant"]: row for row in told if row["name"] == "latency.decode_step"}
+    assert set(steps) == {"16 bits", "int8.dynamic"}
     assert all(Row.model_validate(row).batch == 3 for row in steps.values())
     assert steps["16 bits"]["baseline"]["ratio"] == 1.0
     # a dry run times one shape, which the model has not
     assert all(row["settings"]["residual_s"] is None for row in steps.values())
 
 
+def test_ceilings_are_told_row_by_row(monkeypatch: pytest.MonkeyPatch, out: Path, found: dict[str, Any]) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    rows = [Row.model_validate(row) for row in Told("ceilings", out).sections["ceilings"]]
+    # those that the sweep measured itself, since the stage had died
+    assert [(row.name, row.settings) for row in rows] == [(row["name"], row["settings"]) for row in found["ceilings"]]
+
+
 def test_the_sum_of_linears_is_of_what_a_layer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.syspath_prepend(str(HERE))
     from parts.decoder import Sizes
     from parts.end_to_end import linears_seconds, tables
 
@@ -101,7 +213,7 @@ def test_taxes_add_up(found: dict[str, Any]) -> None:
         for row in found["rows"]
         if row["name"].startswith("tax.")
     }
-    for variant in ("int4.g128.zeros", "int8.dynamic"):
+    for variant in ("int4.g64", "int8.dynamic"):
         parts = taxes["tax.streaming", variant] + taxes["tax.decode", variant]
         assert math.isclose(taxes["tax.total", variant], parts, rel_tol=1e-9)
 
@@ -114,16 +226,295 @@ def test_a_peer_that_cannot_be_loaded_is_listed_with_its_reason(found: dict[str,
 
 def test_the_choice_can_be_read_back_and_keeps_no_copy(found: dict[str, Any]) -> None:
     for table in found["dispatch"].values():
-        choice = Table.of(table).choose((32, 128), 3)
-        assert choice.resident_bytes < 32 * 128 * 2
-    assert set(found["dispatch"]) == {"int4.g128.zeros", "int8.dynamic"}
+        choice = Table.of(table).choose((16, 64), 3)
+        assert choice.resident_bytes < 16 * 64 * 2
+    assert set(found["dispatch"]) == {"int4.g64", "int8.dynamic"}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
+# --- what a run keeps -------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_keeps_what_is_there_and_resume_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planted: Path, tmp_path: Path
+) -> None:
+    out = ("--out", str(tmp_path))
+    done = ran(planted, [("correct", "fine", 60), ("race", "stopped", 60), ("whole", "fine", 60)], *out)
+    assert done.returncode == 75, done.stdout + done.stderr
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert states(record) == {"correct": "done", "race": "stopped", "whole": "stopped"}
+    assert record["skipped"] == [{"fine": "correct"}, {"fine": "race"}]
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+
+    monkeypatch.syspath_prepend(str(planted))
+    monkeypatch.syspath_prepend(str(HERE))
+    run_all, plants = import_module("run_all"), import_module("gpu_plants")
+    known = {name: run_all.Stage(plants.fine, 60.0) for name in ("correct", "race", "whole")}
+    before = (tmp_path / "correct.json").stat().st_mtime_ns
+    # one that no time is left for is not begun, and the rest is not touched
+    assert run_all.main(["--dry", *out, "--resume", "--minutes", "0"], known) == 75
+    assert states(json.loads((tmp_path / "run.json").read_text()))["race"] == "no-time"
+    assert run_all.main(["--dry", *out, "--resume"], known) == 0
+    assert set(states(json.loads((tmp_path / "run.json").read_text())).values()) == {"done"}
+    assert (tmp_path / "correct.json").stat().st_mtime_ns == before
+    # with other settings the results would be of two kinds
+    capsys.readouterr()
+    assert run_all.main(["--dry", *out, "--resume", "--dtype", "fp16"], known) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("[results-differ]")
+    assert said.count("\n") == 1
+
+
+def test_wrong_words_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    run_all = import_module("run_all")
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        run_all.main(["--only", "corect"])
     assert stopped.value.code == 2
-    assert "no GPU is at hand" in capsys.readouterr().err
+    assert "no stage is called 'corect'" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert run_all.main(["--out", str(tmp_path / "none")]) == 2
+        assert "[no-gpu]" in capsys.readouterr().err
+        assert not (tmp_path / "none").exists()
+
+
+def test_every_line_that_is_pending_names_what_settles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    run_all = import_module("run_all")
+    lines = [line for line in (HERE / "PENDING.md").read_text().splitlines() if line.startswith("| ")]
+    lines = [line for line in lines if line != "| what | what would confirm it |"]
+    named: set[str] = set()
+    for line in lines:
+        settled_by = line.split(" | ")[1]
+        assert "`" in settled_by, f"no stage and no command: {line}"
+        for stage, names in re.findall(r"stage `([\w-]+)`(?:: ((?:`[\w-]+`,? ?)+))?", settled_by):
+            assert stage in run_all.STAGES, line
+            named |= set(re.findall(r"`([\w-]+)`", names))
+    # what a record settles is a line there
+    assert set(import_module("parts.stages").LINES) == named
+
+
+# --- what its figures settle ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "torch_own", "holds"),
+    [
+        (1.5, None, {"int4-bound": True, "int4-never-behind": True, "decoding-hidden": True}),
+        # beyond the bound, yet not behind the baseline
+        (1.7, None, {"int4-bound": False, "int4-never-behind": True, "decoding-hidden": False}),
+        (4.2, None, {"int4-bound": False, "int4-never-behind": False, "decoding-hidden": False}),
+        # behind it, but a layer would run another
+        (4.2, 3.9, {"int4-bound": False, "int4-never-behind": True, "decoding-hidden": False}),
+    ],
+)
+def test_what_a_sweep_settles(
+    monkeypatch: pytest.MonkeyPatch, ours: float, torch_own: float | None, holds: dict[str, bool]
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    from parts.shapes import WHOLE_MODEL
+    from parts.sweep import Sweep
+
+    sweep = Sweep(*[None] * 7)  # type: ignore[arg-type]
+    seconds = {"torch.linear": 4.0, "quantkit": 1.0, "quantkit raw twin": 1.45, "humming": 0.5}
+    for shape in WHOLE_MODEL:
+        sweep._cells[shape, "int4.g128", 1] = (seconds, 1.0, None)  # type: ignore[assignment]
+    # one shape of four is enough to miss it; a peer is nothing that a layer runs
+    slow = seconds | {"quantkit": ours} | ({"torch._weight_int4pack_mm": torch_own} if torch_own else {})
+    sweep._cells[WHOLE_MODEL[0], "int4.g128", 1] = (slow, 1.0, None)  # type: ignore[assignment]
+    settled = {line: held for line, held, _ in sweep.settled()}
+    assert {line: settled[line] for line in holds} == holds
+    assert settled["peers"]
+    assert "settings" not in settled
+    # with a shape missing nothing is said of the four
+    del sweep._cells[WHOLE_MODEL[1], "int4.g128", 1]
+    assert "int4-bound" not in {line for line, *_ in sweep.settled()}
+
+
+def test_counters_are_read_behind_what_the_tool_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    from parts.counters import table
+
+    text = """==PROF== Connected to process 12
+==PROF== Profiling "weight_only_matmul": 0%....100%
+"ID","Kernel Name","dram__bytes_read.sum","gpu__time_duration.sum"
+"","","Mbyte","us"
+"0","weight_only_matmul","60.2","17.9"
+"1","weight_only_matmul","30.1","9.1"
+"""
+    assert [row["gpu__time_duration.sum"] for row in table(text)] == ["17.9", "9.1"]
+
+
+def test_a_compile_is_told_by_its_envelope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    from parts.compile_model import command, compiled
+
+    envelope = {"result": {"content_sha256": "ab", "seconds": {"total": 7.0}}, "error": None, "warnings": []}
+    program = f"import sys; print({json.dumps(envelope)!r}); sys.exit(1)"
+    told = compiled([sys.executable, "-c", program], time.monotonic() + 60)
+    assert (told["exit"], told["content_sha256"], told["told_seconds"]) == (1, "ab", {"total": 7.0})
+    assert 0 < told["seconds"] < 60
+    # what is no answer is told by its last words
+    told = compiled([sys.executable, "-c", "raise SystemExit('no such option')"], time.monotonic() + 60)
+    assert (told["exit"], told["reason"]) == (1, "no answer: no such option\n")
+    asked = " ".join(command(Path("m"), Path("b"), "h200", None)[2:])
+    assert asked == "quantkit compile m --recipe gptq-int4 --device cuda --target h200 --out b --json"
+
+
+# --- a race is seen ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def split_sum(x_ptr, y_ptr, sums_ptr, count_ptr, WAITS: tl.constexpr, RESETS: tl.constexpr):
+    """y [16] = x [2, 16] summed over rows, each by one program; the last to arrive adds, or, planted, the first."""
+    row, column = tl.program_id(0), tl.arange(0, 16)
+    tl.store(sums_ptr + row * 16 + column, tl.load(x_ptr + row * 16 + column).to(tl.float32))
+    arrived = tl.atomic_add(count_ptr, 1) % 2
+    if (arrived == 1 and WAITS) or (arrived == 0 and not WAITS):
+        total = tl.load(sums_ptr + column) + tl.load(sums_ptr + 16 + column)
+        tl.store(y_ptr + column, total.to(tl.float16))
+    if RESETS and arrived == 1:
+        tl.store(count_ptr, 0)
+
+
+@pytest.mark.parametrize(
+    ("waits", "resets", "seen"), [(True, True, set()), (False, True, {"differing"}), (True, False, {"counters_left"})]
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of NaN, in the interpreter
+def test_a_race_and_a_counter_left_behind_are_seen(
+    monkeypatch: pytest.MonkeyPatch, waits: bool, resets: bool, seen: set[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    from parts.race import raced
+
+    def product(x: torch.Tensor, memory: Any) -> torch.Tensor:
+        y = torch.empty(16, dtype=torch.float16)
+        sums, counts = memory.of(32, 1, x.device)
+        split_sum[(2,)](x, y, sums, counts, WAITS=waits, RESETS=resets)
+        return y
+
+    inputs = [torch.randn(2, 16, generator=torch.Generator().manual_seed(seed)).half() for seed in range(3)]
+    got = raced(product, inputs, 6)
+    assert {name for name in ("differing", "counters_left") if got[name]} == seen
+    if not seen:
+        assert torch.equal(got["first"], torch.stack([x.float().sum(0).half() for x in inputs]))
+
+
+def test_a_result_of_the_last_input_and_one_not_written_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    from parts.race import raced
+
+    kept: list[torch.Tensor] = []
+
+    def late(x: torch.Tensor, memory: Any) -> torch.Tensor:
+        """What was asked before: on one input alone it would be right each time."""
+        kept.append(x.sum(0).half())
+        return kept[-2 if len(kept) > 4 else -1].clone()
+
+    inputs = [torch.full((2, 4), float(number)).half() for number in range(3)]
+    assert raced(late, inputs[:1], 9)["differing"] == 0
+    kept.clear()
+    assert raced(late, inputs, 9)["differing"] > 0
+
+    y = torch.zeros(4, dtype=torch.float16)
+
+    def unwritten(x: torch.Tensor, memory: Any) -> torch.Tensor:
+        y[:3] = x.sum(0)[:3]
+        return y
+
+    assert raced(unwritten, inputs, 9)["differing"] == 8
+
+
+# --- compiled before --------------------------------------------------------------------------------------------------
+
+COMPILED = """
+import json, sys, time
+import torch
+from parts import precompile
+from parts.shapes import WHOLE_MODEL
+from quantkit.kernels.configs import candidates
+from quantkit.kernels.layout import KINDS
+from quantkit.kernels.matmul import weight_only
+from quantkit.measurement.cuda.weights import known
+from triton import knobs
+
+config = candidates(1)[0]
+wanted = [one for one in precompile.launches(["sweep"], "fp16")
+          if (one.what, one.variant, one.config, one.decode) == ("product", "int4.g128", config, True)]
+assert len(wanted) == 1
+done = precompile.compiled(wanted, 90, time.monotonic() + 600)
+hits = []
+knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])
+small = precompile._weight(known()["int4.g128"], True)
+from quantkit.kernels import matmul
+for rows, columns in WHOLE_MODEL:
+    big = {"words": torch.empty(rows // 16, columns // KINDS["int4"].columns, 128, dtype=torch.int32),
+           "scale": torch.empty(columns // 128, rows, dtype=torch.float16), "shape": (rows, columns)}
+    packed = type(small)(**{**small.__dict__, **big})
+    for batch in (1, 16):
+        # as in another process: nothing is known but the files
+        matmul.weight_only_matmul.device_caches.clear()
+        weight_only(torch.empty(batch, columns, dtype=torch.float16), packed, config)
+print(json.dumps([done, hits]))
+"""
+
+
+def test_what_is_compiled_before_is_what_the_stages_look_for(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    made, hits = json.loads(done.stdout)
+    assert made == [1, []]
+    assert hits == [True] * 8
+
+
+# --- what is carried there --------------------------------------------------------------------------------------------
+
+
+def test_the_bundle_is_made_once_and_never_beyond_its_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    carried = import_module("carried")
+    needed, peers = carried.wanted()
+    # the tested versions, of all that is needed
+    assert all("==" in requirement for requirement in needed)
+    asked: list[str] = []
+
+    def fetch(requirement: str, folder: Path) -> None:
+        asked.append(requirement)
+        folder.mkdir(exist_ok=True)
+        if requirement == peers[0]:
+            raise carried.InputError("wheel-missing", where=requirement, value="no such wheel")
+        name = requirement.partition("=")[0]
+        (folder / f"{name}.whl").write_bytes(bytes(90 if requirement == peers[1] else 10))
+
+    def describe(folder: Path) -> None:
+        (folder / "ids.jsonl").write_bytes(bytes(20))
+
+    limit = 20 + 10 * len(needed) + 10 * (len(peers) - 2)
+    out = tmp_path / "bundle"
+    found = carried.build(out, limit, fetch, describe)
+    # one that is too large does not keep out those after it
+    assert set(found["left_out"]) == set(peers[:2])
+    wheels = {path.stem for path in (out / "wheels").iterdir()}
+    assert wheels == {each.partition("=")[0] for each in (*needed, *peers[2:])}
+    assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file() and path.name != "bundle.json") == limit
+
+    asked.clear()
+    assert carried.build(out, limit, fetch, describe) == found
+    assert asked == []
+    (out / "wheels" / f"{needed[0].partition('=')[0]}.whl").unlink()
+    carried.build(out, limit, fetch, describe)
+    assert asked == [*needed, *peers]
+
+    with pytest.raises(carried.InputError, match="over-limit") as refused:
+        carried.build(out, 25, fetch, describe)
+    assert refused.value.remedy.startswith("largest: ids.jsonl")
+    # what was there is there, and nothing half-made beside it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
+    assert len(list((out / "wheels").iterdir())) == len(wheels)

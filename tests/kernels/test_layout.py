@@ -52,10 +52,11 @@ def test_back_bit_for_bit(scheme: dict[str, Any], rows: int, columns: int) -> No
 @pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
 def test_native_back_bit_for_bit(fmt: str) -> None:
     tensor = quantized(19, 77, format=fmt, granularity="channel")
+    assert same(pack(tensor, native=True).words, tensor.codes), "in rows, where torch's products read them too"
     assert same(unpack(pack(tensor, native=True), tensor).codes, tensor.codes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith(".native")])
 def test_every_element_lies_where_the_layout_says(kind: str) -> None:
     form, rows, columns = KINDS[kind], 35, 150
     generator = torch.Generator().manual_seed(1)

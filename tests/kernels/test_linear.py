@@ -15,7 +15,7 @@ from quantkit.formats import load_format
 from quantkit.kernels import linear as layers
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table
+from quantkit.kernels.dispatch import EXPANDED, INT_MM, OURS, Choice, Table
 from quantkit.kernels.layout import pack
 from quantkit.kernels.linear import QuantLinear, unmeasured
 from quantkit.kernels.workspace import Workspace
@@ -65,11 +65,14 @@ def test_it_computes_what_the_weight_stands_for(name: str) -> None:
 
 def test_inputs_of_eight_bits_are_quantized_by_token() -> None:
     tensor = quantized(N, K, format="int8")
-    layer = QuantLinear(pack(tensor, native=True))
+    chosen = table((2, OURS, TILES.as_dict()), (4, INT_MM, None))
+    layer = QuantLinear(pack(tensor, native=True), table=chosen)
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(1)).half()
     exact = x.double() @ load_format("int8").dequantize(tensor).double().T
-    error = (layer(x).double() - exact).norm() / exact.norm()
-    assert 0 < error < 0.02
+    found = layer(x)
+    assert 0 < (found.double() - exact).norm() / exact.norm() < 0.02
+    # two rows take our kernel, three torch's; both have exact sums
+    assert torch.equal(layer(x[:2]), found[:2])
 
 
 def test_what_it_cannot_run_is_refused() -> None:
@@ -78,6 +81,9 @@ def test_what_it_cannot_run_is_refused() -> None:
         QuantLinear(packed, table=table((1, "torch._int_mm", None)))
     with pytest.raises(InputError, match=r"kernel-unsupported.*dequantize_matmul"):
         QuantLinear(pack(quantized(N, K, format="int8"), native=True), table=table((1, EXPANDED, None)))
+    odd = pack(quantized(N, 100, format="int8"), native=True)
+    with pytest.raises(InputError, match=r"kernel-unsupported.*torch\._int_mm.*runs quantkit with its tile sizes\b"):
+        QuantLinear(odd, table=Table({(N, 100): (Choice(1, INT_MM, None, 1e-6, 1),)}))
     with pytest.raises(InputError, match="shape-unmeasured"):
         QuantLinear(packed, table=Table({(1, 1): ()}))
 
@@ -86,3 +92,7 @@ def test_without_measurements_small_batches_take_the_kernel_and_large_ones_expan
     found = unmeasured(pack(quantized(N, K, **SCHEME)))
     assert [found.choose((N, K), rows).candidate for rows in (1, 128, 129, 4096)] == [OURS, OURS, EXPANDED, EXPANDED]
     assert all(choice.config for choice in found.choices[N, K] if choice.candidate == OURS)
+    found = unmeasured(pack(quantized(N, K, format="int8"), native=True))
+    assert [found.choose((N, K), rows).candidate for rows in (1, 32, 33, 4096)] == [OURS, OURS, INT_MM, INT_MM]
+    found = unmeasured(pack(quantized(N, 100, format="int8"), native=True))
+    assert found.choose((N, 100), 4096).candidate == OURS, "torch takes no such K"

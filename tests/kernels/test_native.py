@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")  # Linux alone has it
 from kernel_tools import bound, quantized
@@ -11,8 +12,9 @@ from kernel_tools import bound, quantized
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base import activation
+from quantkit.kernels import operators
 from quantkit.kernels.configs import Config
-from quantkit.kernels.layout import pack
+from quantkit.kernels.layout import PackedWeight, pack
 from quantkit.kernels.native import native, require
 from quantkit.kernels.quantize import quantize_tokens
 from quantkit.scheme import ActivationScheme
@@ -40,6 +42,48 @@ def test_sums_of_whole_numbers_are_exact() -> None:
     one = tensor.replace(scale=torch.full_like(tensor.scale, 1.0, dtype=torch.float32))
     y = native(codes, torch.ones(3), pack(one, native=True), SPLIT, dtype=torch.float32)
     assert torch.equal(y, (codes.int() @ tensor.codes.int().T).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("M", [1, 17, 40])
+@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
+def test_products_of_torch_read_the_same_rows(fmt: str, M: int, dtype: torch.dtype) -> None:
+    tensor = quantized(48, 96, format=fmt, granularity="channel")
+    packed, weight = pack(tensor, native=True), load_format(fmt).dequantize(tensor).double()
+    x = torch.randn(M, 96, generator=torch.Generator().manual_seed(5)).to(dtype)
+    codes, step = quantize_tokens(x, fmt)
+    y = operators.multiply(codes, step, packed, dtype)
+    exact = codes.double() * step.double()[:, None]
+    assert y.dtype == dtype and y.shape == (M, 48)
+    bits = 11 if dtype == torch.float16 else 8
+    assert torch.all((y.double() - exact @ weight.T).abs() <= bound(exact, weight, y, bits=bits))
+    assert packed.resident_bytes == 48 * 96 + packed.scale.numel() * packed.scale.element_size(), (
+        "one copy for all ways"
+    )
+
+
+@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
+def test_shapes_that_torch_takes_on_cuda_are_taken_and_no_others(fmt: str) -> None:
+    """Its own checks, without a GPU: sizes, strides, scales."""
+    taken = []
+    kind = torch.int8 if fmt == "int8" else torch.float8_e4m3fn
+    with FakeTensorMode():
+        for N, K in ((64, 96), (64, 72), (40, 96), (60, 96)):
+            scale, words = torch.empty(1, N, device="cuda").half(), torch.empty(N, K, dtype=kind, device="cuda")
+            weight = PackedWeight(f"{fmt}.native", words, scale, None, (N, K), K)
+            name = operators.of(weight)
+            taken.append(name)
+            for M in (1, 16, 17, 33):
+                codes, step = torch.empty(M, K, dtype=kind, device="cuda"), torch.empty(M, device="cuda")
+                for dtype in (torch.bfloat16, torch.float16):
+                    if name:
+                        y = operators.multiply(codes, step, weight, dtype)
+                        assert (y.shape, y.dtype, y.device.type) == ((M, N), dtype, "cuda")
+            if fmt == "fp8_e4m3" and not name:
+                with pytest.raises(RuntimeError, match="divisible by 16"):
+                    torch._scaled_mm(codes, words.T, step.unsqueeze(1), scale.float(), out_dtype=torch.bfloat16)
+    own = "torch._int_mm" if fmt == "int8" else "torch._scaled_mm"
+    assert taken == ([own, own, own, ""] if fmt == "int8" else [own, "", "", ""])
 
 
 @pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])

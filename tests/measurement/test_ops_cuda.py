@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import EXPANDED, OURS
+from quantkit.kernels.dispatch import EXPANDED, INT_MM, OURS
 from quantkit.measurement.cuda import ceilings, sides
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.timing import Implementation
@@ -51,7 +51,7 @@ def test_each_variant_is_ready_and_says_how_it_runs() -> None:
 
 
 def test_the_fastest_way_is_taken_and_has_a_twin_if_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {OURS: 2.0, EXPANDED: 1.0}
+    taken = {OURS: 2.0, EXPANDED: 1.0, INT_MM: 1.5}
     monkeypatch.setattr(Implementation, "ready", lambda self: lambda: taken[self.name])
     one: Any = bench().prepare(LINEAR, ["int4.g32"], [3])["int4.g32"]
     assert one.settings(3)["kernel"] == EXPANDED
@@ -60,6 +60,8 @@ def test_the_fastest_way_is_taken_and_has_a_twin_if_it_is_ours(monkeypatch: pyte
     taken[EXPANDED] = 3.0
     one = bench().prepare(LINEAR, ["int4.g32"], [3])["int4.g32"]
     assert one.settings(3)["kernel"] == OURS
+    whole: Any = bench().prepare(LINEAR, ["int8.dynamic"], [3])["int8.dynamic"]
+    assert whole.settings(3)["kernel"] == INT_MM
     assert one.settings(3)["config.block_m"] == 16
 
 
@@ -109,6 +111,7 @@ def test_groups_divide_the_inputs() -> None:
 
 def test_the_tax_is_split_where_the_kernel_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"torch.linear": 4e-3, OURS: 2e-3, EXPANDED: 9e-3, "quantkit raw twin": 1.5e-3, "quantize_tokens": 1e-4}
+    seconds[INT_MM] = 9e-3
     monkeypatch.setattr(Implementation, "ready", lambda self: lambda: seconds[self.name])
     variants = ["int4.g32", "int8.dynamic"]
     timed = measure(bench(), [LINEAR], BASELINE, variants, SweepPlan([3], seconds=0.2, rounds=2))

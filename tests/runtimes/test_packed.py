@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,80 @@ def test_what_no_kernel_takes_is_expanded_and_said(
     assert not any(isinstance(each, QuantLinear) for each in model.modules())
     expected = float_inputs(bundle)
     assert (logits(model) - expected).norm() / expected.norm() < 4e-3
+
+
+class HummingLayer(torch.nn.Module):
+    """In the place of humming-kernels' own (0.1.19), which needs a GPU; compressed-tensors expands the weight."""
+
+    def __init__(
+        self, *, shape_n: int, shape_k: int, weight_config: Any, input_config: Any, torch_dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        assert (weight_config["quant_method"], input_config) == ("compressed-tensors", None)
+        self.config, self.dtype = weight_config, torch_dtype
+        parts = {
+            "weight_packed": torch.empty(shape_n, shape_k // 2, dtype=torch.uint8),
+            "weight_scale": torch.empty(shape_n, shape_k // 16).to(torch.float8_e4m3fn),
+            "weight_global_scale": torch.empty(1),
+        }
+        for name, part in parts.items():
+            setattr(self, name, torch.nn.Parameter(part, requires_grad=False))
+
+    def load_from_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.load_state_dict(tensors, strict=False)
+
+    def transform(self) -> None:
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+        form = self.config["format"]
+        known = {name: value for name, value in self.config.items() if name in QuantizationArgs.model_fields}
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**known), format=form)
+        parts = {name: part.data for name, part in self.named_parameters()}
+        dense = BaseCompressor.get_value_from_registry(form).decompress(parts, scheme)["weight"]
+        self.dense = dense.to(self.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.dense)
+
+
+def test_what_none_of_our_kernels_takes_goes_to_another_library_if_it_is_there(
+    compiled: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    from quantkit.kernels.backends.humming import NAME, HummingLinear
+
+    bundle = compiled({"format": "nvfp4"}, "nvfp4-pack-quantized")
+    library: Any = types.ModuleType("humming.layer")
+    library.HummingLayer = HummingLayer
+    monkeypatch.setitem(sys.modules, "humming", types.ModuleType("humming"))
+    monkeypatch.setitem(sys.modules, "humming.layer", library)
+    model = bundle.model(kernels=True, device="cpu", dtype=torch.bfloat16)
+    theirs = {name: each for name, each in model.named_modules() if isinstance(each, HummingLinear)}
+    assert set(theirs) == {layer.name for layer in bundle.manifest.layers}
+    assert not [each for each in recwarn if "no kernel" in str(each.message)]
+    up = theirs["model.layers.0.mlp.up_proj"]
+    assert up.resident_bytes == up.shape[0] * up.shape[1] * (1 / 2 + 1 / 16) + 4, "no float copy is kept"
+    expected = plain(bundle)
+    assert (logits(model) - expected).norm() / expected.norm() < 2.0**-6, "bfloat16"
+
+    def why(table: Table | None) -> str:
+        with pytest.warns(UserWarning) as caught:
+            found = bundle.model(kernels=True, device="cpu", table=table)
+        assert not any(isinstance(each, HummingLinear) for each in found.modules())
+        return str(caught[0].message)
+
+    # as measured: something else was the fastest; what it would leave as memory was; not there
+    shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
+    copy = Table({shape: (Choice(1, "another way", None, 1.0, 1),) for shape in shapes})
+    assert f"{NAME} was not the fastest" in why(copy)
+    kept = Table({shape: (Choice(1, NAME, None, 1.0, 1),) for shape in shapes})
+    assert any(
+        isinstance(each, HummingLinear) for each in bundle.model(kernels=True, device="cpu", table=kept).modules()
+    )
+    monkeypatch.setattr(HummingLayer, "named_parameters", lambda self: iter([("weight_zero_point", None)]))
+    assert "not stored: weight_zero_point" in why(None)
+    monkeypatch.setitem(sys.modules, "humming.layer", None)
+    assert "pip install 'quantkit[humming]'" in why(None)
 
 
 def test_what_cannot_be_is_refused(compiled: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:

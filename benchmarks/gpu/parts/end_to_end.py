@@ -44,8 +44,9 @@ def measured(
     timings: Mapping[str, Sequence[KernelTiming]],
     versions: Mapping[str, str],
     deadline: float,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(rows `latency.decode_step`, what was left out and why).
+    give: Callable[[str, Any], None],
+) -> int:
+    """How many rows `latency.decode_step` were given.
 
     Args:
         sizes: of the model.
@@ -55,27 +56,27 @@ def measured(
         device, dtype, blocks, generator, versions: of the run.
         timings: of the sweep, by variant.
         deadline: `time.monotonic()` after which nothing new begins.
+        give: a section of the record and one entry of it: `rows`, `skipped`.
     """
     known, at = tables(timings), device.torch_device
-    rows: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
+    count = 0
     models: dict[str, tuple[Decoder, int]] = {}
     for name, make in {
         BASELINE: _dense(dtype, at),
         **{v.name: _packed(v, known.get(v.name), at) for v in variants},
     }.items():
         if time.monotonic() > deadline:
-            skipped.append({"end_to_end": name, "reason": "the time was up"})
+            give("skipped", {"end_to_end": name, "reason": "the time was up"})
             continue
         try:
             before = allocated()
             model = Decoder(sizes, make, dtype, at)
             models[name] = (model, allocated() - before)
         except Exception as error:
-            skipped.append({"end_to_end": name, "reason": f"{type(error).__name__}: {error}"[:300]})
+            give("skipped", {"end_to_end": name, "reason": f"{type(error).__name__}: {error}"[:300]})
     for batch in batches:
         if time.monotonic() > deadline:
-            skipped.append({"end_to_end": f"batch {batch}", "reason": "the time was up"})
+            give("skipped", {"end_to_end": f"batch {batch}", "reason": "the time was up"})
             continue
         ready = []
         for name, (model, size) in models.items():
@@ -84,7 +85,7 @@ def measured(
                 ready.append((side, side.ready()))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"[:300]
-                skipped.append({"end_to_end": name, "batch": batch, "reason": reason})
+                give("skipped", {"end_to_end": name, "batch": batch, "reason": reason})
         if not ready or ready[0][0].name != BASELINE:
             continue
         times = interleaved([sampler for _, sampler in ready], blocks, generator)
@@ -93,7 +94,9 @@ def measured(
             sums = linears_seconds(sizes, batch, side.name, known)
             settings: dict[str, Any] = {"variant": side.name, "dtype": str(dtype), **side.settings}
             settings |= {"linears_s": sums, "residual_s": None if sums is None else float(np.median(taken)) - sums}
-            rows.append(
+            count += 1
+            give(
+                "rows",
                 {
                     **{"schema": 1, "name": "latency.decode_step", "unit": "s", "stat": "median", "better": "lower"},
                     **{"subject": f"random Llama-3-8B, {side.name}", "runtime": "torch, CUDA graphs", "batch": batch},
@@ -106,10 +109,10 @@ def measured(
                     },
                     **{"device": device.identity(), "versions": dict(versions)},
                     "flags": ["dry-run"] if device.dry else [],
-                }
+                },
             )
         ready.clear()
-    return rows, skipped
+    return count
 
 
 def _dense(dtype: torch.dtype, at: str) -> MakeLinear:

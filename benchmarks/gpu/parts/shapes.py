@@ -1,21 +1,29 @@
-"""Which products the run is about."""
+"""Which products the run is about, and in which order: what a whole model needs first."""
 
 from __future__ import annotations
 
+import torch
+
 from quantkit.measurement.cuda.weights import known
 
-# out x in of the linears of Llama-3-8B, the largest first; fused ones are what runtimes run
-LLAMA_3_8B = (
-    (14336, 4096),  # gate_proj, up_proj
-    (4096, 14336),  # down_proj
-    (4096, 4096),  # q_proj, o_proj
-    (6144, 4096),  # q, k and v as one
-    (28672, 4096),  # gate and up as one
-    (1024, 4096),  # k_proj, v_proj
-)
+# out x in of the linears of Llama-3-8B. A block has four, as runtimes run it: gate and up as one; down; q, k and v as
+# one; o. The others are the parts of those that were joined
+WHOLE_MODEL = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
+PARTS = ((14336, 4096), (1024, 4096))
+# rows of x: of whole steps first
+FIRST_BATCHES = (1, 16, 64, 256)
+OTHER_BATCHES = (2, 4, 8, 32, 128, 512)
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = (
     *("int4.g128", "int4.g128.zeros", "int8", "fp8_e4m3", "nf4.g64.double", "int8.dynamic", "fp8_e4m3.dynamic"),
     *("int4.g32", "int4.g64"),
 )
 VARIANTS = tuple(known()[name] for name in _NAMES)
+# how many of the variants are swept
+SWEPT = 7
+# those that a whole model is built of, and those whose counters are read
+IN_WHOLE = ("int4.g128", "fp8_e4m3", "fp8_e4m3.dynamic")
+PROFILED = ("int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")
+# of `configs.candidates`, which has the best by the machine code first: what is timed before anything else is
+FIRST_SETTINGS = 2

@@ -1,16 +1,22 @@
-"""Times over shapes, batches and formats: configurations first, then all candidates side by side."""
+"""Times over shapes, batches and formats: what a whole model needs first, the first settings before the others.
+
+A cell is a shape, a format and a batch. Its settings are timed alone, then the fastest of them beside the baseline, the
+raw twin, torch's own operators, dequantize-then-matmul and peers, in turns.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from parts import peers
+from parts.shapes import FIRST_BATCHES, FIRST_SETTINGS, OTHER_BATCHES, PARTS, SWEPT, VARIANTS, WHOLE_MODEL
+from quantkit.errors import InputError
 from quantkit.kernels.configs import Config, candidates, width
 from quantkit.kernels.dispatch import KernelTiming
 from quantkit.kernels.workspace import Workspace
@@ -18,7 +24,53 @@ from quantkit.measurement.cuda import sides
 from quantkit.measurement.cuda.ceilings import of
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary
-from quantkit.measurement.cuda.weights import FormatVariant
+from quantkit.measurement.cuda.weights import FormatVariant, known
+
+# what must be reached: seconds over the bound of int4 at M = 1, and of the choice over the baseline at any M
+BOUND, BEHIND = 1.6, 1.02
+# seconds of the kernel over its raw twin's below which decoding counts as hidden
+_HIDDEN = 1.05
+# sides that nothing can be run by: a part of a step, a bound, and the baseline, of which no copy is kept; and those
+# that no layer of ours runs
+_NO_TIMING = {"quantize_tokens", "quantkit raw twin", "torch.linear"}
+_NO_CHOICE = {*_NO_TIMING, *peers.PEERS}
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Cells that are timed together.
+
+    Args:
+        name: for the record.
+        shapes, batches, variants: of them.
+        settings: how many of each width; None: all.
+    """
+
+    name: str
+    shapes: Sequence[Shape]
+    batches: Sequence[int]
+    variants: Sequence[FormatVariant]
+    settings: int | None
+
+
+TINY = Pass("tiny", ((16, 64),), (3,), (known()["int4.g64"], known()["int8.dynamic"]), 1)
+
+
+def passes() -> Iterator[Pass]:
+    """In the order in which time runs out."""
+    first = Pass("whole model", WHOLE_MODEL, FIRST_BATCHES, VARIANTS[:SWEPT], FIRST_SETTINGS)
+    yield first
+    yield replace(first, name="whole model, all settings", settings=None)
+    yield replace(first, name="whole model, other batches", batches=OTHER_BATCHES)
+    every = tuple(sorted(FIRST_BATCHES + OTHER_BATCHES))
+    yield replace(first, name="parts", shapes=PARTS, batches=every)
+
+
+def timing_of(data: dict[str, Any]) -> KernelTiming:
+    """Of an entry of the section `timings`."""
+    known = {each.name for each in fields(KernelTiming)}
+    return KernelTiming(**{**{k: v for k, v in data.items() if k in known}, "shape": tuple(data["shape"])})
 
 
 @dataclass
@@ -32,6 +84,7 @@ class Sweep:
         blocks: of A B B A.
         deadline: `time.monotonic()` after which nothing new begins.
         versions: of packages.
+        give: a section of the record and one entry of it: `rows`, `timings`, `configs`, `skipped`.
     """
 
     device: GpuDevice
@@ -40,48 +93,85 @@ class Sweep:
     blocks: int
     deadline: float
     versions: dict[str, str]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    timings: dict[str, list[KernelTiming]] = field(default_factory=dict)
-    configs: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[dict[str, Any]] = field(default_factory=list)
+    give: Callable[[str, Any], None]
+    # pass -> share of its cells that were timed
+    reached: dict[str, float] = field(default_factory=dict)
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    # shape, variant, width -> seconds by configuration
+    _settings: dict[tuple[Shape, str, int], dict[Config, float]] = field(default_factory=dict)
+    # shape, variant, batch -> seconds by candidate, its bound, and with which configuration
+    _cells: dict[tuple[Shape, str, int], tuple[dict[str, float], float | None, Config]] = field(default_factory=dict)
 
-    def run(self, shapes: Sequence[tuple[int, int]], batches: Sequence[int], variants: Sequence[FormatVariant]) -> None:
+    def run(self, part: Pass) -> None:
         """Shapes outermost: weights are made once for all batches."""
-        for shape in shapes:
-            self.device.sample(f"{shape[0]}x{shape[1]}")
-            for variant in variants:
-                if self._late({"shape": list(shape), "variant": variant.name}):
+        done = 0
+        for shape in part.shapes:
+            self.device.sample(f"{part.name}, {shape[0]}x{shape[1]}")
+            for variant in part.variants:
+                if self._late({"shape": list(shape), "variant": variant.name, "pass": part.name}):
                     continue
-                held = sides.held_copies(variant, shape, self.device)
-                best: dict[int, Config] = {}
-                for batch in batches:
+                held = sides.held_copies(variant, shape, self.device)[: 1 if self.device.dry else None]
+                for batch in part.batches:
                     where = {"shape": list(shape), "variant": variant.name, "batch": batch}
                     if not self._late(where):
-                        self._batch(where, shape, batch, variant, held, best)
+                        self._batch(where, shape, batch, variant, held, part.settings)
+                        done += 1
                 del held
                 _free()
+        self.reached[part.name] = done / (len(part.shapes) * len(part.variants) * len(part.batches))
+
+    def settled(self) -> list[tuple[str, bool, str]]:
+        """(line of PENDING.md, whether it holds, by what), of what was timed."""
+        found = []
+        int4 = [(key, cell) for key, cell in self._cells.items() if key[1] == "int4.g128"]
+        of_bound = {
+            f"{shape[0]}x{shape[1]}": seconds["quantkit"] / bound
+            for (shape, _, batch), (seconds, bound, _) in int4
+            if batch == 1 and bound and shape in WHOLE_MODEL
+        }
+        if len(of_bound) == len(WHOLE_MODEL):
+            said = ", ".join(f"{name} {times:.2f}" for name, times in of_bound.items())
+            found.append(("int4-bound", max(of_bound.values()) <= BOUND, f"M = 1, times the bound: {said}"))
+        behind = {
+            (shape, batch): min(s for name, s in seconds.items() if name not in _NO_CHOICE) / seconds["torch.linear"]
+            for (shape, _, batch), (seconds, *_) in int4
+        }
+        if behind:
+            (shape, batch), worst = max(behind.items(), key=lambda pair: pair[1])
+            said = f"at worst {worst:.3f} of the baseline, {shape[0]}x{shape[1]} at M = {batch}"
+            found.append(("int4-never-behind", worst <= BEHIND, said))
+        twin = [s["quantkit"] / s["quantkit raw twin"] for _, (s, *_) in int4 if "quantkit raw twin" in s]
+        if twin:
+            found.append(("decoding-hidden", max(twin) <= _HIDDEN, f"at worst {max(twin):.3f} of the raw twin"))
+        if self._cells:
+            found.append(("speeds", True, f"{len(self._cells)} cells"))
+        if self.reached.get("whole model, all settings") == 1.0:
+            found.append(("settings", True, "`configs`: every setting of every cell"))
+        seen = {name for seconds, *_ in self._cells.values() for name in seconds} & set(peers.PEERS)
+        if seen:
+            found.append(("peers", True, f"rows of {', '.join(sorted(seen))}; reasons of the others among `skipped`"))
+        return found
 
     def _batch(
         self,
         where: dict[str, Any],
-        shape: tuple[int, int],
+        shape: Shape,
         batch: int,
         variant: FormatVariant,
         held: Any,
-        best: dict[int, Config],
+        settings: int | None,
     ) -> None:
         """All candidates of one cell, the baseline first."""
         x = sides.inputs(batch, shape[1], self.dtype, self.device.torch_device)
         memory = Workspace()
-        wide = width(batch)
+        known = self._settings.setdefault((shape, variant.name, width(batch)), {})
         try:
-            if wide not in best:
-                best[wide] = self._tuned(where, held, x, memory)
+            config = self._tuned(where, held, x, memory, settings, known)
         except Exception as error:
-            self.skipped.append(where | {"reason": f"{type(error).__name__}: {error}"[:300]})
+            self._skip(where, error)
             return
-        config = best[wide]
+        if (cell := self._cells.get((shape, variant.name, batch))) is not None and cell[2] == config:
+            return
         asked: list[Any] = [
             lambda: sides.baseline(shape, batch, self.dtype, self.device),
             lambda: sides.ours(held, x, config, memory),
@@ -99,30 +189,47 @@ class Sweep:
                 side = make()
                 ready.append((side, side.ready()))
             except Exception as error:  # a candidate that fails is listed, and the rest goes on
-                self.skipped.append(where | {"reason": f"{type(error).__name__}: {error}"[:300]})
+                self._skip(where, error)
         if [side.name for side, _ in ready[:2]] != ["torch.linear", "quantkit"]:
             return
         times = interleaved([sampler for _, sampler in ready], self.blocks, self.generator)
         self._record(shape, batch, variant, config, [side for side, _ in ready], times)
 
-    def _tuned(self, where: dict[str, Any], held: Any, x: torch.Tensor, memory: Workspace) -> Config:
-        """The fastest configuration for this width of x, and the times of all of them."""
-        found = []
-        for config in candidates(len(x)):
-            if self.device.dry and found:
-                break
+    def _tuned(
+        self,
+        where: dict[str, Any],
+        held: Any,
+        x: torch.Tensor,
+        memory: Workspace,
+        settings: int | None,
+        known: dict[Config, float],
+    ) -> Config:
+        """The fastest configuration for this width of x; those that were not timed yet are."""
+        for config in candidates(len(x))[:settings]:
+            if config in known:
+                continue
             try:
                 sampler = sides.ours(held, x, config, memory).ready()
             except Exception as error:
-                self.skipped.append(where | {"config": config.as_dict(), "reason": str(error)[:300]})
+                self._skip(where | {"config": config.as_dict()}, error)
                 continue
-            sampler()
-            seconds = float(np.median([sampler() for _ in range(3)]))
-            found.append((seconds, config))
-            self.configs.append(where | {"config": config.as_dict(), "seconds": seconds})
-        if not found:
+            if not self.device.dry:
+                sampler()
+            known[config] = float(np.median([sampler() for _ in range(1 if self.device.dry else 3)]))
+            self.give("configs", where | {"config": config.as_dict(), "seconds": known[config]})
+        if not known:
             raise RuntimeError("no configuration runs")
-        return min(found, key=lambda pair: pair[0])[1]
+        return min(known, key=known.__getitem__)
+
+    def _skip(self, where: dict[str, Any], error: Exception) -> None:
+        """Listed with its reason. Raises InputError `gpu-lost` where nothing runs any more in this process."""
+        reason = f"{type(error).__name__}: {error}"[:300]
+        self.give("skipped", where | {"reason": reason})
+        if self.device.torch_device == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                raise InputError("gpu-lost", where=str(where), value=reason, remedy="--only sweep, again") from None
 
     def _record(
         self,
@@ -137,6 +244,7 @@ class Sweep:
         raw = known["quantkit"] if variant.native else known.get("quantkit raw twin")
         middle = {name: float(np.median(taken)) for name, taken in known.items()}
         bound, hp_bound = self._bound(shape, batch, variant), self._bound(shape, batch, None)
+        self._cells[shape, variant.name, batch] = (middle, bound, config)
         op = {
             **{"layer": None, "K": shape[1], "N": shape[0], "M": batch, "format": variant.format},
             **{"bound_s": bound, "hp_bound_s": hp_bound, "hp_s": middle["torch.linear"]},
@@ -163,12 +271,12 @@ class Sweep:
                 **{"ratio": better, "ratio_ci95": interval},
             }
             row = common | {"name": "latency.op", **summary(taken, self.generator), "baseline": against}
-            self.rows.append(row | {"flags": self._flags(side.name, interval)})
-            if side.name in ("quantize_tokens", "quantkit raw twin", "torch.linear"):
+            self.give("rows", row | {"flags": self._flags(side.name, interval)})
+            if side.name in _NO_TIMING:
                 continue
             tiles = config.as_dict() if side.name == "quantkit" else None
             timing = KernelTiming(side.name, shape, batch, middle[side.name], side.resident_bytes, tiles)
-            self.timings.setdefault(variant.name, []).append(timing)
+            self.give("timings", {"variant": variant.name, **asdict(timing)})
         taxes = {
             "tax.total": None if bound is None else middle["quantkit"] - bound,
             "tax.streaming": None if raw is None or bound is None else op["raw_s"] - bound,
@@ -178,14 +286,15 @@ class Sweep:
         ours = next(side for side in made if side.name == "quantkit")
         for name, value in taxes.items():
             if value is not None:
-                self.rows.append(
+                self.give(
+                    "rows",
                     {
                         **{"schema": 1, "name": name, "value": value, "unit": "s", "stat": "median", "better": "lower"},
                         **{"subject": f"random {variant.name}", "batch": batch, "op": op, "runtime": "quantkit"},
                         "settings": {"variant": variant.name, "dtype": str(self.dtype), **ours.settings},
                         **{"resident_bytes": ours.resident_bytes, "device": self.device.identity()},
                         **{"versions": self.versions, "flags": ["negative"] if value < 0 else []},
-                    }
+                    },
                 )
 
     def _bound(self, shape: tuple[int, int], batch: int, variant: FormatVariant | None) -> float | None:
@@ -209,7 +318,7 @@ class Sweep:
     def _late(self, where: dict[str, Any]) -> bool:
         if time.monotonic() < self.deadline:
             return False
-        self.skipped.append(where | {"reason": "the time was up"})
+        self.give("skipped", where | {"reason": "the time was up"})
         return True
 
 

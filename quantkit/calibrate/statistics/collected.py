@@ -60,6 +60,21 @@ class Original:
     outputs: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """Something that goes wrong hardly ever, on a device that is not waited for: looked at once a block.
+
+    Args:
+        failed: [] bool, on the device.
+        group: name of the shared input.
+        again: whether the block is done again with this input's damping raised; else it is an error.
+    """
+
+    failed: Tensor
+    group: str
+    again: bool
+
+
 @dataclass
 class Stats:
     """A block together with what it is run on.
@@ -71,6 +86,8 @@ class Stats:
         outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.
         original: the block in the original stream; None unless a pass asked for it.
         scales: what quantizes the block's inputs and its cache.
+        raised: shared input's name -> how often its damping was raised, where the block is done again.
+        doubts: what is to be looked at when the block is done; empty on a CPU.
     """
 
     module: nn.Module
@@ -81,6 +98,19 @@ class Stats:
     outputs: Tensor | None = None
     original: Original | None = None
     scales: Scales = field(default_factory=Scales)
+    raised: Mapping[str, int] = field(default_factory=dict)
+    doubts: list[Doubt] = field(default_factory=list)
+
+    def failed(self) -> list[Doubt]:
+        """Those of the doubts that hold: one look at the device, and none where there are no doubts."""
+        if not self.doubts or not bool(torch.stack([doubt.failed for doubt in self.doubts]).any()):
+            return []
+        return [doubt for doubt in self.doubts if bool(doubt.failed)]
+
+    def _visited(self, visit: Visit, group: SharedInput, sums: InputStats) -> None:
+        if self.hidden.is_cuda:
+            self.doubts.append(Doubt(~sums.finite, group.name, again=False))
+        visit(group, sums)
 
     @torch.no_grad()
     def staged(
@@ -148,7 +178,7 @@ class Stats:
                     self._add(sums, group, self.hidden, {**seen, group.name: found}, before)
                     if group.name not in sources:  # as soon as it is not needed
                         before.pop(group.name, None)
-                    visit(group, sums)
+                    self._visited(visit, group, sums)
 
             return hook
 
@@ -185,7 +215,7 @@ class Stats:
                         others = self._reach(original.module, group, before, number, drift, original.calls)
                     self._add(sums, group, part, reached, others)
             if sums.tokens:  # as when pausing: what nothing reaches is not visited
-                visit(group, sums)
+                self._visited(visit, group, sums)
         if quantized and self.scales.cache_waits:  # no linear comes after the cache
             with self.scales.watching_cache(whole=False):
                 self.calls.run_all(self.module, self.stage, self.hidden)

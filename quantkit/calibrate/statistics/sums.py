@@ -43,7 +43,7 @@ class InputStats:
         self._hessian: Tensor | None = None
         self._sum = torch.zeros(0, dtype=torch.float64)
         self.low, self.high = torch.zeros(0), torch.zeros(0)
-        self._sample: list[Tensor] = []
+        self._sample: list[Tensor] = []  # each [n, K]
         for part in inputs:
             self.add(part)
 
@@ -72,12 +72,13 @@ class InputStats:
         flat = part.reshape(-1, width)
         share = None if stream is None else _inverse_size(stream.float()).reshape(*part.shape[:-1], 1)
         weighed = part if share is None else part * share
+        panel = width if part.is_cuda else _PANEL
         if not self.tokens:
-            self._halves = [torch.zeros(width, width) for _ in range(2)] if self._products else []
-            self._squares = self._squares.new_zeros(width)
-            self._drift = torch.zeros(width, width) if original is not None else None
-            self._sum = self._sum.new_zeros(width)
-            self.low, self.high = torch.full((width,), math.inf), torch.full((width,), -math.inf)
+            self._halves = [part.new_zeros(width, width) for _ in range(2)] if self._products else []
+            self._squares = part.new_zeros(width, dtype=torch.float64)
+            self._drift = part.new_zeros(width, width) if original is not None else None
+            self._sum = torch.zeros_like(self._squares)
+            self.low, self.high = part.new_full((width,), math.inf), part.new_full((width,), -math.inf)
         if original is None:
             self._drift = None
         elif self._drift is not None:
@@ -86,41 +87,42 @@ class InputStats:
             self._drift.addmm_(moved.reshape(-1, width).T, weighed.reshape(-1, width))
         for half, products in enumerate(self._halves):
             piece = weighed[(half + self._sequences) % 2 :: 2].reshape(-1, width)
-            for left in range(0, width, _PANEL):
-                panel = products[left : left + _PANEL, left:]
-                panel.addmm_(piece[:, left : left + _PANEL].T, piece[:, left:])
+            for left in range(0, width, panel):
+                upper = products[left : left + panel, left:]
+                upper.addmm_(piece[:, left : left + panel].T, piece[:, left:])
             self._counts[half] += piece.shape[0]
         for linear, lag in (lags or {}).items():
             behind = lag.float() if share is None else lag.float() * share
             if linear not in self._lags:
-                self._lags[linear] = torch.zeros(lag.shape[-1], width)
+                self._lags[linear] = part.new_zeros(lag.shape[-1], width)
             self._lags[linear].addmm_(behind.reshape(-1, lag.shape[-1]).T, weighed.reshape(-1, width))
         self.tokens += part.numel() // width
         self._sequences += part.shape[0]
         self._squares += weighed.reshape(-1, width).square().sum(dim=0).double()
-        # a square is finite if its root is, and there are far fewer of them
-        if not bool(torch.isfinite(self._squares).all()):
-            raise InputError(
-                "activations-nonfinite",
-                where=self._name,
-                value=f"{int((~torch.isfinite(part)).sum())} NaN or infinite inputs",
-                rule="calibration needs finite activations",
-                remedy="check the model with another text, or leave this layer in high precision",
-            )
+        # a GPU is not waited for: there it is asked once a block (`Stats.doubts`)
+        if not part.is_cuda and not bool(self.finite):
+            raise nonfinite(self._name, f"{int((~torch.isfinite(part)).sum())} NaN or infinite inputs")
         self._hessian = None
         self._sum += flat.sum(dim=0).double()
-        # in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
-        for piece in flat.split(_PANEL) if flat.shape[0] else ():
+        # on a CPU in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
+        for piece in flat.split(len(flat) if part.is_cuda else _PANEL) if flat.shape[0] else ():
             self.low = torch.minimum(self.low, piece.amin(dim=0))
             self.high = torch.maximum(self.high, piece.amax(dim=0))
-        for sequence in part[: max(0, _SAMPLE - len(self._sample))]:
-            rows = sequence.reshape(-1, width)
-            self._sample += rows[:: max(1, -(-rows.shape[0] // _SAMPLE_EACH))].clone().unbind()
+        left = _SAMPLE - sum(map(len, self._sample))
+        if left > 0 and part.numel():
+            rows = part.reshape(part.shape[0], -1, width)[:left]
+            self._sample.append(rows[:, :: max(1, -(-rows.shape[1] // _SAMPLE_EACH))].reshape(-1, width).clone())
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether all inputs were finite, [] bool on their device."""
+        # a square is finite if its root is, and there are far fewer of them
+        return torch.isfinite(self._squares).all()
 
     @property
     def sample(self) -> Tensor:
         """Some inputs, [at most 512, K] float32: up to 16 of each of the first sequences."""
-        return torch.stack(self._sample[:_SAMPLE])
+        return torch.cat(self._sample)[:_SAMPLE]
 
     @property
     def absmax(self) -> Tensor:
@@ -171,8 +173,8 @@ class InputStats:
         return None if found is None else found / self.tokens
 
     @property
-    def noise(self) -> float:
-        """How much of the Hessian beside its diagonal is chance: 0..1, the best share to take off.
+    def noise(self) -> Tensor:
+        """How much of the Hessian beside its diagonal is chance: 0..1, the best share to take off; [] float64.
 
             λ = sum of the variances of r_ij / sum of r_ij²,   i ≠ j,   estimated as  ¼ ||R₁ - R₂||² / ||R||²
 
@@ -180,20 +182,32 @@ class InputStats:
         Shrinkage Approach to Large-Scale Covariance Matrix Estimation", 2005, for shrinking towards the diagonal.)
         """
         if min(self._counts) == 0:
-            return 1.0
+            return self._squares.new_ones(())
         size = self.hessian.diagonal().clamp(min=0).sqrt()
         size = torch.where(size > 0, size, torch.inf)
-        both, apart = 0.0, 0.0
-        for left in range(0, size.numel(), _PANEL):
-            rows = slice(left, left + _PANEL)
+        both, apart = self._squares.new_zeros(()), self._squares.new_zeros(())
+        panel = size.numel() if size.is_cuda else _PANEL
+        for left in range(0, size.numel(), panel):
+            rows = slice(left, left + panel)
             scale = size[rows].unsqueeze(1) * size[left:]
             first, second = (
                 (half[rows, left:] / count / scale).triu_(1)
                 for half, count in zip(self._halves, self._counts, strict=True)
             )
-            apart += float((first - second).square().sum())
-            both += float((self.hessian[rows, left:] / scale).triu_(1).square().sum())
-        return min(1.0, apart / 4 / both) if both > 0 else 1.0
+            apart += (first - second).square().sum()
+            both += (self.hessian[rows, left:] / scale).triu_(1).square().sum()
+        return torch.where(both > 0, (apart / 4 / both).clamp(max=1.0), 1.0)
+
+
+def nonfinite(name: str, value: str) -> InputError:
+    """The error for a linear whose inputs are not finite."""
+    return InputError(
+        "activations-nonfinite",
+        where=name,
+        value=value,
+        rule="calibration needs finite activations",
+        remedy="check the model with another text, or leave this layer in high precision",
+    )
 
 
 def _inverse_size(stream: Tensor) -> Tensor:

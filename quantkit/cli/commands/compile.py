@@ -31,6 +31,10 @@ def compile(  # noqa: A001 (the word of the command line)
     speed: Annotated[
         bool, typer.Option("--speed/--no-speed", help="Time the result against the float model, if the target is here.")
     ] = True,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda[:N]|auto", help="Where it computes; auto: the GPU, if a block fits on it.")
+    ] = "cpu",
+    tf32: Annotated[bool, typer.Option("--tf32", help="Let a GPU round the inputs of float32 products.")] = False,
     as_json: Json = False,
 ) -> Answer:
     """Quantize a model into a bundle, load it again, score it, time it."""
@@ -52,6 +56,8 @@ def compile(  # noqa: A001 (the word of the command line)
         trust_remote_code=trust_remote_code,
         allow_code=allow_code,
         speed=speed,
+        device=device,
+        tf32=tf32,
     )
     with showing() as progress:
         progress.begin(f"opening {model}", None if dry_run else first_guess(request))

@@ -68,12 +68,16 @@ def plan(
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="Run the recipe on the largest block: half a minute, on real weights.")
     ] = False,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda[:N]|auto", help="Where the compile would compute, and whether it fits.")
+    ] = "cpu",
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the pictures.")] = None,
     as_json: Json = False,
 ) -> Answer:
     """Say what will fit, how fast it can be, what it costs, and what the compile will take: before anything is done."""
     import quantkit
     from quantkit.bundle.disk import check_place
+    from quantkit.model.device import demand_name
     from quantkit.pipeline.plan.plan import PlanQuestion
     from quantkit.pipeline.plan.plan import plan as answer
     from quantkit.report.plan import screen as report
@@ -96,6 +100,7 @@ def plan(
         tuple(measured or ()),
         tuple(set_ or ()),
         allow_code,
+        demand_name(device),
     )
     check_place(html)
     if html is not None:

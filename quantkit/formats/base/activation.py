@@ -48,6 +48,12 @@ class InputScale:
     zero: Tensor | None = None
     moved: Moved | None = None
 
+    def on(self, device: torch.device) -> InputScale:
+        """The same there."""
+        zero = None if self.zero is None else self.zero.to(device)
+        moved = None if self.moved is None else Moved(self.moved.shift.to(device), self.moved.scale.to(device))
+        return InputScale(self.scale.to(device), zero, moved)
+
 
 def parameters(low: Tensor, high: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point for values between `low` and `high`, all of one shape and dtype; zero is int8 or None."""

@@ -29,16 +29,6 @@ def per_word(values, ROWS: tl.constexpr):
 
 
 @triton.jit
-def bytes_of(words, ROWS: tl.constexpr, DTYPE: tl.constexpr):
-    """One fragment of each tile: int32 [ROWS * 8] -> DTYPE (8 bits) [ROWS, 32]."""
-    even = tl.join((words & 0xFF).to(tl.int8), ((words >> 16) & 0xFF).to(tl.int8))
-    odd = tl.join(((words >> 8) & 0xFF).to(tl.int8), ((words >> 24) & 0xFF).to(tl.int8))
-    values = tl.join(even, odd).to(DTYPE, bitcast=True)  # [..., h >> 1, h & 1]
-    values = tl.reshape(values, (ROWS // 16, 8, 4, 2, 2, 4))  # R, g, t, rh, rl, h
-    return tl.reshape(tl.permute(values, (0, 4, 1, 3, 2, 5)), (ROWS, 32))
-
-
-@triton.jit
 def beside(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, COLUMNS / 2] twice -> [ROWS, COLUMNS], left then right."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COLUMNS))

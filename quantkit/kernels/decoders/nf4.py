@@ -1,15 +1,16 @@
 """NF4 to 16-bit floats by a table in registers: a byte permutation looks four codes up at once.
 
 PRMT takes each byte of its result from eight bytes in two registers, by three bits of a nibble of its selector. The 16
-values of the codebook, as float16, make four pairs of registers: low and high bytes of values 0 to 7 and 8 to 15. For
-the four codes in 16 bits of a word
+values of the codebook, in the dtype of the product, make four pairs of registers: low and high bytes of values 0 to 7
+and 8 to 15. For the four codes in 16 bits of a word
 
     low   = PRMT(low bytes of 0..7)  where bit 3 of the code is 0, PRMT(low bytes of 8..15) where it is 1
     high  = likewise                  bit 3, spread over its byte by one more PRMT, is the mask between the two
     pairs = PRMT(low, high)           (low 0, high 0, low 1, high 1), (low 2, high 2, low 3, high 3)
 
-nine instructions for four weights, none of which touches memory. float16 rounds the codebook by at most 2^-12 of a
-value; bfloat16 rounds once more. (Dettmers et al., "QLoRA", 2023, arXiv 2305.14314, for the codebook.)
+nine instructions for four weights, none of which touches memory; nothing is converted afterwards. float16 rounds the
+codebook by at most 2^-11 of a value, bfloat16 by 2^-8. (Dettmers et al., "QLoRA", 2023, arXiv 2305.14314, for the
+codebook.)
 """
 
 from __future__ import annotations
@@ -28,20 +29,26 @@ GAIN = 1.0
 MAGIC = 0
 
 
-def _register(byte: int, first: int) -> int:
-    """Bytes (0 low, 1 high) of the float16 of four codes, the first in the lowest bits, as a signed number."""
-    four = bytes(struct.pack("<e", value)[byte] for value in VALUES[first : first + 4])
-    return int.from_bytes(four, "little", signed=True)
+def _bits(value: float, bfloat16: bool) -> int:
+    """Of the nearest 16-bit float, ties to even."""
+    if not bfloat16:
+        return int.from_bytes(struct.pack("<e", value), "little")
+    bits = int.from_bytes(struct.pack("<f", value), "little")
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
-_LOW_0 = tl.constexpr(_register(0, 0))
-_LOW_4 = tl.constexpr(_register(0, 4))
-_LOW_8 = tl.constexpr(_register(0, 8))
-_LOW_12 = tl.constexpr(_register(0, 12))
-_HIGH_0 = tl.constexpr(_register(1, 0))
-_HIGH_4 = tl.constexpr(_register(1, 4))
-_HIGH_8 = tl.constexpr(_register(1, 8))
-_HIGH_12 = tl.constexpr(_register(1, 12))
+def _table(bfloat16: bool) -> tuple[int, ...]:
+    """Registers as signed numbers: low bytes of values 0 to 3, 4 to 7, 8 to 11, 12 to 15, then the high bytes."""
+    bits = [_bits(value, bfloat16) for value in VALUES]
+    return tuple(
+        int.from_bytes(bytes(each >> shift & 255 for each in bits[first : first + 4]), "little", signed=True)
+        for shift in (0, 8)
+        for first in (0, 4, 8, 12)
+    )
+
+
+_FLOAT16 = tl.constexpr(_table(bfloat16=False))
+_BFLOAT16 = tl.constexpr(_table(bfloat16=True))
 
 
 @triton.jit
@@ -69,14 +76,15 @@ def _two(codes, magic, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.const
     none = (codes & 0) + magic
     place = codes & 0x7777
     upper = permuted(none + 0xFF00, none, (codes >> 3) & 0x1111, ON_GPU)
-    low_a = permuted(none + _LOW_0, none + _LOW_4, place, ON_GPU)
-    low_b = permuted(none + _LOW_8, none + _LOW_12, place, ON_GPU)
-    high_a = permuted(none + _HIGH_0, none + _HIGH_4, place, ON_GPU)
-    high_b = permuted(none + _HIGH_8, none + _HIGH_12, place, ON_GPU)
+    TABLE: tl.constexpr = _BFLOAT16 if DTYPE == tl.bfloat16 else _FLOAT16
+    low_a = permuted(none + TABLE[0], none + TABLE[1], place, ON_GPU)
+    low_b = permuted(none + TABLE[2], none + TABLE[3], place, ON_GPU)
+    high_a = permuted(none + TABLE[4], none + TABLE[5], place, ON_GPU)
+    high_b = permuted(none + TABLE[6], none + TABLE[7], place, ON_GPU)
     low = (low_a & ~upper) | (low_b & upper)
     high = (high_a & ~upper) | (high_b & upper)
-    one = halves(permuted(low, high, none + 0x5140, ON_GPU), ROWS, tl.float16).to(DTYPE)
-    two = halves(permuted(low, high, none + 0x7362, ON_GPU), ROWS, tl.float16).to(DTYPE)
+    one = halves(permuted(low, high, none + 0x5140, ON_GPU), ROWS, DTYPE)
+    two = halves(permuted(low, high, none + 0x7362, ON_GPU), ROWS, DTYPE)
     return beside(one, two, ROWS, 32)
 
 

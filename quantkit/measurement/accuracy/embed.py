@@ -100,7 +100,8 @@ def _pooled(model: Candidate, ids: Array) -> Array:
 
     if isinstance(model, StreamedModel):
         with torch.inference_mode():
-            pooled: Array = model.answers(torch.from_numpy(ids), chunk=_TOGETHER).all().mean(dim=1).float().numpy()
+            states = model.answers(torch.from_numpy(ids), chunk=_TOGETHER).all()
+            pooled: Array = states.mean(dim=1).float().cpu().numpy()
         return pooled
     parts = np.array_split(ids, -(-len(ids) // _TOGETHER))
     return np.concatenate([model.encode(part).mean(axis=1) for part in parts])

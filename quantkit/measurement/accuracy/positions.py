@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 Better = Literal["lower", "higher"]
 
-# logits worked on at a time: two float32 buffers of this many stay in the cache, twice as fast as in memory
-_ELEMENTS = 1 << 18
+# logits worked on at a time: on a CPU two float32 buffers of this many stay in the cache, twice as fast as in memory; a
+# GPU wants to be busy
+_ELEMENTS, _ON_GPU = 1 << 18, 1 << 27
 _DTYPES: dict[str, type] = {
     "sequence": np.int32,
     "nll_original": np.float64,
@@ -223,12 +224,13 @@ class Accuracy:
         count, width = original.shape
         found: dict[str, Array] = {name: np.empty(count, dtype) for name, dtype in _DTYPES.items()}
         found["sequence"].fill(sequence)
-        rows = max(1, min(count, _ELEMENTS // width))
+        rows = max(1, min(count, (_ON_GPU if original.is_cuda else _ELEMENTS) // width))
         d, e = self._buffers(rows, width, original.device)
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
             size = part.stop - part.start
-            scored = _score(following[part], original[part], candidate[part], d[:size], e[:size])
+            other = candidate[part].to(original.device)
+            scored = _score(following[part], original[part], other, d[:size], e[:size])
             for name, values in scored.items():
                 found[name][part] = values
         wrong = ~np.isfinite(found["nll_original"] + found["nll_candidate"] + found["kl"])

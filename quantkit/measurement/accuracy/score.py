@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # logits of one model that are in memory at one time
-_LOGITS = 1 << 23
+_LOGITS, _ON_GPU = 1 << 23, 1 << 27
 
 
 def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
@@ -73,7 +73,7 @@ def score(
     tell(0.6)
     accuracy = Accuracy()
     # final norm and head look at one position at a time, so a few at a time is enough
-    few = max(1, _LOGITS // vocabulary(original.skeleton))
+    few = max(1, (_LOGITS if original.device.type == "cpu" else _ON_GPU) // vocabulary(original.skeleton))
     for index in range(tokens.ids.shape[0]):
         ids = tokens.ids[index : index + 1]
         for start in range(0, ids.shape[1] - 1, few):
@@ -121,7 +121,8 @@ def cosine(original: StreamedModel, candidate: Candidate, tokens: TokenSet) -> T
         after = candidate.answers(tokens.ids).all()
     else:
         after = torch.cat([torch.from_numpy(candidate.encode(ids.numpy())) for ids in tokens.ids.split(4)])
-    return torch.nn.functional.cosine_similarity(before.mean(dim=1).double(), after.mean(dim=1).double())
+    pooled = before.mean(dim=1).double(), after.mean(dim=1).double().to(before.device)
+    return torch.nn.functional.cosine_similarity(*pooled).cpu()
 
 
 def settings(candidate: Candidate) -> dict[str, Any]:

@@ -37,6 +37,8 @@ def place(model: StreamedModel, digest: str) -> Path:
         "isa": machine.isa(),
         "threads": torch.get_num_threads(),
     }
+    if model.device.type != "cpu":
+        key["device"] = [torch.cuda.get_device_name(model.device), torch.get_float32_matmul_precision()]
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return content.cache_dir() / "states" / f"{name}.safetensors"
 

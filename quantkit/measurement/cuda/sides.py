@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quantkit.kernels import operators
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.layout import KINDS, PackedWeight, codes_of
@@ -86,53 +87,12 @@ def torch_own(
         NotImplementedError: it has none for this format.
         RuntimeError: it cannot run here, with torch's reason.
     """
-    if variant.name == "int8.dynamic":
-        return _int_mm(held, x, quantize)
-    if variant.name == "fp8_e4m3.dynamic":
-        return _scaled_mm(held, x, quantize)
+    if name := operators.of(held[0]):
+        quantized = _quantized(x, variant.format, within=quantize)
+        return Implementation(name, [_own(quantized, w, x.dtype) for w in held], held[0].resident_bytes, {})
     if variant.kind == "int4" and variant.zeros and variant.group in (32, 64, 128, 256):
         return _int4pack(variant, held, x)
     raise NotImplementedError(f"torch has no operator for {variant.name}")
-
-
-def _int_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) -> Implementation:
-    # torch asks for more than 16 rows
-    more = max(17 - len(x), 0) and 32 - len(x)
-    quantized = _quantized(x, "int8", within=quantize, more=more)
-
-    def one(packed: PackedWeight) -> Callable[[], object]:
-        w, scale = codes_of(packed), packed.scale[0, : packed.shape[0]].float()
-
-        def multiply() -> object:
-            codes, step = quantized()
-            sums = torch._int_mm(codes, w.T)[: len(x)]
-            return (sums * (step[: len(x), None] * scale)).to(x.dtype)
-
-        return multiply
-
-    return Implementation(
-        "torch._int_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(x) + more, "fused": False}
-    )
-
-
-def _scaled_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) -> Implementation:
-    # row-wise scales, and whole blocks of 16 rows
-    more = -len(x) % 16
-    quantized = _quantized(x, "fp8_e4m3", within=quantize, more=more)
-
-    def one(packed: PackedWeight) -> Callable[[], object]:
-        w = codes_of(packed).view(torch.float8_e4m3fn)
-        scale = packed.scale[:1, : packed.shape[0]].float().contiguous()
-
-        def multiply() -> object:
-            codes, step = quantized()
-            # row-wise scales give bfloat16 alone
-            y = torch._scaled_mm(codes, w.T, scale_a=step[:, None], scale_b=scale, out_dtype=torch.bfloat16)
-            return y[: len(x)].to(x.dtype)
-
-        return multiply
-
-    return Implementation("torch._scaled_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(x) + more})
 
 
 def _int4pack(variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
@@ -151,10 +111,6 @@ def _int4pack(variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Ten
 
     size = held[0].words.numel() * 4 + held[0].scale.numel() * 4
     return Implementation("torch._weight_int4pack_mm", [one(w) for w in held], size, {"group": variant.group})
-
-
-def _codes_bytes(packed: PackedWeight) -> int:
-    return packed.shape[0] * packed.shape[1] + 4 * packed.shape[0]
 
 
 def _linear(x: torch.Tensor, w: torch.Tensor) -> Callable[[], object]:
@@ -177,19 +133,15 @@ def _native(
     return multiply
 
 
-def _quantized(x: torch.Tensor, name: str, *, within: bool, more: int = 0) -> Callable[[], Tokens]:
-    """What gives the codes of x, with `more` rows of zeros, and their steps: anew each time, or made once."""
+def _own(quantized: Callable[[], Tokens], w: PackedWeight, dtype: torch.dtype) -> Callable[[], object]:
+    return lambda: operators.multiply(*quantized(), w, dtype)
 
-    def make() -> Tokens:
-        codes, step = quantize_tokens(x, name)
-        if more:
-            codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, more)).view(codes.dtype)
-            step = torch.nn.functional.pad(step, (0, more), value=1.0)
-        return codes, step
 
+def _quantized(x: torch.Tensor, name: str, *, within: bool) -> Callable[[], Tokens]:
+    """What gives the codes of x and their steps: anew each time, or made once."""
     if within:
-        return make
-    made = make()
+        return lambda: quantize_tokens(x, name)
+    made = quantize_tokens(x, name)
     return lambda: made
 
 

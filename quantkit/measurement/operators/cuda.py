@@ -1,9 +1,9 @@
 """Single products on a GPU, as `products` times them: our kernels, dequantize-then-matmul, torch's own operators.
 
 A variant is timed the way a layer would run it (`kernels.linear`): for each shape and batch the fastest of our kernel's
-tile sizes and of dequantize-then-matmul, found by trying them before anything is recorded, so that the recorded times
-are none of those that were chosen by. `NAME.torch` is torch's own operator for the format, where it has one. Inputs
-that have to be 8-bit are quantized within the step.
+tile sizes and of what else the layer can run, found by trying them before anything is recorded, so that the recorded
+times are none of those that were chosen by. `NAME.torch` is torch's own operator for the format, where it has one.
+Inputs that have to be 8-bit are quantized within the step.
 
 A step is one CUDA graph of many products, over copies of the weight that no cache holds; it says itself, from the
 device's clock, what one of them took.
@@ -22,6 +22,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.configs import Config, candidates, width
 from quantkit.kernels.dispatch import EXPANDED, OURS
 from quantkit.kernels.layout import KINDS, PackedWeight
+from quantkit.kernels.linear import other
 from quantkit.kernels.native import require
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides, timing
@@ -261,7 +262,7 @@ class _Quantized(_OneProduct):
         if self.own:
             ways: list[tuple[str, Config | None]] = [("", None)]
         else:
-            ways = [(OURS, self._config(M))] + ([] if self.variant.native else [(EXPANDED, None)])
+            ways = [(OURS, self._config(M)), *([(name, None)] if (name := other(self.held[0])) else [])]
         tried = []
         for name, config in ways:
             side = self._way(name, config, self.held, M)
@@ -275,7 +276,7 @@ class _Quantized(_OneProduct):
         """The fastest tile sizes for this width of x, tried at its first M."""
         wide = width(M)
         if wide not in self.widths:
-            able = candidates(M)[: 1 if self.device.dry else None]
+            able = candidates(M, native=self.variant.native)[: 1 if self.device.dry else None]
             tried = [(_tried(self._way(OURS, config, self.held, M).ready()), config) for config in able]
             self.widths[wide] = min(tried, key=lambda pair: pair[0])[1]
         return self.widths[wide]

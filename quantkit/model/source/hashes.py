@@ -10,12 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from quantkit.bundle.disk import write_atomic
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
+from quantkit.machine import cores
 
+T = TypeVar("T")
+R = TypeVar("R")
 _RACY_NS = 2_000_000_000
 
 
@@ -37,6 +43,15 @@ def file_sha256(path: Path) -> str:
     if time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > _RACY_NS:
         _remember(slot, {**key, "sha256": found, "check": _check(key, found)})
     return found
+
+
+def at_once(look: Callable[[T], R], each: Sequence[T]) -> list[R]:
+    """What `look` gives for each, on a thread for every four cores, up to eight: reading and hashing hold no lock."""
+    threads = min(cores() // 4, 8)
+    if threads < 2:
+        return list(map(look, each))
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(look, each))
 
 
 def source_changed(ref: str) -> InputError:

@@ -28,7 +28,7 @@ from quantkit.model.source import converted, pretrained
 from quantkit.model.source.alias import ALIASES, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf
-from quantkit.model.source.hashes import file_sha256, source_changed
+from quantkit.model.source.hashes import at_once, file_sha256, source_changed
 from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
 from quantkit.model.structure.names import match_names
@@ -511,10 +511,10 @@ def _identity(path: Path, weights: Weights, trust: bool) -> str:
     names = {found.name for pattern in patterns for found in path.glob(pattern) if found.is_file()}
     if weights.shards == ["model.safetensors"]:
         names.discard(INDEX)
-    lines = [f"{name} {file_sha256(path / name)}\n" for name in sorted(names | set(weights.shards))]
+    files = sorted(names | set(weights.shards))
+    lines = map("{} {}\n".format, files, at_once(file_sha256, [path / name for name in files]))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _first_line(problem: BaseException) -> str:
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return (lines[0] if lines else type(problem).__name__)[:200]
+    return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)[:200]

@@ -26,6 +26,7 @@ from quantkit import limits
 from quantkit.bundle import disk
 from quantkit.errors import InputError
 from quantkit.lazy import torch
+from quantkit.model.source.hashes import at_once
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -142,6 +143,14 @@ class Weights:
                 file has become shorter since it was opened.
         """
         return self._read(self.entries[name])
+
+    def demand_finite(self, names: Iterable[str]) -> None:
+        """Read some tensors, whose values are then let go. Raises InputError, as `read`."""
+
+        def look(name: str) -> None:
+            self.read(name)
+
+        at_once(look, list(names))
 
     def beginning(self, name: str, rows: int) -> torch.Tensor:
         """The first rows of a tensor, as `read`; nothing else of it is in memory."""

@@ -138,7 +138,8 @@ class QuantizedCaches:
         """Attach the hook, on."""
         hook = attach(block, self.scheme)
         if not self.scheme.dynamic:
-            keys, values = self.scales[index]
+            device = next(block.parameters()).device
+            keys, values = (each.on(device) for each in self.scales[index])
             hook.keys = InputScale(keys.scale.to(self.dtype), keys.zero)
             hook.values = InputScale(values.scale.to(self.dtype), values.zero)
         hook.on = True

@@ -63,6 +63,15 @@ class Given:
             return block(*self.args, **{self.name: hidden}, **self.kwargs)
         return block(hidden, *self.args, **self.kwargs)
 
+    def on(self, device: torch.device) -> Given:
+        """With its tensors there; where they are already, as it is."""
+        if all(leaf.device == device for leaf in self.leaves() if isinstance(leaf, Tensor)):
+            return self
+        args, kwargs = tree_map(
+            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
+        )
+        return Given(args, kwargs, self.name)
+
     def leaves(self) -> list[Any]:
         """All values, in order."""
         found: list[Any] = tree_flatten((self.args, self.kwargs))[0]
@@ -172,33 +181,41 @@ class Calls:
         chunk: sequences per forward.
         given: of each chunk, one a call.
         alone: of each call on one sequence, where that is the same for all; None: a chunk's can be cut row by row.
+        device: where blocks run; hidden states of everything may lie elsewhere. None: where they lie.
     """
 
     live = False
 
     def __init__(
-        self, hidden: Tensor, chunk: int, given: Sequence[Sequence[Given]], alone: Sequence[Given] | None = None
+        self,
+        hidden: Tensor,
+        chunk: int,
+        given: Sequence[Sequence[Given]],
+        alone: Sequence[Given] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.hidden = hidden
+        self.device = hidden.device if device is None else device
         self.chunk = chunk
         self._given = given
         self._alone = alone
 
     def call(self, stage: int) -> Call:
         """A call as on the first chunk, with the hidden states that the first block is given."""
-        return Call(self.hidden[: self.chunk], self._given[0][stage])
+        return Call(self.hidden[: self.chunk].to(self.device), self._given[0][stage].on(self.device))
 
     def forward(self, block: nn.Module, stage: int, hidden: Tensor, part: int = 0) -> Tensor:
         """The block's output on chunk number `part`, with gradients where those are enabled."""
-        return primary(self._given[part][stage].run(block, hidden))
+        return primary(self._given[part][stage].on(self.device).run(block, hidden.to(self.device)))
 
     def forward_row(self, block: nn.Module, stage: int, hidden: Tensor, row: int) -> Tensor:
         """The same on one sequence [1, tokens, width], number `row` of all."""
         if self._alone is not None:
-            return primary(self._alone[stage].run(block, hidden))
+            return primary(self._alone[stage].on(self.device).run(block, hidden.to(self.device)))
         part, index = divmod(row, self.chunk)
         rows = min(self.chunk, self.hidden.shape[0] - part * self.chunk)
-        return primary(self._given[part][stage].row(index, rows).run(block, hidden))
+        given = self._given[part][stage].row(index, rows).on(self.device)
+        return primary(given.run(block, hidden.to(self.device)))
 
     def tensors(self) -> list[Tensor]:
         """All that blocks are given besides hidden states, on the first chunk, in order."""
@@ -211,13 +228,14 @@ class Calls:
 
     def chunks(self, hidden: Tensor) -> Iterator[Tensor]:
         """`hidden` in forwards' worth, in the order of their numbers."""
-        yield from hidden.split(self.chunk)
+        for part in hidden.split(self.chunk):
+            yield part.to(self.device)
 
     @torch.no_grad()
     def run_all(self, block: nn.Module, stage: int, hidden: Tensor) -> Tensor:
         """The block's output on everything, [samples, tokens, width]; on disk if it is large."""
         parts = (self.run(block, stage, part, number) for number, part in enumerate(self.chunks(hidden)))
-        return gathered(parts, hidden.shape[0])
+        return gathered(parts, hidden.shape[0], hidden.device)
 
     def pass_on(self, stage: int, hidden: Tensor) -> Tensor:
         """What the next call is given as hidden states, of what this one has put out."""
@@ -243,28 +261,31 @@ def primary(output: Any) -> Tensor:
     return hidden
 
 
-def gathered(parts: Iterable[Tensor], samples: int) -> Tensor:
+def gathered(parts: Iterable[Tensor], samples: int, device: torch.device | None = None) -> Tensor:
     """Chunks [n, tokens, width] as one tensor [samples, tokens, width]; from `ON_DISK` bytes on, in a file.
 
     The file has no name: it is gone when nothing refers to it any more.
+
+    Args:
+        device: where it is to lie, which is the CPU if all of it does not fit beside a block; None: where its parts do.
     """
     whole: Tensor | None = None
     start = 0
     for part in parts:
         if whole is None:
             if part.shape[0] == samples:
-                return part
-            whole = _room((samples, *part.shape[1:]), part.dtype)
+                return part if device is None else part.to(device)
+            whole = _room((samples, *part.shape[1:]), part.dtype, device or part.device)
         whole[start : start + part.shape[0]] = part
         start += part.shape[0]
     assert whole is not None
     return whole
 
 
-def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     count = math.prod(shape)
-    if count * dtype.itemsize < ON_DISK:
-        return torch.empty(shape, dtype=dtype)
+    if device.type != "cpu" or count * dtype.itemsize < ON_DISK:
+        return torch.empty(shape, dtype=dtype, device=device)
     return in_file(count, dtype).reshape(shape)
 
 

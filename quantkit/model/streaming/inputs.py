@@ -90,7 +90,8 @@ class QuantizedInputs:
         for name, hook in attach(block, chosen).items():
             static = self.scales.get(prefix + name)
             if static is not None:
-                static = replace(static, scale=static.scale.to(self.dtype))
+                device = next(block.get_submodule(name).parameters()).device
+                static = replace(static, scale=static.scale.to(self.dtype)).on(device)
                 hook.moved = static.moved
             hook.static, hook.on = static, self.on
 

@@ -230,6 +230,7 @@ def _before(names: Sequence[str], stage: int) -> str:
 
 def _held(found: Tensor, own: Tensor, architecture: str, where: str, limit: float = LIMIT) -> float:
     """How far they are apart, at the worst token; refused where that is more than rounding."""
+    found = found.to(own.device)
     if found.shape == own.shape:
         size = own.double().norm(dim=-1)
         apart = (found.double() - own.double()).norm(dim=-1) / size.clamp(min=1e-6 * float(size.max()) + 1e-30)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from quantkit.model.streaming.calls import Calls, Given, Kept, forward, gathered
 from quantkit.model.streaming.shelf import Shelf
 from quantkit.model.structure.flow import Flow, learn
 
+CPU = torch.device("cpu")
 # what a live model gives for one sequence is held in a file from so many bytes on: 256 tokens of 262,144 logits
 ANSWERS_ON_DISK = 1 << 28
 
@@ -102,7 +103,15 @@ def find_head(model: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, runs: nn.Module | None = None) -> Calls:
+def record(
+    model: nn.Module,
+    path: str,
+    flow: Flow,
+    ids: Tensor,
+    chunk: int,
+    runs: nn.Module | None = None,
+    place: torch.device | None = None,
+) -> Calls:
     """How a model calls its blocks on `ids` [samples, tokens], noted without running them.
 
     Args:
@@ -112,6 +121,7 @@ def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, run
         chunk: sequences per forward. Where blocks are given what depends on the text, and that cannot be told apart by
             sequence, it becomes 1.
         runs: the part of the model whose forward runs; all of it by default.
+        place: where hidden states of all sequences lie; where the model does by default.
     """
     notes: list[list[Given]] = []
 
@@ -123,23 +133,31 @@ def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, run
             notes.append(kept.of(given, notes[0] if notes else None) if alike is None else alike)
             yield hidden
 
-    hidden = gathered(parts(chunk), ids.shape[0])
+    hidden = gathered(parts(chunk), ids.shape[0], place)
     first = notes[0] if min(chunk, len(ids)) == 1 else _record(model, path, flow, ids[:1], runs or model)[1]
     other = first if len(ids) == 1 else _record(model, path, flow, ids[1:2], runs or model)[1]
     full = len(ids) // chunk
     if same(first, other) and all(note is notes[0] for note in notes[:full]):
-        return Calls(hidden, chunk, notes, first)
+        return Calls(hidden, chunk, notes, first, device=ids.device)
     rows = min(chunk, len(ids))
     if chunk == 1 or same([each.row(0, rows) for each in notes[0]], first):
-        return Calls(hidden, chunk, notes)
+        return Calls(hidden, chunk, notes, device=ids.device)
     notes.clear()
-    return Calls(gathered(parts(1), ids.shape[0]), 1, notes)
+    return Calls(gathered(parts(1), ids.shape[0], place), 1, notes, device=ids.device)
 
 
-def _begun(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, runs: nn.Module | None = None) -> Calls:
+def _begun(
+    model: nn.Module,
+    path: str,
+    flow: Flow,
+    ids: Tensor,
+    chunk: int,
+    runs: nn.Module | None = None,
+    place: torch.device | None = None,
+) -> Calls:
     """Recorded, or of a live model its own forwards, which `model` is then for."""
     if not flow.live:
-        return record(model, path, flow, ids, chunk, runs)
+        return record(model, path, flow, ids, chunk, runs, place)
     from quantkit.model.streaming.live import LiveCalls
 
     return LiveCalls(model, path, flow.visits, ids, flow.batch, runs)
@@ -166,6 +184,13 @@ def _record(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Modul
     return first[0].clone(), noted
 
 
+def put_on(device: torch.device, module: nn.Module, kept: Container[str] = ()) -> None:
+    """Move parameters and buffers that have values there, but those named in `kept`."""
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        if not value.is_meta and value.device != device and name not in kept:
+            set_tensor(module, name, value.detach().to(device))
+
+
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     """Put a parameter or buffer, by its dotted name, in the place of one without data."""
     parent, _, leaf = name.rpartition(".")
@@ -182,10 +207,19 @@ class StreamedModel:
     Args:
         files: parameter -> tensor of the files, where that is known already. Parameters that the skeleton ties may have
             tensors of their own here; each then loads its own.
+        device: where blocks, and what lies around them, are loaded and run.
+        place: where hidden states of many sequences lie; None: on the device.
     """
 
-    def __init__(self, source: Source, files: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        files: Mapping[str, str] | None = None,
+        device: torch.device = CPU,
+        place: torch.device | None = None,
+    ) -> None:
         self.source = source
+        self.device, self.place = device, place
         self.skeleton: nn.Module = source.skeleton()
         self.path = find_blocks(self.skeleton)
         blocks = self.skeleton.get_submodule(self.path)
@@ -195,6 +229,12 @@ class StreamedModel:
         self.files = parameter_names(source, self.skeleton) if files is None else dict(files)
         self._flow: Flow | None = None
         self.transforms: list[Transform] = []
+
+    def on(self, device: torch.device, place: torch.device | None = None) -> StreamedModel:
+        """The same model, loaded and run there; `place` as of the class."""
+        found = copy.copy(self)
+        found.device, found.place, found.transforms = device, place, list(self.transforms)
+        return found
 
     @property
     def flow(self) -> Flow:
@@ -215,8 +255,8 @@ class StreamedModel:
         return find_head(self.skeleton) if self.source.kind == "decoder" else None
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter by its name in the skeleton, its floats in float32."""
-        value: Tensor = self.source.weights.read(self.files[name])
+        """A parameter by its name in the skeleton, its floats in float32, on the device."""
+        value: Tensor = self.source.weights.read(self.files[name]).to(self.device)
         return value.float() if value.is_floating_point() else value
 
     def load(self, index: int) -> nn.Module:
@@ -226,6 +266,7 @@ class StreamedModel:
         for name, _ in [*block.named_parameters(), *block.named_buffers()]:
             if prefix + name in self.files:  # a class may draw a parameter's values even on the meta device
                 set_tensor(block, name, self.tensor(prefix + name))
+        put_on(self.device, block)
         for transform in self.transforms:
             transform.block(index, block)
         block.eval()
@@ -245,6 +286,7 @@ class StreamedModel:
             if file not in loaded:
                 loaded[file] = self.tensor(name)
             set_tensor(model, name, loaded[file])
+        put_on(self.device, model)
         for transform in self.transforms:
             transform.rest(model)
         return model.eval()
@@ -266,7 +308,7 @@ class StreamedModel:
                 size = self.source.config.get("vocab_size")
                 # the first ids are mostly padding and the like, by which some classes count positions
                 ids = torch.arange(5, 21).reshape(2, 8).remainder(size if isinstance(size, int) else 16)
-            self._flow = learn(model, self.path, self.load, ids, self.runs(model))
+            self._flow = learn(model, self.path, self.load, ids.to(self.device), self.runs(model))
         return self._flow
 
     @torch.no_grad()
@@ -274,7 +316,7 @@ class StreamedModel:
         """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
         model = self.rest()
         flow = self._learn(model, None)
-        return _begun(model, self.path, flow, ids, chunk, self.runs(model))
+        return _begun(model, self.path, flow, ids.to(self.device), chunk, self.runs(model), self.place)
 
     @torch.no_grad()
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:
@@ -302,11 +344,12 @@ class StreamedModel:
         if hidden is None:
             return self.answers_of(self.through(ids, chunk), ids)
         model = self.rest()
-        return Answers(Head(model, self.path, self._learn(model, ids), self.runs(model)), ids, hidden)
+        head = Head(model, self.path, self._learn(model, ids), self.runs(model))
+        return Answers(head, ids.to(self.device), hidden)
 
     def answers_of(self, calls: Calls, ids: Tensor) -> Answers:
         """What the model gives, once all blocks have run; `hidden` of the calls is the last one's output."""
-        return Answers(calls, ids) if calls.live else self.answers(ids, hidden=calls.hidden)
+        return Answers(calls, ids.to(self.device)) if calls.live else self.answers(ids, hidden=calls.hidden)
 
 
 class Head:
@@ -369,11 +412,11 @@ class Answers:
             assert self._hidden is not None
             row, ids = self._hidden[index : index + 1], self._ids[index : index + 1]
             if row.shape[1] == ids.shape[1]:
-                return self._of(row[:, part], ids[:, part])[0]
+                return self._of(row[:, part].to(ids.device), ids[:, part])[0]
         if self._held is None or self._held[0] != index:
             self._held = None  # before the next ones are made
-            whole = self._of(row, ids) if isinstance(self._of, Head) else answer(self._of.finish(index))  # type: ignore[attr-defined]
-            large = whole.numel() * whole.itemsize >= ANSWERS_ON_DISK
+            whole = self._of(row.to(ids.device), ids) if isinstance(self._of, Head) else answer(self._of.finish(index))  # type: ignore[attr-defined]
+            large = not whole.is_cuda and whole.numel() * whole.itemsize >= ANSWERS_ON_DISK
             self._held = index, Shelf().copy(whole[0]) if large else whole[0]
         return self._held[1][part]
 

@@ -109,12 +109,12 @@ class Block:
         weight = weight_of(module.get_submodule(linear)).float()
         return torch.nn.functional.pad(weight, (0, self.scheme(linear).padding(weight.shape[1])))
 
-    def assign(self, linear: str, tensor: QuantTensor) -> float:
+    def assign(self, linear: str, tensor: QuantTensor) -> Tensor:
         """Decide the codes of a linear; from here on the block computes with what they stand for, on inputs as its
         kernel sees them.
 
         Returns:
-            the relative squared weight error, `||W - dequantize(codes)||² / ||W||²`.
+            the relative squared weight error, `||W - dequantize(codes)||² / ||W||²`, [] float64 on its device.
         """
         module = self.module.get_submodule(linear)
         weight = weight_of(module).float()
@@ -126,8 +126,12 @@ class Block:
         set_weight(module, values)
         if linear in self.inputs:
             self.inputs[linear].on = True
-        energy = float(weight.double().square().sum())
-        return float((weight - values).double().square().sum()) / (energy or 1.0)
+        if weight.is_cuda:  # one operation each
+            lost, energy = (torch.linalg.vector_norm(each, dtype=torch.float64) for each in (weight - values, weight))
+            share: Tensor = (lost / torch.where(energy > 0, energy, 1.0)).square()
+            return share
+        energy, lost = (each.double().square().sum() for each in (weight, weight - values))
+        return lost / torch.where(energy > 0, energy, 1.0)
 
     def input_scales(self) -> dict[str, InputScale]:
         """Full names of linears with codes -> the fixed scale of their input, for those that have one."""

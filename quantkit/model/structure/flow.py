@@ -153,7 +153,7 @@ class _Runner:
         after = hidden
         if self.moving:
             noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(index), dtype=hidden.dtype)
-            after = hidden + _MOVED * hidden.std() * noise
+            after = hidden + _MOVED * hidden.std() * noise.to(hidden.device)
         self._before = after
         others = self.forms[type(block)]
         if others is None:

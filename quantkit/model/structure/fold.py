@@ -86,17 +86,18 @@ def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtyp
         the scales that were applied, [channels].
     """
     producer = block.get_submodule(fold.producer)
-    reached = torch.zeros(fold.channels, dtype=torch.bool)
-    reached[fold.index] = True
     weight = producer.weight.detach()  # type: ignore[operator, union-attr]
-    scales = torch.where(reached, scales.to(weight.dtype), torch.ones((), dtype=weight.dtype))  # type: ignore[union-attr]
+    reached = torch.zeros(fold.channels, dtype=torch.bool, device=weight.device)
+    reached[fold.index] = True
+    scales = torch.where(reached, scales.to(weight), 1.0)  # type: ignore[union-attr]
     with torch.no_grad():
         if fold.form == "linear":
             shape = (1, -1) if is_transposed(producer) else (-1, 1)
             set_parameter(producer, "weight", weight / scales.reshape(shape))  # type: ignore[operator]
         else:
             offset = 1.0 if fold.form == "one_plus_weight" else 0.0
-            new = (weight + offset) / scales - offset  # type: ignore[operator]
+            # a weight whose scale is 1 stays what it is, to the last bit
+            new = torch.where(scales == 1, weight, (weight + offset) / scales - offset)  # type: ignore[operator]
             if dtype is not None:
                 new = new.to(dtype).to(new.dtype)
                 usable = (new + offset).abs() > 0
@@ -115,8 +116,8 @@ def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtyp
 
 def disagreement(before: Tensor, after: Tensor) -> float:
     """Largest difference over the largest value."""
-    top = before.abs().max().item()
-    return float((before - after).abs().max().item() / (top or 1.0))
+    top = before.abs().max()
+    return float((before - after).abs().max() / torch.where(top > 0, top, 1.0))
 
 
 def prove(block: nn.Module, structure: Structure, fold: Fold, call: Call, seed: int = 0) -> float:

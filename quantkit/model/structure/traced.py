@@ -107,11 +107,16 @@ class _Seen:
         for tensor, version, members in self.inputs:
             # the tensor is kept alive, so that its memory cannot have been given to another; its version tells whether
             # it was written to in between
-            same_view = tensor.data_ptr() == value.data_ptr() and tensor.shape == value.shape
+            same_view = _place(tensor) == _place(value) and tensor.shape == value.shape
             if same_view and tensor.stride() == value.stride() and version == value._version:
                 members.append(name)
                 return
         self.inputs.append((value, value._version, [name]))
+
+
+def _place(tensor: Tensor) -> tuple[object, object]:
+    """Where its memory begins, of tensors that have no values too."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # how often damping may be raised (tenfold each time) before the Hessian is given up
-_ATTEMPTS = 6
+ATTEMPTS = 6
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Factor:
         pivots: [K], `M_jj²`: what a squared error of column j costs once all later ones made up for it.
         damping: the share of the mean diagonal that was added.
         raised: how often it had to be raised for the factor to exist.
+        exists: whether it does, [] bool on the device of a Hessian that is on none that can be waited for; None on a
+            CPU, where what has none is refused.
     """
 
     hessian: Tensor
@@ -39,6 +41,7 @@ class Factor:
     pivots: Tensor
     damping: float
     raised: int
+    exists: Tensor | None = None
 
     @property
     def importance(self) -> Tensor:
@@ -63,8 +66,31 @@ def check_finite(hessian: Tensor) -> None:
         )
 
 
-def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_order: bool = True) -> Factor:
-    """Shrink, damp and factor a Hessian; damping is raised tenfold until that succeeds.
+def raised_damping(damping: float, times: int) -> float:
+    """The share that is added when a factor with `damping` did not exist so often."""
+    for _ in range(times):
+        damping = max(damping * 10, 1e-4)
+    return damping
+
+
+def no_factor(damping: float, where: str = "") -> InputError:
+    """The error for a Hessian that has no factor with damping up to `damping`."""
+    return InputError(
+        "hessian-not-positive",
+        where=where,
+        value=f"no Cholesky factor with damping up to {damping:g}",
+        rule="a Hessian is a sum of squares",
+        remedy="use more calibration text, or leave this layer in high precision with an override",
+    )
+
+
+def factor(
+    hessian: Tensor, *, damping: float = 0.01, shrink: float | Tensor = 0.3, act_order: bool = True, raised: int = 0
+) -> Factor:
+    """Shrink, damp and factor a Hessian; on a CPU damping is raised tenfold until that succeeds.
+
+    On a GPU nothing is waited for: the caller looks at `Factor.exists` when the device is done, and comes again with
+    `raised`, until `ATTEMPTS`.
 
     Args:
         hessian: [K, K], symmetric, `Xᵀ X` of the inputs, in any scale. Inputs never seen (zero diagonal) are allowed.
@@ -73,10 +99,13 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
             make up for, and a few thousand tokens say more of that than holds for the next text: the correlations of
             a finite sample are too large. At 1 nothing is made up for: that is plain rounding.
         act_order: choose columns in order of falling diagonal (ties in order of index), else from left to right.
+        raised: how often damping was raised before; on a GPU.
 
     Raises:
-        InputError: `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
+        InputError: on a CPU `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
     """
+    if hessian.is_cuda:
+        return _unawaited(hessian, raised_damping(damping, raised), shrink, act_order, raised)
     check_finite(hessian)
     diagonal = hessian.diagonal().float()
     mean = float(diagonal.mean())
@@ -87,8 +116,8 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
     backwards = order.flip(0)
     reordered = whole[backwards][:, backwards]
-    share = damping
-    for raised in range(_ATTEMPTS):
+    for times in range(ATTEMPTS):
+        share = raised_damping(damping, times)
         added = torch.zeros_like(diagonal)
         added += share * mean
         # a column without any input costs nothing; some cost keeps it at the nearest code
@@ -99,11 +128,25 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
             upper = lower.flip(0, 1)
             pivots = upper.diagonal()
             whole.diagonal().add_(added)
-            return Factor(whole, order, upper / pivots, pivots.square(), share, raised)
-        share = max(share * 10, 1e-4)
-    raise InputError(
-        "hessian-not-positive",
-        value=f"no Cholesky factor with damping up to {share / 10:g}",
-        rule="a Hessian is a sum of squares",
-        remedy="use more calibration text, or leave this layer in high precision with an override",
+            return Factor(whole, order, upper / pivots, pivots.square(), share, times)
+    raise no_factor(share)
+
+
+def _unawaited(hessian: Tensor, share: float, shrink: float | Tensor, act_order: bool, raised: int) -> Factor:
+    """The same without a look at any value: an input that was never seen is an identity's, as are all if none was."""
+    diagonal = hessian.diagonal().float()
+    mean = diagonal.mean()
+    mean = torch.where(mean > 0, mean, 1.0)
+    damped = diagonal + torch.where(diagonal > 0, share * mean, (1 + share) * mean)
+    whole = hessian.float() * (1 - shrink)
+    whole.diagonal().copy_(damped)
+    backwards = (
+        diagonal.argsort(descending=True, stable=True).flip(0)
+        if act_order
+        else torch.arange(len(diagonal) - 1, -1, -1, device=diagonal.device)
     )
+    lower, info = torch.linalg.cholesky_ex(whole[backwards[:, None], backwards])
+    upper = lower.flip(0, 1)
+    pivots = upper.diagonal()
+    exists = (info == 0) & torch.isfinite(pivots).all()
+    return Factor(whole, backwards.flip(0), upper / pivots, pivots.square(), share, raised, exists)

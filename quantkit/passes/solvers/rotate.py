@@ -55,12 +55,19 @@ class Rotation:
     def apply(self, rows: Tensor, gain: Tensor | None = None) -> Tensor:
         """`rows` [..., n], times `gain` [n] if there is one, times Q; in float64, returned in the dtype of `rows`."""
         flat = rows.reshape(-1, self.size)
+        if rows.device != self.signs.device:
+            return self.on(rows.device).apply(rows, gain)
         before = self.signs if gain is None else self.signs * gain
         found = torch.empty_like(flat, memory_format=torch.contiguous_format)
         for start in range(0, flat.shape[0], max(1, _PIECE // self.size)):
             piece = slice(start, start + max(1, _PIECE // self.size))
             found[piece] = self._turned(flat[piece].double() * before)
         return found.reshape(rows.shape)
+
+    def on(self, device: torch.device) -> Rotation:
+        """The same there."""
+        mirror = None if self.mirror is None else self.mirror.to(device)
+        return Rotation(self.signs.to(device), tuple(each.to(device) for each in self.factors), mirror)
 
     def _turned(self, rows: Tensor) -> Tensor:
         """Everything after the signs."""

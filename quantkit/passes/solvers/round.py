@@ -52,14 +52,14 @@ class LearnedRounding:
         self._start = start
         self._weight = self._grouped(weight.float())
         self._scale = start.scale.float().unsqueeze(2)
-        zero = torch.zeros(()) if start.zero is None else start.zero.float().unsqueeze(2)
+        zero = weight.new_zeros(()).float() if start.zero is None else start.zero.float().unsqueeze(2)
         self._low, self._high = self._form.low - zero, self._form.high - zero
         given = self._grouped(start.codes.float()) - zero
         place = self._weight / self._scale
         inside = place.clamp(given - 0.5 + _INSIDE, given + 0.5 - _INSIDE)
         # at the end of the grid a weight may lie beyond the cell
         nearest = place.round().clamp(self._low, self._high) == given
-        self._shift = torch.where(nearest, torch.zeros(()), inside - place)
+        self._shift = torch.where(nearest, 0.0, inside - place)
         self.offset = torch.zeros_like(self._weight)
         self.factor = torch.ones_like(self._scale)
 

@@ -28,17 +28,24 @@ class Smoothing:
 
     Args:
         scales: [K] float32, positive; all ones where no α costs less than doing nothing.
-        alpha: the exponent that won; None for ones.
-        cost: squared error at the output, with these scales.
+        alpha: the exponent that won, [] float64; NaN for ones.
+        cost: squared error at the output, with these scales, [] float64.
+        plain: the same without scales.
     """
 
     scales: Tensor
-    alpha: float | None
-    cost: float
-    plain: float
+    alpha: Tensor
+    cost: Tensor
+    plain: Tensor
 
 
-def scales(reach: Tensor, weights: Sequence[Tensor], alpha: float, producers: Tensor | None = None) -> Tensor:
+def scales(
+    reach: Tensor,
+    weights: Sequence[Tensor],
+    alpha: float,
+    producers: Tensor | None = None,
+    channels: int | None = None,
+) -> Tensor:
     """The scales of one shared input, [K] float32: its channels are divided by them, columns of weights multiplied.
 
     Args:
@@ -47,10 +54,11 @@ def scales(reach: Tensor, weights: Sequence[Tensor], alpha: float, producers: Te
         alpha: 0..1.
         producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
             one channel share a scale. None: each its own.
+        channels: how many that module has; None looks, which waits for a GPU.
     """
     columns = torch.stack([weight.float().abs().amax(dim=0) for weight in weights]).amax(dim=0)
-    seen = _shared(reach.float(), producers)
-    wide = _shared(columns, producers)
+    seen = _shared(reach.float(), producers, channels)
+    wide = _shared(columns, producers, channels)
     found = seen.pow(alpha) / wide.pow(1 - alpha)
     # a channel that was never seen, or that no weight reads, stays as it is
     usable = (seen > 0) & (wide > 0) & torch.isfinite(found)
@@ -66,6 +74,7 @@ def search(
     *,
     grid: int = 10,
     producers: Tensor | None = None,
+    channels: int | None = None,
 ) -> Smoothing:
     """The α of a grid on [0, 1] with the least error at the output, weights and inputs both quantized.
 
@@ -76,31 +85,37 @@ def search(
         rounded: for each weight, what its codes will stand for.
         seen: for each weight, what its kernel sees of an input.
         grid: how many steps; α = 0, 1/grid, ..., 1 are tried.
+        producers, channels: as of `scales`.
     """
     with one_thread():
         targets = [sample @ weight.T for weight in weights]
 
-        def cost(found: Tensor | None) -> float:
-            total = 0.0
+        def cost(found: Tensor | None) -> Tensor:
+            total = reach.new_zeros((), dtype=torch.float64)
             for weight, target, round_weight, look in zip(weights, targets, rounded, seen, strict=True):
                 scaled = weight if found is None else weight * found
                 inputs = sample if found is None else sample / found
-                total += float((look(inputs) @ round_weight(scaled).T - target).double().square().sum())
+                total += (look(inputs) @ round_weight(scaled).T - target).double().square().sum()
             return total
 
         plain = cost(None)
-        best = Smoothing(torch.ones_like(reach), None, plain, plain)
+        best = Smoothing(torch.ones_like(reach), torch.full_like(plain, torch.nan), plain, plain)
         for number in range(grid + 1):
-            found = scales(reach, weights, number / grid, producers)
+            found = scales(reach, weights, number / grid, producers, channels)
             error = cost(found)
-            if error < best.cost:
-                best = Smoothing(found, number / grid, error, plain)
+            better = error < best.cost
+            best = Smoothing(
+                torch.where(better, found, best.scales),
+                torch.where(better, number / grid, best.alpha),
+                torch.where(better, error, best.cost),
+                plain,
+            )
         return best
 
 
-def _shared(values: Tensor, producers: Tensor | None) -> Tensor:
+def _shared(values: Tensor, producers: Tensor | None, channels: int | None) -> Tensor:
     """The largest value of all inputs that come from one channel."""
     if producers is None:
         return values
-    largest = torch.zeros(int(producers.max()) + 1).scatter_reduce_(0, producers, values, "amax")
+    largest = values.new_zeros(channels or int(producers.max()) + 1).scatter_reduce_(0, producers, values, "amax")
     return largest[producers]

@@ -165,6 +165,7 @@ def _apart(found: Tensor, expected: Tensor) -> float:
     """The worst token's difference, of its norm."""
     if found.shape != expected.shape:
         return float("inf")
+    found, expected = found.cpu(), expected.cpu()  # one side may come from a GPU
     size = expected.double().norm(dim=-1).clamp(min=1e-30)
     return float(((found.double() - expected.double()).norm(dim=-1) / size).max())
 

@@ -6,7 +6,7 @@ request -> opened model -> model as passes of scope `model` will have it -> laye
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from quantkit._version import __version__
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, one
 from quantkit.exporters import load_exporter
+from quantkit.model.device import CPU, ComputeDevice
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
@@ -45,6 +46,7 @@ class Prepared:
         original: the model as opened.
         source: the same, untied where a pass of scope `model` will make two tensors of a tied one.
         cpu_seconds: processor seconds that passes of scope `model` took to find out what they will do.
+        device: where it computes; `stream` is there.
     """
 
     request: Request
@@ -58,12 +60,17 @@ class Prepared:
     out: Path
     decisions: list[Decision]
     cpu_seconds: float = 0.0
+    device: ComputeDevice = field(default_factory=ComputeDevice)
 
     def unchanged(self) -> StreamedModel:
         """The model as it was opened, without what passes of scope `model` make of it."""
         from quantkit.model.streaming.stream import StreamedModel
 
-        return StreamedModel(self.original) if self.stream.transforms else self.stream
+        return self.placed(StreamedModel(self.original)) if self.stream.transforms else self.stream
+
+    def placed(self, stream: StreamedModel) -> StreamedModel:
+        """A model where this compile computes."""
+        return stream.on(self.device.torch, self.device.place)
 
 
 def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -> Prepared:
@@ -104,8 +111,8 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     request = with_own_runtime(request, source.kind)
     added, recipe = len(request.recipe.export) > len(recipe.export), request.recipe
     stream = StreamedModel(source)
-    for tensor in dict.fromkeys(stream.files.values()) if whole else ():
-        source.weights.read(tensor)  # finite, every one of them: now, not hours later
+    if whole:  # finite, every one of them: now, not hours later
+        source.weights.demand_finite(dict.fromkeys(stream.files.values()))
     if recipe.passes:
         _demand_equal_experts(stream)
     steps = [PassRun(pass_of(step), step.settings) for step in recipe.passes]
@@ -141,7 +148,20 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     where = tokens.public(recipe.calibration.set)
     decisions += [decision("calibrate", NOTE, where, note) for note in notes]
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
-    return Prepared(request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds)
+    found = Prepared(
+        request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds
+    )
+    return found if request.device == CPU else _on_device(found)
+
+
+def _on_device(prepared: Prepared) -> Prepared:
+    """On the device that was asked for, if a block fits on it. Raises InputError (`device-absent`, `device-memory`)."""
+    from quantkit.pipeline.estimate import chosen_device
+
+    device, said = chosen_device(prepared)
+    decisions = [*prepared.decisions, decision("device", NOTE, device.name, said)]
+    found = replace(prepared, device=device, decisions=decisions)
+    return replace(found, stream=found.placed(prepared.stream))
 
 
 def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tuple[StreamedModel, list[Decision]]:
@@ -201,4 +221,5 @@ def fingerprint(prepared: Prepared) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "isa": machine.isa(),
         "versions": {name: versions[name] for name in relevant if name in versions},
+        **prepared.device.as_dict(),
     }

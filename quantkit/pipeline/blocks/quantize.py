@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Build, LayerEntry
@@ -28,18 +31,24 @@ if TYPE_CHECKING:
 
 # a few tokens are enough to trace a block and to prove its folds
 _PROBE = (2, 12)
+# seconds between hidden states that are kept, on a GPU
+_EVERY = 30.0
 
 
 def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     """Put every block that is not committed yet through the passes, then what lies outside the blocks.
 
+    On a GPU the next block is read while one is worked on, and the one before is written: each beside the device's
+    work, and never more than one.
+
     Args:
         build: where `block-0000`, ..., `head` and `rest` are committed.
     """
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
-    from quantkit.model import finished
+    from quantkit.model.device import Lane
+    from quantkit.model.streaming.ahead import ReadAhead
     from quantkit.pipeline.blocks.work import Rare, work
 
     choice = prepared.request.recipe.calibration
@@ -49,49 +58,100 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         _finish_rest(prepared, build)
         return
     begun = time.process_time()
-    hidden_file = build.steps / f"hidden-{start - 1:04}.safetensors"
-    states = load_file(hidden_file) if hidden_file.exists() else {}
+    kept = _latest(build, start)
+    states = {} if kept is None else load_file(_hidden_file(build, kept))
     generator = torch.Generator().manual_seed(prepared.request.recipe.seed)
     probe_ids = torch.randint(0, tokens.vocabulary(prepared.source), _PROBE, generator=generator)
     progress.at("quantize", start / count, f"block {start + 1} of {count}")
-    for worked in work(
-        prepared.stream,
-        prepared.steps,
-        prepared.layers.schemes,
-        prepared.calibration.ids if prepared.calibration else None,
-        probe_ids=probe_ids,
-        widest=prepared.layers.widest,
-        dtype=getattr(torch, prepared.source.dtype),
-        seed=prepared.request.recipe.seed,
-        activations=prepared.layers.activations,
-        cache=prepared.request.recipe.scheme.kv_cache,
-        fuses=any(load_exporter(step.name).fuses for step in prepared.request.recipe.export),
-        start=start,
-        hidden=states.get("hidden"),
-        original=states.get("original"),
-        rare=Rare(choice.expert_tokens, choice.experts),
-        finished=_finished(prepared, build),
-    ):
-        index = worked.block.index
-        result = build.temporary("block.safetensors")
-        named = {worked.block.full_name(name): tensor for name, tensor in worked.block.tensors.items()}
-        finished.save(
-            result, named, _changed(prepared, worked), worked.block.input_scales(), worked.block.cache_scales()
-        )
-        files = {result: build.steps / f"block-{index:04}.safetensors"}
-        if worked.hidden is not None:
-            outputs = {"hidden": worked.hidden, "original": worked.original}
-            kept = build.temporary("hidden.safetensors")
-            save_file({name: value.contiguous() for name, value in outputs.items() if value is not None}, kept)
-            files[kept] = build.steps / f"hidden-{index:04}.safetensors"
-        before = build.steps / f"hidden-{index - 1:04}.safetensors"
-        remove = [before] if before.exists() else []
-        now = time.process_time()
-        record = {**_record(prepared, worked), "cpu_seconds": now - begun}
-        build.commit(f"block-{index:04}", record, files, remove=remove)
-        begun = now
-        progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
+    device = prepared.device
+    keeping = _Keeping(start if kept is None else kept, 0.0 if device.is_cpu else _EVERY)
+    with ExitStack() as stack:
+        lanes = [stack.enter_context(Lane(device.torch)) for _ in range(2)]
+        written: Future[None] | None = None
+        for worked in work(
+            prepared.stream if device.is_cpu else ReadAhead(prepared.stream, lanes[0]),
+            prepared.steps,
+            prepared.layers.schemes,
+            prepared.calibration.ids if prepared.calibration else None,
+            probe_ids=probe_ids,
+            widest=prepared.layers.widest,
+            dtype=getattr(torch, prepared.source.dtype),
+            seed=prepared.request.recipe.seed,
+            activations=prepared.layers.activations,
+            cache=prepared.request.recipe.scheme.kv_cache,
+            fuses=any(load_exporter(step.name).fuses for step in prepared.request.recipe.export),
+            chunk=device.chunk,
+            start=start,
+            begun=0 if kept is None else kept + 1,
+            hidden=states.get("hidden"),
+            original=states.get("original"),
+            rare=Rare(choice.expert_tokens, choice.experts),
+            finished=_finished(prepared, build),
+        ):
+            now = time.process_time()
+            if written is not None:
+                written.result()
+            write = functools.partial(_commit, prepared, build, worked, now - begun, keeping.after(worked))
+            if device.is_cpu:
+                write()
+            else:
+                written = lanes[1].submit(write)
+            begun = now
+            index = worked.block.index
+            progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
+        if written is not None:
+            written.result()
     _finish_rest(prepared, build)
+
+
+class _Keeping:
+    """After which blocks hidden states are kept, for a resume to begin with.
+
+    Args:
+        last: the block whose states were kept last.
+        every: seconds that have to pass between two; on a GPU writing them takes longer than a block, and those between
+            the last that was kept and the first to be done are run again.
+    """
+
+    def __init__(self, last: int, every: float) -> None:
+        self._last, self._every, self._at = last, every, time.monotonic()
+
+    def after(self, worked: Worked) -> tuple[bool, int]:
+        """Whether to keep those behind a block, and the block whose states they replace."""
+        if worked.hidden is None or time.monotonic() - self._at < self._every:
+            return False, self._last
+        before, self._last, self._at = self._last, worked.block.index, time.monotonic()
+        return True, before
+
+
+def _hidden_file(build: Build, index: int) -> Path:
+    return build.steps / f"hidden-{index:04}.safetensors"
+
+
+def _latest(build: Build, start: int) -> int | None:
+    """The last block before `start` whose hidden states were kept."""
+    return next((index for index in range(start - 1, -1, -1) if _hidden_file(build, index).exists()), None)
+
+
+def _commit(prepared: Prepared, build: Build, worked: Worked, cpu_seconds: float, keep: tuple[bool, int]) -> None:
+    """Write one block, and the hidden states behind it."""
+    from safetensors.torch import save_file
+
+    from quantkit.model import finished
+
+    index = worked.block.index
+    result = build.temporary("block.safetensors")
+    named = {worked.block.full_name(name): tensor for name, tensor in worked.block.tensors.items()}
+    finished.save(result, named, _changed(prepared, worked), worked.block.input_scales(), worked.block.cache_scales())
+    files, remove = {result: build.steps / f"block-{index:04}.safetensors"}, []
+    if keep[0]:
+        outputs = {"hidden": worked.hidden, "original": worked.original}
+        kept = build.temporary("hidden.safetensors")
+        save_file({name: value.contiguous() for name, value in outputs.items() if value is not None}, kept)
+        files[kept] = _hidden_file(build, index)
+        remove = [before] if (before := _hidden_file(build, keep[1])).exists() and keep[1] != index else []
+    record = {**_record(prepared, worked), "cpu_seconds": cpu_seconds}
+    build.commit(f"block-{index:04}", record, files, remove=remove)
 
 
 def results(prepared: Prepared, build: Build) -> Finished:
@@ -110,7 +170,8 @@ def _finished(prepared: Prepared, build: Build) -> Callable[[int], nn.Module]:
 
     @functools.cache
     def running() -> StreamedModel:
-        return Values.of_results(prepared.source, prepared.stream, results(prepared, build)).running()
+        values = Values.of_results(prepared.source, prepared.stream, results(prepared, build))
+        return prepared.placed(values.running())
 
     return lambda index: running().load(index)
 
@@ -176,7 +237,8 @@ def _record(prepared: Prepared, worked: Worked) -> dict[str, Any]:
     for name, tensor in worked.block.tensors.items():
         full = worked.block.full_name(name)
         static = worked.block.input_scales().get(full)
-        entry = prepared.layers.entry(full, tensor, worked.errors.get(full), static)
+        error = worked.errors.get(full)
+        entry = prepared.layers.entry(full, tensor, None if error is None else float(error), static)
         entry = entry.model_copy(update={"routed": worked.routed.get(full)})
         layers.append(entry.model_dump(mode="json"))
     return {
@@ -198,6 +260,6 @@ def quantize_head(stream: StreamedModel, layers: Layers) -> tuple[QuantTensor, L
         weight = weight_of(stream.rest().get_submodule(layers.head))
     else:
         # as stored: half the memory of float32 where it is large
-        weight = stream.source.weights.read(stream.files[f"{layers.head}.weight"])
+        weight = stream.source.weights.read(stream.files[f"{layers.head}.weight"]).to(stream.device)
     tensor, error = nearest_in_pieces(weight, layers.schemes[layers.head])
     return tensor, layers.entry(layers.head, tensor, error)

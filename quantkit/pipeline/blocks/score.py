@@ -79,6 +79,7 @@ def score_exports(
             runtime, candidate = "torch", _dense(prepared, build)
         else:
             candidate = load_runtime(runtime).open(build.bundle, torch_threads(), built=built)
+            candidate = prepared.placed(candidate) if isinstance(candidate, StreamedModel) else candidate
         count, unit = score.counted(original, scoring)
         progress.at("score", number / len(exports), f"{count} {unit}s of {scoring.name}, {runtime}")
         found, items = score.rows(
@@ -145,8 +146,8 @@ def _score_long(
     found = long_context.rows(
         original,
         {
-            long_context.named(recipe.scheme.kv_cache): TORCH.stream(folder),
-            long_context.FLOAT: TORCH.stream(folder, cache=False),
+            long_context.named(recipe.scheme.kv_cache): prepared.placed(TORCH.stream(folder)),
+            long_context.FLOAT: prepared.placed(TORCH.stream(folder, cache=False)),
         },
         tokens.long(recipe, prepared.source, long_context.CONTEXT, long_context.SAMPLES),
         subject=subject,
@@ -160,7 +161,7 @@ def _dense(prepared: Prepared, build: Build) -> StreamedModel:
     """The model with the values that its codes stand for, inputs quantized, where no checkpoint holds it."""
     from quantkit.exporters.values import Values
 
-    return Values.of_results(prepared.source, prepared.stream, results(prepared, build)).running()
+    return prepared.placed(Values.of_results(prepared.source, prepared.stream, results(prepared, build)).running())
 
 
 def _scored(progress: Progress, number: int, count: int, done: float) -> None:

@@ -57,6 +57,7 @@ class TransformerSubject:
         self.out: Path = prepared.out
         self.decisions: list[Decision] = prepared.decisions
         self.notes: Sequence[str] = prepared.source.notes
+        self.device = prepared.device
 
     @cached_property
     def expected(self) -> Compiling:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from quantkit.bundle import Decision
 from quantkit.calibrate.statistics import routing
 from quantkit.calibrate.statistics.collected import Original, Stats
 from quantkit.calibrate.statistics.scales import Scales
+from quantkit.calibrate.statistics.sums import nonfinite
 from quantkit.errors import InputError
 from quantkit.model.streaming import cache as caches
 from quantkit.model.streaming import inputs
@@ -32,6 +33,7 @@ from quantkit.model.structure.fold import Fold
 from quantkit.model.structure.skip import skips
 from quantkit.model.structure.traced import Structure
 from quantkit.passes import Outcome, Pass, decision
+from quantkit.passes.solvers.factor import ATTEMPTS, no_factor, raised_damping
 from quantkit.planning.compiling.spec import chunk_size
 from quantkit.plugins.outside import demand_returned
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
@@ -64,7 +66,7 @@ class Worked:
         hidden: its output on the calibration set; None when no pass looks at data.
         original: its output in the original stream; None when no pass looks at that.
         decisions: of its passes.
-        errors: linear's full name -> relative squared weight error.
+        errors: linear's full name -> relative squared weight error, [] on the block's device.
         routed: of an expert's linear, its full name -> the calibration tokens that were routed to it.
     """
 
@@ -72,12 +74,28 @@ class Worked:
     hidden: Tensor | None
     original: Tensor | None = None
     decisions: list[Decision] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, Tensor] = field(default_factory=dict)
     routed: dict[str, int] = field(default_factory=dict)
 
 
 # shared input's name -> where its scale can go, and why some have no such place
 Found = tuple[Mapping[str, Fold], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was found on a block, for those like it.
+
+    Args:
+        folds: see `Found`; proved on each block again.
+        skips: what each linear's output is added to (`model/structure/skip.py`). It is found by comparing values, which
+            a GPU would be waited for, so that there the blocks of one structure share it.
+        structure: of the block that `skips` was found on.
+    """
+
+    folds: Found = field(default_factory=lambda: ({}, {}))
+    skips: Mapping[str, str] = field(default_factory=dict)
+    structure: Structure | None = None
 
 
 class _ProvedFolds(Mapping[str, Fold]):
@@ -185,12 +203,15 @@ def work(
     fuses: bool = False,
     activations: Mapping[str, ActivationScheme] | None = None,
     cache: CacheScheme | None = None,
+    chunk: int | None = None,
     start: int = 0,
     hidden: Tensor | None = None,
     original: Tensor | None = None,
+    begun: int | None = None,
     on_start: Callable[[Calls], None] | None = None,
     rare: Rare | None = None,
     finished: Callable[[int], nn.Module] | None = None,
+    known: Known | None = None,
 ) -> Iterator[Worked]:
     """Run every pass on every block, one block at a time.
 
@@ -202,12 +223,15 @@ def work(
         dtype: what unquantized tensors will be stored in.
         fuses: whether any destination gains from linears that are stored as one.
         activations: linear's full name -> how its input is quantized, for those where it is.
+        chunk: sequences of one forward; None: as many as a processor's memory should hold.
         start: the first block to work on; earlier ones are done.
-        hidden: the input of block `start` on `ids`, when resuming.
+        hidden: the input of block `begun` on `ids`, when resuming.
         original: the same in the original stream, where a pass looks at that.
+        begun: at most `start`, which it is if nothing is said; blocks between the two run as they were decided on.
         on_start: called with the calls before the first block.
         rare: what becomes of experts that see few calibration tokens.
-        finished: the blocks before `start` as they were decided on: a live model's forward goes through them.
+        finished: the blocks before `start` as they were decided on; a live model's forward goes through all of them.
+        known: what was found on a block like these.
 
     Yields:
         each block when it is finished; the caller commits it before asking for the next.
@@ -217,25 +241,27 @@ def work(
     calls: Calls | None = None
     originals: Calls | None = None
     activations = activations or {}
+    begun = start if begun is None else begun
     if ids is not None and looks_at_data(steps, activations.values(), cache):
         both = looks_at_original(steps)
         # what the shared inputs hold in the original stream is kept beside, about a third as much again: less than what
         # running every stage anew would cost
-        calls = stream.begin(ids, chunk_size(widest, ids.shape[1]))
+        calls = stream.begin(ids, chunk or chunk_size(widest, ids.shape[1]))
         if both:
             originals = stream.begin(ids, calls.chunk) if calls.live else calls
             original = calls.hidden if original is None or calls.live else original
         hidden = calls.hidden if hidden is None or calls.live else hidden
         if on_start is not None:
             on_start(calls)
+    known = known or Known()
     block_steps = [step for step in steps if step.run.scope == "block"]
-    like: Found = ({}, {})
+    loop = _Loop(stream, block_steps, schemes, activations, cache, dtype, seed, fuses, rare or Rare())
     visits = stream.visits
     for stage, index in enumerate(visits):
         if index in visits[:stage]:
             continue
         if index < start:
-            if finished is not None and calls is not None and calls.live and hidden is not None:
+            if finished is not None and calls is not None and hidden is not None and (calls.live or index >= begun):
                 module = finished(index)
                 hidden = _again(calls, module, stage, visits, calls.run_all(module, stage, hidden))
                 if originals is not None and original is not None:
@@ -246,18 +272,83 @@ def work(
                 module = stream.load(index)
                 probed = _again(probe, module, stage, visits, probe.run_all(module, stage, probed))
             continue
-        module = stream.load(index)
-        call = probe.call(stage)
+        states = _States(stage, probe, probed, calls, hidden, originals, original)
+        worked, stats, known = loop.settled(index, states, known)
+        module = worked.block.module
+        if calls is not None:
+            hidden = worked.hidden = _again(calls, module, stage, visits, stats.settled())
+            if stats.original is not None and originals is not None:
+                outputs = stats.original_outputs()
+                original = worked.original = _again(originals, stats.original.module, stage, visits, outputs)
+            worked.decisions += _about_scales(worked.block, stats.scales)
+        if probe.live:
+            probed = _again(probe, module, stage, visits, probe.run_all(module, stage, probed))
+        yield worked
+        if index % _TRIM == _TRIM - 1:
+            machine.trim_heap()
+
+
+@dataclass(frozen=True)
+class _States:
+    """What a block is run on: the stage, and for probe, calibration set and original stream, calls and its input."""
+
+    stage: int
+    probe: Calls
+    probed: Tensor
+    calls: Calls | None
+    hidden: Tensor | None
+    originals: Calls | None
+    original: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """What all blocks have in common; see `work`."""
+
+    stream: BlockStream
+    steps: Sequence[PassRun]
+    schemes: Mapping[str, WeightScheme]
+    activations: Mapping[str, ActivationScheme]
+    cache: CacheScheme | None
+    dtype: torch.dtype
+    seed: int
+    fuses: bool
+    rare: Rare
+
+    def settled(self, index: int, states: _States, known: Known) -> tuple[Worked, Stats, Known]:
+        """A block through its passes; again, where the device says that a Hessian had no factor.
+
+        Raises:
+            InputError: `activations-nonfinite`, `hessian-not-positive`, and those of the passes.
+        """
+        raised: dict[str, int] = {}
+        while True:
+            worked, stats, known = self._once(index, states, known, raised)
+            failed = stats.failed()
+            if not failed:
+                return worked, stats, known
+            for doubt in sorted(failed, key=lambda each: each.again):
+                where = worked.block.full_name(doubt.group)
+                if not doubt.again:
+                    raise nonfinite(where, "NaN or infinite inputs")
+                raised[doubt.group] = raised.get(doubt.group, 0) + 1
+                if raised[doubt.group] >= ATTEMPTS:
+                    raise no_factor(raised_damping(0.0, raised[doubt.group]), where)
+
+    def _once(
+        self, index: int, states: _States, known: Known, raised: Mapping[str, int]
+    ) -> tuple[Worked, Stats, Known]:
+        module = self.stream.load(index)
+        stage, hidden = states.stage, states.hidden
+        call = states.probe.call(stage)
         with experts.all_running(module):
-            traced = structure.trace(module, lambda module=module, call=call: call(module))  # type: ignore[misc]
+            traced = structure.trace(module, lambda: call(module))
         counts: dict[str, int] = {}
-        if calls is not None and hidden is not None:
-            counts = routing.count(module, calls, stage, hidden)
-        folds = _ProvedFolds(module, traced, call, like)
-        name = stream.block_names[index]
+        if states.calls is not None and hidden is not None:
+            counts = routing.count(module, states.calls, stage, hidden)
+        folds = _ProvedFolds(module, traced, call, known.folds)
+        name = self.stream.block_names[index]
         prefix = f"{name}." if name else ""
-        before = copy.deepcopy(module) if original is not None else None
-        quantized = {name: activations[prefix + name] for name in traced.linears if prefix + name in activations}
         block = Block(
             name=name,
             index=index,
@@ -265,49 +356,45 @@ def work(
             structure=traced,
             folds=folds,
             declined=_Reasons(folds),
-            schemes={linear: schemes.get(prefix + linear) for linear in traced.linears},
-            dtype=dtype,
-            seed=seed,
-            fuses=fuses,
-            original=before,
-            inputs=inputs.attach(module, quantized),
-            cache=caches.attach(module, cache) if cache is not None else None,
-            keeps_errors=any("weight_errors" in step.needs for step in block_steps),
+            schemes={linear: self.schemes.get(prefix + linear) for linear in traced.linears},
+            dtype=self.dtype,
+            seed=self.seed,
+            fuses=self.fuses,
+            original=copy.deepcopy(module) if states.original is not None else None,
+            inputs=inputs.attach(
+                module,
+                {name: self.activations[prefix + name] for name in traced.linears if prefix + name in self.activations},
+            ),
+            cache=caches.attach(module, self.cache) if self.cache is not None else None,
+            keeps_errors=any("weight_errors" in step.needs for step in self.steps),
         )
         worked = Worked(block, None)
-        worked.routed, worked.decisions = settle(block, counts, rare or Rare())
-        stats = Stats(module, traced.groups, calls or probe, stage, hidden if hidden is not None else probed)
-        stats.scales = Scales(block.inputs, block.cache, dtype)
-        if block.original is not None and original is not None and originals is not None:
-            stats.original = Original(block.original, original, originals, skips(module, call))
+        worked.routed, worked.decisions = settle(block, counts, self.rare)
+        whole = hidden if hidden is not None else states.probed
+        stats = Stats(module, traced.groups, states.calls or states.probe, stage, whole, raised=raised)
+        stats.scales = Scales(block.inputs, block.cache, self.dtype)
+        if block.original is not None and states.original is not None and states.originals is not None:
+            if not (whole.is_cuda and known.structure == traced):
+                known = replace(known, skips=skips(module, call), structure=traced)
+            stats.original = Original(block.original, states.original, states.originals, known.skips)
         for linear in traced.idle:
-            if schemes.get(prefix + linear) is not None:
+            if self.schemes.get(prefix + linear) is not None:
                 reason = "no token reached it while the block was traced; it stays in high precision"
                 worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
-        for step in block_steps:
+        for step in self.steps:
             outcome = demand_returned(step.run.run(block, stats, step.settings), Outcome, step.run, "run")
             worked.decisions += outcome.decisions
             worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
-        if any("codes" in step.run.ensures for step in block_steps):
+        if any("codes" in step.run.ensures for step in self.steps):
             for linear in block.linears():
                 if linear not in block.tensors:
                     reason = "no calibration token reached it; it stays in high precision"
                     worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
         routing.force(module, [])
         # a block where fewer folds hold is no model for the next
-        if folds.asked and len(folds.found[0]) >= len(like[0]):
-            like = folds.found
-        if calls is not None:
-            hidden = worked.hidden = _again(calls, module, stage, visits, stats.settled())
-            if stats.original is not None and originals is not None:
-                outputs = stats.original_outputs()
-                original = worked.original = _again(originals, stats.original.module, stage, visits, outputs)
-            worked.decisions += _about_scales(block, stats.scales)
-        if probe.live:
-            probed = _again(probe, module, stage, visits, probe.run_all(module, stage, probed))
-        yield worked
-        if index % _TRIM == _TRIM - 1:
-            machine.trim_heap()
+        if folds.asked and len(folds.found[0]) >= len(known.folds[0]):
+            known = replace(known, folds=folds.found)
+        return worked, stats, known
 
 
 def _again(calls: Calls, module: nn.Module, stage: int, visits: Sequence[int], hidden: Tensor) -> Tensor:

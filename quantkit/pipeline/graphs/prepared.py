@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean, one
+from quantkit.model.device import AUTO, CPU
 from quantkit.passes import NOTE, decision, pass_of
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.mixed import Mixed
@@ -63,8 +64,21 @@ class PreparedGraph:
     decisions: list[Decision]
 
 
+def _demand_processor(request: Request) -> None:
+    """Raises InputError (`device-unsupported`)."""
+    if request.device not in (CPU, AUTO):
+        raise InputError(
+            "device-unsupported",
+            where=f"--device {request.device}",
+            value=f"{request.model} is a float ONNX graph",
+            rule="graphs are observed and solved in ONNX Runtime on the processor",
+            remedy="--device cpu, or auto",
+        )
+
+
 def prepare(request: Request) -> PreparedGraph:
     """Open and check everything. Raises InputError."""
+    _demand_processor(request)
     from quantkit.graph.fuse import fuse, fusions
     from quantkit.graph.open import open_graph
     from quantkit.graph.sites import sites

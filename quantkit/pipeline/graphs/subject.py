@@ -30,6 +30,7 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import size_rows
+from quantkit.model.device import ComputeDevice
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.graphs.engine import wanted
@@ -59,6 +60,7 @@ class GraphSubject:
         self.out: Path = prepared.out
         self.decisions: list[Decision] = prepared.decisions
         self.notes: Sequence[str] = prepared.graph.notes
+        self.device = ComputeDevice()
 
     @cached_property
     def expected(self) -> Compiling:

@@ -13,6 +13,7 @@ from typing import cast
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
+from quantkit.model.device import CPU
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.plan.candidates import Chosen, choose, float_of, labels
 from quantkit.pipeline.request import runs_here, this_machine
@@ -72,6 +73,7 @@ class PlanQuestion:
         measured: files or bundles to learn efficiencies from, besides what is known.
         changes: `PATH=YAML` changes to every recipe.
         allow_code: run the files that the recipes' passes name.
+        device: where the compile is to compute, as `--device` of it.
     """
 
     model: str
@@ -90,6 +92,7 @@ class PlanQuestion:
     measured: Sequence[Path] = ()
     changes: Sequence[str] = ()
     allow_code: bool = False
+    device: str = CPU
 
 
 def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Outlook:
@@ -212,7 +215,10 @@ def _candidate(
     served = replace(served, devices=devices)
     memory = _memory(footprint, workload, devices, needed)
     rows = [_row(served, batch, workload, footprint, prices) for batch in _batches(workload, memory)]
-    expected, unknown = _compiling(chosen, architecture, target)
+    try:
+        expected, unknown = _compiling(chosen, architecture, target, question.device)
+    except InputError as problem:
+        return PlannedRecipe(label, label, problem=problem)
     load, refused = _load(served, workload, memory)
     return PlannedRecipe(
         label,
@@ -336,11 +342,15 @@ def _memory(footprint: Footprint, workload: Workload, devices: int, needed: int 
     )
 
 
-def _compiling(chosen: Chosen, architecture: Architecture, target: Target) -> tuple[Compiling | None, list[str]]:
-    """What the compile takes on this machine, which need not be the target."""
+def _compiling(
+    chosen: Chosen, architecture: Architecture, target: Target, device: str
+) -> tuple[Compiling | None, list[str]]:
+    """What the compile takes on this machine, which need not be the target. Raises InputError, of the device."""
     try:
-        return unopened(architecture, chosen.recipe, speed=runs_here(target)), []
+        return unopened(architecture, chosen.recipe, speed=runs_here(target), device=device, target=target), []
     except InputError as problem:
+        if problem.code in ("device-absent", "device-memory"):
+            raise
         return None, [f"what the compile takes is not known: {problem.remedy or problem.value}"]
 
 

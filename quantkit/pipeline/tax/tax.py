@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit._version import __version__
 from quantkit.bundle import Verdict
-from quantkit.kernels.dispatch import EXPANDED, FILE, OURS, KernelTiming, Recorded, fastest
+from quantkit.kernels.dispatch import FILE, LAYERS, KernelTiming, Recorded, fastest
 from quantkit.measurement.operators import run as ops_run
 from quantkit.measurement.operators.advice import advise, verdicts
 from quantkit.measurement.operators.rows import ALL
@@ -54,7 +54,7 @@ class TaxAnswer:
             for row in self.rows
             if row.name == "latency.op" and row.settings.get("variant") == variant and row.value is not None
         ]
-        timings = [_timing(row) for row in timed if row.settings.get("kernel") in (OURS, EXPANDED)]
+        timings = [_timing(row) for row in timed if row.settings.get("kernel") in LAYERS]
         device = timed[0].device if timed else None
         if not timings or device is None:
             return None

@@ -129,6 +129,7 @@ class Compiling:
             no compile was fitted.
         memory: part -> bytes resident at its peak; a graph's timing runs in processes of its own and is not in it.
         notes: what was assumed.
+        device: how it lies on a GPU, if it computes on one: bytes, and sequences that go through at once.
     """
 
     seconds: Mapping[str, float]
@@ -138,6 +139,7 @@ class Compiling:
     disk: Disk
     machine: Machine
     notes: tuple[str, ...] = ()
+    device: Mapping[str, Any] | None = None
 
     @property
     def total(self) -> float:
@@ -167,4 +169,5 @@ class Compiling:
             "disk_bytes": {name: round(getattr(self.disk, name)) for name in ("bundle", "work", "cache")},
             "machine": self.machine.name,
             "notes": list(self.notes),
+            **({"device": dict(self.device)} if self.device else {}),
         }

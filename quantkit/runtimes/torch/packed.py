@@ -1,7 +1,8 @@
 """A bundle's model with its quantized linears in our own kernels: weights stay packed where they are multiplied.
 
 transformers builds the classes and loads what is not quantized; every quantized linear becomes a `QuantLinear`. One
-that no kernel takes (its format, its groups, a fixed input scale) is expanded to floats, its inputs and the cache stay
+that none of our kernels takes (its format, its groups) becomes another library's, if that is installed and takes it
+(`kernels.backends`). What is left (a fixed input scale, say) is expanded to floats, its inputs and the cache stay
 floats, and the reason is kept.
 """
 
@@ -20,6 +21,7 @@ from quantkit.formats import QuantTensor
 from quantkit.kernels.dispatch import FILE, Recorded
 from quantkit.model.source.open import open_written
 from quantkit.model.source.weights import Weights
+from quantkit.model.structure.names import same
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes.torch.classes import built, described
 from quantkit.runtimes.torch.reloaded import ExpandedWeights
@@ -27,8 +29,10 @@ from quantkit.runtimes.torch.reloaded import expanded as dense
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
+    from quantkit.kernels.backends.humming import HummingLinear
     from quantkit.kernels.dispatch import Table
     from quantkit.kernels.layout import PackedWeight
+    from quantkit.model.source.open import Source
 
 _TRITON = "triton"
 
@@ -97,12 +101,14 @@ def load(
 
     model_class, config = described(folder)
     weights = dense(source).weights
-    packed, reasons = _packed(bundle, weights, _linears(model_class, config), device)
+    packed, others, reasons = _packed(bundle, weights, _linears(model_class, config), device, dtype, source, table)
     if (source.config.get("quantization_config") or {}).get("kv_cache_scheme"):
         reasons["cache"] = "keys and values are kept as floats"
     # of what stays packed nothing is written into the memory that stands for it, so that it is never taken
     state = {
-        name: torch.empty(entry.shape, dtype=dtype) if name.removesuffix(".weight") in packed else weights.read(name)
+        name: torch.empty(entry.shape, dtype=dtype)
+        if name.removesuffix(".weight") in {**packed, **others}
+        else weights.read(name)
         for name, entry in weights.entries.items()
     }
     model = built(model_class, config, state, dtype)
@@ -112,27 +118,73 @@ def load(
         bias = None if old.bias is None else old.bias.detach().to(device)
         known = table if table is not None and weight.shape in table.choices else None
         model.set_submodule(name, QuantLinear(weight, bias, table=known, memory=memory))
+    for name, other in others.items():
+        old = model.get_submodule(name)
+        other.bias = None if old.bias is None else old.bias.detach().to(device)
+        model.set_submodule(name, other)
     return PackedModel(model.to(device), reasons)
 
 
 def _packed(
-    bundle: Bundle, weights: Weights, linears: set[str], device: str
-) -> tuple[dict[str, PackedWeight], dict[str, str]]:
-    """(linear -> its weight for our kernels, linear -> why there is none)."""
+    bundle: Bundle,
+    weights: Weights,
+    linears: set[str],
+    device: str,
+    dtype: torch.dtype,
+    source: Source,
+    table: Table | None,
+) -> tuple[dict[str, PackedWeight], dict[str, HummingLinear], dict[str, str]]:
+    """(linear -> its weight for our kernels, linear -> another library's, linear -> why there is neither)."""
     packed: dict[str, PackedWeight] = {}
+    others: dict[str, HummingLinear] = {}
     reasons: dict[str, str] = {}
     if not isinstance(weights, ExpandedWeights):
-        return packed, reasons
+        return packed, others, reasons
     layers = {layer.name: layer for layer in bundle.manifest.layers}
     for prefix in weights.packed.values():
         try:
             layer = _entry(prefix, layers, linears)
             scheme = WeightScheme.model_validate(layer.scheme)
             tensor = weights.layout.read_back(prefix, scheme, weights.stored.read)
-            packed[prefix] = _for_kernel(tensor, layer).to(device)
         except InputError as error:
             reasons[prefix] = f"{error.value}; {error.rule}"
-    return packed, reasons
+            continue
+        try:
+            packed[prefix] = _for_kernel(tensor, layer).to(device)
+        except InputError as error:
+            try:
+                others[prefix] = _other(prefix, weights, source, dtype, device, table)
+            except InputError as second:
+                reasons[prefix] = f"{error.value}, {second.value}; {error.rule}, {second.rule}"
+    return packed, others, reasons
+
+
+def _other(
+    prefix: str, weights: ExpandedWeights, source: Source, dtype: torch.dtype, device: str, table: Table | None
+) -> HummingLinear:
+    """A linear in another library's kernels. Raises InputError where there is none, or it was not the fastest."""
+    from quantkit.kernels.backends.humming import NAME, HummingLinear
+
+    shape = weights.layout.shape(prefix, weights.stored.read)
+    measured = {choice.candidate for choice in table.choices.get(shape, ())} if table is not None else set()
+    if measured - {NAME}:
+        raise InputError(
+            "kernel-unsupported", where=prefix, value=f"measured {shape}", rule=f"{NAME} was not the fastest"
+        )
+    config = source.config["quantization_config"]
+    groups = list(config.get("config_groups", {}).values())
+    if not groups:
+        raise InputError(
+            "kernel-unsupported", where=prefix, value="its layout", rule=f"{NAME} reads compressed-tensors"
+        )
+    group = next((each for each in groups if any(same(prefix, name) for name in each["targets"])), groups[0])
+    # a layer has none of the model's tensors but its own, by their own names
+    own = f"{prefix}."
+    stored = {
+        name.removeprefix(own): weights.stored.read(name) for name in weights.stored.entries if name.startswith(own)
+    }
+    stored.pop("bias", None)
+    return HummingLinear(stored, {"format": config["format"], **group}, shape, dtype=dtype, device=device)
 
 
 def _linears(model_class: Any, config: Any) -> set[str]:

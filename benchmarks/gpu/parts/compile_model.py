@@ -1,0 +1,152 @@
+"""A random model of 8B's shapes, whose weights are made on this machine, compiled on its GPU by the command, twice.
+
+What a compile takes does not depend on what the weights are. Config, tokenizer and token ids come with
+`make gpu-bundle`; without it they are made here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[3]
+SIZES = {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128256}
+# what has to be reached: seconds of the blocks' work, of 32 layers
+SECONDS = 60.0
+RECIPE, TARGET = "gptq-int4", "h200"
+
+
+def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
+    """(section, entry): `model`, one entry a compile; `settles`.
+
+    Args:
+        job: `layers`; `target` of the compile; `bundle`: what `make gpu-bundle` made; `work`: a folder with room.
+        deadline: `time.monotonic()` after which nothing new begins.
+
+    Raises:
+        InputError: `compile-failed`, with what the command said.
+    """
+    layers, text = int(job["layers"]), Path(job["bundle"]) / "ids.jsonl"
+    with tempfile.TemporaryDirectory(dir=job["work"]) as name:
+        folder = Path(name)
+        begin = time.monotonic()
+        made(folder / "model", layers, Path(job["bundle"]) / "model")
+        yield "model", {"what": "weights", "layers": layers, "seconds": time.monotonic() - begin}
+        found = []
+        for run in range(2):
+            if time.monotonic() > deadline:
+                yield "model", {"what": f"compile {run + 1}", "reason": "the time was up"}
+                return
+            asked = command(folder / "model", folder / f"bundle-{run}", job["target"], text if text.is_file() else None)
+            answer = compiled(asked, deadline)
+            yield "model", {"what": f"compile {run + 1}", "layers": layers, **answer}
+            if answer["exit"] not in (0, 1):  # a gate may fail: weights are random
+                said = answer.get("error") or {"value": answer.get("reason", "")}
+                raise InputError("compile-failed", where=" ".join(asked[2:5]), value=said["value"])
+            found.append(answer)
+            shutil.rmtree(folder / f"bundle-{run}", ignore_errors=True)
+    if found and layers == 32:
+        best = min(each["seconds"] for each in found)
+        yield "settles", {"line": "compile-8b", "holds": best <= SECONDS, "by": f"{best:.1f} s, all of the command"}
+    if len(found) == 2:
+        same = found[0]["content_sha256"] == found[1]["content_sha256"]
+        yield "settles", {"line": "compile-same", "holds": same, "by": "two compiles, each in a process of its own"}
+
+
+def made(folder: Path, layers: int, described: Path) -> None:
+    """A checkpoint of random weights in bfloat16, drawn on the GPU, a shard a layer.
+
+    Args:
+        folder: new.
+        layers: how many.
+        described: where config and tokenizer are; it need not exist.
+    """
+    sys.path.append(str(ROOT / "benchmarks"))
+    from harness import random_model
+
+    if described.is_dir():
+        shutil.copytree(described, folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": layers}))
+    else:
+        random_model.describe(folder, layers=layers, positions=2048, dtype="bfloat16", **SIZES)
+    random_model.fill(folder, device="cuda")
+
+
+def command(model: Path, out: Path, target: str, text: Path | None) -> list[str]:
+    """What a user types."""
+    asked = ["compile", str(model), "--recipe", RECIPE, "--device", "cuda", "--target", target, "--out", str(out)]
+    asked += ["--calibration", str(text)] if text else []
+    return [sys.executable, "-m", "quantkit", *asked, "--json"]
+
+
+def compiled(command: list[str], deadline: float) -> dict[str, Any]:
+    """Exit code, seconds, peaks and content hash of one compile; its error where it ended with one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    begin = time.monotonic()
+    with _Peak() as peak:
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=max(deadline - begin, 1.0),
+            )
+        except subprocess.TimeoutExpired:
+            return {"exit": None, "seconds": time.monotonic() - begin, "reason": "the time was up"}
+    found: dict[str, Any] = {"exit": done.returncode, "seconds": time.monotonic() - begin, "gpu_peak_bytes": peak.bytes}
+    found["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    try:
+        envelope = json.loads(done.stdout)
+    except ValueError:
+        return found | {"reason": f"no answer: {done.stderr[-300:]}"}
+    result = envelope["result"] or {}
+    for name in ("content_sha256", "seconds", "memory_peak_bytes", "stages"):
+        if name in result:
+            found[f"told_{name}" if name in found else name] = result[name]
+    return found | {"error": envelope["error"], "warnings": envelope["warnings"]}
+
+
+class _Peak:
+    """The most that the GPU's memory held while something else ran, beyond what it held before, as the driver says."""
+
+    def __init__(self) -> None:
+        self.bytes: int | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> _Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            before = most = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            while not self._over.wait(0.05):
+                most = max(most, int(pynvml.nvmlDeviceGetMemoryInfo(handle).used))
+            self.bytes = most - before
+        except Exception:
+            # the figure is missing, and nothing else
+            self.bytes = None

@@ -1,0 +1,213 @@
+"""Kernels compiled before anything runs, by many processes: each launch of a stage, made once where no GPU is needed.
+
+What Triton (3.6, `compiler.get_cache_key`) looks a compiled kernel up by is Triton itself, the kernel's source with the
+types of its arguments, constants and what divides by 16, ptxas, options and environment: of the device only its
+architecture. So a launch of tensors on the CPU, under a driver that names the GPU's architecture and launches nothing,
+leaves in the cache what the same launch on the GPU looks for. Sizes count only by what divides them: a weight of 256
+rows stands for all whose rows the tiles divide, one of 272 for the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, PROFILED, SWEPT, VARIANTS
+from quantkit.kernels.configs import Config, candidates
+from quantkit.kernels.dequantize import dequantize
+from quantkit.kernels.layout import PackedWeight
+from quantkit.kernels.matmul import weight_only
+from quantkit.kernels.native import native
+from quantkit.kernels.quantize import quantize_tokens
+from quantkit.kernels.workspace import Workspace
+from quantkit.measurement.cuda.weights import FormatVariant, known, weight
+
+# bytes of shared memory that a program may have
+_SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
+_COLUMNS = 4096
+# rows: whole tiles of every size, and not
+_EVEN, _ODD = 256, 272
+# a batch of each width of x, those of a whole model's first
+_BATCHES = (16, 64, 256, 32, 128)
+
+
+class Compiler:
+    """A driver of Triton's for an architecture: it compiles, and launches nothing.
+
+    Args:
+        sm: 80, 89, 90.
+    """
+
+    def __init__(self, sm: int) -> None:
+        self.sm = sm
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        """The architecture."""
+        return GPUTarget("cuda", self.sm, 32)
+
+    def get_current_device(self) -> int:
+        """There is one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Nothing is launched."""
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """What a kernel is held to before it is loaded."""
+        return {"max_shared_mem": _SHARED.get(self.sm, max(_SHARED.values()))}
+
+    def load_binary(self, *_: Any) -> tuple[None, None, int, int, int]:
+        """Module, function, registers, spills, threads."""
+        return None, None, 0, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        """Launches nothing. The C that does is compiled where its library is: the same cache keeps it."""
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        with suppress(Exception):
+            CudaLauncher(source, metadata)
+        return lambda *_: None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel to compile.
+
+    Args:
+        what: `product`, `tokens` or `expanded`.
+        variant: of the weight.
+        dtype: of x.
+        even: whether tiles divide the weight's rows.
+        config: of a product.
+        batch: rows of x.
+        decode: False: the raw twin.
+    """
+
+    what: str
+    variant: str
+    dtype: str
+    even: bool = True
+    config: Config | None = None
+    batch: int = 16
+    decode: bool = True
+
+
+def launches(stages: Iterable[str], dtype: str, settings: int | None = None) -> list[Launch]:
+    """What the stages launch, each once, in the order in which it is wanted.
+
+    Args:
+        stages: names.
+        dtype: of the sweep: `bf16`, `fp16`.
+        settings: how many of a width; None: all.
+    """
+    wanted: list[Launch] = []
+    for stage in stages:
+        wanted += _OF.get(stage, lambda dtype, settings: [])(dtype, settings)
+    return list(dict.fromkeys(wanted))
+
+
+def _correct(dtype: str, settings: int | None) -> Iterator[Launch]:
+    for variant in VARIANTS:
+        for each in DTYPES:
+            for batch in (16, 64, 256, 32):
+                for config in {candidates(batch)[0]: 0, candidates(batch)[-1]: 0}:
+                    yield Launch("product", variant.name, each, even=False, config=config, batch=batch)
+            yield Launch("tokens" if variant.native else "expanded", variant.name, each, even=False)
+
+
+def _race(dtype: str, settings: int | None) -> Iterator[Launch]:
+    for variant in VARIANTS:
+        for batch in (16, 64):
+            for config in candidates(batch)[:settings]:
+                if config.split > 1:
+                    yield Launch("product", variant.name, dtype, config=config, batch=batch)
+
+
+def _sweep(dtype: str, settings: int | None) -> Iterator[Launch]:
+    """The first settings of all widths before the others: the sweep takes them in this order."""
+    most = max(len(candidates(batch)) for batch in _BATCHES)
+    for part in (range(FIRST_SETTINGS), range(FIRST_SETTINGS, most)):
+        for variant in VARIANTS[:SWEPT]:
+            yield Launch("tokens" if variant.native else "expanded", variant.name, dtype)
+            for batch in _BATCHES:
+                for config in [each for at, each in enumerate(candidates(batch)[:settings]) if at in part]:
+                    for decode in (True,) if variant.native else (True, False):
+                        yield Launch("product", variant.name, dtype, config=config, batch=batch, decode=decode)
+
+
+def _whole(dtype: str, settings: int | None) -> Iterator[Launch]:
+    """Any setting may be the sweep's choice."""
+    return (each for each in _sweep(dtype, settings) if each.variant in IN_WHOLE and each.decode)
+
+
+def _profile(dtype: str, settings: int | None) -> Iterator[Launch]:
+    return (each for each in _sweep(dtype, 1) if each.variant in PROFILED and each.batch == 16)
+
+
+_OF: dict[str, Callable[[str, int | None], Iterable[Launch]]] = {
+    "correct": _correct,
+    "race": _race,
+    "sweep": _sweep,
+    "whole": _whole,
+    "profile": _profile,
+}
+
+
+def compiled(wanted: Sequence[Launch], sm: int, deadline: float) -> tuple[int, list[dict[str, Any]]]:
+    """Makes each launch under `Compiler`.
+
+    Args:
+        wanted: launches.
+        sm: of the GPU.
+        deadline: `time.monotonic()` after which nothing new begins.
+
+    Returns:
+        how many were compiled, and `[{"launch", "reason"}]` of those that were not.
+    """
+    driver.set_active(Compiler(sm))
+    done, failed = 0, []
+    for launch in wanted:
+        if time.monotonic() > deadline:
+            failed.append({"launch": str(launch), "reason": "the time was up"})
+            continue
+        try:
+            made(launch)
+            done += 1
+        except Exception as error:
+            failed.append({"launch": str(launch), "reason": f"{type(error).__name__}: {error}"[:300]})
+    return done, failed
+
+
+def made(launch: Launch) -> None:
+    """The launch."""
+    variant, dtype = known()[launch.variant], DTYPES[launch.dtype]
+    packed = _weight(variant, launch.even)
+    x = torch.zeros(launch.batch, _COLUMNS, dtype=dtype)
+    if launch.what == "tokens":
+        quantize_tokens(x, variant.format)
+    elif launch.what == "expanded":
+        dequantize(packed, dtype)
+        if not launch.even:
+            dequantize(packed, torch.float32)
+    elif variant.native:
+        codes = torch.zeros(x.shape, dtype=torch.int8 if variant.format == "int8" else torch.float8_e4m3fn)
+        assert launch.config is not None
+        native(codes, torch.ones(launch.batch), packed, launch.config, dtype=dtype, workspace=Workspace())
+    else:
+        assert launch.config is not None
+        weight_only(x, packed, launch.config, workspace=Workspace(), decode=launch.decode)
+
+
+@cache
+def _weight(variant: FormatVariant, even: bool) -> PackedWeight:
+    return weight(variant, _EVEN if even else _ODD, _COLUMNS, "cpu")

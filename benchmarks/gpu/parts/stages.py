@@ -1,0 +1,334 @@
+"""The stages of `run_all.py`, each the work of a process of its own: a job in, rows `[section, data]` out.
+
+Rows are told as they are found, so that a stage that dies leaves what it had. torch and whatever stands on it is
+imported in the process of the stage alone: the one that runs them all cannot be hurt by it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import InputError, QuantkitError
+from quantkit.runtimes import child
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from quantkit.measurement.cuda.device import GpuDevice
+
+SKIPPED = "stage-skipped"
+# lines of PENDING.md that a record settles: the stage that does
+LINES = {
+    **dict.fromkeys(("kernels", "bfloat16", "byte-perm"), "correct"),
+    **{"split": "race", "solvers": "solvers"},
+    **dict.fromkeys(("speeds", "int4-bound", "int4-never-behind", "decoding-hidden", "settings", "peers"), "sweep"),
+    **{"steps": "whole", "compile-8b": "model", "compile-same": "model"},
+    **dict.fromkeys(("engine-right", "engine-address", "engine-speed"), "engines"),
+}
+# processes that compile; of a machine with more cores one is left for whoever waits
+_COMPILERS = 15
+# whole models: at which batches, with how many tokens in the cache
+_STEPS, _CONTEXT = (1, 4, 16, 64), 512
+
+
+def skipped(stage: str, why: str) -> InputError:
+    """Raised by a stage that cannot be done here, which loses nothing."""
+    return InputError(SKIPPED, where=stage, value=why)
+
+
+def telling(caller: child.Caller) -> Callable[[str, Any], None]:
+    """What tells the caller a section of the record and one entry of it."""
+
+    def give(section: str, data: Any) -> None:
+        if section == "settles" and data["line"] not in LINES:
+            raise KeyError(data["line"])
+        caller.row([section, cleaned(data)])
+
+    return give
+
+
+@dataclass
+class Work:
+    """What a stage's process has at hand.
+
+    Args:
+        job: as `run_all.py` gives it.
+        device: that it runs on.
+        dtype: of activations and baseline.
+        generator: of resampling.
+        deadline: `time.monotonic()` after which nothing new begins.
+        give: a section of the record and one entry of it.
+    """
+
+    job: dict[str, Any]
+    device: GpuDevice
+    dtype: torch.dtype
+    generator: np.random.Generator
+    deadline: float
+    give: Callable[[str, Any], None]
+
+    @classmethod
+    def begun(cls, job: dict[str, Any], caller: child.Caller) -> Work:
+        """Raises InputError `no-gpu`."""
+        import numpy as np
+        import torch
+
+        from parts.shapes import DTYPES
+        from quantkit.measurement.cuda.device import GpuDevice, versions
+
+        # a script beside `parts` is called like a library, and must not be taken for it
+        beside = Path(__file__).resolve().parents[1]
+        sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != beside]
+        at = "cuda" if torch.cuda.is_available() else "cpu"
+        if at == "cpu" and not job["dry"]:
+            raise InputError("no-gpu", where="torch", value="torch.cuda.is_available() is False", remedy="--dry")
+        device = GpuDevice(at, job["dry"])
+
+        give = telling(caller)
+        work = cls(job, device, DTYPES[job["dtype"]], np.random.default_rng(0), _deadline(job), give)
+        give("device", device.describe())
+        give("versions", versions())
+        device.sample(job["stage"])
+        return work
+
+    def ended(self) -> None:
+        """The clocks, and whether they fell."""
+        self.device.sample("end")
+        for sample in self.device.clocks:
+            self.give("clocks", sample)
+        self.give("throttled", not self.device.dry and self.device.throttled())
+
+    def settles(self, line: str, holds: bool, by: str) -> None:
+        """That a line of PENDING.md is settled, and by what."""
+        if not self.device.dry:
+            self.give("settles", {"line": line, "holds": holds, "by": by})
+
+    def checked(self, stage: str, lines: Mapping[str, Callable[[dict[str, Any]], bool]], rows: Iterable[Any]) -> None:
+        """Gives rows with `ok`, and settles the lines whose rows were all made: `ok` is None of one that was not."""
+        found = []
+        for row in rows:
+            found.append(row)
+            self.give(stage, row)
+        for line, mine in lines.items():
+            chosen = [row for row in found if mine(row)]
+            if chosen and all(row["ok"] is not None for row in chosen):
+                self.settles(line, all(row["ok"] for row in chosen), f"{len(chosen)} rows of `{stage}`")
+
+    def earlier(self, stage: str) -> dict[str, Any]:
+        """Sections of another stage of these results, if it ran on this kind of device."""
+        path = Path(self.job["results"]) / f"{stage}.json"
+        if not path.is_file():
+            return {}
+        sections: dict[str, Any] = json.loads(path.read_text())["sections"]
+        same = [each["name"] for each in sections.get("device", ())] == [self.device.describe()["name"]]
+        return sections if same else {}
+
+
+def compile_kernels(job: dict[str, Any], caller: child.Caller) -> None:
+    """All kernels of the asked stages, by processes side by side, into Triton's cache."""
+    if job["dry"]:
+        raise skipped("compile", "the interpreter compiles nothing")
+    from parts.precompile import launches
+    from quantkit import machine
+
+    sm = job["sm"] or _sm()
+    count = max(1, min(_COMPILERS, machine.cores() - 1))
+    wanted = len(launches(job["stages"], job["dtype"]))
+    parts = [{**job, "sm": sm, "part": part, "parts": count} for part in range(count)]
+    found = {"wanted": wanted, "processes": count, "compiled": 0, "failed": []}
+
+    def one(part: dict[str, Any]) -> list[Any]:
+        try:
+            return child.run(
+                compile_share,
+                part,
+                where="compile",
+                died="process-died",
+                remedy="what it had left is compiled when it is launched",
+                environment={"TRITON_INTERPRET": "0"},
+                seconds=job["seconds"],
+            )
+        except QuantkitError as problem:
+            return [{"compiled": 0, "failed": [{"launch": f"part {part['part']}", "reason": problem.line()}]}]
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(count) as pool:
+        for answer in (row for rows in pool.map(one, parts) for row in rows):
+            found["compiled"] += answer["compiled"]
+            found["failed"] += answer["failed"]
+    caller.row(["compile", {**found, "seconds": time.monotonic() - begin}])
+
+
+def compile_share(job: dict[str, Any], caller: child.Caller) -> None:
+    """One process's share: every so manyth."""
+    from parts.precompile import compiled, launches
+
+    wanted = launches(job["stages"], job["dtype"])[job["part"] :: job["parts"]]
+    done, failed = compiled(wanted, job["sm"], _deadline(job))
+    caller.row({"compiled": done, "failed": failed})
+
+
+def correct(job: dict[str, Any], caller: child.Caller) -> None:
+    """Every kernel against float64."""
+    from parts import correct as part
+
+    work = Work.begun(job, caller)
+    work.checked("correct", part.LINES, part.checked(work.device, work.deadline))
+    work.ended()
+
+
+def race(job: dict[str, Any], caller: child.Caller) -> None:
+    """Every kernel with a split K, launched again and again; `parts.race`."""
+    from parts import correct as part
+
+    work = Work.begun(job, caller)
+    rows = part.raced_kernels(work.device, work.dtype, work.deadline)
+    work.checked("race", {"split": lambda row: True}, rows)
+    work.ended()
+
+
+def ceilings(job: dict[str, Any], caller: child.Caller) -> None:
+    """What the device can do at best."""
+    from quantkit.measurement.cuda import ceilings as part
+
+    work = Work.begun(job, caller)
+    for row in part.measured(work.device, job["blocks"], work.generator):
+        work.give("ceilings", row)
+    work.ended()
+
+
+def solvers(job: dict[str, Any], caller: child.Caller) -> None:
+    """The solvers' kernels: `parts.solvers`, whose `measured(device)` gives rows with `ok`."""
+    if util.find_spec("parts.solvers") is None:
+        raise skipped("solvers", "parts/solvers.py is not there yet")
+    work = Work.begun(job, caller)
+    rows = import_module("parts.solvers").measured(work.device)
+    work.checked("solvers", {"solvers": lambda row: True}, rows)
+    work.ended()
+
+
+def sweep(job: dict[str, Any], caller: child.Caller) -> None:
+    """Times over shapes, batches and formats; the ceilings first where the results have none, and at the end."""
+    from parts.sweep import TINY, Sweep, passes
+    from quantkit.measurement.cuda import ceilings as part
+    from quantkit.measurement.cuda.device import versions
+
+    work = Work.begun(job, caller)
+    first = work.earlier("ceilings").get("ceilings")
+    if not first:
+        first = part.measured(work.device, job["blocks"], work.generator)
+        for row in first:
+            work.give("ceilings", row)
+    swept = Sweep(work.device, first, work.dtype, job["blocks"], work.deadline, versions(), work.give)
+    for each in [TINY] if job["dry"] else passes():
+        swept.run(each)
+    work.give("reached", swept.reached)
+    if not job["dry"]:
+        again = part.measured(work.device, 2, work.generator)
+        for kind in ("bf16", "fp16"):
+            pair = [part.of(rows, "ceiling.compute", kind) for rows in (first, again)]
+            work.give("drift", {"compute_type": kind, "first": pair[0], "last": pair[1]})
+        work.give("throttled", part.slower(first, again))
+    for line, holds, by in swept.settled():
+        work.settles(line, holds, by)
+    work.ended()
+
+
+def profile(job: dict[str, Any], caller: child.Caller) -> None:
+    """What the hardware's counters say of the decode kernels: Nsight Compute."""
+    if job["dry"]:
+        raise skipped("profile", "there are no counters in a dry run")
+    from parts import counters as part
+
+    if (tool := part.tool()) is None:
+        raise skipped("profile", "Nsight Compute (`ncu`) is not on the PATH")
+    give = telling(caller)
+    for row in part.profiled(tool, job["dtype"], _deadline(job)):
+        give("profile", row)
+
+
+def whole(job: dict[str, Any], caller: child.Caller) -> None:
+    """Decode steps of a model of Llama-3-8B's build, under CUDA graphs, against 16 bits."""
+    from parts import decoder, end_to_end
+    from parts.shapes import IN_WHOLE
+    from parts.sweep import timing_of
+    from quantkit.measurement.cuda.device import versions
+    from quantkit.measurement.cuda.weights import known
+
+    work = Work.begun(job, caller)
+    timings: dict[str, list[Any]] = {}
+    for each in work.earlier("sweep").get("timings", ()):
+        timings.setdefault(each["variant"], []).append(timing_of(each))
+    count = end_to_end.measured(
+        decoder.TINY if job["dry"] else decoder.LLAMA_3_8B,
+        [known()[name] for name in (("int8.dynamic",) if job["dry"] else IN_WHOLE)],
+        (3,) if job["dry"] else _STEPS,
+        4 if job["dry"] else _CONTEXT,
+        device=work.device,
+        dtype=work.dtype,
+        blocks=job["blocks"],
+        generator=work.generator,
+        timings=timings,
+        versions=versions(),
+        deadline=work.deadline,
+        give=work.give,
+    )
+    if count:
+        work.settles("steps", True, f"{count} rows `latency.decode_step`")
+    work.ended()
+
+
+def model(job: dict[str, Any], caller: child.Caller) -> None:
+    """A random model of 8B's shapes, compiled twice on the GPU by the command."""
+    if job["dry"]:
+        raise skipped("model", "a dry run has no GPU to compile on")
+    from parts import compile_model
+
+    give = telling(caller)
+    for section, data in compile_model.measured(job, _deadline(job)):
+        give(section, data)
+
+
+def engines(job: dict[str, Any], caller: child.Caller) -> None:
+    """`benchmarks/gpu/tensorrt.py`, over the bundles that are given."""
+    from parts import engines as part
+
+    if not job["bundles"]:
+        raise skipped("engines", "no bundle with an engine was given: --bundles")
+    if part.missing(job["runtime"]):
+        raise skipped("engines", f"{job['runtime']} is not installed")
+    give = telling(caller)
+    for section, data in part.measured(job, _deadline(job)):
+        give(section, data)
+
+
+def cleaned(value: Any) -> Any:
+    """Without NaN and infinity, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {str(key): cleaned(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [cleaned(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _deadline(job: dict[str, Any]) -> float:
+    return time.monotonic() + float(job["soft"])
+
+
+def _sm() -> int:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(0)
+    return 10 * major + minor

@@ -1,0 +1,1 @@
+"""Other people's kernels, one library a file: optional, imported where they are used."""

@@ -1,0 +1,166 @@
+"""Where a compile computes: the processor, or a GPU that a block with its activations fits on.
+
+A GPU is never waited for while it has work queued, so what goes to it and comes from it runs beside that work: on a
+thread and a stream of its own (`Lane`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from quantkit.errors import InputError
+from quantkit.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as TorchDevice  # noqa: N812
+
+AUTO, CPU = "auto", "cpu"
+_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def demand_name(name: str) -> str:
+    """A device by its name: `cpu`, `cuda`, `cuda:1`, `auto`. Raises InputError (`unknown-device`)."""
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            "unknown-device",
+            where="--device",
+            value=name,
+            rule="cpu, cuda, cuda:N (the GPU of that number), or auto",
+            remedy="--device auto takes the GPU if there is one, and a block fits on it",
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class ComputeDevice:
+    """Where blocks are run and solved.
+
+    Args:
+        name: `cpu` or `cuda:N`.
+        model: of the card, as its driver names it; empty for a processor.
+        chunk: sequences of one forward; None: as on a processor.
+        resident: whether hidden states of the whole calibration set stay there.
+        tf32: whether products round their inputs to 10 bits of mantissa, for speed.
+    """
+
+    name: str = CPU
+    model: str = ""
+    chunk: int | None = None
+    resident: bool = True
+    tf32: bool = False
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is the processor."""
+        return self.name == CPU
+
+    @property
+    def torch(self) -> TorchDevice:
+        """As torch names it."""
+        return _torch_device(self.name)
+
+    @property
+    def place(self) -> TorchDevice:
+        """Where hidden states lie."""
+        return _torch_device(self.name if self.resident else CPU)
+
+    def as_dict(self) -> dict[str, str]:
+        """What a bundle's content depends on; empty for a processor, which the instruction set says."""
+        return {} if self.is_cpu else {"device": self.model or self.name, "products": self.products}
+
+    @property
+    def products(self) -> str:
+        """How float32 matrices are multiplied."""
+        return "tf32" if self.tf32 else "float32"
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Within it torch multiplies float32 as `products` says; afterwards as it did before."""
+        # not by `fp32_precision`: whoever then reads the older flags gets an error (torch 2.13)
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = self.tf32
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def _torch_device(name: str) -> TorchDevice:
+    return torch.device(name)
+
+
+def absent(name: str, value: str) -> InputError:
+    """The error for a GPU that is not here."""
+    return InputError(
+        "device-absent",
+        where=f"--device {name}",
+        value=value,
+        rule="a GPU that torch sees, counted from 0",
+        remedy="--device cpu; or install a torch build with CUDA (`quantkit doctor` says what is seen)",
+    )
+
+
+def present(name: str) -> tuple[str, str, int]:
+    """(name with its number, the card's model, bytes free on it) of a GPU.
+
+    Raises:
+        InputError: `device-absent`.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    number = int(name.partition(":")[2] or 0)
+    if number >= count:
+        raise absent(name, f"torch {torch.__version__} sees {count} GPUs")
+    free, _ = torch.cuda.mem_get_info(number)
+    return f"cuda:{number}", str(torch.cuda.get_device_name(number)), int(free)
+
+
+class Lane:
+    """One thread, and on a GPU one stream: what is submitted runs in order, beside what the device has to do.
+
+    with Lane(device) as lane:
+        coming = lane.submit(load, 7)
+        ...
+        block = coming.result()
+    """
+
+    def __init__(self, device: TorchDevice) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(1)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run it when all that is queued on the device now is done."""
+        if self._stream is None:
+            return self._pool.submit(work, *args, **kwargs)
+        stream, before = self._stream, torch.cuda.current_stream(self._device).record_event()
+
+        def run() -> T:
+            with torch.cuda.stream(stream):
+                stream.wait_event(before)
+                return work(*args, **kwargs)
+
+        return self._pool.submit(run)
+
+    def taken(self, tensors: list[Tensor]) -> None:
+        """What the lane has made is used on the present stream from now on."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for tensor in tensors:
+                tensor.record_stream(current)
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
