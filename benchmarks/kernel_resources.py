@@ -89,6 +89,12 @@ def main() -> int:
     )
 
 
+def _ordered(rows: list[dict[str, Any]]) -> bool:
+    """Whether what decodes a weight for all rows of x costs more and more; what shares K otherwise counts the same."""
+    cost = [round(row["per_weight"] * max(row["rows"] / row["block_m"], 1), 1) for row in rows]
+    return cost == sorted(cost)
+
+
 def _solvers(architectures: Sequence[int]) -> list[dict[str, Any]]:
     """The solvers' kernels, with the tiles that they are launched with."""
     from quantkit.kernels.solving.ahead import compiled, variants
@@ -100,12 +106,6 @@ def _solvers(architectures: Sequence[int]) -> list[dict[str, Any]]:
             sizes = {"registers": found.registers, "shared_bytes": found.shared_bytes, "spill_bytes": found.spill_bytes}
             rows.append({"sm": sm, "name": name, **sizes, "code": sum(found.code.values())})
     return rows
-
-
-def _ordered(rows: list[dict[str, Any]]) -> bool:
-    """Whether what decodes a weight for all rows of x costs more and more; what shares K otherwise counts the same."""
-    cost = [round(row["per_weight"] * max(row["rows"] / row["block_m"], 1), 1) for row in rows]
-    return cost == sorted(cost)
 
 
 def _row(found: ahead.CompiledKernel, name: str, config: Any, weights: float, batch: int) -> dict[str, Any]:

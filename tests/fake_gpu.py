@@ -52,6 +52,7 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         launched: function of the package -> operators that it has launched.
+        operators: operator -> how often it was launched, of all the time.
         waits: where a value was asked for.
     """
 
@@ -59,6 +60,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.planted = planted or {}
         self.launched: Counter[str] = Counter()
+        self.operators: Counter[str] = Counter()
         self.waits: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,9 +69,10 @@ class Watch(TorchDispatchMode):
             return self.planted.get(args[0].dtype, False if args[0].dtype == torch.bool else 0.0)
         found = func(*args, **(kwargs or {}))
         name = str(func._schema.name)
-        on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in tree_leaves(found))
+        on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in tree_leaves((found, args)))
         if on_gpu and not func.is_view and name not in _FREE:
             self.launched[_asked()] += 1
+            self.operators[name.rpartition("::")[2]] += 1
         return found
 
     def taken(self) -> tuple[Counter[str], list[str]]:
@@ -114,6 +117,8 @@ class _Bindings(TorchFunctionMode):
                 raise
         if func is Tensor.contiguous:
             return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
+        if func.__name__ in ("__float__", "__int__", "__bool__", "item"):
+            return aten._local_scalar_dense(args[0])
         name = {"__invert__": "bitwise_not"}.get(func.__name__, func.__name__)
         return getattr(aten, name)(*args, **(kwargs or {}))
 

@@ -99,6 +99,7 @@ class Found:
     sections: dict[str, list[Any]] = field(default_factory=dict)
     begin: float = field(default_factory=time.monotonic)
     written: float = 0.0
+    seconds: float = 0.0
 
     def add(self, row: list[Any]) -> None:
         """An entry of a section; the file follows every few seconds."""
@@ -109,14 +110,15 @@ class Found:
 
     def write(self) -> None:
         """The file: the old content or the new one, whatever happens."""
-        write(self.path, self.as_dict())
         self.written = time.monotonic()
+        self.seconds = self.written - self.begin
+        write(self.path, self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
             **{"schema": 1, "stage": self.stage, "state": self.state, "error": self.error},
-            **{"seconds": time.monotonic() - self.begin, "settings": self.settings, "sections": self.sections},
+            **{"seconds": self.seconds, "settings": self.settings, "sections": self.sections},
         }
 
 
@@ -134,39 +136,48 @@ def main(arguments: Sequence[str] | None = None, known: dict[str, Stage] | None 
             _gpu()
         with _signals():
             return run(args, known)
-    except QuantkitError as problem:
+    except (QuantkitError, OSError, KeyboardInterrupt) as problem:
+        if not isinstance(problem, QuantkitError):
+            said = f"{type(problem).__name__} {problem}"
+            problem = Stopped("not-written", where=str(args.out), value=said, remedy="see to it, then --resume")
         print(problem.line(), file=sys.stderr)
         return problem.exit
 
 
 def run(args: argparse.Namespace, known: dict[str, Stage]) -> int:
-    """The asked stages, one after the other. Raises InputError `results-differ`."""
+    """The asked stages, one after the other. Raises InputError `not-writable`, `results-differ`."""
     out: Path = args.out
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise InputError("not-writable", where="--out", value=str(problem), rule="a folder for results") from None
     settings = {"quantkit": quantkit.__version__, "dtype": args.dtype, "dry": args.dry, "blocks": args.blocks}
     asked = [name for name in known if name in args.only]
     if args.resume:
         asked = [name for name in asked if not _done(out / f"{name}.json", settings)]
     end = time.monotonic() + 60.0 * args.minutes
-    stopped = False
+    ended: dict[str, Found] = {}
     for name in asked:
-        found = Found(out / f"{name}.json", name, settings)
+        ended[name] = found = Found(out / f"{name}.json", name, settings)
         left = min(known[name].seconds, end - time.monotonic())
+        stopped = any(each.state == "stopped" for each in ended.values())
         if stopped or left < min(_LEAST, known[name].seconds):
             found.state = "stopped" if stopped else "no-time"
         else:
             print(f"{name}: at most {left:.0f} s", flush=True)
-            stopped = _ran(known[name].work, found, _job(args, name, asked, left), left)
-        found.write()
+            _ran(known[name].work, found, _job(args, name, asked, left), left)
+        # what an earlier run has found is not given up for a stage that was not begun
+        if found.sections or not found.path.exists() or found.state not in ("stopped", "no-time"):
+            found.write()
         print(f"{name}: {found.state}{', ' + found.error['value'] if found.error else ''}", flush=True)
         write(out / "run.json", merged(out, known))
     record = merged(out, known)
     write(out / "run.json", record)
-    return report(record, asked)
+    return report(record, {name: each.as_dict() for name, each in ended.items()})
 
 
-def _ran(work: child.Work, found: Found, job: dict[str, Any], seconds: float) -> bool:
-    """Whether it was stopped by a signal; `found` has the rest."""
+def _ran(work: child.Work, found: Found, job: dict[str, Any], seconds: float) -> None:
+    """What it finds, and how it ends, is in `found`."""
     found.write()
     try:
         child.run(
@@ -182,13 +193,11 @@ def _ran(work: child.Work, found: Found, job: dict[str, Any], seconds: float) ->
         found.state = "done"
     except KeyboardInterrupt:
         found.state = "stopped"
-        return True
     except Stopped as problem:
         found.state, found.error = "stopped", problem.as_dict()
     except QuantkitError as problem:
         found.state = "skipped" if problem.code == stages.SKIPPED else "lost"
         found.error = problem.as_dict()
-    return False
 
 
 def _job(args: argparse.Namespace, name: str, asked: list[str], seconds: float) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from quantkit.errors import InputError
 
 FILE = "kernels.json"
 # what a layer can run (`kernels.linear`): the format's own kernel, torch's product with an expanded weight, torch's own
-# products of 8-bit codes
+# products of 8-bit codes; another library's kernel, of formats that ours lack
 OURS, EXPANDED, INT_MM, SCALED_MM = "quantkit", "dequantize_matmul", "torch._int_mm", "torch._scaled_mm"
-LAYERS = (OURS, EXPANDED, INT_MM, SCALED_MM)
+HUMMING = "humming"
+LAYERS = (OURS, EXPANDED, INT_MM, SCALED_MM, HUMMING)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class QuantLinear(torch.nn.Module):
                     remedy="choose among these alone: `dispatch.fastest` of their timings",
                 )
 
+    @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the module."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()

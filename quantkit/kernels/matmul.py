@@ -268,7 +268,7 @@ def weight_only(
         x, weight.words, weight.scale, weight.zero, absmax, values, offset, y, sums, counts,
         x.shape[0], rows, columns, weight.words.shape[1], weight.words.shape[0] * 16, weight.groups,
         DECODERS[weight.kind].MAGIC, **meta, COLUMNS=form.columns, num_warps=config.warps, num_stages=config.stages,
-        **overlap(x),
+        **overlap(),
     )  # fmt: skip
     return y
 

@@ -148,6 +148,6 @@ def native(
         x, step, weight.words, weight.scale, y, sums, counts, x.shape[0], rows, columns,
         EVEN_N=rows % config.block_n == 0, EVEN_K=columns % (32 * config.unroll) == 0,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, STEP=32 * config.unroll, SPLIT=config.split,
-        num_warps=config.warps, num_stages=config.stages, **overlap(x),
+        num_warps=config.warps, num_stages=config.stages, **overlap(),
     )  # fmt: skip
     return y

@@ -55,4 +55,5 @@ def multiply(codes: torch.Tensor, step: torch.Tensor, weight: PackedWeight, dtyp
         if rows <= _FEW:
             codes = torch.nn.functional.pad(codes, (0, 0, 0, 2 * _FEW - rows))
         sums = torch._int_mm(codes, columns).narrow(0, 0, rows)
-    return (sums * step.unsqueeze(1) * scale).to(dtype)
+    # rounded as it is written: an output of M x N is passed over twice, not three times
+    return torch.mul(sums * step.unsqueeze(1), scale, out=torch.empty(sums.shape, dtype=dtype, device=sums.device))

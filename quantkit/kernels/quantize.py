@@ -88,6 +88,6 @@ def quantize_tokens(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tens
     quantize_token[(x.shape[0],)](
         x, codes.view(torch.int8), step, x.shape[1],
         REACH=_REACH[fmt], EPSILON=torch.finfo(x.dtype).eps, WHOLE=fmt == "int8", BLOCK=block, num_warps=8,
-        **overlap(x),
+        **overlap(),
     )  # fmt: skip
     return codes, step

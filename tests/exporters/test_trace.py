@@ -182,6 +182,26 @@ def test_a_call_is_the_same_only_with_the_same_tensors() -> None:
     assert not any(kept.same(repeat._Call.of((torch.ones(3),), {})) for _ in range(10))
 
 
+def test_of_blocks_that_are_alike_each_that_is_called_otherwise_is_traced() -> None:
+    class Block(nn.Module):
+        def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return hidden + mask
+
+    hidden, masks = torch.ones(2), [torch.ones(2), torch.zeros(2)]
+    blocks = nn.ModuleList(Block() for _ in range(4))
+    assert repeat.share(blocks, [0, 0, 0, 0], set()) == [0]
+    blocks[0](hidden, masks[0])
+    with pytest.raises(repeat.CalledOtherwise) as caught:
+        blocks[1](hidden, masks[1])
+    assert caught.value.index == 1
+    blocks = nn.ModuleList(Block() for _ in range(4))
+    assert repeat.share(blocks, [0, 0, 0, 0], {1}) == [0, 1]
+    for index, block in enumerate(blocks):
+        block(hidden, masks[index % 2])
+    with pytest.raises(repeat.CalledOtherwise):
+        blocks[3](hidden, torch.zeros(2))
+
+
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 

@@ -75,11 +75,14 @@ def test_memory_that_ends_is_said_and_resumed(tmp_path: Path, byte_tokenizer: An
         "passes: [rtn]\nexport: [{checkpoint: {layout: pack-quantized}}]\n"
     )
     script = f"""
-import resource, sys
+import gc, resource, sys
+gc.disable()
 from pathlib import Path
-import torch, transformers
+import compressed_tensors, torch, transformers, transformers.models.llama.modeling_llama
 from quantkit import cli, limits
 from quantkit.pipeline.blocks import tokens
+gc.enable()
+gc.freeze()
 tokens.SCORED = 300
 def compile(out, *more):
     return cli.run(["compile", {str(model)!r}, "--recipe", {str(recipe)!r}, "--out", out, *more, "--no-speed"])

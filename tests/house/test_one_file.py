@@ -94,7 +94,7 @@ RUNTIME = Slow()
 @pytest.mark.slow
 def test_one_file_adds_one_thing(tmp_path: Path, byte_tokenizer: Any) -> None:
     package = tmp_path / "tree" / "quantkit"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, package)  # with its byte code, where there is some
     for content in ("recipes", "calibration", "export"):
         (package.parent / content).symlink_to(PACKAGE.parent / content)
     for name, text in PLUG_INS.items():
@@ -130,16 +130,20 @@ def test_one_file_adds_one_thing(tmp_path: Path, byte_tokenizer: Any) -> None:
     assert scored == {"torch", "slow"}
     layers = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))["layers"]
     assert {layer["scheme"]["format"] for layer in layers} == {"int6"}
-    for kind, name in (("formats", "int6"), ("passes", "plain"), ("exporters", "listing"), ("runtimes", "slow")):
-        listed = subprocess.run(
-            [sys.executable, "-m", "quantkit", "list", kind, "--json"],
-            cwd=tmp_path,
-            env=_environment(package.parent),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert name in listed.stdout
+    new = {"formats": "int6", "passes": "plain", "exporters": "listing", "runtimes": "slow"}
+    program = "import sys; from quantkit.cli import run; print([run(['list', it, '--json']) for it in sys.argv[1:]])"
+    listed = subprocess.run(
+        [sys.executable, "-c", program, *new],
+        cwd=tmp_path,
+        env=_environment(package.parent),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *lines, codes = listed.stdout.splitlines()
+    assert codes == "[0, 0, 0, 0]"
+    for name, line in zip(new.values(), lines, strict=True):
+        assert name in line
 
 
 def _environment(tree: Path) -> dict[str, str]:

@@ -81,8 +81,8 @@ def test_what_was_not_measured_is_an_error(shape: tuple[int, int], batch: int, c
 @pytest.mark.parametrize("batch", [1, 16, 17, 32, 33, 128, 512])
 def test_configurations_can_run(batch: int) -> None:
     """Whole fragments for every warp, powers of two, and no more of K's splits than there are steps in the shapes."""
-    for config in candidates(batch):
+    for config in candidates(batch) + candidates(batch, native=True):
         assert config.block_n % (16 * config.warps) == 0
         assert config.block_m & (config.block_m - 1) == 0
-        assert config.split == 1 or batch <= 128
+        assert config.split == 1 or batch <= 128 or config in candidates(batch, native=True)
         assert config.split * config.unroll * 64 <= 4096

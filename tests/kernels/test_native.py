@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")  # Linux alone has it
 from kernel_tools import bound, quantized
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDAOptions
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base import activation
-from quantkit.kernels import operators
+from quantkit.kernels import launch, operators
 from quantkit.kernels.configs import Config
 from quantkit.kernels.layout import PackedWeight, pack
 from quantkit.kernels.native import native, require
@@ -108,6 +113,17 @@ def test_a_device_without_the_type_is_named_with_those_that_have_it() -> None:
         InputError, match=r"SM 8.0; its products run from SM 8.9 on \(Ada, Hopper\); an emulation would not"
     ):
         require("fp8_e4m3.native", 80)
+
+
+def test_kernels_overlap_where_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.overlap() == {"OVERLAP": False}
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    for arch, able in ((80, False), (89, False), (90, True), (100, True)):
+        active = SimpleNamespace(get_current_target=lambda arch=arch: GPUTarget("cuda", arch, 32))
+        monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+        asked = launch.overlap()
+        assert asked.pop("OVERLAP") is able
+        assert set(asked) == ({"launch_pdl"} if able else set()) <= {field.name for field in fields(CUDAOptions)}
 
 
 def test_weights_for_other_inputs_are_refused() -> None:

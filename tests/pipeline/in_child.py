@@ -5,6 +5,7 @@ python in_child.py MODEL OUT REPORT …      REPORT gets {"peak": bytes}, what t
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -65,15 +66,20 @@ def start(model: Path, out: Path, *, resume: bool = False, graph: dict[str, Any]
     return process
 
 
-def _graph(model: str, out: str, resume: bool, asked: dict[str, Any]) -> None:
+def _begin(out: str) -> None:
+    gc.freeze()  # what is imported is no garbage, and a compile looks for some six times
     os.environ["QUANTKIT_CACHE"] = f"{out}.cache"
+
+
+def _graph(model: str, out: str, resume: bool, asked: dict[str, Any]) -> None:
+    _begin(out)
     import quantkit
 
     quantkit.compile(model, out=out, resume=resume, speed=False, **asked)
 
 
 def _compile(model: str, out: str, resume: bool) -> None:
-    os.environ["QUANTKIT_CACHE"] = f"{out}.cache"
+    _begin(out)
     import torch
 
     from quantkit.pipeline import Request, compile_model
@@ -102,7 +108,9 @@ def _fork_and_weigh(model: str, out: str, report: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()
     for module in _IMPORTED:
         import_module(module)
+    gc.enable()
     for start in range(1, len(sys.argv), 3):
         _fork_and_weigh(*sys.argv[start : start + 3])

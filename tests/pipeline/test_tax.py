@@ -211,7 +211,8 @@ def test_on_a_gpu_its_target_baseline_and_formats_are_taken(monkeypatch: pytest.
     assert "int8.dynamic.torch" in prepare(Question(shapes=["128x64"], device="cuda", formats=["all"])).variants
     shape = {"shapes": ["192x64"], "device": "cuda"}
     refused("group-indivisible", formats=["int4.g128"], **shape)
-    assert "would not measure it" in refused("format-absent", formats=["mxfp4"], **shape)
+    assert "would not measure it" in refused("format-absent", formats=["mxfp8"], **shape)
+    refused("group-indivisible", formats=["fp8_e4m3.b128.dynamic"], **shape)
     refused("usage", threads=[2], **shape)
     refused("device-absent", target="cpu-x86", **shape)
     refused("device-absent", target="l4", **shape)
@@ -243,6 +244,12 @@ def test_an_older_card_lacks_fp8_products(monkeypatch: pytest.MonkeyPatch) -> No
         ({"format": "int8", "granularity": "channel"}, {"dynamic": False, "granularity": "tensor"}, "int8"),
         ({"format": "fp8_e4m3", "granularity": "channel"}, None, "fp8_e4m3"),
         ({"format": "int3", "granularity": "group", "group": 64}, None, "int3"),
+        ({"format": "nvfp4", "granularity": "group", "group": 16}, None, "nvfp4"),
+        (
+            {"format": "int4", "granularity": "group", "group": 128, "symmetric": True},
+            {"format": "fp8_e4m3", "dynamic": True, "granularity": "token"},
+            "int4.g128.fp8",
+        ),
     ],
 )
 def test_a_bundles_scheme_is_a_variant_of_the_gpu(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import humming_library
 import pytest
 import torch
 import transformers
@@ -17,7 +17,7 @@ import zoo
 import quantkit
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import FILE, Choice, Recorded, Table
+from quantkit.kernels.dispatch import EXPANDED, FILE, INT_MM, Choice, Recorded, Table
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.torch.decode_graph import DecodeGraph
@@ -76,9 +76,14 @@ def test_every_quantized_linear_stays_packed(compiled: Callable[..., Bundle], re
 
 def test_inputs_of_eight_bits_are_quantized_as_the_checkpoint_says(compiled: Callable[..., Bundle]) -> None:
     bundle = compiled(BYTES, "int-quantized", activations={"format": "int8"})
-    model = bundle.model(kernels=True, device="cpu")
-    kinds = {each.packed.kind for each in model.modules() if isinstance(each, QuantLinear)}
-    assert kinds == {"int8.native"}
+    shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
+    # a table of another format says for one shape what this cannot run, and of this format for the others
+    names = {shape: EXPANDED if shape == max(shapes) else INT_MM for shape in shapes}
+    table = Table({shape: (Choice(64, names[shape], None, 1.0, 1),) for shape in shapes})
+    model = bundle.model(kernels=True, device="cpu", table=table)
+    linears = [each for each in model.modules() if isinstance(each, QuantLinear)]
+    assert {each.packed.kind for each in linears} == {"int8.native"}
+    assert all((each.table is table) == (names[each.packed.shape] == INT_MM) for each in linears)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(bundle.model_folder, dtype="auto").eval()
     name, x = "model.layers.0.mlp.up_proj", torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
     logits(theirs)  # packed weights are expanded by the first forward
@@ -120,51 +125,13 @@ def test_what_no_kernel_takes_is_expanded_and_said(
     assert (logits(model) - expected).norm() / expected.norm() < 4e-3
 
 
-class HummingLayer(torch.nn.Module):
-    """In the place of humming-kernels' own (0.1.19), which needs a GPU; compressed-tensors expands the weight."""
-
-    def __init__(
-        self, *, shape_n: int, shape_k: int, weight_config: Any, input_config: Any, torch_dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        assert (weight_config["quant_method"], input_config) == ("compressed-tensors", None)
-        self.config, self.dtype = weight_config, torch_dtype
-        parts = {
-            "weight_packed": torch.empty(shape_n, shape_k // 2, dtype=torch.uint8),
-            "weight_scale": torch.empty(shape_n, shape_k // 16).to(torch.float8_e4m3fn),
-            "weight_global_scale": torch.empty(1),
-        }
-        for name, part in parts.items():
-            setattr(self, name, torch.nn.Parameter(part, requires_grad=False))
-
-    def load_from_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.load_state_dict(tensors, strict=False)
-
-    def transform(self) -> None:
-        from compressed_tensors.compressors import BaseCompressor
-        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-        form = self.config["format"]
-        known = {name: value for name, value in self.config.items() if name in QuantizationArgs.model_fields}
-        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**known), format=form)
-        parts = {name: part.data for name, part in self.named_parameters()}
-        dense = BaseCompressor.get_value_from_registry(form).decompress(parts, scheme)["weight"]
-        self.dense = dense.to(self.dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.dense)
-
-
 def test_what_none_of_our_kernels_takes_goes_to_another_library_if_it_is_there(
     compiled: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     from quantkit.kernels.backends.humming import NAME, HummingLinear
 
     bundle = compiled({"format": "nvfp4"}, "nvfp4-pack-quantized")
-    library: Any = types.ModuleType("humming.layer")
-    library.HummingLayer = HummingLayer
-    monkeypatch.setitem(sys.modules, "humming", types.ModuleType("humming"))
-    monkeypatch.setitem(sys.modules, "humming.layer", library)
+    humming_library.install(monkeypatch)
     model = bundle.model(kernels=True, device="cpu", dtype=torch.bfloat16)
     theirs = {name: each for name, each in model.named_modules() if isinstance(each, HummingLinear)}
     assert set(theirs) == {layer.name for layer in bundle.manifest.layers}
@@ -182,13 +149,15 @@ def test_what_none_of_our_kernels_takes_goes_to_another_library_if_it_is_there(
 
     # as measured: something else was the fastest; what it would leave as memory was; not there
     shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
-    copy = Table({shape: (Choice(1, "another way", None, 1.0, 1),) for shape in shapes})
+    copy = Table({shape: (Choice(1, EXPANDED, None, 1.0, 1),) for shape in shapes})
     assert f"{NAME} was not the fastest" in why(copy)
     kept = Table({shape: (Choice(1, NAME, None, 1.0, 1),) for shape in shapes})
     assert any(
         isinstance(each, HummingLinear) for each in bundle.model(kernels=True, device="cpu", table=kept).modules()
     )
-    monkeypatch.setattr(HummingLayer, "named_parameters", lambda self: iter([("weight_zero_point", None)]))
+    monkeypatch.setattr(
+        humming_library.HummingLayer, "named_parameters", lambda self: iter([("weight_zero_point", None)])
+    )
     assert "not stored: weight_zero_point" in why(None)
     monkeypatch.setitem(sys.modules, "humming.layer", None)
     assert "pip install 'quantkit[humming]'" in why(None)
@@ -219,6 +188,42 @@ def test_steps_of_decoding_are_those_of_the_whole_sequence() -> None:
         decoding.step(ids[:, 0])
     decoding.rewind(4)
     assert torch.allclose(decoding.step(ids[:, 4]), expected[:, 4], atol=1e-5)
+
+
+def test_a_step_that_torch_compiles_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves packed linears out, layer after layer; the backend here runs what was traced and generates nothing."""
+    from quantkit.kernels import linear
+    from quantkit.kernels.layout import pack_parts
+
+    ids, layers = zoo.ids()[:1, :5], 2
+    model = zoo.tiny("llama", num_hidden_layers=layers)
+    dense = {}
+    for name, each in list(model.model.named_modules()):
+        if isinstance(each, torch.nn.Linear):
+            packed = pack_parts(
+                "int4", torch.zeros(each.weight.shape, dtype=torch.int8), torch.ones(len(each.weight), 1)
+            )
+            dense[id(packed)] = each.weight
+            model.model.set_submodule(name, QuantLinear(packed))
+
+    def product(x: torch.Tensor, weight: Any, *rest: Any, **more: Any) -> torch.Tensor:
+        assert not torch.compiler.is_compiling(), "a kernel is no torch operation"
+        return torch.nn.functional.linear(x, dense[id(weight)])
+
+    monkeypatch.setattr(linear, "weight_only", product)
+    plainly, fused = DecodeGraph(model, 1, 5), DecodeGraph(model, 1, 5, fuse="eager")
+    for each in (plainly, fused):
+        each.prefill(ids[:, :3])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for place in (3, 4):
+        # torch compiles a function for eight layers by itself, and here for one
+        with torch._dynamo.config.patch(recompile_limit=1):
+            found = fused.step(ids[:, place])
+        assert torch.allclose(found, plainly.step(ids[:, place]), atol=1e-5)
+    seen = torch._dynamo.utils.counters
+    assert seen["stats"]["unique_graphs"] >= layers, "attention of every layer"
+    assert len(seen["recompile_limit"]) == 0
 
 
 def test_what_was_chosen_on_another_device_is_not_used(compiled: Callable[..., Bundle]) -> None:

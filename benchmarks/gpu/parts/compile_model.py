@@ -74,6 +74,7 @@ def made(folder: Path, layers: int, described: Path) -> None:
         described: where config and tokenizer are; it need not exist.
     """
     sys.path.append(str(ROOT / "benchmarks"))
+    import torch
     from harness import random_model
 
     if described.is_dir():
@@ -83,6 +84,8 @@ def made(folder: Path, layers: int, described: Path) -> None:
     else:
         random_model.describe(folder, layers=layers, positions=2048, dtype="bfloat16", **SIZES)
     random_model.fill(folder, device="cuda")
+    # all of the GPU is the compile's
+    torch.cuda.empty_cache()
 
 
 def command(model: Path, out: Path, target: str, text: Path | None) -> list[str]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from parts.race import LAUNCHES, Product, raced
-from parts.shapes import DTYPES, VARIANTS
+from parts.shapes import DTYPES, VARIANTS, settings
 from quantkit.formats.nf4 import VALUES
-from quantkit.kernels.configs import Config, candidates
+from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import weight_only
@@ -46,8 +46,8 @@ def checked(device: GpuDevice, deadline: float) -> Iterator[Row]:
         for dtype in DTYPES.values():
             for batch in batches:
                 # the first and the last: a small split and a large one, or none
-                able = candidates(batch)
-                configs = [able[0]] if device.dry else [able[0], able[-1]]
+                able = settings(variant, batch, dry=device.dry)
+                configs = [able[0], able[-1]][: len(able)]
                 row = {"variant": variant.name, "dtype": str(dtype), "batch": batch}
                 if time.monotonic() > deadline:
                     yield row | {"ok": None, "reason": "the time was up"}
@@ -90,8 +90,7 @@ def raced_kernels(device: GpuDevice, dtype: torch.dtype, deadline: float) -> Ite
         packed = weight(variant, *shape, device.torch_device)
         plain = values(packed, torch.tensor(VALUES))
         for batch in (1, 16, 64) if not device.dry else (3,):
-            split = [config for config in candidates(batch) if config.split > 1]
-            for config in split[:1] if device.dry else split:
+            for config in (each for each in settings(variant, batch, dry=device.dry) if each.split > 1):
                 row = {"variant": variant.name, "dtype": str(dtype), "batch": batch, "config": config.as_dict()}
                 if time.monotonic() > deadline:
                     yield row | {"ok": None, "reason": "the time was up"}

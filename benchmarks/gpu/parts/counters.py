@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parts.shapes import DTYPES, PROFILED, WHOLE_MODEL
+from parts.shapes import DTYPES, PROFILED, WHOLE_MODEL, settings
 
 _BATCHES = (1, 16)
 # what a memory-bound kernel waits for; with the sections that name a remedy
@@ -73,14 +73,13 @@ def main() -> None:
     sys.path[:0] = [str(here.parents[1]), str(here.parents[3])]
     import torch
 
-    from quantkit.kernels.configs import candidates
     from quantkit.kernels.matmul import weight_only
     from quantkit.kernels.workspace import Workspace
     from quantkit.measurement.cuda.sides import inputs
     from quantkit.measurement.cuda.weights import known, weight
 
     variant, batch, dtype = known()[sys.argv[1]], int(sys.argv[2]), DTYPES[sys.argv[3]]
-    config, memory = candidates(batch)[0], Workspace()
+    config, memory = settings(variant, batch)[0], Workspace()
     runtime: Any = torch.cuda.cudart()
     for shape in WHOLE_MODEL:
         packed, x = weight(variant, *shape, "cuda"), inputs(batch, shape[1], dtype, "cuda")

@@ -45,7 +45,7 @@ class Sizes:
 
 
 LLAMA_3_8B = Sizes(4096, 14336, 32, 32, 8, 128256)
-TINY = Sizes(64, 64, 1, 4, 2, 64)
+TINY = Sizes(32, 32, 1, 2, 1, 64)
 
 
 class Decoder(torch.nn.Module):

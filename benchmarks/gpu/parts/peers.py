@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quantkit import machine
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.timing import Implementation, copies
 from quantkit.measurement.cuda.weights import FormatVariant
@@ -99,3 +100,13 @@ _MADE: dict[str, tuple[Sequence[str], Callable[[FormatVariant, torch.Tensor, tor
     "vllm": (("int4.g128",), _vllm),
 }
 PEERS = tuple(_MADE)
+
+
+def installed() -> list[str]:
+    """Those that can be found, which is not to say that they run."""
+    return [name for name in PEERS if machine.has(name)]
+
+
+def compared(variant: FormatVariant, names: Sequence[str]) -> bool:
+    """Whether one of these peers has the format."""
+    return any(variant.name in _MADE[name][0] for name in names)

@@ -20,8 +20,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, PROFILED, SWEPT, VARIANTS
-from quantkit.kernels.configs import Config, candidates
+from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, PROFILED, SWEPT, VARIANTS, settings
+from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import weight_only
@@ -102,55 +102,56 @@ class Launch:
     decode: bool = True
 
 
-def launches(stages: Iterable[str], dtype: str, settings: int | None = None) -> list[Launch]:
+def launches(stages: Iterable[str], dtype: str, most: int | None = None) -> list[Launch]:
     """What the stages launch, each once, in the order in which it is wanted.
 
     Args:
         stages: names.
         dtype: of the sweep: `bf16`, `fp16`.
-        settings: how many of a width; None: all.
+        most: settings of a width; None: all.
     """
     wanted: list[Launch] = []
     for stage in stages:
-        wanted += _OF.get(stage, lambda dtype, settings: [])(dtype, settings)
+        wanted += _OF.get(stage, lambda dtype, most: [])(dtype, most)
     return list(dict.fromkeys(wanted))
 
 
-def _correct(dtype: str, settings: int | None) -> Iterator[Launch]:
+def _correct(dtype: str, most: int | None) -> Iterator[Launch]:
     for variant in VARIANTS:
         for each in DTYPES:
             for batch in (16, 64, 256, 32):
-                for config in {candidates(batch)[0]: 0, candidates(batch)[-1]: 0}:
+                able = settings(variant, batch)
+                for config in dict.fromkeys((able[0], able[-1])):
                     yield Launch("product", variant.name, each, even=False, config=config, batch=batch)
             yield Launch("tokens" if variant.native else "expanded", variant.name, each, even=False)
 
 
-def _race(dtype: str, settings: int | None) -> Iterator[Launch]:
+def _race(dtype: str, most: int | None) -> Iterator[Launch]:
     for variant in VARIANTS:
         for batch in (16, 64):
-            for config in candidates(batch)[:settings]:
+            for config in settings(variant, batch)[:most]:
                 if config.split > 1:
                     yield Launch("product", variant.name, dtype, config=config, batch=batch)
 
 
-def _sweep(dtype: str, settings: int | None) -> Iterator[Launch]:
+def _sweep(dtype: str, most: int | None) -> Iterator[Launch]:
     """The first settings of all widths before the others: the sweep takes them in this order."""
-    most = max(len(candidates(batch)) for batch in _BATCHES)
-    for part in (range(FIRST_SETTINGS), range(FIRST_SETTINGS, most)):
+    for first in (True, False):
         for variant in VARIANTS[:SWEPT]:
             yield Launch("tokens" if variant.native else "expanded", variant.name, dtype)
             for batch in _BATCHES:
-                for config in [each for at, each in enumerate(candidates(batch)[:settings]) if at in part]:
+                able = settings(variant, batch)[:most]
+                for config in able[:FIRST_SETTINGS] if first else able[FIRST_SETTINGS:]:
                     for decode in (True,) if variant.native else (True, False):
                         yield Launch("product", variant.name, dtype, config=config, batch=batch, decode=decode)
 
 
-def _whole(dtype: str, settings: int | None) -> Iterator[Launch]:
+def _whole(dtype: str, most: int | None) -> Iterator[Launch]:
     """Any setting may be the sweep's choice."""
-    return (each for each in _sweep(dtype, settings) if each.variant in IN_WHOLE and each.decode)
+    return (each for each in _sweep(dtype, most) if each.variant in IN_WHOLE and each.decode)
 
 
-def _profile(dtype: str, settings: int | None) -> Iterator[Launch]:
+def _profile(dtype: str, most: int | None) -> Iterator[Launch]:
     return (each for each in _sweep(dtype, 1) if each.variant in PROFILED and each.batch == 16)
 
 

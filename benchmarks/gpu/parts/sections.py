@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,12 @@ def _table(timings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return fastest(KernelTiming(**{**each, "shape": tuple(each["shape"])}) for each in named).as_dict()
 
 
-def report(found: dict[str, Any], asked: Sequence[str]) -> int:
+def report(found: dict[str, Any], ended: Mapping[str, dict[str, Any]]) -> int:
     """A short table; the exit status.
 
     Args:
         found: of `merged`.
-        asked: the stages of this run.
+        ended: stages of this run.
     """
     checks = [row for name in ("correct", "race", "solvers") for row in found[name]]
     wrong = [row for row in checks if row["ok"] is False]
@@ -88,11 +88,10 @@ def report(found: dict[str, Any], asked: Sequence[str]) -> int:
     for line, each in found["settles"].items():
         print(f"  {line}: {'holds' if each['holds'] else 'DOES NOT HOLD'}, {each['by']}")
     print(f"  {len(found['skipped'])} skipped; clocks fell: {found['throttled']}")
-    states = {stage["stage"]: stage for stage in found["stages"] if stage["stage"] in asked}
-    for each, stage in states.items():
+    for each, stage in ended.items():
         said = f": {stage['error']['value']}" if stage["error"] else ""
         print(f"  {each} {stage['state']} {stage['seconds']:.0f} s{said}")
-    ends = {stage["state"] for stage in states.values()}
+    ends = {stage["state"] for stage in ended.values()}
     if wrong:
         return 1
     if "lost" in ends:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.measurement.cuda.weights import known
+from quantkit.kernels.configs import Config, candidates
+from quantkit.measurement.cuda.weights import FormatVariant, known
 
 # out x in of the linears of Llama-3-8B. A block has four, as runtimes run it: gate and up as one; down; q, k and v as
 # one; o. The others are the parts of those that were joined
@@ -27,3 +28,15 @@ IN_WHOLE = ("int4.g128", "fp8_e4m3", "fp8_e4m3.dynamic")
 PROFILED = ("int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")
 # of `configs.candidates`, which has the best by the machine code first: what is timed before anything else is
 FIRST_SETTINGS = 2
+_SMALLEST = Config(block_n=64, block_m=16, unroll=1, split=2, warps=4, stages=2)
+
+
+def settings(variant: FormatVariant, batch: int, *, dry: bool = False) -> list[Config]:
+    """Tile sizes worth timing, the most promising first; in a dry run the smallest that split K.
+
+    Args:
+        variant: of the weight.
+        batch: rows of x.
+        dry: plumbing only.
+    """
+    return [_SMALLEST] if dry else candidates(batch, native=variant.native)

@@ -156,7 +156,8 @@ def compile_kernels(job: dict[str, Any], caller: child.Caller) -> None:
                 died="process-died",
                 remedy="what it had left is compiled when it is launched",
                 environment={"TRITON_INTERPRET": "0"},
-                seconds=job["seconds"],
+                # one that hangs ends before all of them would
+                seconds=(job["soft"] + job["seconds"]) / 2,
             )
         except QuantkitError as problem:
             return [{"compiled": 0, "failed": [{"launch": f"part {part['part']}", "reason": problem.line()}]}]
@@ -219,6 +220,7 @@ def solvers(job: dict[str, Any], caller: child.Caller) -> None:
 
 def sweep(job: dict[str, Any], caller: child.Caller) -> None:
     """Times over shapes, batches and formats; the ceilings first where the results have none, and at the end."""
+    from parts import peers
     from parts.sweep import TINY, Sweep, passes
     from quantkit.measurement.cuda import ceilings as part
     from quantkit.measurement.cuda.device import versions
@@ -230,6 +232,8 @@ def sweep(job: dict[str, Any], caller: child.Caller) -> None:
         for row in first:
             work.give("ceilings", row)
     swept = Sweep(work.device, first, work.dtype, job["blocks"], work.deadline, versions(), work.give)
+    for name in [] if job["dry"] else set(peers.PEERS) - set(peers.installed()):
+        work.give("skipped", {"peer": name, "reason": "not installed"})
     for each in [TINY] if job["dry"] else passes():
         swept.run(each)
     work.give("reached", swept.reached)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from parts import peers
-from parts.shapes import FIRST_BATCHES, FIRST_SETTINGS, OTHER_BATCHES, PARTS, SWEPT, VARIANTS, WHOLE_MODEL
+from parts.shapes import FIRST_BATCHES, FIRST_SETTINGS, OTHER_BATCHES, PARTS, SWEPT, VARIANTS, WHOLE_MODEL, settings
 from quantkit.errors import InputError
-from quantkit.kernels.configs import Config, candidates, width
+from quantkit.kernels.configs import Config, width
 from quantkit.kernels.dispatch import KernelTiming
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides
@@ -45,6 +45,7 @@ class Pass:
         name: for the record.
         shapes, batches, variants: of them.
         settings: how many of each width; None: all.
+        peers: other libraries too, of which some compile for minutes.
     """
 
     name: str
@@ -52,9 +53,10 @@ class Pass:
     batches: Sequence[int]
     variants: Sequence[FormatVariant]
     settings: int | None
+    peers: bool = False
 
 
-TINY = Pass("tiny", ((16, 64),), (3,), (known()["int4.g64"], known()["int8.dynamic"]), 1)
+TINY = Pass("tiny", ((16, 64),), (3,), (known()["int4.g64"], known()["int8.dynamic"]), 1, peers=True)
 
 
 def passes() -> Iterator[Pass]:
@@ -62,6 +64,9 @@ def passes() -> Iterator[Pass]:
     first = Pass("whole model", WHOLE_MODEL, FIRST_BATCHES, VARIANTS[:SWEPT], FIRST_SETTINGS)
     yield first
     yield replace(first, name="whole model, all settings", settings=None)
+    found = peers.installed()
+    if shared := [variant for variant in first.variants if peers.compared(variant, found)]:
+        yield replace(first, name="peers", variants=shared, peers=True)
     yield replace(first, name="whole model, other batches", batches=OTHER_BATCHES)
     every = tuple(sorted(FIRST_BATCHES + OTHER_BATCHES))
     yield replace(first, name="parts", shapes=PARTS, batches=every)
@@ -110,11 +115,11 @@ class Sweep:
             for variant in part.variants:
                 if self._late({"shape": list(shape), "variant": variant.name, "pass": part.name}):
                     continue
-                held = sides.held_copies(variant, shape, self.device)[: 1 if self.device.dry else None]
+                held = sides.held_copies(variant, shape, self.device)
                 for batch in part.batches:
                     where = {"shape": list(shape), "variant": variant.name, "batch": batch}
                     if not self._late(where):
-                        self._batch(where, shape, batch, variant, held, part.settings)
+                        self._batch(where, shape, batch, variant, held, part)
                         done += 1
                 del held
                 _free()
@@ -159,18 +164,18 @@ class Sweep:
         batch: int,
         variant: FormatVariant,
         held: Any,
-        settings: int | None,
+        part: Pass,
     ) -> None:
         """All candidates of one cell, the baseline first."""
         x = sides.inputs(batch, shape[1], self.dtype, self.device.torch_device)
         memory = Workspace()
         known = self._settings.setdefault((shape, variant.name, width(batch)), {})
         try:
-            config = self._tuned(where, held, x, memory, settings, known)
+            config = self._tuned(where, held, x, memory, variant, part.settings, known)
         except Exception as error:
             self._skip(where, error)
             return
-        if (cell := self._cells.get((shape, variant.name, batch))) is not None and cell[2] == config:
+        if (cell := self._cells.get((shape, variant.name, batch))) is not None and cell[2] == config and not part.peers:
             return
         asked: list[Any] = [
             lambda: sides.baseline(shape, batch, self.dtype, self.device),
@@ -182,11 +187,14 @@ class Sweep:
             asked.append(lambda: sides.ours(held, x, config, memory, decode=False))
             asked.append(lambda: sides.expanded(held, x))
         asked.append(lambda: sides.torch_own(variant, held, x))
-        asked += [lambda name=name: peers.side(name, variant, shape, x, self.device) for name in peers.PEERS]
+        others = peers.PEERS if part.peers else ()
+        asked += [lambda name=name: peers.side(name, variant, shape, x, self.device) for name in others]
         ready = []
         for make in asked:
             try:
                 side = make()
+                if self.device.dry:
+                    side = replace(side, steps=side.steps[:1])
                 ready.append((side, side.ready()))
             except Exception as error:  # a candidate that fails is listed, and the rest goes on
                 self._skip(where, error)
@@ -201,11 +209,12 @@ class Sweep:
         held: Any,
         x: torch.Tensor,
         memory: Workspace,
-        settings: int | None,
+        variant: FormatVariant,
+        most: int | None,
         known: dict[Config, float],
     ) -> Config:
         """The fastest configuration for this width of x; those that were not timed yet are."""
-        for config in candidates(len(x))[:settings]:
+        for config in settings(variant, len(x), dry=self.device.dry)[:most]:
             if config in known:
                 continue
             try:

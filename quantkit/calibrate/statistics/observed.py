@@ -70,8 +70,7 @@ class Observed:
         self._counted, self._name = counted, name
         self._low = torch.empty(0)
         self._high = torch.empty(0)
-        self._average = torch.empty(0)
-        self._samples = 0
+        self._ends: list[Tensor] = []  # each [rows, samples, 2]
         self._counts = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -92,30 +91,22 @@ class Observed:
             samples: how many there are in a row.
 
         Raises:
-            InputError: `activations-nonfinite`.
+            InputError: `activations-nonfinite`; of values on a GPU, which is not waited for, when they are settled.
         """
         if values.shape[1] == 0:
             return
         values = values.float()
         lows, highs = torch.aminmax(values.reshape(values.shape[0], samples, -1), dim=2)
         low, high = lows.amin(dim=1), highs.amax(dim=1)
-        if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
-            raise InputError(
-                "activations-nonfinite",
-                where=self._name,
-                value=f"{int((~torch.isfinite(values)).sum())} of {values.numel()} values are NaN or infinite",
-                rule="a range needs finite values",
-                remedy="look for what made them so, in the model or in what calibrates it",
-            )
+        if not values.is_cuda:
+            wrong = int((~torch.isfinite(values)).sum()) if not _finite(low, high) else 0
+            self._demand_finite(low, high, f"{wrong} of {values.numel()} values are NaN or infinite")
         if not self.seen:
             self._low, self._high = low, high
-            self._average = torch.zeros(values.shape[0], 2, dtype=torch.float64)
             if self._counted:
-                self._counts = torch.zeros(values.shape[0], _BINS, dtype=torch.int64)
+                self._counts = torch.zeros(values.shape[0], _BINS, dtype=torch.int64, device=values.device)
         self._low, self._high = torch.minimum(self._low, low), torch.maximum(self._high, high)
-        for ends in torch.stack([lows, highs], dim=2).double().unbind(1):
-            self._samples += 1
-            self._average += (ends - self._average) * max(AVERAGING, 1 / self._samples)
+        self._ends.append(torch.stack([lows, highs], dim=2))
         if self._counted:
             bins = values.to(torch.bfloat16).view(torch.int16).int() & (_BINS - 1)
             for row, found in enumerate(bins):
@@ -125,11 +116,13 @@ class Observed:
         """The scale [rows] in `dtype`, how many values lie beyond it and will saturate, and of how many.
 
         Values are known to bfloat16's precision; without counts, none lies beyond. All zeros have the smallest of
-        scales.
+        scales. What was seen on a GPU is looked at on the processor, and waited for.
         """
-        low, high = self._low, self._high
+        device = self._low.device
+        low, high, self._counts = self._low.cpu(), self._high.cpu(), self._counts.cpu()
+        self._demand_finite(low, high, "NaN or infinite values")
         if scheme.range == "moving-average":
-            low, high = self._average.float().unbind(1)
+            low, high = self._averaged().float().unbind(1)
         elif scheme.range != "minmax":
             reached = [_reach(*self._row(row), scheme) for row in range(low.numel())]
             low = torch.maximum(low, torch.tensor([pair[0] for pair in reached]))
@@ -148,7 +141,25 @@ class Observed:
                 outside = (scaled > form.high + 0.5) | (scaled < form.low - 0.5)
                 beyond += int(counts[outside].sum())
                 total += int(counts.sum())
-        return InputScale(scale, zero), beyond, total
+        return InputScale(scale, zero).on(device), beyond, total
+
+    def _averaged(self) -> Tensor:
+        """[rows, 2] float64."""
+        average = torch.zeros(self._low.numel(), 2, dtype=torch.float64)
+        samples = (ends for part in self._ends for ends in part.cpu().double().unbind(1))
+        for number, ends in enumerate(samples, 1):
+            average += (ends - average) * max(AVERAGING, 1 / number)
+        return average
+
+    def _demand_finite(self, low: Tensor, high: Tensor, value: str) -> None:
+        if not _finite(low, high):
+            raise InputError(
+                "activations-nonfinite",
+                where=self._name,
+                value=value,
+                rule="a range needs finite values",
+                remedy="look for what made them so, in the model or in what calibrates it",
+            )
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
         """The different values of a row, ascending, float32, and how often each came."""
@@ -156,6 +167,10 @@ class Observed:
         values = bins.to(torch.int32).to(torch.int16).view(torch.bfloat16).float()
         order = values.argsort()
         return values[order], self._counts[row][bins[order]]
+
+
+def _finite(low: Tensor, high: Tensor) -> bool:
+    return bool((torch.isfinite(low) & torch.isfinite(high)).all())
 
 
 def _reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[float, float]:

@@ -34,7 +34,9 @@ def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[st
     layers = found_in(block)
     if not layers:
         return {}
-    counts = {path: torch.zeros(len(experts), dtype=torch.int64) for path, experts in layers.items()}
+    counts = {
+        path: torch.zeros(len(experts), dtype=torch.int64, device=calls.device) for path, experts in layers.items()
+    }
 
     def note(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -6,14 +6,14 @@ first one's nodes in its place, with the names of its own weights and cache.
 
     Enter {index}              the input of a block that was traced
     Leave {index}              its output
-    Block {index, like}        hidden states[, past key, past value] -> hidden states[, present key, present value]
+    Block {index, like}        hidden states -> hidden states; of a decoder, its cache comes with the copy
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,13 @@ from quantkit.exporters.trace.rewrite import DOMAIN
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype)
 
-# block index -> its past key and value; and how to say what its present ones are
-Cache = Callable[[int], tuple[Tensor, Tensor] | None]
-Present = MutableMapping[int, tuple[Tensor, Tensor]]
+
+class CalledOtherwise(Exception):
+    """A block that is like others is called with something else than they are."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"block {index}")
+        self.index = index
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
@@ -74,15 +78,22 @@ def kinds(blocks: nn.ModuleList) -> list[int]:
     return found
 
 
-def share(blocks: nn.ModuleList, like: list[int], cache: Cache, present: Callable[[], Present]) -> None:
-    """Replace blocks by stand-ins that trace each kind once; in place."""
-    firsts: dict[int, _First] = {}
+def share(blocks: nn.ModuleList, like: list[int], apart: Set[int]) -> list[int]:
+    """Replace blocks by stand-ins that trace each kind once, in place; which blocks are traced.
+
+    Args:
+        like: of `kinds`.
+        apart: blocks that are called otherwise than those they are like, and traced too.
+    """
+    firsts: dict[int, list[_First]] = {}
     for index, block in enumerate(list(blocks)):
-        if like[index] == index:
-            firsts[index] = _First(block, index)
-            blocks[index] = firsts[index]
+        same = firsts.setdefault(like[index], [])
+        if like[index] == index or index in apart:
+            same.append(_First(block, index))
+            blocks[index] = same[-1]
         else:
-            blocks[index] = _Like(block, index, firsts[like[index]], cache, present)
+            blocks[index] = _Like(block, index, same)
+    return sorted(first.index for same in firsts.values() for first in same)
 
 
 def plain_name(name: str, path: str) -> str:
@@ -146,39 +157,27 @@ class _First(_Standing):
 
 
 class _Like(_Standing):
-    """A block that is like one that was traced."""
+    """A block that is like some that are traced."""
 
-    def __init__(
-        self, block: nn.Module, index: int, first: _First, cache: Cache, present: Callable[[], Present]
-    ) -> None:
+    def __init__(self, block: nn.Module, index: int, firsts: Sequence[_First]) -> None:
         super().__init__(block)
         self.index = index
-        self.__dict__["first"] = first
-        self.cache, self.present = cache, present
+        self.__dict__["firsts"] = firsts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One node, if the call is like the other's too; else the block itself."""
-        first: _First = self.__dict__["first"]
+        """One node. Raises CalledOtherwise: the call is like none of the others' too."""
         hidden, others, named = _split(args, kwargs)
-        if first.call is None or not first.call.same(_Call.of(others, named)):
-            return self.block(*args, **kwargs)
-        past = self.cache(self.index)
-        attributes: dict[str, Any] = {"index": self.index, "like": first.index}
-        kept = self.present().get(first.index)
-        if past is None or kept is None:
-            after = torch.onnx.ops.symbolic(
-                f"{DOMAIN}::Block", (hidden,), attributes, dtype=hidden.dtype, shape=tuple(hidden.shape)
-            )
-        else:
-            after, key, value = torch.onnx.ops.symbolic_multi_out(
-                f"{DOMAIN}::Block",
-                (hidden, *past),
-                attributes,
-                dtypes=(hidden.dtype, kept[0].dtype, kept[1].dtype),
-                shapes=(tuple(hidden.shape), tuple(kept[0].shape), tuple(kept[1].shape)),
-            )
-            self.present()[self.index] = key, value
-        return (after,) if first.as_tuple else after
+        call = _Call.of(others, named)
+        same: list[_First] = [
+            each for each in self.__dict__["firsts"] if each.call is not None and each.call.same(call)
+        ]
+        if not same:
+            raise CalledOtherwise(self.index)
+        attributes: dict[str, Any] = {"index": self.index, "like": same[0].index}
+        after = torch.onnx.ops.symbolic(
+            f"{DOMAIN}::Block", (hidden,), attributes, dtype=hidden.dtype, shape=tuple(hidden.shape)
+        )
+        return (after,) if same[0].as_tuple else after
 
 
 @dataclass(frozen=True)
@@ -213,14 +212,14 @@ def expand(graph: ir.Graph, parameters: MutableMapping[str, str], path: str) -> 
     enters = {_index(node): node for node in nodes if _is(node, "Enter")}
     leaves = {_index(node): node for node in nodes if _is(node, "Leave")}
     regions: dict[int, list[ir.Node]] = {}
-    pasts = {value.name: value for value in graph.inputs}
+    cache = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     copies = [node for node in nodes if _is(node, "Block")]
     for block in copies:
         first = block.attributes["like"].as_int()
         if first not in regions:
             own = {name for name, parameter in parameters.items() if parameter.startswith(f"{path}.{first}.")}
             regions[first] = _region(nodes, enters[first], leaves[first], own)
-        _copy(graph, block, regions[first], enters[first], leaves[first], parameters, path, pasts)
+        _copy(graph, block, regions[first], enters[first], leaves[first], parameters, path, cache)
     for node in (*enters.values(), *leaves.values()):
         assert node.inputs[0] is not None
         _stand_for(node.outputs[0], node.inputs[0])
@@ -262,14 +261,15 @@ def _copy(
     leave: ir.Node,
     parameters: MutableMapping[str, str],
     path: str,
-    pasts: dict[str | None, ir.Value],
+    cache: dict[str | None, ir.Value],
 ) -> None:
     first, index = _index(enter), _index(block)
     mapping: dict[ir.Value, ir.Value] = {enter.outputs[0]: block.inputs[0]}  # type: ignore[dict-item]
-    for what in ("key", "value"):
-        old = pasts.get(f"past_key_values.{first}.{what}")
-        if old is not None:
-            mapping[old] = pasts[f"past_key_values.{index}.{what}"]
+    parts = ("key", "value") if f"present.{first}.key" in cache else ()
+    for what in parts:
+        old = cache[f"past_key_values.{first}.{what}"]
+        mapping[old] = ir.Value(name=f"past_key_values.{index}.{what}", shape=old.shape, type=old.type)
+        graph.inputs.append(mapping[old])
 
     def inside(value: ir.Value | None) -> ir.Value | None:
         if value is None or value in mapping:
@@ -302,11 +302,9 @@ def _copy(
         )
         mapping.update(zip(node.outputs, outputs, strict=True))
     graph.insert_before(block, made)
-    results = [mapping[leave.inputs[0]]]  # type: ignore[index]
-    if len(block.outputs) > 1:
-        presents = {value.name: value for value in graph.outputs}
-        results += [mapping[presents[f"present.{first}.{what}"]] for what in ("key", "value")]
-    for old, new in zip(block.outputs, results, strict=True):
-        assert new is not None
-        _stand_for(old, new)
+    for what in parts:
+        present = mapping[cache[f"present.{first}.{what}"]]
+        present.name = f"present.{index}.{what}"
+        graph.outputs.append(present)
+    _stand_for(block.outputs[0], mapping[leave.inputs[0]])  # type: ignore[index]
     graph.remove(block, safe=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,14 +44,10 @@ _MODEL = "model."
 class _Memory:
     """What attention sees of the cache while the model is traced."""
 
-    past: Sequence[tuple[Tensor, Tensor]] = ()
+    past: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     mask: Tensor | None = None
     present: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     calls: int = 0
-
-    def of(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """The past key and value of a layer."""
-        return self.past[index] if self.past else None
 
 
 _memory: ContextVar[_Memory] = ContextVar("memory")
@@ -112,6 +108,14 @@ def _attention(
         )
         return output.reshape(batch, length, heads, size), None
     index: int = module.layer_idx  # type: ignore[assignment]
+    if index not in memory.past:
+        raise InputError(
+            "attention-unsupported",
+            where=type(module).__name__,
+            value=f"layer {index}, in another block than its own",
+            rule="a layer's cache is that of its block",
+            remedy="export a checkpoint",
+        )
     past_key, past_value = memory.past[index]
     expected, found = (past_key.shape[1], past_key.shape[3]), {(x.shape[1], x.shape[3]) for x in (key, value)}
     if found != {expected}:
@@ -226,7 +230,7 @@ def _hollow(model: nn.Module, floats: torch.dtype) -> None:
 
 
 class _Decoder(nn.Module):
-    def __init__(self, model: nn.Module, layers: int) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[int]) -> None:
         super().__init__()
         self.model = model
         self.layers = layers
@@ -238,12 +242,12 @@ class _Decoder(nn.Module):
         past: list[tuple[Tensor, Tensor]],
         positions: Tensor | None = None,
     ) -> Any:
-        """Logits, and keys and values of every layer with the new tokens."""
+        """Logits, and keys and values of every traced layer with the new tokens."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
         if positions is None:
             # a token's position is the number of real tokens before it: padding on the left does not count
             positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, total - new :]
-        memory = _Memory(past, attention_mask)
+        memory = _Memory(dict(zip(self.layers, past, strict=True)), attention_mask)
         token = _memory.set(memory)
         try:
             answer = self.model(
@@ -254,7 +258,7 @@ class _Decoder(nn.Module):
             )
         finally:
             _memory.reset(token)
-        missing = [index for index in range(self.layers) if index not in memory.present]
+        missing = [index for index in self.layers if index not in memory.present]
         if missing:
             raise InputError(
                 "attention-unsupported",
@@ -263,7 +267,7 @@ class _Decoder(nn.Module):
                 rule="only then can its cache be exported",
                 remedy="export a checkpoint",
             )
-        return answer.logits, [memory.present[index] for index in range(self.layers)]
+        return answer.logits, [memory.present[index] for index in self.layers]
 
 
 class _Encoder(nn.Module):
@@ -308,6 +312,16 @@ def trace(skeleton: nn.Module, kind: str, *, floats: torch.dtype = torch.float32
     Raises:
         InputError: `attention-unsupported`, `export-untraceable`.
     """
+    apart: set[int] = set()
+    while True:
+        try:
+            return _traced(skeleton, kind, floats, positions, apart)
+        except _repeat.CalledOtherwise as found:
+            apart.add(found.index)
+
+
+def _traced(skeleton: nn.Module, kind: str, floats: torch.dtype, positions: bool, apart: Set[int]) -> Traced:
+    """`trace`, with blocks that are called otherwise than those they are like; raises CalledOtherwise for one more."""
     model = copy.deepcopy(skeleton)
     path = find_blocks(model)
     blocks = model.get_submodule(path)
@@ -315,15 +329,16 @@ def trace(skeleton: nn.Module, kind: str, *, floats: torch.dtype = torch.float32
     like = _repeat.kinds(blocks)
     _hollow(model, floats)
     _stand_ins(model)
-    _repeat.share(blocks, like, lambda index: _memory.get().of(index), lambda: _memory.get().present)
+    layers = _repeat.share(blocks, like, apart)
     AttentionInterface.register(_ATTENTION, _attention)
     model.config._attn_implementation = _ATTENTION  # type: ignore[union-attr]
-    wrapped, arguments, shapes, names = _decoder(model, floats, positions) if kind == "decoder" else _encoder(model)
+    made = _decoder(model, floats, positions, layers) if kind == "decoder" else _encoder(model)
+    wrapped, arguments, shapes, names = made
     with torch.no_grad(), quiet():
         try:
             exported = torch.export.export(wrapped.eval(), arguments, dynamic_shapes=shapes, strict=False)
             program = torch.onnx.export(exported, opset_version=OPSET, optimize=False, verbose=False)
-        except InputError:
+        except (InputError, _repeat.CalledOtherwise):
             raise
         except Exception as problem:
             raise InputError(
@@ -336,16 +351,17 @@ def trace(skeleton: nn.Module, kind: str, *, floats: torch.dtype = torch.float32
     assert program is not None
     named = (skeleton.named_parameters(remove_duplicate=False), skeleton.named_buffers(remove_duplicate=False))
     known = {name for each in named for name, _ in each}
-    return _cleaned(program.model, names, kind == "decoder", getattr(wrapped, "layers", 0), path, known)
+    decoder = kind == "decoder"
+    return _cleaned(program.model, names, decoder, len(blocks) if decoder else 0, path, known)
 
 
 Parts = tuple[nn.Module, tuple[Any, ...], tuple[Any, ...], tuple[list[str], list[str], dict[str, list[str]]]]
 _BSP = ("batch_size", "sequence_length", "past_sequence_length", "total_sequence_length")
 
 
-def _decoder(model: nn.Module, floats: torch.dtype, positions: bool) -> Parts:
+def _decoder(model: nn.Module, floats: torch.dtype, positions: bool, layers: Sequence[int]) -> Parts:
+    """With the caches of the blocks that are traced alone: tracing takes longer with each, copies get theirs after."""
     config: Any = model.config
-    layers = int(config.num_hidden_layers)
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     empty = torch.zeros(_BATCH, heads, _PAST, size, dtype=floats)
@@ -356,13 +372,13 @@ def _decoder(model: nn.Module, floats: torch.dtype, positions: bool) -> Parts:
     batch, new, past, total = _BSP
     inputs, outputs = ["input_ids", "attention_mask"], ["logits"]
     axes = {"input_ids": [batch, new], "attention_mask": [batch, total], "logits": [batch, new, ""]}
-    for index in range(layers):
+    for index in layers:
         for what in ("key", "value"):
             inputs.append(f"past_key_values.{index}.{what}")
             outputs.append(f"present.{index}.{what}")
             axes[inputs[-1]], axes[outputs[-1]] = [batch, "", past, ""], [batch, "", total, ""]
-    arguments: list[Any] = [ones[:, :_NEW].clone(), ones, [(empty.clone(), empty.clone()) for _ in range(layers)]]
-    shapes: list[Any] = [first, first, [(cache, cache)] * layers]
+    arguments: list[Any] = [ones[:, :_NEW].clone(), ones, [(empty.clone(), empty.clone()) for _ in layers]]
+    shapes: list[Any] = [first, first, [(cache, cache)] * len(layers)]
     if positions:
         arguments.append(torch.arange(_NEW).repeat(_BATCH, 1))
         shapes.append(first)
@@ -421,4 +437,12 @@ def _cleaned(
     common.ClearMetadataAndDocStringPass()(model)
     del graph.inputs[given:]
     _repeat.expand(graph, parameters, path)
+    for values, first in ((graph.inputs, "past_key_values"), (graph.outputs, "present")):
+        # the caches of copies came last: in order of their layers, where the first's are
+        cached = [value for value in values if str(value.name).startswith(f"{first}.")]
+        at = values.index(cached[0]) if cached else 0
+        rest = [value for value in values if value not in cached]
+        cached.sort(key=lambda value: (int(str(value.name).split(".")[1]), str(value.name)))
+        values.clear()
+        values.extend([*rest[:at], *cached, *rest[at:]])
     return Traced(model, parameters, decoder, layers)

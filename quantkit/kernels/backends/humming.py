@@ -4,8 +4,8 @@
 
 The library (vLLM's, Apache-2.0; extra `humming`) takes stored tensors and arguments as they are, packs them for itself
 when a layer is made, rounds inputs where the arguments say so, and compiles its kernels when they are first used. What
-it keeps takes the place of the stored weight: there is no second copy. Scales that are stored in float32 it rounds to
-the dtype of x.
+it keeps takes the place of the stored weight: there is no second copy. Scales that are floats of 16 or 32 bits it
+rounds to the dtype of x.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from quantkit.errors import InputError
+from quantkit.kernels.dispatch import HUMMING
 
 # as a candidate among those of a table
-NAME = "humming"
+NAME = HUMMING
 _METHOD = "compressed-tensors"
 
 
@@ -74,7 +75,7 @@ class HummingLinear(torch.nn.Module):
             raise _refused(
                 str(error), "no kernel of ours, and humming is not there: pip install 'quantkit[humming]'"
             ) from None
-        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        except (AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise _refused(str(error).partition("\n")[0] or type(error).__name__, "nor does humming take it") from None
         self.product = made
 
@@ -83,6 +84,7 @@ class HummingLinear(torch.nn.Module):
         """What it keeps, packed."""
         return sum(part.numel() * part.element_size() for part in self.product.state_dict().values())
 
+    @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the module."""
         y: torch.Tensor = self.product(x.reshape(-1, x.shape[-1]).contiguous())

@@ -4,11 +4,12 @@ PRMT takes each byte of its result from eight bytes in two registers, by three b
 values of the codebook, in the dtype of the product, make four pairs of registers: low and high bytes of values 0 to 7
 and 8 to 15. For the four codes in 16 bits of a word
 
-    low   = PRMT(low bytes of 0..7)  where bit 3 of the code is 0, PRMT(low bytes of 8..15) where it is 1
-    high  = likewise                  bit 3, spread over its byte by one more PRMT, is the mask between the two
+    low   = PRMT(PRMT(low bytes of 0..7), PRMT(low bytes of 8..15)), whose selector keeps each byte's place and takes
+            it from the first or the second by bit 3 of its code
+    high  = likewise
     pairs = PRMT(low, high)           (low 0, high 0, low 1, high 1), (low 2, high 2, low 3, high 3)
 
-nine instructions for four weights, none of which touches memory; nothing is converted afterwards. float16 rounds the
+eight permutations for four weights, none of which touches memory; nothing is converted afterwards. float16 rounds the
 codebook by at most 2^-11 of a value, bfloat16 by 2^-8. (Dettmers et al., "QLoRA", 2023, arXiv 2305.14314, for the
 codebook.)
 """
@@ -63,26 +64,25 @@ def decode(
     ON_GPU: tl.constexpr,
 ):
     """Codebook values of COUNT (2 or 4) fragments from FIRST on: int32 [ROWS * 8] -> DTYPE [ROWS, 16 COUNT]."""
-    left = _two(words >> (8 * FIRST), magic, ROWS, DTYPE, ON_GPU)
+    none = (words & 0) + magic
+    place = words & 0x77777777
+    half = ((words >> 1) & 0x44444444) | (none + 0x32103210)
+    left = _two(place >> (8 * FIRST), half >> (8 * FIRST), none, ROWS, DTYPE, ON_GPU)
     values = left
     if COUNT == 4:
-        values = beside(left, _two(words >> 16, magic, ROWS, DTYPE, ON_GPU), ROWS, 64)
+        values = beside(left, _two(place >> 16, half >> 16, none, ROWS, DTYPE, ON_GPU), ROWS, 64)
     return values
 
 
 @triton.jit
-def _two(codes, magic, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
+def _two(place, half, none, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
     """Fragments of the four codes in the low 16 bits: codes 0 and 1 are one's halves, 2 and 3 the other's."""
-    none = (codes & 0) + magic
-    place = codes & 0x7777
-    upper = permuted(none + 0xFF00, none, (codes >> 3) & 0x1111, ON_GPU)
     TABLE: tl.constexpr = _BFLOAT16 if DTYPE == tl.bfloat16 else _FLOAT16
     low_a = permuted(none + TABLE[0], none + TABLE[1], place, ON_GPU)
     low_b = permuted(none + TABLE[2], none + TABLE[3], place, ON_GPU)
     high_a = permuted(none + TABLE[4], none + TABLE[5], place, ON_GPU)
     high_b = permuted(none + TABLE[6], none + TABLE[7], place, ON_GPU)
-    low = (low_a & ~upper) | (low_b & upper)
-    high = (high_a & ~upper) | (high_b & upper)
+    low, high = permuted(low_a, low_b, half, ON_GPU), permuted(high_a, high_b, half, ON_GPU)
     one = halves(permuted(low, high, none + 0x5140, ON_GPU), ROWS, DTYPE)
     two = halves(permuted(low, high, none + 0x7362, ON_GPU), ROWS, DTYPE)
     return beside(one, two, ROWS, 32)

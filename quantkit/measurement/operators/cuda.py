@@ -29,6 +29,7 @@ from quantkit.measurement.cuda import sides, timing
 from quantkit.measurement.cuda.check import error
 from quantkit.measurement.cuda.device import GpuDevice, fitting
 from quantkit.measurement.cuda.weights import FormatVariant, known, values, weight
+from quantkit.measurement.operators import foreign
 from quantkit.measurement.operators.products import Runnable
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.schedule import Step
@@ -57,7 +58,7 @@ def variant_of(name: str) -> FormatVariant:
     return known()[name.removesuffix(TORCH)]
 
 
-def check_shape(variant: FormatVariant, linear: LinearShape) -> None:
+def check_shape(variant: FormatVariant | foreign.ForeignVariant, linear: LinearShape) -> None:
     """Refuse a group that does not divide K. Raises InputError `group-indivisible`."""
     if variant.group and linear.K % variant.group:
         fitting = [str(size) for size in (32, 64, 128) if linear.K % size == 0]
@@ -87,12 +88,12 @@ class CudaBench:
 
     def quantizer(self, variant: str) -> str:
         """See `products.Bench`."""
-        native = variant != BASELINE and variant_of(variant).native
+        native = variant != BASELINE and variant not in foreign.known() and variant_of(variant).native
         return f"{_QUANTIZE}{variant_of(variant).format}" if native else ""
 
     def twin(self, variant: str) -> str:
         """See `products.Bench`; what multiplies 8-bit codes decodes nothing, and torch's operators have none."""
-        if variant == BASELINE or variant.endswith(TORCH) or variant_of(variant).native:
+        if variant in (BASELINE, *foreign.known()) or variant.endswith(TORCH) or variant_of(variant).native:
             return ""
         return f"{variant}{_TWIN}"
 
@@ -133,6 +134,9 @@ class CudaBench:
                 raise InputError(of, where=name)
             assert isinstance(of, _Quantized)
             return _Twin(of)
+        if name in foreign.known():
+            check_shape(foreign.known()[name], linear)
+            return foreign.ForeignProduct.of(name, linear, self.device, self.dtype, self.seed)
         variant = variant_of(name)
         check_shape(variant, linear)
         if variant.native and self.device.sm:

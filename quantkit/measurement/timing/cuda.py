@@ -50,10 +50,11 @@ class KernelDecoder:
 
     Args:
         model: a decoder of transformers, on its device.
+        fuse: see `DecodeGraph`.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, *, fuse: str = "") -> None:
+        self.model, self.fuse = model, fuse
         self._at = next(model.parameters()).device
         self.context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
 
@@ -62,7 +63,7 @@ class KernelDecoder:
         self._demand(context + 1)
         length = min(context + _STEPS, self.context)
         with fitting(f"batch {batch}, context {context}"):
-            graph = DecodeGraph(self.model, batch, length)
+            graph = DecodeGraph(self.model, batch, length, fuse=self.fuse)
             graph.prefill(self._ids(batch, context))
             ids = self._ids(batch, 1)[:, 0]
             graph.step(ids)

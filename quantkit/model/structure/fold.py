@@ -120,6 +120,19 @@ def disagreement(before: Tensor, after: Tensor) -> float:
     return float((before - after).abs().max() / torch.where(top > 0, top, 1.0))
 
 
+def in_double(block: nn.Module) -> nn.Module:
+    """A copy in float64. Not by `Module.double`, which tensors without values do not take."""
+    exact = copy.deepcopy(block)
+    for module in exact.modules():
+        parts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for values in parts:
+            for name, value in values.items():
+                if value is not None and value.is_floating_point():
+                    wide = value.detach().double()
+                    values[name] = nn.Parameter(wide, requires_grad=False) if isinstance(value, nn.Parameter) else wide
+    return exact
+
+
 def prove(block: nn.Module, structure: Structure, fold: Fold, call: Call, seed: int = 0) -> float:
     """How far a block's outputs move when one fold is applied; see `prove_all`."""
     return prove_all(block, structure, {fold.group: fold}, call, seed)
@@ -132,7 +145,7 @@ def prove_all(block: nn.Module, structure: Structure, folds: Mapping[str, Fold],
     Returns:
         the relative disagreement; the folds hold if it is at most 1e-10.
     """
-    exact = copy.deepcopy(block).double()
+    exact = in_double(block)
     twice = call.double()
     generator = torch.Generator().manual_seed(seed)
     groups = {group.name: group for group in structure.groups}
@@ -153,7 +166,7 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
     Returns:
         group name -> fold, and group name -> why there is none.
     """
-    probe = _Probe(copy.deepcopy(block).double(), call.double())
+    probe = _Probe(in_double(block), call.double())
     folds: dict[str, Fold] = {}
     declined: dict[str, str] = {}
     for group in structure.groups:

@@ -86,9 +86,10 @@ class Graphics:
     def names(self) -> list[str]:
         """Of all variants."""
         from quantkit.measurement.cuda.weights import known
+        from quantkit.measurement.operators import foreign
         from quantkit.measurement.operators.cuda import torch_names
 
-        return [*known(), *torch_names()]
+        return [*known(), *torch_names(), *foreign.known()]
 
     def usual(self, name: str, found: LinearShapes) -> str:
         """int4 in the largest group that fits the shapes, nf4 with doubled scales. Raises InputError for no format."""
@@ -101,6 +102,11 @@ class Graphics:
 
     def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
         """The variant that a bundle's scheme is, or the format where it is none of them."""
+        from quantkit.measurement.operators import foreign
+
+        for other in foreign.known().values():
+            if other.stands_for(scheme, activations):
+                return other.name
         form, granularity = str(scheme.get("format")), scheme.get("granularity")
         symmetric = scheme.get("symmetric", True)
         group = f"g{scheme.get('group')}" if granularity == "group" else "channel"
@@ -119,10 +125,12 @@ class Graphics:
     def check(self, name: str, found: LinearShapes) -> None:
         """Refuse a variant that this GPU cannot multiply, or that does not fit a shape. Raises InputError."""
         from quantkit.kernels.native import require
+        from quantkit.measurement.cuda.weights import FormatVariant
+        from quantkit.measurement.operators import foreign
         from quantkit.measurement.operators.cuda import check_shape, variant_of
 
-        variant = variant_of(name)
-        if variant.native:
+        variant = foreign.known().get(name) or variant_of(name)
+        if isinstance(variant, FormatVariant) and variant.native:
             require(variant.kind, self.sm)
         for linear in found.linears:
             check_shape(variant, linear)

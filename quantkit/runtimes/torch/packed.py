@@ -18,7 +18,7 @@ from quantkit import limits, machine
 from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
-from quantkit.kernels.dispatch import FILE, Recorded
+from quantkit.kernels.dispatch import EXPANDED, FILE, OURS, Recorded
 from quantkit.model.source.open import open_written
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
@@ -96,7 +96,7 @@ def load(
         raise InputError(
             "kernel-dtype", where="dtype", value=str(dtype), rule="kernels multiply in float16 or bfloat16"
         )
-    from quantkit.kernels.linear import QuantLinear
+    from quantkit.kernels.linear import QuantLinear, other
     from quantkit.kernels.workspace import Workspace
 
     model_class, config = described(folder)
@@ -116,12 +116,14 @@ def load(
     for name, weight in packed.items():
         old = model.get_submodule(name)
         bias = None if old.bias is None else old.bias.detach().to(device)
-        known = table if table is not None and weight.shape in table.choices else None
+        chosen = {choice.candidate for choice in table.choices.get(weight.shape, ())} if table is not None else set()
+        # of a layer that is stored otherwise than most a table may say what it cannot run
+        known = table if chosen and chosen <= {OURS, other(weight)} else None
         model.set_submodule(name, QuantLinear(weight, bias, table=known, memory=memory))
-    for name, other in others.items():
+    for name, layer in others.items():
         old = model.get_submodule(name)
-        other.bias = None if old.bias is None else old.bias.detach().to(device)
-        model.set_submodule(name, other)
+        layer.bias = None if old.bias is None else old.bias.detach().to(device)
+        model.set_submodule(name, layer)
     return PackedModel(model.to(device), reasons)
 
 
@@ -166,11 +168,9 @@ def _other(
     from quantkit.kernels.backends.humming import NAME, HummingLinear
 
     shape = weights.layout.shape(prefix, weights.stored.read)
-    measured = {choice.candidate for choice in table.choices.get(shape, ())} if table is not None else set()
-    if measured - {NAME}:
-        raise InputError(
-            "kernel-unsupported", where=prefix, value=f"measured {shape}", rule=f"{NAME} was not the fastest"
-        )
+    # what else a table may have for this shape was chosen for another format
+    if table is not None and {choice.candidate for choice in table.choices.get(shape, ())} == {EXPANDED}:
+        raise InputError("kernel-unsupported", where=prefix, value="measured", rule=f"{NAME} was not the fastest")
     config = source.config["quantization_config"]
     groups = list(config.get("config_groups", {}).values())
     if not groups:

@@ -200,13 +200,15 @@ def test_gptq_is_few_launches_and_never_waits(name: str, sweeps: int) -> None:
     choice = WeightScheme.model_validate(WIDE[name])
     with gpu() as watch:
         found = gptq_shared([empty(64, 384), empty(32, 384), empty(32, 384)], factored(384), choice, sweeps=sweeps)
+    assert not watch.waits
     for each in found:
         parts = [each.tensor.codes, each.tensor.scale, each.tensor.zero, each.tensor.codebook, each.error]
         assert {part.device.type for part in parts if part is not None} == {"cuda"}
-    launched, waits = watch.taken()
-    assert not waits
+    assert watch.operators["choose"] == 1 and watch.operators["descend"] == (sweeps > 0)
     if name in GPTQ:
-        assert launched.total() <= GPTQ[name] + 7 * (sweeps > 0)
+        assert watch.operators.total() <= GPTQ[name] + 7 * (sweeps > 0)
+    if name.startswith("int") and "tensor" not in name:
+        assert watch.operators["search_integers"] == 1
 
 
 @pytest.mark.parametrize("name", ["int4 zeros g32", "int3 channel", "int4 tensor"])
@@ -217,12 +219,13 @@ def test_awq_is_few_launches_and_never_waits(name: str) -> None:
         producers = empty(384, dtype=torch.int64)
         found = awq.search_scales(weights, hessian, choice, producers=producers, channels=96)
         assert {part.device.type for part in vars(found).values()} == {"cuda"}
-        launched, waits = watch.taken()
+        plain = watch.operators.total()
         awq.search_scales(weights, hessian, choice, importance=empty(384))
         if choice.granularity != "tensor":
             assert awq.clip(weights[0], hessian, choice).device.type == "cuda"
-    assert not waits and not watch.waits
-    assert launched.total() <= (90 if choice.granularity == "tensor" else 45)
+    assert not watch.waits
+    assert watch.operators["losses"] == (4 if choice.granularity == "tensor" else 2)
+    assert plain <= (90 if choice.granularity == "tensor" else 45)
 
 
 @pytest.mark.parametrize("name", ["int4 zeros g32", "int3 channel", "int4 tensor"])

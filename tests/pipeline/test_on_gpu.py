@@ -1,0 +1,113 @@
+"""The whole block loop on a GPU that is not there (`fake_gpu`): all of it lies there, and nothing is waited for.
+
+What a value decides is waited for: whether any Hessian of a block had no factor, once a block, and whether its folds
+hold, where it has any. What is found on the first block alone (what outputs are added to) is waited for there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fake_gpu
+import pytest
+import torch
+import zoo
+
+# what these make when they are imported is not to be made of fake tensors
+import quantkit.passes.solvers.awq
+import quantkit.passes.solvers.gptq
+import quantkit.passes.solvers.hqq
+import quantkit.passes.solvers.smoothquant  # noqa: F401
+from quantkit.model.streaming.stream import LoadedModel
+from quantkit.model.structure import fold, traced
+from quantkit.passes import pass_of
+from quantkit.pipeline.blocks.layers import lay_out
+from quantkit.pipeline.blocks.work import Known, PassRun, Worked, work
+from quantkit.recipe import Recipe
+
+FAILED = "calibrate/statistics/collected.py:failed"
+PROVED = "model/structure/fold.py:__torch_dispatch__"
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt", "bert"]
+
+
+def on_gpu(model: torch.nn.Module, recipe: str, *changes: str) -> tuple[list[Worked], list[int], list[list[str]]]:
+    """The blocks, how many operators each has launched, and what each has waited for."""
+    chosen = Recipe.load(recipe, [*changes])
+    ids, probe = zoo.ids(4, 16), zoo.ids(2, 8)
+    stream = fake_gpu.FakeStream(model, ids, probe)
+    layers = lay_out(chosen, model, stream.block_names, "float32")
+    steps = [PassRun(pass_of(step), step.settings) for step in chosen.passes]
+    real = LoadedModel(model)
+    call, block = real.begin(probe, 2).call(0), real.load(0)
+    folds, declined = fold.find(block, traced.trace(block, lambda: call(block)), call)
+    worked, launched, waited = [], [], []
+    with fake_gpu.gpu() as watch:
+        there = {name: replace(each, index=fake_gpu.like(each.index)) for name, each in folds.items()}
+        for each in work(
+            stream,
+            steps,
+            layers.schemes,
+            fake_gpu.like(ids),
+            probe_ids=fake_gpu.like(probe),
+            widest=layers.widest,
+            dtype=torch.bfloat16,
+            activations=layers.activations,
+            known=Known(folds=(there, declined)),
+        ):
+            counts, waits = watch.taken()
+            worked.append(each)
+            launched.append(counts.total())
+            waited.append(waits)
+    return worked, launched, waited
+
+
+def demand_on_gpu(worked: list[Worked]) -> None:
+    for each in worked:
+        assert each.block.tensors
+        for tensor in each.block.tensors.values():
+            kept = [tensor.codes, tensor.scale, *([] if tensor.zero is None else [tensor.zero])]
+            assert {part.device for part in kept} == {fake_gpu.CUDA}
+        assert {value.device for value in each.block.module.parameters()} == {fake_gpu.CUDA}
+        assert each.hidden is None or each.hidden.device == fake_gpu.CUDA
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gptq_waits_once_a_block(architecture: str) -> None:
+    worked, _, waited = on_gpu(zoo.tiny(architecture), "gptq-int4", "scheme.weights.group=32")
+    demand_on_gpu(worked)
+    assert waited == [[FAILED]] * len(worked)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "waits"),
+    [
+        ("awq-int4", ["scheme.weights.group=32"], [PROVED, FAILED]),
+        ("int8-dynamic", [], [PROVED, FAILED]),
+        ("int4-best", ["scheme.weights.group=32"], [FAILED]),
+        ("int3", ["scheme.weights.group=32"], [FAILED]),
+        ("int4-fast", ["scheme.weights.group=32"], [FAILED]),
+        ("nf4", ["scheme.weights.group=32"], [FAILED]),
+        ("fp8", [], [FAILED]),
+        ("nvfp4", [], [FAILED]),
+        ("mxfp4", [], [FAILED]),
+        ("rtn-int4", ["scheme.weights.group=32"], []),
+        ("int8-weights", [], []),
+    ],
+)
+def test_recipes_wait_for_what_decides(recipe: str, changes: list[str], waits: list[str]) -> None:
+    worked, _, waited = on_gpu(zoo.tiny("llama", num_hidden_layers=2), recipe, *changes)
+    demand_on_gpu(worked)
+    assert all(each == waits for each in waited[1:])
+    assert len(waited) > 1
+
+
+def test_what_lies_on_the_processor_is_seen() -> None:
+    with fake_gpu.gpu(), pytest.raises(RuntimeError, match="device"):
+        torch.zeros(2) + torch.zeros(2, device=fake_gpu.CUDA)
+
+
+def test_what_waits_is_seen() -> None:
+    with fake_gpu.gpu() as watch:
+        float(torch.zeros(2, device=fake_gpu.CUDA).sum())
+        bool((torch.zeros(2, device=fake_gpu.CUDA) > 0).any())
+    assert len(watch.waits) == 2
