@@ -15,7 +15,7 @@ import torch
 from quantkit.formats import QuantTensor, apart, joined
 from quantkit.formats.base.grid import load_grid
 from quantkit.passes import load_pass
-from quantkit.passes.solvers import ranges
+from quantkit.passes.solvers import device, ranges
 from quantkit.plugins.outside import demand_returned
 
 if TYPE_CHECKING:
@@ -68,6 +68,22 @@ class Moments:
     def mean_square(self) -> Tensor:
         """Of x̂, [groups, K] float32."""
         return self.hessian.diagonal(dim1=1, dim2=2).float()
+
+
+def assign(block: Block, linear: str, tensor: QuantTensor) -> Tensor:
+    """`Block.assign`; on a device in two launches, where codes are whole numbers or places in a codebook, and rows have
+    scales of their own."""
+    codes, scale = tensor.codes, tensor.scale
+    known = tensor.scheme.rows_apart and not codes.is_floating_point() and scale.dtype.itemsize > 1
+    if not (known and device.launched(codes)):
+        return block.assign(linear, tensor)
+    from quantkit.kernels.solving.quotient import quotient
+    from quantkit.kernels.solving.stored import loss
+    from quantkit.model.structure.traced import weight_of
+
+    weight = weight_of(block.module.get_submodule(linear)).float()
+    values, parts = loss(weight, codes, scale, tensor.zero, tensor.codebook, tensor.global_scale)
+    return block.assign(linear, tensor, (values, quotient(parts, False)))
 
 
 # --- to nearest -------------------------------------------------------------------------------------------------------

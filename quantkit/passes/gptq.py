@@ -102,8 +102,7 @@ class Gptq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
-        from quantkit.calibrate.statistics.collected import Doubt
-        from quantkit.passes.assign import filled
+        from quantkit.passes.assign import assign, filled
         from quantkit.passes.solvers.factor import Factor, factor
         from quantkit.passes.solvers.gptq import corrected, gptq_shared
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
@@ -125,8 +124,7 @@ class Gptq(Pass):
                         act_order=settings.act_order,
                         raised=stats.raised.get(whole.name, 0),
                     )
-                    if solved.exists is not None:
-                        stats.doubts.append(Doubt(~solved.exists, whole.name, again=True))
+                    stats.doubt(solved.pivots, whole.name, again=True)
                     if solved.raised:
                         reason = f"the Hessian of {seen.tokens} tokens had no Cholesky factor"
                         where = block.full_name(whole.name)
@@ -153,7 +151,7 @@ class Gptq(Pass):
                     neighbours=neighbours(width) if settings.unsaturated and bounded(scheme) else None,
                 )
                 for name, result in zip(names, results, strict=True):
-                    outcome.errors[name] = block.assign(name, result.tensor)
+                    outcome.errors[name] = assign(block, name, result.tensor)
 
         stats.staged(visit, drift=settings.correction > 0, quantized=True)
         return outcome

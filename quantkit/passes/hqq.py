@@ -53,10 +53,12 @@ class Hqq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""
+        from quantkit.passes.assign import assign
+
         outcome = Outcome(True)
         for linear in block.linears():
             tensor = self.product(block.weight(linear), None, block.scheme(linear), settings)
-            outcome.errors[linear] = block.assign(linear, tensor)
+            outcome.errors[linear] = assign(block, linear, tensor)
         stats.outputs = None
         return outcome
 

@@ -76,7 +76,7 @@ class Round(Pass):
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, or improve those that it has."""
         from quantkit.model.structure.traced import weight_of
-        from quantkit.passes.assign import nearest
+        from quantkit.passes.assign import assign, nearest
         from quantkit.passes.solvers.round import LearnedRounding
 
         given = {name: block.tensors[name] for name in block.linears() if name in block.tensors}
@@ -104,7 +104,7 @@ class Round(Pass):
             outcome.changed |= better
         for name, tensor in best.items():
             block.replace(name, weights[name][:, : width[name]])  # the error is that against the original weight
-            outcome.errors[name] = block.assign(name, tensor)
+            outcome.errors[name] = assign(block, name, tensor)
         stats.outputs = None
         return outcome
 

@@ -57,13 +57,13 @@ class Rtn(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""
-        from quantkit.passes.assign import nearest_alike
+        from quantkit.passes.assign import assign, nearest_alike
 
         outcome = Outcome(True)
 
         def visit(group: SharedInput, seen: InputStats) -> None:
             for linear, tensor in nearest_alike(block, group.members, settings.range, seen.mean_square):
-                outcome.errors[linear] = block.assign(linear, tensor)
+                outcome.errors[linear] = assign(block, linear, tensor)
 
         if settings.range == "importance":
             stats.staged(visit, products=False)
@@ -73,7 +73,7 @@ class Rtn(Pass):
                 if settings.range == "importance":
                     reason = "no calibration token reached it; its inputs count alike"
                     outcome.decisions.append(decision(self.name, "no-importance", block.full_name(linear), reason))
-                outcome.errors[linear] = block.assign(linear, tensor)
+                outcome.errors[linear] = assign(block, linear, tensor)
                 stats.outputs = None
         return outcome
 

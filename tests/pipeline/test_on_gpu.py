@@ -18,6 +18,7 @@ import quantkit.passes.solvers.awq
 import quantkit.passes.solvers.gptq
 import quantkit.passes.solvers.hqq
 import quantkit.passes.solvers.smoothquant  # noqa: F401
+from quantkit.errors import InputError
 from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure import fold, traced
 from quantkit.passes import pass_of
@@ -27,10 +28,14 @@ from quantkit.recipe import Recipe
 
 FAILED = "calibrate/statistics/collected.py:failed"
 PROVED = "model/structure/fold.py:__torch_dispatch__"
+# operators that the work of one block may launch
+LAUNCHES = 200
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt", "bert"]
 
 
-def on_gpu(model: torch.nn.Module, recipe: str, *changes: str) -> tuple[list[Worked], list[int], list[list[str]]]:
+def on_gpu(
+    model: torch.nn.Module, recipe: str, *changes: str, planted: dict[torch.dtype, object] | None = None
+) -> tuple[list[Worked], list[int], list[list[str]]]:
     """The blocks, how many operators each has launched, and what each has waited for."""
     chosen = Recipe.load(recipe, [*changes])
     ids, probe = zoo.ids(4, 16), zoo.ids(2, 8)
@@ -41,7 +46,7 @@ def on_gpu(model: torch.nn.Module, recipe: str, *changes: str) -> tuple[list[Wor
     call, block = real.begin(probe, 2).call(0), real.load(0)
     folds, declined = fold.find(block, traced.trace(block, lambda: call(block)), call)
     worked, launched, waited = [], [], []
-    with fake_gpu.gpu() as watch:
+    with fake_gpu.gpu(planted) as watch:
         there = {name: replace(each, index=fake_gpu.like(each.index)) for name, each in folds.items()}
         for each in work(
             stream,
@@ -72,10 +77,21 @@ def demand_on_gpu(worked: list[Worked]) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_gptq_waits_once_a_block(architecture: str) -> None:
-    worked, _, waited = on_gpu(zoo.tiny(architecture), "gptq-int4", "scheme.weights.group=32")
+def test_gptq_waits_once_a_block_and_takes_few_launches(architecture: str) -> None:
+    worked, launched, waited = on_gpu(model := zoo.tiny(architecture), "gptq-int4", "scheme.weights.group=32")
     demand_on_gpu(worked)
     assert waited == [[FAILED]] * len(worked)
+    assert min(launched) > 0 and max(launched) <= LAUNCHES, launched
+    # traced without values, it is what a run finds
+    real = LoadedModel(model)
+    call, block = real.begin(zoo.ids(2, 8), 2).call(0), real.load(0)
+    assert worked[0].block.structure == traced.trace(block, lambda: call(block))
+
+
+def test_what_is_not_finite_is_an_error_when_the_block_is_done() -> None:
+    planted = {torch.float64: torch.nan}
+    with pytest.raises(InputError, match=r"activations-nonfinite.*model\.layers\.0\.self_attn\.q_proj"):
+        on_gpu(zoo.tiny("llama"), "gptq-int4", "scheme.weights.group=32", planted=planted)
 
 
 @pytest.mark.parametrize(

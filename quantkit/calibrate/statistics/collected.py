@@ -13,6 +13,7 @@ far what a linear's output is added to lags behind; there, tokens count by how m
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -65,12 +66,12 @@ class Doubt:
     """Something that goes wrong hardly ever, on a device that is not waited for: looked at once a block.
 
     Args:
-        failed: [] bool, on the device.
+        values: on the device; one that is not finite says that it went wrong.
         group: name of the shared input.
         again: whether the block is done again with this input's damping raised; else it is an error.
     """
 
-    failed: Tensor
+    values: Tensor
     group: str
     again: bool
 
@@ -103,13 +104,17 @@ class Stats:
 
     def failed(self) -> list[Doubt]:
         """Those of the doubts that hold: one look at the device, and none where there are no doubts."""
-        if not self.doubts or not bool(torch.stack([doubt.failed for doubt in self.doubts]).any()):
+        if not self.doubts or math.isfinite(torch.cat([doubt.values for doubt in self.doubts]).sum().item()):
             return []
-        return [doubt for doubt in self.doubts if bool(doubt.failed)]
+        return [doubt for doubt in self.doubts if not bool(torch.isfinite(doubt.values).all())]
+
+    def doubt(self, values: Tensor, group: str, *, again: bool) -> None:
+        """To be looked at when the block is done; on a CPU it was looked at already."""
+        if values.is_cuda:
+            self.doubts.append(Doubt(values, group, again))
 
     def _visited(self, visit: Visit, group: SharedInput, sums: InputStats) -> None:
-        if self.hidden.is_cuda:
-            self.doubts.append(Doubt(~sums.finite, group.name, again=False))
+        self.doubt(sums.squares, group.name, again=False)
         visit(group, sums)
 
     @torch.no_grad()

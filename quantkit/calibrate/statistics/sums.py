@@ -6,7 +6,7 @@ Sums are deterministic: a fixed number of partials, in a fixed order, whatever t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,24 +25,20 @@ class InputStats:
     Args:
         inputs: chunks [sequences, tokens, K] in order; or [tokens, K], of which every other token counts as a sequence.
         products: whether products of two inputs are summed, without which there is no Hessian; they take the time.
-
-    Attributes:
-        low, high: `min x_k` and `max x_k` over all tokens, [K] float32.
     """
 
     def __init__(self, inputs: Iterable[Tensor] = (), name: str = "", *, products: bool = True) -> None:
         self._name = name
         self._products = products
         self.tokens = 0
-        self._squares = torch.zeros(0, dtype=torch.float64)
-        self._halves: list[Tensor] = []
+        self._halves: Sequence[Tensor] | Tensor = ()  # on a device one tensor, [2, K, K], whole
         self._drift: Tensor | None = None
         self._lags: dict[str, Tensor] = {}
         self._counts = [0, 0]
         self._sequences = 0
         self._hessian: Tensor | None = None
-        self._sum = torch.zeros(0, dtype=torch.float64)
-        self.low, self.high = torch.zeros(0), torch.zeros(0)
+        self._sums = torch.zeros(2, 0, dtype=torch.float64)  # of inputs, and of their squares
+        self._ends = torch.zeros(2, 0)
         self._sample: list[Tensor] = []  # each [n, K]
         for part in inputs:
             self.add(part)
@@ -72,52 +68,92 @@ class InputStats:
         flat = part.reshape(-1, width)
         share = None if stream is None else _inverse_size(stream.float()).reshape(*part.shape[:-1], 1)
         weighed = part if share is None else part * share
-        panel = width if part.is_cuda else _PANEL
         if not self.tokens:
-            self._halves = [part.new_zeros(width, width) for _ in range(2)] if self._products else []
-            self._squares = part.new_zeros(width, dtype=torch.float64)
             self._drift = part.new_zeros(width, width) if original is not None else None
-            self._sum = torch.zeros_like(self._squares)
-            self.low, self.high = part.new_full((width,), math.inf), part.new_full((width,), -math.inf)
         if original is None:
             self._drift = None
         elif self._drift is not None:
             moved = original.float().reshape(part.shape) - part
             moved = moved if share is None else moved * share
             self._drift.addmm_(moved.reshape(-1, width).T, weighed.reshape(-1, width))
+        if self._products:
+            self._add_products(weighed)
+        for linear, lag in (lags or {}).items():
+            behind = lag.float() if share is None else lag.float() * share
+            if linear not in self._lags:
+                self._lags[linear] = part.new_zeros(lag.shape[-1], width)
+            self._lags[linear].addmm_(behind.reshape(-1, lag.shape[-1]).T, weighed.reshape(-1, width))
+        self._add_moments(flat, weighed.reshape(-1, width), share)
+        self.tokens += part.numel() // width
+        self._sequences += part.shape[0]
+        self._hessian = None
+        left = _SAMPLE - sum(map(len, self._sample))
+        if left > 0 and part.numel():
+            rows = part.reshape(part.shape[0], -1, width)[:left]
+            some = rows[:, :: max(1, -(-rows.shape[1] // _SAMPLE_EACH))]
+            self._sample.append(some.clone(memory_format=torch.contiguous_format).reshape(-1, width))
+
+    def _add_products(self, weighed: Tensor) -> None:
+        """To the half of every sequence its products; on a device to both at once, where they are equally long."""
+        width, sequences, at_once = weighed.shape[-1], weighed.shape[0], on_device(weighed)
+        if at_once and self._sequences % 2 == sequences % 2 == 0:
+            half = sequences // 2 * weighed.shape[1:-1].numel()
+            pairs = weighed.reshape(sequences // 2, 2, -1, width) if half else weighed.new_empty(0, 2, 0, width)
+            pairs = pairs.transpose(0, 1).reshape(2, half, width)
+            if isinstance(self._halves, Tensor):
+                self._halves.baddbmm_(pairs.mT, pairs)
+            else:
+                self._halves = torch.bmm(pairs.mT, pairs)
+            self._counts = [count + half for count in self._counts]
+            return
+        if not len(self._halves):
+            zeros = weighed.new_zeros(2, width, width)
+            self._halves = zeros if at_once else tuple(zeros)
+        panel = width if at_once else _PANEL
         for half, products in enumerate(self._halves):
             piece = weighed[(half + self._sequences) % 2 :: 2].reshape(-1, width)
             for left in range(0, width, panel):
                 upper = products[left : left + panel, left:]
                 upper.addmm_(piece[:, left : left + panel].T, piece[:, left:])
             self._counts[half] += piece.shape[0]
-        for linear, lag in (lags or {}).items():
-            behind = lag.float() if share is None else lag.float() * share
-            if linear not in self._lags:
-                self._lags[linear] = part.new_zeros(lag.shape[-1], width)
-            self._lags[linear].addmm_(behind.reshape(-1, lag.shape[-1]).T, weighed.reshape(-1, width))
-        self.tokens += part.numel() // width
-        self._sequences += part.shape[0]
-        self._squares += weighed.reshape(-1, width).square().sum(dim=0).double()
-        # a GPU is not waited for: there it is asked once a block (`Stats.doubts`)
-        if not part.is_cuda and not bool(self.finite):
-            raise nonfinite(self._name, f"{int((~torch.isfinite(part)).sum())} NaN or infinite inputs")
-        self._hessian = None
-        self._sum += flat.sum(dim=0).double()
-        # on a CPU in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
-        for piece in flat.split(len(flat) if part.is_cuda else _PANEL) if flat.shape[0] else ():
-            self.low = torch.minimum(self.low, piece.amin(dim=0))
-            self.high = torch.maximum(self.high, piece.amax(dim=0))
-        left = _SAMPLE - sum(map(len, self._sample))
-        if left > 0 and part.numel():
-            rows = part.reshape(part.shape[0], -1, width)[:left]
-            self._sample.append(rows[:, :: max(1, -(-rows.shape[1] // _SAMPLE_EACH))].reshape(-1, width).clone())
+
+    def _add_moments(self, flat: Tensor, weighed: Tensor, share: Tensor | None) -> None:
+        """Sums, sums of squares and ranges of inputs [T, K]. Raises InputError (`activations-nonfinite`)."""
+        if on_device(flat):
+            from quantkit.kernels.solving.moments import moments_joined, moments_of_parts
+
+            before = (self._sums, self._ends) if self.tokens else (None, None)
+            parts = moments_of_parts(flat.contiguous(), None if share is None else share.reshape(-1))
+            self._sums, self._ends = moments_joined(parts, *before)
+            return
+        if not self.tokens:
+            self._sums = flat.new_zeros(2, flat.shape[1], dtype=torch.float64)
+            self._ends = flat.new_tensor([math.inf, -math.inf])[:, None].repeat(1, flat.shape[1])
+        total, squares = self._sums
+        squares += weighed.square().sum(dim=0).double()
+        if not bool(torch.isfinite(squares).all()):
+            raise nonfinite(self._name, f"{int((~torch.isfinite(flat)).sum())} NaN or infinite inputs")
+        total += flat.sum(dim=0).double()
+        # in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
+        low, high = self._ends
+        for piece in flat.split(_PANEL) if flat.shape[0] else ():
+            torch.minimum(low, piece.amin(dim=0), out=low)
+            torch.maximum(high, piece.amax(dim=0), out=high)
 
     @property
-    def finite(self) -> Tensor:
-        """Whether all inputs were finite, [] bool on their device."""
-        # a square is finite if its root is, and there are far fewer of them
-        return torch.isfinite(self._squares).all()
+    def low(self) -> Tensor:
+        """`min x_k` over all tokens, [K] float32."""
+        return self._ends[0]
+
+    @property
+    def high(self) -> Tensor:
+        """`max x_k` over all tokens, [K] float32."""
+        return self._ends[1]
+
+    @property
+    def squares(self) -> Tensor:
+        """The (weighed) sum of `x_k²`, [K] float64: finite if all inputs were, which a GPU is asked once a block."""
+        return self._sums[1]
 
     @property
     def sample(self) -> Tensor:
@@ -132,12 +168,12 @@ class InputStats:
     @property
     def mean(self) -> Tensor:
         """The mean input, [K] float32."""
-        return (self._sum / max(self.tokens, 1)).float()
+        return (self._sums[0] / max(self.tokens, 1)).float()
 
     @property
     def mean_square(self) -> Tensor:
         """The (weighed) mean of `x_k²`, [K] float32: the diagonal of the Hessian."""
-        return (self._squares / max(self.tokens, 1)).float()
+        return (self.squares / max(self.tokens, 1)).float()
 
     @property
     def hessian(self) -> Tensor:
@@ -155,8 +191,11 @@ class InputStats:
                 remedy="leave it in high precision with an override (weights: null), or calibrate on what reaches it",
             )
         if self._hessian is None:
-            upper = (self._halves[0] + self._halves[1]).triu_()
-            self._hessian = upper.add_(upper.triu(1).T).div_(self.tokens)
+            if isinstance(self._halves, Tensor):
+                self._hessian = self._halves.sum(dim=0).div_(self.tokens)
+            else:
+                upper = (self._halves[0] + self._halves[1]).triu_()
+                self._hessian = upper.add_(upper.triu(1).T).div_(self.tokens)
         return self._hessian
 
     @property
@@ -182,13 +221,18 @@ class InputStats:
         Shrinkage Approach to Large-Scale Covariance Matrix Estimation", 2005, for shrinking towards the diagonal.)
         """
         if min(self._counts) == 0:
-            return self._squares.new_ones(())
+            return self.squares.new_ones(())
+        if isinstance(self._halves, Tensor):
+            from quantkit.kernels.solving.chance import chance
+            from quantkit.kernels.solving.quotient import quotient
+
+            found: Tensor = quotient(chance(self._halves, self._counts, self.tokens), True)
+            return found
         size = self.hessian.diagonal().clamp(min=0).sqrt()
         size = torch.where(size > 0, size, torch.inf)
-        both, apart = self._squares.new_zeros(()), self._squares.new_zeros(())
-        panel = size.numel() if size.is_cuda else _PANEL
-        for left in range(0, size.numel(), panel):
-            rows = slice(left, left + panel)
+        both, apart = self.squares.new_zeros(()), self.squares.new_zeros(())
+        for left in range(0, size.numel(), _PANEL):
+            rows = slice(left, left + _PANEL)
             scale = size[rows].unsqueeze(1) * size[left:]
             first, second = (
                 (half[rows, left:] / count / scale).triu_(1)
@@ -197,6 +241,11 @@ class InputStats:
             apart += (first - second).square().sum()
             both += (self.hessian[rows, left:] / scale).triu_(1).square().sum()
         return torch.where(both > 0, (apart / 4 / both).clamp(max=1.0), 1.0)
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether sums are few launches that nobody waits for."""
+    return tensor.is_cuda
 
 
 def nonfinite(name: str, value: str) -> InputError:

@@ -57,7 +57,7 @@ class Given:
                 return kwargs.pop(name), cls(args, kwargs, name)
         raise unsupported("a block", "is given no hidden states")
 
-    def run(self, block: nn.Module, hidden: Tensor) -> Any:
+    def run(self, block: Callable[..., Any], hidden: Tensor) -> Any:
         """Whatever the block returns."""
         if self.name:
             return block(*self.args, **{self.name: hidden}, **self.kwargs)
@@ -152,14 +152,24 @@ class Call:
     hidden: Tensor
     given: Given = field(default_factory=Given)
 
-    def __call__(self, block: nn.Module) -> Tensor:
+    def __call__(self, block: Callable[..., Any]) -> Tensor:
         """The block's output."""
         return primary(self.given.run(block, self.hidden))
+
+    def shapes(self) -> Call:
+        """The same without values, for a block whose parameters have none."""
+        args, kwargs = tree_map(shape_of, (self.given.args, self.given.kwargs))
+        return Call(shape_of(self.hidden), Given(args, kwargs, self.given.name))
 
     def double(self) -> Call:
         """The same in float64."""
         given = Given(_double(self.given.args), _double(self.given.kwargs), self.given.name)
         return Call(self.hidden.double(), given)
+
+
+def shape_of(value: Any) -> Any:
+    """A tensor that has shape and dtype alone; whatever else is as it is."""
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
 def _double(value: Any) -> Any:

@@ -107,18 +107,22 @@ class Block:
 
     def _padded(self, linear: str, module: nn.Module) -> Tensor:
         weight = weight_of(module.get_submodule(linear)).float()
-        return torch.nn.functional.pad(weight, (0, self.scheme(linear).padding(weight.shape[1])))
+        padding = self.scheme(linear).padding(weight.shape[1])
+        return torch.nn.functional.pad(weight, (0, padding)) if padding else weight
 
-    def assign(self, linear: str, tensor: QuantTensor) -> Tensor:
+    def assign(self, linear: str, tensor: QuantTensor, known: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Decide the codes of a linear; from here on the block computes with what they stand for, on inputs as its
         kernel sees them.
+
+        Args:
+            known: what the codes stand for, [N, K] float32, and what is returned, where it was computed already.
 
         Returns:
             the relative squared weight error, `||W - dequantize(codes)||² / ||W||²`, [] float64 on its device.
         """
         module = self.module.get_submodule(linear)
         weight = weight_of(module).float()
-        values = load_format(tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
+        values = known[0] if known else load_format(tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
         self.tensors[linear] = tensor
         if self.keeps_errors and getattr(module, "bias", None) is not None:
             # where a later pass improves codes, what the first ones lost is in it
@@ -126,10 +130,8 @@ class Block:
         set_weight(module, values)
         if linear in self.inputs:
             self.inputs[linear].on = True
-        if weight.is_cuda:  # one operation each
-            lost, energy = (torch.linalg.vector_norm(each, dtype=torch.float64) for each in (weight - values, weight))
-            share: Tensor = (lost / torch.where(energy > 0, energy, 1.0)).square()
-            return share
+        if known:
+            return known[1]
         energy, lost = (each.double().square().sum() for each in (weight, weight - values))
         return lost / torch.where(energy > 0, energy, 1.0)
 

@@ -28,11 +28,10 @@ class Factor:
         hessian: [K, K] float32, damped, in the order of the weights.
         order: [K], the columns in the order in which they are chosen.
         unit: [K, K] upper triangular with unit diagonal, `M_ij / M_jj` in that order.
-        pivots: [K], `M_jj²`: what a squared error of column j costs once all later ones made up for it.
+        pivots: [K], `M_jj²`: what a squared error of column j costs once all later ones made up for it. On a device,
+            which is not waited for, they are not finite if there is no factor.
         damping: the share of the mean diagonal that was added.
         raised: how often it had to be raised for the factor to exist.
-        exists: whether it does, [] bool on the device of a Hessian that is on none that can be waited for; None on a
-            CPU, where what has none is refused.
     """
 
     hessian: Tensor
@@ -41,7 +40,6 @@ class Factor:
     pivots: Tensor
     damping: float
     raised: int
-    exists: Tensor | None = None
 
     @property
     def importance(self) -> Tensor:
@@ -89,7 +87,7 @@ def factor(
 ) -> Factor:
     """Shrink, damp and factor a Hessian; on a CPU damping is raised tenfold until that succeeds.
 
-    On a GPU nothing is waited for: the caller looks at `Factor.exists` when the device is done, and comes again with
+    On a GPU nothing is waited for: the caller looks at `Factor.pivots` when the device is done, and comes again with
     `raised`, until `ATTEMPTS`.
 
     Args:
@@ -134,19 +132,16 @@ def factor(
 
 def _unawaited(hessian: Tensor, share: float, shrink: float | Tensor, act_order: bool, raised: int) -> Factor:
     """The same without a look at any value: an input that was never seen is an identity's, as are all if none was."""
+    from quantkit.kernels.solving.factored import damped, unit_of
+
     diagonal = hessian.diagonal().float()
-    mean = diagonal.mean()
-    mean = torch.where(mean > 0, mean, 1.0)
-    damped = diagonal + torch.where(diagonal > 0, share * mean, (1 + share) * mean)
-    whole = hessian.float() * (1 - shrink)
-    whole.diagonal().copy_(damped)
-    backwards = (
-        diagonal.argsort(descending=True, stable=True).flip(0)
+    order = (
+        diagonal.argsort(descending=True, stable=True)
         if act_order
-        else torch.arange(len(diagonal) - 1, -1, -1, device=diagonal.device)
+        else torch.arange(len(diagonal), device=diagonal.device)
     )
-    lower, info = torch.linalg.cholesky_ex(whole[backwards[:, None], backwards])
-    upper = lower.flip(0, 1)
-    pivots = upper.diagonal()
-    exists = (info == 0) & torch.isfinite(pivots).all()
-    return Factor(whole, backwards.flip(0), upper / pivots, pivots.square(), share, raised, exists)
+    taken = (shrink, 0.0) if isinstance(shrink, torch.Tensor) else (None, float(shrink))
+    whole, turned = damped(hessian.float(), order, diagonal.mean(), *taken, share)
+    lower, info = torch.linalg.cholesky_ex(turned)
+    unit, pivots = unit_of(lower, info)
+    return Factor(whole, order, unit, pivots, share, raised)

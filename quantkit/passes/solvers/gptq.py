@@ -71,14 +71,19 @@ class GptqResult:
     Args:
         damping: the share of the Hessian's mean diagonal that was added to it.
         raised: how often that had to be raised for the Cholesky factor to exist; to be recorded unless 0.
-        error: [] float64, `tr(D H Dᵀ)` with the damped Hessian: the squared output error summed over the calibration
-            tokens.
+        costs: [N] float32, of each row `(D H Dᵀ)_nn` with the damped Hessian: its squared output error summed over the
+            calibration tokens.
     """
 
     tensor: QuantTensor
     damping: float
     raised: int
-    error: Tensor
+    costs: Tensor
+
+    @property
+    def error(self) -> Tensor:
+        """`tr(D H Dᵀ)`, [] float64."""
+        return self.costs.double().sum()
 
 
 def gptq(weight: Tensor, hessian: Tensor | Factor, scheme: WeightScheme, **settings: Any) -> GptqResult:
@@ -132,8 +137,12 @@ def gptq_shared(
         rows, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
         group = (scheme.group or columns) if scheme.granularity == "block" else columns // groups_of(columns, scheme)
         # one row a column of the weights: what is done for a column of all the weights is then one vector operation
-        target = torch.cat([weight.float() for weight in weights]).T.contiguous()
-        whole = form.global_scale(target.abs().amax(), scheme)
+        target = (
+            torch.cat([weight.float().T for weight in weights], dim=1)
+            if device.launched(weights[0])
+            else torch.cat([weight.float() for weight in weights]).T
+        ).contiguous()
+        whole = None if isinstance(form, IntegerFormat) else form.global_scale(target.abs().amax(), scheme)
         if neighbours is None:
             lots = [sum(rows)] if form.shares_scale(scheme) else rows
             scale, zero = _place(target, lots, group, scheme, solved, range)
@@ -149,10 +158,8 @@ def gptq_shared(
             shifts = [None] * len(rows) if zero is None else zero.split(rows, dim=1)
             parts = zip(codes.split(rows, dim=1), scale.split(rows, dim=1), shifts, strict=True)
             tensors = [_tensor(form, *part, group, scheme, whole) for part in parts]
-        costs = [part.sum() for part in errors.double().split(rows)]
-        return [
-            GptqResult(tensor, solved.damping, solved.raised, cost) for tensor, cost in zip(tensors, costs, strict=True)
-        ]
+        found = zip(tensors, errors.split(rows), strict=True)
+        return [GptqResult(tensor, solved.damping, solved.raised, costs) for tensor, costs in found]
 
 
 def _tensor(
@@ -165,6 +172,11 @@ def _tensor(
     whole: Tensor | None,
 ) -> QuantTensor:
     """Values in units of their scale [K, N], and scales and zero points [G, N], as a `QuantTensor`."""
+    if device.launched(units) and isinstance(form, IntegerFormat) and scheme.rows_apart:
+        from quantkit.kernels.solving.stored import integers
+
+        stored, scales, zeros = integers(units, scale, zero, effective(scheme), group)
+        return QuantTensor(stored, scales, None if zero is None else zeros, scheme)
     # rows that share a scale hold the same one
     stride = {"tensor": scale.shape[1], "block": group}.get(scheme.granularity, 1)
     scales = scale.T[::stride].contiguous().to(effective(scheme))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from quantkit import machine
 from quantkit.bundle import Decision
@@ -24,7 +26,7 @@ from quantkit.calibrate.statistics.sums import nonfinite
 from quantkit.errors import InputError
 from quantkit.model.streaming import cache as caches
 from quantkit.model.streaming import inputs
-from quantkit.model.streaming.calls import Call, Calls
+from quantkit.model.streaming.calls import Call, Calls, shape_of
 from quantkit.model.streaming.stream import BlockStream
 from quantkit.model.structure import experts, fold
 from quantkit.model.structure import traced as structure
@@ -342,7 +344,7 @@ class _Loop:
         stage, hidden = states.stage, states.hidden
         call = states.probe.call(stage)
         with experts.all_running(module):
-            traced = structure.trace(module, lambda: call(module))
+            traced = _traced(module, call)
         counts: dict[str, int] = {}
         if states.calls is not None and hidden is not None:
             counts = routing.count(module, states.calls, stage, hidden)
@@ -395,6 +397,18 @@ class _Loop:
         if folds.asked and len(folds.found[0]) >= len(known.folds[0]):
             known = replace(known, folds=folds.found)
         return worked, stats, known
+
+
+def _traced(module: nn.Module, call: Call) -> Structure:
+    """The structure of a block; on a GPU nothing is launched for it, unless a value decides what runs."""
+    if call.hidden.is_cuda:
+        shapes = call.shapes()
+        values = {name: shape_of(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
+        with suppress(RuntimeError):
+            return structure.trace(
+                module, lambda: shapes(lambda *args, **kw: functional_call(module, values, args, kw))
+            )
+    return structure.trace(module, lambda: call(module))
 
 
 def _again(calls: Calls, module: nn.Module, stage: int, visits: Sequence[int], hidden: Tensor) -> Tensor:

@@ -1,0 +1,142 @@
+"""Sums, sums of squares and ranges of every input, in two launches: what a chunk of inputs adds to them.
+
+A program owns some columns of some tokens; what the programs found is added up in a fixed order, in float64. It is the
+twin of the lines of the same work in `InputStats.add` (`calibrate/statistics/sums.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# tokens and columns at a time, parts at most that the tokens are cut into, warps
+ROWS, COLUMNS, PARTS, WARPS = 32, 64, 64, 4
+
+
+@triton.jit
+def column_moments(
+    inputs_ptr,  # [T, K] float32
+    share_ptr,  # [T] float32, or None
+    parts_ptr,  # [4, parts, K] float32
+    T,
+    K,
+    LENGTH,  # tokens of a part
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Of one part: sum, sum of squares (weighed), smallest and largest."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    inside = columns < K
+    total = tl.zeros((COLUMNS,), tl.float32)
+    squares = tl.zeros((COLUMNS,), tl.float32)
+    low = tl.full((COLUMNS,), float("inf"), tl.float32)
+    high = tl.full((COLUMNS,), float("-inf"), tl.float32)
+    for start in range(part * LENGTH, tl.minimum(part * LENGTH + LENGTH, T), ROWS):
+        rows = start + tl.arange(0, ROWS)
+        there = (rows < tl.minimum(part * LENGTH + LENGTH, T))[:, None] & inside[None, :]
+        x = tl.load(inputs_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :], mask=there, other=0.0)
+        weighed = x
+        if share_ptr is not None:
+            weighed = x * tl.load(share_ptr + rows, mask=rows < T, other=0.0)[:, None]
+        total += tl.sum(x, axis=0)
+        squares += tl.sum(weighed * weighed, axis=0)
+        low = tl.minimum(low, tl.min(tl.where(there, x, float("inf")), axis=0))
+        high = tl.maximum(high, tl.max(tl.where(there, x, float("-inf")), axis=0))
+    at = parts_ptr + tl.cast(part, tl.int64) * K + columns
+    every = tl.cast(tl.num_programs(1), tl.int64) * K
+    tl.store(at, total, mask=inside)
+    tl.store(at + every, squares, mask=inside)
+    tl.store(at + 2 * every, low, mask=inside)
+    tl.store(at + 3 * every, high, mask=inside)
+
+
+@triton.jit
+def joined_moments(
+    parts_ptr,  # [4, parts, K] float32
+    before_sums_ptr,  # [2, K] float64, or None
+    before_ends_ptr,  # [2, K] float32, or None
+    sums_ptr,
+    ends_ptr,
+    number,
+    K,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """All parts, and what was there before."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < K
+    part = tl.arange(0, PARTS)
+    there = (part < number)[:, None] & inside[None, :]
+    at = parts_ptr + part.to(tl.int64)[:, None] * K + columns[None, :]
+    every = tl.cast(number, tl.int64) * K
+    total = tl.sum(tl.load(at, mask=there, other=0.0).to(tl.float64), axis=0)
+    squares = tl.sum(tl.load(at + every, mask=there, other=0.0).to(tl.float64), axis=0)
+    low = tl.min(tl.load(at + 2 * every, mask=there, other=float("inf")), axis=0)
+    high = tl.max(tl.load(at + 3 * every, mask=there, other=float("-inf")), axis=0)
+    if before_sums_ptr is not None:
+        total += tl.load(before_sums_ptr + columns, mask=inside, other=0.0)
+        squares += tl.load(before_sums_ptr + K + columns, mask=inside, other=0.0)
+        low = tl.minimum(low, tl.load(before_ends_ptr + columns, mask=inside, other=0.0))
+        high = tl.maximum(high, tl.load(before_ends_ptr + K + columns, mask=inside, other=0.0))
+    tl.store(sums_ptr + columns, total, mask=inside)
+    tl.store(sums_ptr + K + columns, squares, mask=inside)
+    tl.store(ends_ptr + columns, low, mask=inside)
+    tl.store(ends_ptr + K + columns, high, mask=inside)
+
+
+@torch.library.custom_op("quantkit::moments_of_parts", mutates_args=())
+def moments_of_parts(inputs: Tensor, share: Tensor | None) -> Tensor:
+    """[4, parts, K] float32: sum, weighed sum of squares, smallest and largest, of parts of the tokens.
+
+    Args:
+        inputs: [T, K] float32.
+        share: [T] float32, by which a token is weighed in squares.
+    """
+    made, length = _parts(inputs)
+    tokens, width = inputs.shape
+    column_moments[(triton.cdiv(width, COLUMNS), made.shape[1])](
+        inputs, share, made, tokens, width, length, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+    )
+    return made
+
+
+@moments_of_parts.register_fake
+def _(inputs, share):
+    return _parts(inputs)[0]
+
+
+@torch.library.custom_op("quantkit::moments_joined", mutates_args=())
+def moments_joined(parts: Tensor, sums: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sums and sums of squares [2, K] float64, smallest and largest [2, K] float32.
+
+    Args:
+        parts: of `moments_of_parts`.
+        sums, ends: those of earlier tokens.
+    """
+    made = _joined(parts)
+    number, width = parts.shape[1:]
+    joined_moments[(triton.cdiv(width, COLUMNS),)](
+        parts, sums, ends, *made, number, width,
+        PARTS=triton.next_power_of_2(number), COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    return made
+
+
+@moments_joined.register_fake
+def _(parts, sums, ends):
+    return _joined(parts)
+
+
+def _parts(inputs: Tensor) -> tuple[Tensor, int]:
+    """Room for the parts, and the tokens of each: how many there are depends on the shape alone."""
+    tokens, width = inputs.shape
+    length = max(ROWS, triton.cdiv(tokens, PARTS * ROWS) * ROWS)
+    return inputs.new_empty((4, max(1, triton.cdiv(tokens, length)), width)), length
+
+
+def _joined(parts: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (2, parts.shape[2])
+    return parts.new_empty(shape, dtype=torch.float64), parts.new_empty(shape)
