@@ -97,12 +97,12 @@ def _ordered(rows: list[dict[str, Any]]) -> bool:
 
 def _solvers(architectures: Sequence[int]) -> list[dict[str, Any]]:
     """The solvers' kernels, with the tiles that they are launched with."""
-    from quantkit.kernels.solving.ahead import compiled, variants
+    from quantkit.kernels.solving.ahead import BLOCK, compiled, compiled_of_block, variants
 
     rows = []
     for sm in architectures:
-        for name, (kernel, words) in variants().items():
-            found = compiled(kernel, sm, **words)
+        made = {name: compiled(kernel, sm, **words) for name, (kernel, words) in variants().items()}
+        for name, found in {**made, **{name: compiled_of_block(name, sm) for name in BLOCK}}.items():
             sizes = {"registers": found.registers, "shared_bytes": found.shared_bytes, "spill_bytes": found.spill_bytes}
             rows.append({"sm": sm, "name": name, **sizes, "code": sum(found.code.values())})
     return rows

@@ -19,13 +19,16 @@ from quantkit.passes.solvers.device import table
 
 PROGRAM = """
 import json, sys
-from quantkit.kernels.solving.ahead import compiled, variants
+from quantkit.kernels.solving.ahead import BLOCK, compiled, compiled_of_block, variants
 known, found = variants(), []
 for sm, name in json.load(sys.stdin):
     kernel, words = known[name]
     got = compiled(kernel, sm, **words)
     products = got.count("FFMA", "HMMA", "HGMMA", loop=False)
     found.append([sm, name, got.spill_bytes, got.registers, got.shared_bytes, products])
+for name in BLOCK:
+    got = compiled_of_block(name, 90)
+    found.append([90, name, got.spill_bytes, got.registers, got.shared_bytes, 1])
 print(json.dumps(found))
 """
 # every kernel on the newest, with whole numbers and with the largest table; all others are in kernel_resources.py

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quantkit.kernels.ahead import CompiledKernel, machine_code
-from quantkit.kernels.solving import choose, descend, losses, search
+from quantkit.kernels.solving import chance, choose, descend, factored, losses, moments, quotient, search, stored
 
 # of whole numbers: their zero points, float16 scales that are exact in products with codes
 _WHOLE = {"EVEN": 13, "HALF": 17}
@@ -68,7 +68,55 @@ def compiled(
         absent |= {"given_ptr", *(("importance_ptr", "cost_ptr") if blocks else ("error_ptr",))}
         options = {**_WHOLE, "SYMMETRIC": False, "PIECE": losses.PIECE, "ROWS": losses.ROWS}
     constants = options | dict.fromkeys(absent & set(kernel.arg_names))
-    floats = ("low", "high", "least", "most")
+    return _built(kernel, sm, types, constants, warps, stages)
+
+
+# of the kernels that a block is worked on with beside the solvers: kernel, pointers that are not to float32, warps
+_SHARED = {"info_ptr": "*i32", "order_ptr": "*i64", "shrink_ptr": "*fp64", "parts_ptr": "*fp64", "found_ptr": "*fp64"}
+_STORED = {"codes_ptr": "*i8", "scales_ptr": "*fp16", "scale_ptr": "*fp16", "zeros_ptr": "*i8", "zero_ptr": "*i8"}
+BLOCK: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
+    "moments": (
+        moments.column_moments,
+        {"parts_ptr": "*fp32"},
+        {"ROWS": moments.ROWS, "COLUMNS": moments.COLUMNS},
+        moments.WARPS,
+    ),
+    "moments joined": (
+        moments.joined_moments,
+        {"parts_ptr": "*fp32", "before_sums_ptr": "*fp64", "sums_ptr": "*fp64"},
+        {"PARTS": moments.PARTS, "COLUMNS": moments.COLUMNS},
+        moments.WARPS,
+    ),
+    "chance": (chance.apart_and_both, {}, {"SQUARE": chance.SQUARE}, chance.WARPS),
+    "quotient": (quotient.quotient_of_sums, {}, {"CAPPED": True, "PARTS": quotient.PARTS}, quotient.WARPS),
+    "damped": (factored.damp_and_turn, {}, {"SQUARE": factored.SQUARE}, factored.WARPS),
+    "unit": (factored.unit_and_pivots, {}, {"SQUARE": factored.SQUARE}, factored.WARPS),
+    "stored codes": (
+        stored.turn_codes,
+        _STORED | {"scale_ptr": "*fp32", "zero_ptr": "*fp32"},
+        {"SQUARE": stored.SQUARE},
+        stored.WARPS,
+    ),
+    "codes read back": (
+        stored.read_back,
+        _STORED,
+        {"ROWS": stored.ROWS, "COLUMNS": stored.COLUMNS, "book_ptr": None, "whole_ptr": None},
+        stored.WARPS,
+    ),
+}
+
+
+def compiled_of_block(name: str, sm: int) -> CompiledKernel:
+    """One of `BLOCK`."""
+    kernel, types, constants, warps = BLOCK[name]
+    return _built(kernel, sm, _SHARED | types, constants, warps, 3)
+
+
+def _built(
+    kernel: Any, sm: int, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int
+) -> CompiledKernel:
+    """A kernel whose pointers are to float32, and whose numbers are whole, unless it is said otherwise."""
+    floats = ("low", "high", "least", "most", "shrink", "share", "tokens", "first_count", "second_count")
     signature = {
         each: "constexpr"
         if each in constants
