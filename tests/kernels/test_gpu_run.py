@@ -123,7 +123,7 @@ def test_a_crash_a_hang_and_an_error_lose_a_stage_each(found: dict[str, Any]) ->
     assert "illegal memory access" in told["whole"]["value"]
     # what they had found before is kept
     assert found["kept"] == ["race", "ceilings", "whole"]
-    assert {name for name, state in states(found).items() if state == "done"} == {"correct", "sweep"}
+    assert {name for name, state in states(found).items() if state == "done"} == {"correct", "solvers", "sweep"}
 
 
 def test_a_stage_that_cannot_be_done_here_says_why(found: dict[str, Any]) -> None:
@@ -143,6 +143,15 @@ def test_a_kernel_with_a_split_k_has_no_race(monkeypatch: pytest.MonkeyPatch, ou
     (row,) = Told("race", out).sections["race"]
     assert row["config"]["split"] > 1
     assert (row["ok"], row["launches"], row["differing"], row["counters_left"]) == (True, 4, 0, 0)
+
+
+def test_every_solver_is_held_against_the_cpu(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    told = Told("solvers", out).sections
+    assert {row["solver"]: row["ok"] for row in told["solvers"]} == dict.fromkeys(
+        ("gptq", "gptq sweep", "range", "awq hessian", "awq importance", "gptq, torch's loop"), True
+    )
+    assert all(row["seconds"] > 0 for row in told["solvers"])
 
 
 def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:

@@ -95,6 +95,8 @@ def descend_rows(
             change = step - scale
             gradient += change[:, None] * bent
             scale = step
+            # every thread has read what the scale was
+            tl.debug_barrier()
             tl.store(scale_ptr + place, scale, mask=inside)
         lowest, highest = low, high
         if zero_ptr is not None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # elements worked on at a time
 _CHUNK = 1 << 17
 # bytes of errors and of their products with the Hessian on a device at a time
-_MEMORY = 4_000_000_000
+_MEMORY = 3_000_000_000
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from quantkit.formats.base.grid import GridFormat
     from quantkit.scheme import WeightScheme
 
-# of the products in kernels: three products of 10-bit mantissas, or one, are the faster choices
-PRECISION = "ieee"
-
 
 def launched(tensor: Tensor) -> bool:
     """Whether what is done to this tensor is to be few launches, and never to wait for their results."""
     return tensor.device.type != "cpu"
+
+
+def precision() -> str:
+    """Of the products in kernels, as torch's own have it: float32, or sums of products of 10-bit mantissas, three for
+    each (`high`, in which nothing of float32 is lost that counts here) or one."""
+    return {"highest": "ieee", "high": "tf32x3"}.get(torch.get_float32_matmul_precision(), "tf32")
 
 
 def known(form: GridFormat) -> bool:

@@ -274,7 +274,7 @@ def _choose_at_once(
         form.low,
         form.high,
         group,
-        device.PRECISION,
+        device.precision(),
     )
     return codes, cost, delta
 
@@ -392,7 +392,7 @@ def _descend_at_once(
         group,
         sweeps,
         refit,
-        device.PRECISION,
+        device.precision(),
     )
     return (hessian @ delta).mul_(delta).sum(dim=0)
 

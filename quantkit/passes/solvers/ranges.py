@@ -233,7 +233,7 @@ def _whole_numbers_at_once(
         search.smallest,
         search.steps,
         search.refinements,
-        device.PRECISION,
+        device.precision(),
     )
     return scale, None if scheme.symmetric else zero
 
@@ -255,10 +255,10 @@ def _grids_at_once(
     share = torch.tensor(shares).to(target.device, non_blocking=True)[:, None, None]
     given, _ = form.parameters(ends[0] * share, ends[1] * share, scheme, whole)
     book = device.table(form, target.device)
-    best, fitted = best_grids(target, importance, length, given.float(), *book, device.PRECISION)
+    best, fitted = best_grids(target, importance, length, given.float(), *book, device.precision())
     for _ in range(search.refinements):
         tried = form.stored(fitted, scheme, whole).float()
-        best, fitted = best_grids(target, importance, length, torch.stack([best, tried]), *book, device.PRECISION)
+        best, fitted = best_grids(target, importance, length, torch.stack([best, tried]), *book, device.precision())
     return best.to(given.dtype), None
 
 

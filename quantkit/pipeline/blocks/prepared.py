@@ -68,6 +68,12 @@ class Prepared:
 
         return self.placed(StreamedModel(self.original)) if self.stream.transforms else self.stream
 
+    def on_processor(self) -> StreamedModel:
+        """`stream` where files are written from, and held against other libraries."""
+        from quantkit.model.streaming.stream import CPU as PROCESSOR
+
+        return self.stream if self.device.is_cpu else self.stream.on(PROCESSOR)
+
     def placed(self, stream: StreamedModel) -> StreamedModel:
         """A model where this compile computes."""
         return stream.on(self.device.torch, self.device.place)

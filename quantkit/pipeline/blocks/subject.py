@@ -141,14 +141,12 @@ class BlocksWork:
         """Every export, from what was committed."""
         stored, steps = results(self.prepared, self.build), self.request.recipe.export
         taken: list[Decision] = []
+        stream = self.prepared.on_processor()
         for number, step in enumerate(steps):
             self.progress.at("export", number / len(steps), step.name)
             before = time.process_time()
             exporter = load_exporter(step.name)
-            taken += (
-                exporter.write(self.build.bundle, self.prepared.source, self.prepared.stream, stored, step.options)
-                or []
-            )
+            taken += exporter.write(self.build.bundle, self.prepared.source, stream, stored, step.options) or []
             if exporter.stores == "tensors":
                 self.quantize_cpu += time.process_time() - before
         self.progress.at("export", 1.0)
@@ -157,13 +155,13 @@ class BlocksWork:
     def check(self) -> tuple[list[Check], list[Decision]]:
         """Load every export again in somebody else's library and compare; a mismatch ends the compile."""
         checks: list[Check] = []
-        stored = results(self.prepared, self.build)
+        stored, stream = results(self.prepared, self.build), self.prepared.on_processor()
         for step in self.request.recipe.export:
             self.progress.at("check", 0.0, f"reloading the {step.name}")
             checks += load_exporter(step.name).check(
                 self.build.bundle,
                 self.prepared.source,
-                self.prepared.stream,
+                stream,
                 stored,
                 step.options,
                 blocks=self._fitting_blocks(2),

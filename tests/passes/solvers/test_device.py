@@ -22,6 +22,8 @@ from quantkit.passes.solvers.gptq import gptq_rows, gptq_shared
 from quantkit.passes.solvers.hqq import half_quadratic
 from quantkit.scheme import WeightScheme
 
+# a group of zeros: 0 / 0, which the kernels look at
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
 # a distance from a tie that float32 keeps
 SAFE = 1e-5
 GROUP = {"granularity": "group"}
@@ -91,8 +93,9 @@ def test_codes_are_those_of_the_cpu_where_float64_says_which(
     """Rows and columns that no tile divides; two weights; rows in which no column came near a tie."""
     choice = scheme(name)
     columns = 144 if name == "int2 zeros g48" else 128 if name in ("int4 g64", "nf4 g64") else 96
-    weight, hessian = problem(22, columns)
-    weights = [weight[:17], weight[17:] * 2]
+    # two tiles of rows once: the interpreter takes as long for a tile as for a row
+    weight, hessian = problem(22 if name == "int4 zeros g32" and act_order else 13, columns)
+    weights = [weight[:-4], weight[-4:] * 2]
     solved = factor(hessian, act_order=act_order)
     options: dict[str, Any] = {"sweeps": sweeps, "refit": False, "range": "minmax"}
     expected = gptq_shared(weights, solved, choice, **options)
@@ -114,7 +117,7 @@ def test_codes_are_those_of_the_cpu_where_float64_says_which(
 @pytest.mark.parametrize("name", ["int4 zeros g32", "int4 g64"])
 def test_sweeps_fit_the_scales_as_the_cpu_does(name: str, by_kernel: Any) -> None:
     choice = scheme(name)
-    weight, hessian = problem(18, 128, seed=3)
+    weight, hessian = problem(14, 128, seed=3)
     solved = factor(hessian)
     kept, expected = (gptq_shared([weight], solved, choice, sweeps=1, refit=refit)[0] for refit in (False, True))
     with by_kernel():
@@ -130,10 +133,10 @@ def test_sweeps_fit_the_scales_as_the_cpu_does(name: str, by_kernel: Any) -> Non
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("kind", ["plain", "importance", "hessian"])
 def test_ranges_are_those_of_the_cpu(name: str, kind: str, by_kernel: Any) -> None:
-    choice, search = scheme(name), ranges.Search(smallest=0.6, steps=3, refinements=2)
+    choice, search = scheme(name), ranges.Search(smallest=0.6, steps=3, refinements=1)
     if kind == "hessian" and not name.startswith("int"):
         pytest.skip("blocks of a Hessian are for clipping, which is for integers")
-    weight, hessian = problem(35, 192 if name == "int2 zeros g48" else 64, seed=1)
+    weight, hessian = problem(35 if name == "int4 zeros g32" else 25, 96 if name == "int2 zeros g48" else 64, seed=1)
 
     def asked() -> tuple[torch.Tensor, torch.Tensor | None]:
         if kind == "hessian":
