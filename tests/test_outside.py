@@ -25,6 +25,7 @@ import quantkit
 from quantkit import cli, plugins
 from quantkit.bundle import Build
 from quantkit.errors import InputError
+from quantkit.model.device import ComputeDevice
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.prepared import fingerprint
 from quantkit.plugins import outside
@@ -144,7 +145,8 @@ def test_a_changed_file_does_not_resume(place: Path) -> None:
     def begun() -> dict[str, Any]:
         request = types.SimpleNamespace(recipe=Recipe.load("./mine.yaml", allow_code=True))
         known = types.SimpleNamespace(ref="path:my-model", sha256="0" * 64)
-        return fingerprint(types.SimpleNamespace(source=known, request=request, calibration=None, scoring=known))  # type: ignore[arg-type]
+        asked = {"source": known, "request": request, "calibration": None, "scoring": known, "device": ComputeDevice()}
+        return fingerprint(types.SimpleNamespace(**asked))  # type: ignore[arg-type]
 
     with Build.open(place / "out", begun(), resume=False):
         pass

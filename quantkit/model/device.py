@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from quantkit.errors import InputError
 from quantkit.lazy import torch
+from quantkit.machine import has
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,9 +73,17 @@ class ComputeDevice:
         """Where hidden states lie."""
         return _torch_device(self.name if self.resident else CPU)
 
-    def as_dict(self) -> dict[str, str]:
+    @property
+    def strict(self) -> ComputeDevice:
+        """The same, with products in float32: what holds a model against another, or scores it."""
+        return replace(self, tf32=False)
+
+    def as_dict(self) -> dict[str, Any]:
         """What a bundle's content depends on; empty for a processor, which the instruction set says."""
-        return {} if self.is_cpu else {"device": self.model or self.name, "products": self.products}
+        if self.is_cpu:
+            return {}
+        # sums run in the order of the chunks
+        return {"device": self.model or self.name, "products": self.products, "sequences_at_once": self.chunk}
 
     @property
     def products(self) -> str:
@@ -83,13 +92,15 @@ class ComputeDevice:
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Within it torch multiplies float32 as `products` says; afterwards as it did before."""
+        """Within it this is the current device, and torch multiplies float32 as `products` says; then as before."""
         # not by `fp32_precision`: whoever then reads the older flags gets an error (torch 2.13)
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = self.tf32
         try:
-            yield
+            # Triton launches on the current device, whatever its arguments lie on
+            with torch.cuda.device(self.torch) if self.torch.type == "cuda" else nullcontext():
+                yield
         finally:
             torch.set_float32_matmul_precision(before[0])
             torch.backends.cudnn.allow_tf32 = before[1]
@@ -120,7 +131,12 @@ def present(name: str) -> tuple[str, str, int]:
     number = int(name.partition(":")[2] or 0)
     if number >= count:
         raise absent(name, f"torch {torch.__version__} sees {count} GPUs")
-    free, _ = torch.cuda.mem_get_info(number)
+    if not has("triton"):
+        raise absent(name, "triton, which its solvers are written in, is not installed")
+    try:
+        free, _ = torch.cuda.mem_get_info(number)
+    except RuntimeError as problem:  # a driver that is too old, a card that another process holds alone
+        raise absent(name, " ".join(str(problem).split())[:160]) from None
     return f"cuda:{number}", str(torch.cuda.get_device_name(number)), int(free)
 
 

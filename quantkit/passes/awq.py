@@ -81,7 +81,11 @@ class Awq(Pass):
                 where = block.full_name(name)
                 outcome.decisions.append(decision(self.name, "not-scaled", where, block.declined[name]))
             elif settings.grid:
-                importance = factor(hessian, shrink=settings.shrink).importance if settings.cost == "gptq" else None
+                importance = None
+                if settings.cost == "gptq":
+                    solved = factor(hessian, shrink=settings.shrink, raised=stats.raised.get(name, 0))
+                    stats.doubt(solved.pivots, name, again=True)
+                    importance = solved.importance
                 found = awq.search_scales(
                     weights,
                     hessian,

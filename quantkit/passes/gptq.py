@@ -103,7 +103,7 @@ class Gptq(Pass):
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
         from quantkit.passes.assign import assign, filled
-        from quantkit.passes.solvers.factor import Factor, factor
+        from quantkit.passes.solvers.factor import Factor, factor, raised_damping
         from quantkit.passes.solvers.gptq import corrected, gptq_shared
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
@@ -111,6 +111,7 @@ class Gptq(Pass):
 
         def visit(whole: SharedInput, seen: InputStats) -> None:
             factors: dict[int, Factor] = {}
+            raised = stats.raised.get(whole.name, 0)
             for names in block.alike(whole.members):
                 scheme = block.scheme(names[0])
                 weights = [block.weight(name) for name in names]
@@ -122,7 +123,7 @@ class Gptq(Pass):
                         damping=settings.damping,
                         shrink=seen.noise if settings.shrink == "auto" else settings.shrink,
                         act_order=settings.act_order,
-                        raised=stats.raised.get(whole.name, 0),
+                        raised=raised,
                     )
                     stats.doubt(solved.pivots, whole.name, again=True)
                     if solved.raised:
@@ -139,8 +140,10 @@ class Gptq(Pass):
                         [filled(seen.lag(name), width) for name in names],
                         ridge=settings.ridge,
                         share=settings.correction,
-                        damping=settings.damping,
+                        damping=raised_damping(settings.damping, raised),
                     )
+                    stats.doubt(torch.stack([weight.sum() for weight in weights]), whole.name, again=True)
+                bounds = neighbours(width).to(hessian.device) if settings.unsaturated and bounded(scheme) else None
                 results = gptq_shared(
                     weights,
                     factors[width],
@@ -148,7 +151,7 @@ class Gptq(Pass):
                     range=settings.range,
                     sweeps=settings.sweeps,
                     refit=settings.refit,
-                    neighbours=neighbours(width) if settings.unsaturated and bounded(scheme) else None,
+                    neighbours=bounds,
                 )
                 for name, result in zip(names, results, strict=True):
                     outcome.errors[name] = assign(block, name, result.tensor)

@@ -100,7 +100,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         stopping_when_interrupted(build, subject.out),
         build,
         stopping_when_full(build.folder),
-        subject.device.arithmetic(),
+        subject.device.strict.arithmetic(),
     ):
         return _compiled(subject, build, progress, stages)
 

@@ -18,7 +18,7 @@ from quantkit.model.device import AUTO, CPU, ComputeDevice, absent, demand_name,
 from quantkit.pipeline.baseline import place
 from quantkit.pipeline.request import Request, runs_here, this_machine
 from quantkit.pipeline.verdict import quick
-from quantkit.planning.compiling.device import Fit, fit
+from quantkit.planning.compiling.device import USABLE, Fit, fit
 from quantkit.planning.compiling.forecast import described, predict
 from quantkit.planning.compiling.result import Compiling, Machine
 from quantkit.planning.compiling.spec import CompileSpec, stores
@@ -34,9 +34,13 @@ if TYPE_CHECKING:
     from quantkit.scheme import WeightScheme
 
 
+_PROCESSORS = "time and memory are a processor's: no compile on a GPU was measured yet"
+
+
 def estimate(prepared: Prepared) -> Compiling:
-    """For a request whose inputs were opened, on this machine."""
-    return predict(spec(prepared), here())
+    """For a request whose inputs were opened, on this machine's processor; of a GPU's compile it says so."""
+    expected = predict(spec(prepared), here())
+    return expected if prepared.device.is_cpu else replace(expected, notes=(*expected.notes, _PROCESSORS))
 
 
 def line(expected: Compiling) -> str:
@@ -44,6 +48,7 @@ def line(expected: Compiling) -> str:
     disk = expected.disk
     space = f"{words.size(disk.bundle)} of disk ({words.size(disk.most)} while at it)"
     kept = f", {words.size(disk.cache)} for the float baseline" if disk.cache else ""
+    kept += f"; {_PROCESSORS}" if _PROCESSORS in expected.notes else ""
     return f"expected: {words.about(expected.total)}, {words.size(expected.peak)} of memory, {space}{kept}"
 
 
@@ -65,7 +70,7 @@ def unopened(
     if device == CPU or target is None:
         return expected
     said, found = foreseen_device(device, sizes, target)
-    unmeasured = ["time and memory are a processor's: no compile on a GPU was measured yet"] if found else []
+    unmeasured = [_PROCESSORS] if found else []
     return replace(
         expected, notes=(*expected.notes, f"compiles {said}", *unmeasured), device=found.as_dict() if found else None
     )
@@ -152,7 +157,8 @@ def _lies(found: Fit, asked: str, model: str) -> str:
         where = "stay on it" if found.resident else "lie in memory"
         at_once = f"{words.plural(found.chunk, 'sequence')} at once, hidden states {where}"
         return f"on {model}: {words.size(found.needed)} of {words.size(found.free)} free; {at_once}"
-    need = f"a block with its activations takes {words.size(found.needed)}, {words.size(found.free)} are free"
+    need = f"blocks with their activations take {words.size(found.needed)}, "
+    need += f"{words.size(USABLE * found.free)} can be used of {words.size(found.free)} that are free"
     if asked == AUTO:
         return f"on the processor: on {model} {need}"
     raise InputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from quantkit import machine
 from quantkit._version import __version__
@@ -37,7 +38,7 @@ def manifest_of(
     checks: list[Check],
     subject: str,
     weights: Sequence[WeightsEntry] = (),
-    compiled_on: Mapping[str, str] | None = None,
+    compiled_on: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """The manifest of a bundle whose files stand in `folder`, without a verdict; a failed check fails a gate.
 

@@ -5,7 +5,7 @@ Of transformers models and of graphs alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
         "target": _target(manifest.target),
         "number of threads": manifest.threads,
         "instruction set": manifest.isa,
+        "device": _without_chunk(manifest.device.get("compiled_on", {})),
     }
     asked = {
         "model": model.source.sha256,
@@ -48,6 +49,7 @@ def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
         "target": _target(request.target.as_dict()),
         "number of threads": torch.get_num_threads(),
         "instruction set": machine.isa(),
+        "device": _without_chunk(subject.device.as_dict()),
     }
     other = [what for what in found if found[what] != asked[what]]
     if other:
@@ -56,6 +58,11 @@ def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
     if request.strict:
         refuse(manifest.decisions)
     return [Row.model_validate(row) for row in bundle.measurements], warnings(manifest.decisions)
+
+
+def _without_chunk(device: Mapping[str, Any]) -> dict[str, Any]:
+    """How many sequences fit at once depends on what else the card holds; a finished bundle is what it is."""
+    return {key: value for key, value in device.items() if key != "sequences_at_once"}
 
 
 def _target(target: dict[str, Any] | None) -> tuple[Any, Any] | None:

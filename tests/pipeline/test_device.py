@@ -53,20 +53,20 @@ def sizes(**changes: Any) -> CompileSpec:
 
 
 def test_a_large_card_takes_all_at_once_and_a_small_one_what_fits() -> None:
-    large, small = fit(sizes(), 140 * GIB), fit(sizes(), 15 * GIB)
+    large, small = fit(sizes(), 140 * GIB), fit(sizes(), 13 * GIB)
     assert (large.chunk, large.resident) == (sizes().sequences, True)
     assert small.fits and small.chunk < large.chunk
     # what is said to be needed is what decides
     assert not fit(sizes(), large.needed / USABLE * 0.999).fits
     assert fit(sizes(), large.needed / USABLE * 1.001).fits
-    many = fit(sizes(sequences=4096), 30 * GIB)
+    many = fit(sizes(sequences=4096), 40 * GIB)
     assert many.fits and not many.resident, "hidden states of many sequences lie in memory"
 
 
 def test_the_widest_hessian_decides_of_an_8b() -> None:
     parts = fit(sizes(), 80 * GIB).parts
     assert parts["solving"] == pytest.approx(4 * (8 * 14336**2 + 6 * 4096 * 14336))
-    assert parts["block"] == pytest.approx(4 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336))
+    assert parts["blocks"] == pytest.approx(3 * 4 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336))
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "CUDA", "0", "cuda:0 ", "mps"])
@@ -122,9 +122,9 @@ def test_graphs_stay_on_the_processor(tmp_path: Path) -> None:
 
 def test_products_are_float32_unless_tf32_is_asked_for() -> None:
     before = torch.get_float32_matmul_precision()
-    with ComputeDevice("cuda:0", tf32=True).arithmetic():
+    with ComputeDevice("cpu:0", tf32=True).arithmetic():
         assert torch.get_float32_matmul_precision() == "high"
-        with ComputeDevice("cuda:0").arithmetic():
+        with ComputeDevice("cpu:0", tf32=True).strict.arithmetic():
             assert torch.get_float32_matmul_precision() == "highest"
             assert not torch.backends.cudnn.allow_tf32
     assert torch.get_float32_matmul_precision() == before
@@ -194,7 +194,11 @@ def test_written_behind_and_resumed_it_has_the_same_content(
     assert "compiled_on" not in plain.device
     whole = compiled(model, tmp_path / "whole", device="auto")
     assert whole.content_sha256 == plain.content_sha256
-    assert whole.device["compiled_on"] == {"device": "a processor", "products": "float32"}
+    assert whole.device["compiled_on"] == {
+        "device": "a processor",
+        "products": "float32",
+        "sequences_at_once": 3,
+    }
     assert any(isinstance(each, Decision) and each.reason == "planted" for each in whole.decisions)
     # killed behind the third block, with the hidden states of none, or of the first alone
     for every in (3600.0, 0.0):
@@ -231,7 +235,8 @@ class Doubtful(Pass):
     def run(self, block: Any, stats: Any, settings: Any) -> Outcome:
         raised = stats.raised.get("first", 0)
         self.seen.append(raised)
-        stats.doubts.append(Doubt(torch.tensor(raised < self.needed), "first", self.again))
+        missing = torch.tensor([torch.nan if raised < self.needed else 1.0])
+        stats.doubts.append(Doubt(missing, "first", self.again))
         return Outcome(False)
 
 

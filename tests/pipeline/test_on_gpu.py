@@ -7,11 +7,13 @@ hold, where it has any. What is found on the first block alone (what outputs are
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import fake_gpu
 import pytest
 import torch
 import zoo
+from zoo import shrink
 
 # what these make when they are imported is not to be made of fake tensors
 import quantkit.passes.solvers.awq
@@ -19,7 +21,9 @@ import quantkit.passes.solvers.gptq
 import quantkit.passes.solvers.hqq
 import quantkit.passes.solvers.smoothquant  # noqa: F401
 from quantkit.errors import InputError
-from quantkit.model.streaming.stream import LoadedModel
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.live import LiveCalls
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel, set_tensor
 from quantkit.model.structure import fold, traced
 from quantkit.passes import pass_of
 from quantkit.pipeline.blocks.layers import lay_out
@@ -115,6 +119,33 @@ def test_recipes_wait_for_what_decides(recipe: str, changes: list[str], waits: l
     demand_on_gpu(worked)
     assert all(each == waits for each in waited[1:])
     assert len(waited) > 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_folds_are_found_there_too(architecture: str) -> None:
+    ids = zoo.ids(2, 8)
+    stream = fake_gpu.FakeStream(zoo.tiny(architecture), ids)
+    with fake_gpu.gpu({torch.bool: True}):  # whatever is asked holds: that folds hold at all is asked elsewhere
+        call, block = stream.begin(fake_gpu.like(ids), 2).call(0), stream.load(0)
+        structure = traced.trace(block, lambda: call(block))
+        folds, declined = fold.find(block, structure, call)
+    assert set(folds) == {group.name for group in structure.groups} and not declined
+    assert {each.index.device for each in folds.values()} == {fake_gpu.CUDA}
+
+
+def test_a_live_model_stays_there(tmp_path: Path) -> None:
+    shrink.tiny("T5EncoderModel", tmp_path / "model")
+    stream = StreamedModel(open_model(str(tmp_path / "model")))
+    assert stream.flow.live
+    rest, block, ids = stream.rest(), stream.load(0), shrink.ids(5)
+    with fake_gpu.gpu():
+        for module in (rest, block):
+            for name, value in [*module.named_parameters(), *module.named_buffers()]:
+                if not value.is_meta:
+                    set_tensor(module, name, fake_gpu.like(value))
+        calls = LiveCalls(rest, stream.path, stream.visits, fake_gpu.like(ids), stream.flow.batch, stream.runs(rest))
+        hidden = calls.pass_on(0, calls.run_all(block, 0, calls.hidden))
+    assert calls.device == hidden.device == fake_gpu.CUDA
 
 
 def test_what_lies_on_the_processor_is_seen() -> None:

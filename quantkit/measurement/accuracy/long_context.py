@@ -67,7 +67,7 @@ def rows(
                 shape={"sequences": int(tokens.ids.shape[0]), "context": context},
                 runtime=runtime,
                 settings={**settings, "kv_cache": cache},
-                device=Device.model_validate(machine.device()),
+                device=Device.model_validate(score.device_of(candidate)),
                 versions=machine.versions(),
                 data=data_of(tokens),
                 flags=[f"ci95-by-{part.clusters()[1]}"],

@@ -38,7 +38,7 @@ Better = Literal["lower", "higher"]
 
 # logits worked on at a time: on a CPU two float32 buffers of this many stay in the cache, twice as fast as in memory; a
 # GPU wants to be busy
-_ELEMENTS, _ON_GPU = 1 << 18, 1 << 27
+_ELEMENTS, _ON_GPU = 1 << 18, 1 << 25
 _DTYPES: dict[str, type] = {
     "sequence": np.int32,
     "nll_original": np.float64,

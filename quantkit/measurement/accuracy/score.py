@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # logits of one model that are in memory at one time
-_LOGITS, _ON_GPU = 1 << 23, 1 << 27
+_LOGITS, _ON_GPU = 1 << 23, 1 << 25
 
 
 def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
@@ -137,9 +137,15 @@ def settings(candidate: Candidate) -> dict[str, Any]:
     return {"accuracy_level": candidate.accuracy_level, "threads": candidate.threads}
 
 
-def _device(candidate: Candidate) -> dict[str, Any]:
+def device_of(candidate: Candidate) -> dict[str, Any]:
+    """The `device` of rows of a candidate: where it is run."""
+    import torch
+
+    from quantkit.model.streaming.stream import StreamedModel
     from quantkit.runtimes.tensorrt import decode
 
+    if isinstance(candidate, StreamedModel) and candidate.device.type == "cuda":
+        return dict(machine.gpu(torch.cuda.get_device_name(candidate.device)))
     if isinstance(candidate, decode.EngineModel):
         return dict(machine.gpu(candidate.engine.file.gpu))
     return machine.device()
@@ -168,7 +174,7 @@ def rows(
         baseline=original.source.sha256,
         runtime=runtime,
         data=data_of(tokens),
-        device=Device.model_validate(_device(candidate)),
+        device=Device.model_validate(device_of(candidate)),
         versions=machine.versions(),
         settings=settings(candidate),
     )

@@ -55,7 +55,7 @@ class LiveCalls(Calls):
         batch: int = 0,
         runs: nn.Module | None = None,
     ) -> None:
-        super().__init__(torch.empty(0), 1, [])
+        super().__init__(torch.empty(0), 1, [], device=ids.device)
         self.model, self.visits, self.batch = model, visits, batch
         stand_in(model, path, self._leave)
         # never put back: several of these may be open, and end in any order. The blocks' own configs may be a user's,

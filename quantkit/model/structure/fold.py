@@ -249,11 +249,10 @@ class _Probe:
     def _match(
         self, base: Tensor, producer: str, group: SharedInput, low: int, high: int, channels: int
     ) -> Tensor | None:
-        gains = torch.ones(channels, dtype=torch.float64)
-        steps = torch.arange(high - low, dtype=torch.float64)
+        gains = base.new_ones(channels)
         # distinct, shuffled: neighbouring channels get far-apart gains
         order = torch.randperm(high - low, generator=torch.Generator().manual_seed(1))
-        gains[low:high] = torch.exp2((steps[order] + 0.5) / (high - low) * 2 - 1)
+        gains[low:high] = torch.exp2((order.double() + 0.5) / (high - low) * 2 - 1).to(base.device)
         moved, _ = self.seen(group, producer, gains)
         alive = base.abs() > base.abs().amax() * 1e-9
         ratio = torch.where(alive, moved / torch.where(alive, base, torch.ones_like(base)), torch.nan)
@@ -268,26 +267,26 @@ class _Probe:
             after = torch.zeros_like(after)
         before = (after - 1).clamp(min=0)
         nearer = torch.where((ordered[after] - typical).abs() < (ordered[before] - typical).abs(), after, before)
-        if not bool(((ordered[nearer] - typical).abs() <= 1e-7)[known].all()):
+        if not bool((((ordered[nearer] - typical).abs() <= 1e-7) | ~known).all()):
             return None
         index = places[nearer] + low
         if not bool(known.all()):
             # a channel that was zero on every probed token (ReLU): only the identity may be assumed; the proof decides
-            identity = torch.arange(group.features)
-            if channels != group.features or not bool((index == identity)[known].all()):
+            identity = torch.arange(group.features, device=base.device)
+            if channels != group.features or not bool(((index == identity) | ~known).all()):
                 return None
             index = identity
         return index
 
     def _commuting_parts(self, base: Tensor, producer: str, group: SharedInput, channels: int) -> list[tuple[int, int]]:
         def commutes(channel: int) -> bool:
-            gains = torch.ones(channels, dtype=torch.float64)
+            gains = base.new_ones(channels)
             gains[channel] = 2.0
             moved, _ = self.seen(group, producer, gains)
             change = (moved - base).abs()
             touched = change.amax(dim=0) > base.abs().amax() * 1e-9
             doubled = (moved - 2 * base).abs() <= base.abs().amax() * 1e-9
-            return bool(touched.any()) and bool(doubled[:, touched].all())
+            return bool(touched.any()) and bool((doubled | ~touched).all())
 
         def boundary(good: int, bad: int) -> int:
             """The last channel that commutes, going from `good` towards `bad`."""

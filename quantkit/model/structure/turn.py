@@ -148,7 +148,7 @@ def turn_heads(part: nn.Module, path: Heads, rotation: Orthogonal) -> None:
     """Turn one value path in place by a rotation of its size."""
     producer = part.get_submodule(path.producer)
     starts = path.index[:: path.size].unique()
-    rows = (starts.unsqueeze(1) + torch.arange(path.size)).flatten()
+    rows = (starts.unsqueeze(1) + torch.arange(path.size, device=starts.device)).flatten()
     weight = weight_of(producer).clone()
     # apply works on the last axis, in runs of a head's size
     weight[rows] = rotation.apply(weight[rows].T.contiguous().reshape(-1, path.size)).reshape(-1, rows.numel()).T

@@ -161,10 +161,22 @@ def _shared(size: Tensor, producers: Tensor | None, channels: int | None) -> Ten
     """The magnitude of each input's producer: the root mean square over the inputs that come from it."""
     if producers is None:
         return size.float()
+    if device.launched(size) and channels is not None:
+        return _shared_in_order(size, producers, channels)
     count = int(producers.max()) + 1 if channels is None else channels
     total = size.new_zeros(count).index_add_(0, producers, size.float().square())
     times = size.new_zeros(count).index_add_(0, producers, torch.ones_like(size))
     return (total / times.clamp(min=1)).sqrt()[producers]
+
+
+def _shared_in_order(size: Tensor, producers: Tensor, channels: int) -> Tensor:
+    """The same on a device, where sums by index are atomic, in an order of their own each time."""
+    places, order = producers.sort(stable=True)
+    before = torch.nn.functional.pad(size.double().square()[order].cumsum(0), (1, 0))
+    numbers = torch.arange(channels, device=size.device)
+    first, end = torch.searchsorted(places, numbers), torch.searchsorted(places, numbers, right=True)
+    mean = (before[end] - before[first]) / (end - first).clamp(min=1)
+    return mean.clamp(min=0).sqrt().float()[producers]
 
 
 def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, scheme: WeightScheme) -> Tensor:

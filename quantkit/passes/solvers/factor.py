@@ -71,12 +71,12 @@ def raised_damping(damping: float, times: int) -> float:
     return damping
 
 
-def no_factor(damping: float, where: str = "") -> InputError:
-    """The error for a Hessian that has no factor with damping up to `damping`."""
+def no_factor(damping: str, where: str = "") -> InputError:
+    """The error for a Hessian that has no factor, however much damping was added."""
     return InputError(
         "hessian-not-positive",
         where=where,
-        value=f"no Cholesky factor with damping up to {damping:g}",
+        value=f"no Cholesky factor with damping {damping}",
         rule="a Hessian is a sum of squares",
         remedy="use more calibration text, or leave this layer in high precision with an override",
     )
@@ -127,7 +127,7 @@ def factor(
             pivots = upper.diagonal()
             whole.diagonal().add_(added)
             return Factor(whole, order, upper / pivots, pivots.square(), share, times)
-    raise no_factor(share)
+    raise no_factor(f"up to {share:g}")
 
 
 def _unawaited(hessian: Tensor, share: float, shrink: float | Tensor, act_order: bool, raised: int) -> Factor:

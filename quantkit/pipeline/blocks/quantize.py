@@ -59,7 +59,8 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         return
     begun = time.process_time()
     kept = _latest(build, start)
-    states = {} if kept is None else load_file(_hidden_file(build, kept))
+    place = prepared.device.place
+    states = {} if kept is None else {n: v.to(place) for n, v in load_file(_hidden_file(build, kept)).items()}
     generator = torch.Generator().manual_seed(prepared.request.recipe.seed)
     probe_ids = torch.randint(0, tokens.vocabulary(prepared.source), _PROBE, generator=generator)
     progress.at("quantize", start / count, f"block {start + 1} of {count}")
@@ -98,6 +99,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
                 written = lanes[1].submit(write)
             begun = now
             index = worked.block.index
+            del worked, write  # its block goes as soon as it is written
             progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
         if written is not None:
             written.result()

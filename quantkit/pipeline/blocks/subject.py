@@ -131,7 +131,8 @@ class BlocksWork:
         prepared = self.prepared
         if prepared.steps or prepared.calibration is not None:
             self.stages.begin("quantize")
-            quantize(prepared, self.build, self.progress)
+            with prepared.device.arithmetic():
+                quantize(prepared, self.build, self.progress)
         records = [record for key, record in self.build.done().items() if key.startswith(("block-", "head"))]
         self.layers = [LayerEntry.model_validate(each) for record in records for each in record["layers"]]
         self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)

@@ -35,7 +35,7 @@ from quantkit.model.structure.fold import Fold
 from quantkit.model.structure.skip import skips
 from quantkit.model.structure.traced import Structure
 from quantkit.passes import Outcome, Pass, decision
-from quantkit.passes.solvers.factor import ATTEMPTS, no_factor, raised_damping
+from quantkit.passes.solvers.factor import ATTEMPTS, no_factor
 from quantkit.planning.compiling.spec import chunk_size
 from quantkit.plugins.outside import demand_returned
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
@@ -285,7 +285,11 @@ def work(
             worked.decisions += _about_scales(worked.block, stats.scales)
         if probe.live:
             probed = _again(probe, module, stage, visits, probe.run_all(module, stage, probed))
+        if calls is not None and hidden is not None and not calls.live:
+            calls.hidden = hidden  # not the first block's input, which nobody asks for again
+        del module, stats, states
         yield worked
+        del worked
         if index % _TRIM == _TRIM - 1:
             machine.trim_heap()
 
@@ -335,7 +339,7 @@ class _Loop:
                     raise nonfinite(where, "NaN or infinite inputs")
                 raised[doubt.group] = raised.get(doubt.group, 0) + 1
                 if raised[doubt.group] >= ATTEMPTS:
-                    raise no_factor(raised_damping(0.0, raised[doubt.group]), where)
+                    raise no_factor(f"raised tenfold {ATTEMPTS - 1} times", where)
 
     def _once(
         self, index: int, states: _States, known: Known, raised: Mapping[str, int]
@@ -376,7 +380,7 @@ class _Loop:
         stats = Stats(module, traced.groups, states.calls or states.probe, stage, whole, raised=raised)
         stats.scales = Scales(block.inputs, block.cache, self.dtype)
         if block.original is not None and states.original is not None and states.originals is not None:
-            if not (whole.is_cuda and known.structure == traced):
+            if not (stats.calls.device.type != "cpu" and known.structure == traced):
                 known = replace(known, skips=skips(module, call), structure=traced)
             stats.original = Original(block.original, states.original, states.originals, known.skips)
         for linear in traced.idle:

@@ -1,15 +1,18 @@
 """Whether a compile fits on a GPU, and how much of it at a time: in sizes, before anything is loaded there.
 
-    a block       its weights in float32, twice where a pass looks at the original stream
+While blocks are solved, these are there together:
+
+    blocks        weights in float32 of three: one is worked on, one is on its way, one is being written; a fourth is
+                  the first as it came, where a pass looks at the original stream
     solving       of the widest shared input: two halves of its Hessian, the Hessian, its drift, what a factor is
                   made of and the factor (8 [K, K]), and the weights of its linears with what solvers hold beside
                   them (6 [N, K])
-    the ends      embedding and head in float32, with which hidden states begin and scores are made
+    searching     what a pass that looks for folds tries at once, 4 GB at most
     a sequence    the widest activation, `ALIVE` times
-    resident      hidden states of the whole set, before a block and behind it
 
-The first three and one sequence have to fit. What is left goes to hidden states, if all of them fit, then to sequences
-that go through at once.
+While models are scored: embedding and head of both in float32 (`ends`), a block of each, and a few sequences. The
+larger of the two has to fit. What is left beside the first goes to hidden states of the whole set (`hidden`, before a
+block and behind it), if all of them fit, then to sequences that go through at once.
 """
 
 from __future__ import annotations
@@ -18,10 +21,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.planning.compiling.spec import ALIVE, CompileSpec, elements, needs, shared
+from quantkit.planning.compiling.work import SCORED_TOGETHER
+from quantkit.plugins import PASSES
 
 # of the bytes that are free: the rest is for libraries' workspaces and for holes between what is allocated
 USABLE = 0.85
 _SQUARES, _BESIDE = 8, 6
+# bytes that a search takes at most, and how often it would like to have a shared input's weights
+_SEARCH, _TRIED = 4e9, 42
 
 
 @dataclass(frozen=True)
@@ -64,13 +71,14 @@ def fit(spec: CompileSpec, free: float) -> Fit:
     model = spec.architecture
     copies = 2 if spec.corrected else 1
     solving = any("hessian" in needs(step) for step in spec.recipe.passes)
+    folding = any("hessian" in needs(step) and "folded" in PASSES.of(step).ensures for step in spec.recipe.passes)
     groups = [group for layer in model.layers for group in shared(layer)]
     widest = max((max(matrix.N, matrix.K) for matrix in model.inside()), default=1)
     head = model.head.parameters if model.head is not None and not model.tied else 0
     sequence = 4.0 * ALIVE * widest * max(spec.length, spec.scored_length, 1)
     hidden = 4.0 * spec.tokens * model.hidden * 2 * copies
     parts = {
-        "block": 4.0 * copies * max((elements(layer.matrices) for layer in model.layers), default=0.0),
+        "blocks": 4.0 * (2 + copies) * max((elements(layer.matrices) for layer in model.layers), default=0.0),
         "solving": max(
             (
                 4.0 * (_SQUARES * group[0].K ** 2 * solving + _BESIDE * sum(each.N for each in group) * group[0].K)
@@ -78,14 +86,22 @@ def fit(spec: CompileSpec, free: float) -> Fit:
             ),
             default=0.0,
         ),
-        "ends": 4.0 * (model.embeddings + model.others + head),
+        "searching": max(
+            (min(_SEARCH, 4.0 * folding * _TRIED * sum(each.N for each in group) * group[0].K) for group in groups),
+            default=0.0,
+        ),
+        "ends": 2 * 4.0 * (model.embeddings + model.others + head),
         "sequence": sequence,
         "hidden": hidden,
     }
-    needed = parts["block"] + parts["solving"] + parts["ends"] + sequence
-    left = USABLE * free - needed + sequence
-    if left < sequence:
+    solved = parts["blocks"] + parts["solving"] + parts["searching"] + sequence
+    scored = parts["ends"] + 2 * parts["blocks"] / (2 + copies) + SCORED_TOGETHER * sequence
+    needed = max(solved, scored)
+    if needed > USABLE * free:
         return Fit(needed, free, 0, False, parts)
+    left = USABLE * free - solved + sequence
     resident = hidden + sequence <= left
-    chunk = int((left - hidden * resident) // sequence)
-    return Fit(needed, free, max(1, min(chunk, max(spec.sequences, 1))), resident, parts)
+    chunk = max(1, int((left - hidden * resident) // sequence))
+    # all of them, or a power of two: what else the card holds is then less likely to change the order of sums
+    chunk = spec.sequences if 0 < spec.sequences <= chunk else 2 ** (chunk.bit_length() - 1)
+    return Fit(needed, free, chunk, resident, parts)

@@ -225,7 +225,8 @@ def test_awq_is_few_launches_and_never_waits(name: str) -> None:
             assert awq.clip(weights[0], hessian, choice).device.type == "cuda"
     assert not watch.waits
     assert watch.operators["losses"] == (4 if choice.granularity == "tensor" else 2)
-    assert plain <= (90 if choice.granularity == "tensor" else 45)
+    # the magnitudes of shared channels are added up in order
+    assert plain <= (100 if choice.granularity == "tensor" else 55)
 
 
 @pytest.mark.parametrize("name", ["int4 zeros g32", "int3 channel", "int4 tensor"])
