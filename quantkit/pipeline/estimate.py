@@ -142,11 +142,11 @@ def chosen_device(prepared: Prepared) -> tuple[ComputeDevice, str]:
     except InputError as problem:
         if asked != AUTO:
             raise
-        return ComputeDevice(), f"on the processor: {problem.value}"
+        return ComputeDevice(), f"on the processor: {problem.value}; products in float32"
     found = fit(spec(prepared), free)
     said = _lies(found, asked, model)
     if not found.fits:
-        return ComputeDevice(), said
+        return ComputeDevice(), f"{said}; products in float32"
     device = ComputeDevice(name, model, found.chunk, found.resident, prepared.request.tf32)
     return device, f"{said}; products in {device.products}"
 

@@ -108,7 +108,14 @@ class Request:
             tf32=tf32,
         )
         given.demand("device", device, (str,), "cpu, cuda, cuda:N or auto")
-        demand_name(device)
+        if demand_name(device) == CPU and tf32:
+            raise InputError(
+                "usage",
+                where="--tf32",
+                value="--device cpu",
+                rule="it says how a GPU multiplies float32; a processor does it in float32",
+                remedy="--device cuda or auto; or without --tf32",
+            )
         if isinstance(recipe, Mapping):
             name = str(recipe.get("name", "own"))
             chosen = Recipe.from_dict(dict(recipe), name=name, changes=changes, allow_code=allow_code)

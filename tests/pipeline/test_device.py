@@ -76,6 +76,11 @@ def test_what_is_no_device_is_refused(name: str) -> None:
     assert "cuda:N" in str(caught.value)
 
 
+def test_a_processor_has_no_tf32() -> None:
+    with pytest.raises(InputError, match="--tf32"):
+        Request.of("./nothing", tf32=True)
+
+
 def test_a_gpu_that_is_not_here(model: Path, tmp_path: Path) -> None:
     assert demand_name("cuda:7") == "cuda:7"
     with pytest.raises(InputError, match="device-absent"):
