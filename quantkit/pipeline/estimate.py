@@ -187,7 +187,7 @@ def foreseen_device(asked: str, sizes: CompileSpec, target: Target) -> tuple[str
     capacity = target.memory.capacity.number if target.kind == "gpu" else None
     if number < len(here):
         model, size = str(here[number]["name"]), float(here[number]["memory"])
-    elif capacity is not None and not here:
+    elif capacity is not None and not here and not number:
         model, size = f"{target.name}, which is not here ({reason})", capacity
     elif asked == AUTO:
         return f"on the processor: {reason}", None
