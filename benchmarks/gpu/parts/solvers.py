@@ -142,8 +142,3 @@ def _timed(device: GpuDevice, run: Callable[[], Any], repeats: int = _REPEATS) -
             torch.cuda.synchronize()
         least = min(least, time.perf_counter() - begin)
     return found, least
-
-
-if __name__ == "__main__":
-    for each in measured(GpuDevice("cuda" if torch.cuda.is_available() else "cpu", not torch.cuda.is_available())):
-        print(each)
