@@ -559,7 +559,24 @@ for rows, columns in WHOLE_MODEL:
         # as in another process: nothing is known but the files
         matmul.weight_only_matmul.device_caches.clear()
         weight_only(torch.empty(batch, columns, dtype=torch.float16).as_subclass(OnGpu), packed, config)
-print(json.dumps([done, hits]))
+
+# a solver's kernel, looked for by its operator at shapes of a block, whose memory nobody touches
+solving = [one for one in precompile.launches(["solvers", "model"], "fp16") if one.what in ("solver", "block")]
+wanted = [one for one in solving if (one.variant, one.solver) == ("nf4 g64", "gptq")]
+found, hits = hits, []
+solved = precompile.compiled(wanted, 90, time.monotonic() + 600)
+hits.clear()
+from quantkit.kernels.solving import choose
+
+for rows, columns in WHOLE_MODEL[:2]:
+    target, row = torch.empty(columns, rows), torch.empty(columns)
+    order = torch.empty(columns, dtype=torch.int64)
+    for group in (64, columns):
+        choose.choose_rows.device_caches.clear()
+        scale = torch.empty(columns // group, rows)
+        choose.choose(target, torch.empty(columns, columns), row, order, scale, None, row[:16], row[:16],
+                      -1.0, 1.0, group, "ieee")
+print(json.dumps([done, found, solved, hits, len(solving)]))
 """
 
 
@@ -570,9 +587,14 @@ def test_what_is_compiled_before_is_what_the_stages_look_for(tmp_path: Path) -> 
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    made, hits = json.loads(done.stdout)
+    made, hits, solved, found, count = json.loads(done.stdout)
     assert made == [1, []]
     assert hits == [True] * 8
+    # three schemes by GPTQ, its sweeps and ranges, one by AWQ's two searches as well; a factor; what a compile has
+    assert count == 3 * 3 + 2 + 1 + 4
+    assert solved == [1, []]
+    # of two weights, in groups of 64 and by channels: one kernel
+    assert found == [True] * 4
 
 
 # --- what is carried there --------------------------------------------------------------------------------------------
