@@ -9,8 +9,8 @@ while it runs and after it: a crash, a hang, too little memory or the limit lose
 and `OUT/run.json` say. `run.json` is all of it together, with device, driver, clocks, versions, and under `settles` the
 lines of PENDING.md that are settled. README.md beside this says which stages to take in three runs of ten minutes.
 
-The kernels' stages need torch, Triton and NumPy, `model` and `engines` what `make gpu-bundle` carries. `--dry` runs the
-same on tiny sizes, on the CPU in Triton's interpreter; its figures mean nothing.
+The kernels' stages need torch, Triton and NumPy, `solvers`, `model` and `engines` what `make gpu-bundle` carries.
+`--dry` runs the same on tiny sizes, on the CPU in Triton's interpreter; its figures mean nothing.
 
 Exit code 0: all asked stages are done. 1: something computes wrongly. 2: a stage was lost. 75: stopped, or the time was
 up, and `--resume` goes on. 3: clocks fell during the run.
@@ -21,21 +21,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from parts import stages  # noqa: E402
-from parts.sections import merged, report  # noqa: E402
+from parts.sections import kept, merged, report  # noqa: E402
 
 import quantkit  # noqa: E402
 from quantkit import machine  # noqa: E402
@@ -63,7 +64,7 @@ class Stage:
     seconds: float
 
 
-# in the order in which they run
+# in the order in which they run: of a run of ten minutes `model` gets all it needs, whatever stands behind it the rest
 STAGES = {
     "compile": Stage(stages.compile_kernels, 150),
     "correct": Stage(stages.correct, 120),
@@ -72,8 +73,8 @@ STAGES = {
     "ceilings": Stage(stages.ceilings, 60),
     "profile": Stage(stages.profile, 90),
     "sweep": Stage(stages.sweep, 420),
-    "whole": Stage(stages.whole, 150),
     "model": Stage(stages.model, 300),
+    "whole": Stage(stages.whole, 150),
     "engines": Stage(stages.engines, 240),
 }
 
@@ -153,6 +154,9 @@ def run(args: argparse.Namespace, known: dict[str, Stage]) -> int:
         raise InputError("not-writable", where="--out", value=str(problem), rule="a folder for results") from None
     settings = {"quantkit": quantkit.__version__, "dtype": args.dtype, "dry": args.dry, "blocks": args.blocks}
     asked = [name for name in known if name in args.only]
+    for path in (out / f"{name}.json" for name in known):
+        if path.exists() and kept(path) is None:
+            print(f"{path}: not what a stage writes, taken as not done", file=sys.stderr)
     if args.resume:
         asked = [name for name in asked if not _done(out / f"{name}.json", settings)]
     end = time.monotonic() + 60.0 * args.minutes
@@ -167,7 +171,7 @@ def run(args: argparse.Namespace, known: dict[str, Stage]) -> int:
             print(f"{name}: at most {left:.0f} s", flush=True)
             _ran(known[name].work, found, _job(args, name, asked, left), left)
         # what an earlier run has found is not given up for a stage that was not begun
-        if found.sections or not found.path.exists() or found.state not in ("stopped", "no-time"):
+        if found.sections or kept(found.path) is None or found.state not in ("stopped", "no-time"):
             found.write()
         print(f"{name}: {found.state}{', ' + found.error['value'] if found.error else ''}", flush=True)
         write(out / "run.json", merged(out, known))
@@ -213,19 +217,17 @@ def _job(args: argparse.Namespace, name: str, asked: list[str], seconds: float) 
 
 def _done(path: Path, settings: dict[str, Any]) -> bool:
     """Whether a stage need not run again. Raises InputError `results-differ`."""
-    try:
-        kept = json.loads(path.read_text())
-    except (OSError, ValueError):
+    if (found := kept(path)) is None:
         return False
-    if kept["settings"] != settings:
+    if found["settings"] != settings:
         raise InputError(
             "results-differ",
             where=str(path),
-            value=f"made with {kept['settings']}",
+            value=f"made with {found['settings']}",
             rule=f"--resume goes on with the same settings, {settings}",
             remedy="another --out, or leave --resume away",
         )
-    return bool(kept["state"] == "done")
+    return bool(found["state"] == "done")
 
 
 def write(path: Path, data: Any) -> None:
@@ -264,6 +266,12 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def _parsed(arguments: Sequence[str] | None, known: dict[str, Stage]) -> argparse.Namespace:
     def some(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
@@ -271,15 +279,27 @@ def _parsed(arguments: Sequence[str] | None, known: dict[str, Stage]) -> argpars
             raise argparse.ArgumentTypeError(f"no stage is called {wrong[0]!r}; known: {', '.join(known)}")
         return names
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    def number(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+        def taken(text: str) -> Any:
+            try:
+                if least <= (found := kind(text)) < math.inf:
+                    return found
+            except ValueError:
+                pass
+            raise argparse.ArgumentTypeError(f"{text!r}: a number from {least} up")
+
+        return taken
+
+    parser = _Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of the results")
     parser.add_argument("--only", type=some, default=list(known), metavar="STAGE,...", help=", ".join(known))
     parser.add_argument("--resume", action="store_true", help="leave out what is done in --out")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all stages together")
+    parser.add_argument("--minutes", type=number(float, 0), default=9.0, help="for all stages together")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of activations and baseline")
-    parser.add_argument("--blocks", type=int, default=6, help="of A B B A for each comparison")
-    parser.add_argument("--sm", type=int, help="compile for this architecture instead of the GPU's: 80, 89, 90")
-    parser.add_argument("--layers", type=int, default=32, help="of the model that `model` compiles")
+    parser.add_argument("--blocks", type=number(int, 1), default=6, help="of A B B A for each comparison")
+    architecture = "compile for this architecture instead of the GPU's"
+    parser.add_argument("--sm", type=int, choices=(80, 86, 89, 90), help=architecture)
+    parser.add_argument("--layers", type=number(int, 1), default=32, help="of the model that `model` compiles")
     parser.add_argument("--target", default="h200", help="that it is compiled for")
     parser.add_argument("--carried", type=Path, default=HERE.parents[1] / "gpu-bundle", help="of `make gpu-bundle`")
     parser.add_argument("--work", type=Path, help="folder with room for a model and its bundle, 25 GB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,8 @@ def test_a_stage_that_cannot_be_done_here_says_why(found: dict[str, Any]) -> Non
     why = {stage["stage"]: stage["error"]["value"] for stage in found["stages"] if stage["state"] == "skipped"}
     assert why["compile"] == "the interpreter compiles nothing"
     assert why["model"] == "a dry run has no GPU to compile on"
+    # without pydantic a stage is done that tried nothing
+    assert [(row["ok"], "pydantic" in row["reason"]) for row in found["solvers"]] == [(None, True)]
     assert found["settles"] == {}
 
 
@@ -197,9 +201,14 @@ def test_the_sum_of_linears_is_of_what_a_layer_runs(monkeypatch: pytest.MonkeyPa
     timings = [KernelTiming("quantkit", shape, 4, taken, 1, {"block_n": 64}) for shape, taken in seconds.items()]
     # the faster way counts, but not one that a layer cannot run
     timings.append(KernelTiming("dequantize_matmul", (128, 128), 4, 1.5, 1))
-    timings.append(KernelTiming("torch._weight_int4pack_mm", (256, 128), 4, 0.1, 1))
-    known = {"int4": timings}
+    timings += [KernelTiming(name, (256, 128), 4, 0.1, 1) for name in ("torch._weight_int4pack_mm", "humming")]
+    known = {"int4": timings, "int8.dynamic": [*timings, KernelTiming("torch._int_mm", (512, 128), 4, 3.0, 1)]}
     assert linears_seconds(sizes, 4, "int4", tables(known)) == 3 * (1.0 + 1.5 + 4.0 + 8.0)
+    assert linears_seconds(sizes, 4, "int8.dynamic", tables(known)) == 3 * (1.0 + 1.5 + 3.0 + 8.0)
+    # the record has the same choices
+    from parts.sections import _table
+
+    assert _table([asdict(timing) for timing in timings]) == tables(known)["int4"].as_dict()
     # nothing is guessed for a batch, a shape or a format that was not timed
     assert linears_seconds(sizes, 8, "int4", tables(known)) is None
     assert linears_seconds(sizes, 4, "int4", tables({"int4": timings[1:]})) is None
@@ -283,6 +292,41 @@ def test_wrong_words_are_one_line(
     (tmp_path / "file").touch()
     assert run_all.main(["--dry", "--out", str(tmp_path / "file")]) == 2
     assert "[not-writable]" in capsys.readouterr().err
+    for wrong in (("--blocks", "0"), ("--minutes", "nan"), ("--minutes", "-1"), ("--sm", "42"), ("--layers", "x")):
+        with pytest.raises(SystemExit) as stopped:
+            run_all.main(["--dry", "--out", str(tmp_path / "none"), *wrong])
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err
+        assert wrong[0] in said
+        assert wrong[1] in said
+        assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        *("[", "[]", '{"state": "done"}'),
+        # what a stage wrote, but for one thing
+        *({"sections": wrong} for wrong in ([], {"device": []}, {"correct": [1]}, {"correct": [{}]})),
+        *({"seconds": math.nan}, {"error": {}}, {"settings": None}),
+    ],
+)
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_no_stage_has_written_is_not_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, rubbish: Any, resume: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    run_all = import_module("run_all")
+    settings = {"quantkit": run_all.quantkit.__version__, "dtype": "bf16", "dry": True, "blocks": 6}
+    whole = {"schema": 1, "stage": "race", "state": "done", "error": None, "seconds": 1.0, "settings": settings}
+    known = dict.fromkeys(("correct", "race"), run_all.Stage(None, 60.0))
+    (tmp_path / "race.json").write_text(json.dumps({**whole, "sections": {}}))
+    text = rubbish if isinstance(rubbish, str) else json.dumps({**whole, "sections": {}, **rubbish})
+    (tmp_path / "correct.json").write_text(text)
+    asked = ["--dry", "--out", str(tmp_path), "--minutes", "0", *(["--resume"] if resume else [])]
+    assert run_all.main(asked, known) == 75
+    assert capsys.readouterr().err == f"{tmp_path / 'correct.json'}: not what a stage writes, taken as not done\n"
+    assert states(json.loads((tmp_path / "run.json").read_text())) == {"correct": "no-time", "race": "done"}
 
 
 def test_every_line_that_is_pending_names_what_settles_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +348,9 @@ def test_every_line_that_is_pending_names_what_settles_it(monkeypatch: pytest.Mo
 # --- what its figures settle ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("variant", ["int4.g128", "int4.g128.zeros"])
 @pytest.mark.parametrize(
-    ("ours", "torch_own", "holds"),
+    ("ours", "expanded", "holds"),
     [
         (1.5, None, {"int4-bound": True, "int4-never-behind": True, "decoding-hidden": True}),
         (1.7, None, {"int4-bound": False, "int4-never-behind": True, "decoding-hidden": False}),
@@ -314,7 +359,7 @@ def test_every_line_that_is_pending_names_what_settles_it(monkeypatch: pytest.Mo
     ],
 )
 def test_what_a_sweep_settles(
-    monkeypatch: pytest.MonkeyPatch, ours: float, torch_own: float | None, holds: dict[str, bool]
+    monkeypatch: pytest.MonkeyPatch, variant: str, ours: float, expanded: float | None, holds: dict[str, bool]
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE))
     from parts.shapes import WHOLE_MODEL
@@ -322,18 +367,30 @@ def test_what_a_sweep_settles(
 
     sweep = Sweep(*[None] * 7)  # type: ignore[arg-type]
     seconds = {"torch.linear": 4.0, "quantkit": 1.0, "quantkit raw twin": 1.45, "humming": 0.5}
+    slowest = (WHOLE_MODEL[0], variant, 1)
     for shape in WHOLE_MODEL:
-        sweep._cells[shape, "int4.g128", 1] = (seconds, 1.0, None)  # type: ignore[assignment]
-    # one shape of four is enough to miss it; a peer is nothing that a layer runs
-    slow = seconds | {"quantkit": ours} | ({"torch._weight_int4pack_mm": torch_own} if torch_own else {})
-    sweep._cells[WHOLE_MODEL[0], "int4.g128", 1] = (slow, 1.0, None)  # type: ignore[assignment]
-    settled = {line: held for line, held, _ in sweep.settled()}
-    assert {line: settled[line] for line in holds} == holds
-    assert settled["peers"]
-    assert "settings" not in settled
-    # with a shape missing nothing is said of the four
-    del sweep._cells[WHOLE_MODEL[1], "int4.g128", 1]
-    assert "int4-bound" not in {line for line, *_ in sweep.settled()}
+        for name in ("int4.g128", "int4.g128.zeros"):
+            for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+                sweep._cells[shape, name, batch] = (seconds, 1.0, None)  # type: ignore[assignment]
+    # one shape of four is enough to miss it; a peer is nothing that a layer runs, nor is torch's product of 4 bits
+    slow = seconds | {"quantkit": ours, "torch._weight_int4pack_mm": 0.1}
+    slow |= {"dequantize_matmul": expanded} if expanded else {}
+    sweep._cells[slowest] = (slow, 1.0, None)  # type: ignore[assignment]
+
+    def settled() -> dict[str, bool]:
+        return {line: held for line, held, _ in sweep.settled()}
+
+    # until the passes are through, whose cells a line speaks of
+    assert settled() == {"int4-bound": holds["int4-bound"]}
+    sweep.reached = dict.fromkeys(("whole model", "peers"), 1.0) | {"whole model, other batches": 0.99}
+    assert set(settled()) == {"int4-bound", "decoding-hidden", "peers"}
+    sweep.reached |= {"whole model, other batches": 1.0}
+    assert set(settled()) == {"int4-bound", "decoding-hidden", "peers", "speeds"}
+    sweep.reached |= {"whole model, all settings": 1.0}
+    assert settled() == holds | {"speeds": True, "settings": True, "peers": True}
+    # with a cell missing, which could not be timed, nothing is said of all
+    del sweep._cells[slowest]
+    assert set(settled()) == {"peers", "speeds", "settings"}
 
 
 def test_counters_are_read_behind_what_the_tool_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +421,44 @@ def test_a_compile_is_told_by_its_envelope(monkeypatch: pytest.MonkeyPatch) -> N
     assert (told["exit"], told["reason"]) == (1, "no answer: no such option\n")
     asked = " ".join(command(Path("m"), Path("b"), "h200", None)[2:])
     assert asked == "quantkit compile m --recipe gptq-int4 --device cuda --target h200 --out b --json"
+
+
+def test_the_first_compile_settles_its_time_and_the_second_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    part = import_module("parts.compile_model")
+    monkeypatch.setattr(part, "made", lambda *_: None)
+    job = {"layers": 32, "target": "h200", "bundle": str(tmp_path), "work": str(tmp_path)}
+
+    def settled(*seconds: float | None) -> list[tuple[str, bool]]:
+        answers = [{"exit": None if each is None else 0, "seconds": each, "content_sha256": "a"} for each in seconds]
+        monkeypatch.setattr(part, "compiled", lambda *_: answers.pop(0))
+        found = []
+        with contextlib.suppress(part.InputError):
+            found.extend(
+                (data["line"], data["holds"]) for section, data in part.measured(job, math.inf) if section == "settles"
+            )
+        return found
+
+    assert settled(61.0, 59.0) == [("compile-8b", False), ("compile-8b", True), ("compile-same", True)]
+    assert settled(59.0, 61.0) == [("compile-8b", True), ("compile-8b", True), ("compile-same", True)]
+    assert settled(59.0, None) == [("compile-8b", True)]
+
+
+def test_the_third_run_leaves_a_compile_of_8b_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    run_all = import_module("run_all")
+    (asked,) = [
+        line for line in (HERE / "README.md").read_text().splitlines() if "run_all.py" in line and ",model" in line
+    ]
+    words = asked.split("run_all.py ")[1].split()
+    args = run_all._parsed(words, run_all.STAGES)
+    before = [name for name in run_all.STAGES if name in args.only]
+    before = before[: before.index("model")]
+    # all before it take all that they may, and ten seconds each to start
+    left = 60 * args.minutes - sum(run_all.STAGES[name].seconds + 10 for name in before)
+    assert left >= run_all.STAGES["model"].seconds
 
 
 # --- a race is seen ---------------------------------------------------------------------------------------------------
@@ -464,7 +559,24 @@ for rows, columns in WHOLE_MODEL:
         # as in another process: nothing is known but the files
         matmul.weight_only_matmul.device_caches.clear()
         weight_only(torch.empty(batch, columns, dtype=torch.float16).as_subclass(OnGpu), packed, config)
-print(json.dumps([done, hits]))
+
+# a solver's kernel, looked for by its operator at shapes of a block, whose memory nobody touches
+solving = [one for one in precompile.launches(["solvers", "model"], "fp16") if one.what in ("solver", "block")]
+wanted = [one for one in solving if (one.variant, one.solver) == ("nf4 g64", "gptq")]
+found, hits = hits, []
+solved = precompile.compiled(wanted, 90, time.monotonic() + 600)
+hits.clear()
+from quantkit.kernels.solving import choose
+
+for rows, columns in WHOLE_MODEL[:2]:
+    target, row = torch.empty(columns, rows), torch.empty(columns)
+    order = torch.empty(columns, dtype=torch.int64)
+    for group in (64, columns):
+        choose.choose_rows.device_caches.clear()
+        scale = torch.empty(columns // group, rows)
+        choose.choose(target, torch.empty(columns, columns), row, order, scale, None, row[:16], row[:16],
+                      -1.0, 1.0, group, "ieee")
+print(json.dumps([done, found, solved, hits, len(solving)]))
 """
 
 
@@ -475,9 +587,14 @@ def test_what_is_compiled_before_is_what_the_stages_look_for(tmp_path: Path) -> 
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    made, hits = json.loads(done.stdout)
+    made, hits, solved, found, count = json.loads(done.stdout)
     assert made == [1, []]
     assert hits == [True] * 8
+    # three schemes by GPTQ, its sweeps and ranges, one by AWQ's two searches as well; a factor; what a compile has
+    assert count == 3 * 3 + 2 + 1 + 4
+    assert solved == [1, []]
+    # of two weights, in groups of 64 and by channels: one kernel
+    assert found == [True] * 4
 
 
 # --- what is carried there --------------------------------------------------------------------------------------------

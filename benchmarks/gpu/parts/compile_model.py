@@ -57,9 +57,10 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
                 raise InputError("compile-failed", where=" ".join(asked[2:5]), value=said["value"])
             found.append(answer)
             shutil.rmtree(folder / f"bundle-{run}", ignore_errors=True)
-    if found and layers == 32:
-        best = min(each["seconds"] for each in found)
-        yield "settles", {"line": "compile-8b", "holds": best <= SECONDS, "by": f"{best:.1f} s, all of the command"}
+            if layers == 32:  # at once: a second compile may be lost, and if it is faster its line holds
+                best = min(each["seconds"] for each in found)
+                said = f"{best:.1f} s, all of the command, the least of {run + 1}"
+                yield "settles", {"line": "compile-8b", "holds": best <= SECONDS, "by": said}
     if len(found) == 2:
         same = found[0]["content_sha256"] == found[1]["content_sha256"]
         yield "settles", {"line": "compile-same", "holds": same, "by": "two compiles, each in a process of its own"}

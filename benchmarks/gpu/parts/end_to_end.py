@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from parts.decoder import Decoder, MakeLinear, Sizes
-from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, KernelTiming, Table, fastest
+from parts.sections import RUN
+from quantkit.kernels.dispatch import Choice, KernelTiming, Table, fastest
 from quantkit.kernels.linear import QuantLinear
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda.device import GpuDevice, allocated
@@ -27,7 +28,7 @@ BASELINE = "16 bits"
 
 def tables(timings: Mapping[str, Sequence[KernelTiming]]) -> dict[str, Table]:
     """The choices for each variant among what a layer can run."""
-    able = {name: [t for t in found if t.candidate in (OURS, EXPANDED)] for name, found in timings.items()}
+    able = {name: [t for t in found if t.candidate in RUN] for name, found in timings.items()}
     return {name: fastest(found) for name, found in able.items() if found}
 
 

@@ -15,11 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from parts import solvers
 from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, PROFILED, SWEPT, VARIANTS, settings
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
@@ -35,6 +37,8 @@ _SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 _COLUMNS = 4096
 # rows: whole tiles of every size, and not
 _EVEN, _ODD = 256, 272
+# tokens of a recipe's calibration, one text or all, and which of `solvers.SCHEMES` stands for its weights
+_TOKENS, _COMPILED = (512, 16 * 512), "int4 zeros g128"
 # a batch of each width of x, those of a whole model's first
 _BATCHES = (16, 64, 256, 32, 128)
 
@@ -84,13 +88,15 @@ class Launch:
     """One kernel to compile.
 
     Args:
-        what: `product`, `tokens` or `expanded`.
+        what: `product`, `tokens` or `expanded`; `solver`, all kernels of one of `solvers.names`; `block`, all of a
+            block's own.
         variant: of the weight.
         dtype: of x.
         even: whether tiles divide the weight's rows.
         config: of a product.
         batch: rows of x.
         decode: False: the raw twin.
+        solver: of a block's work, on a weight of the scheme `variant`.
     """
 
     what: str
@@ -100,6 +106,7 @@ class Launch:
     config: Config | None = None
     batch: int = 16
     decode: bool = True
+    solver: str = ""
 
 
 def launches(stages: Iterable[str], dtype: str, most: int | None = None) -> list[Launch]:
@@ -155,12 +162,27 @@ def _profile(dtype: str, most: int | None) -> Iterator[Launch]:
     return (each for each in _sweep(dtype, 1) if each.variant in PROFILED and each.batch == 16)
 
 
+def _solvers(dtype: str, most: int | None) -> Iterator[Launch]:
+    yield Launch("block", _COMPILED, "fp32", solver="damped as told")
+    for name, scheme in solvers.SCHEMES.items():
+        for solver in solvers.names(scheme["format"]):
+            yield Launch("solver", name, "fp32", solver=solver)
+
+
+def _model(dtype: str, most: int | None) -> Iterator[Launch]:
+    """Of `gptq-int4`: in kernels one length of group divides by 16 as another does."""
+    for solver in ("gptq", "damped by chance", "moments", "losses"):
+        yield Launch("block", _COMPILED, "fp32", solver=solver)
+
+
 _OF: dict[str, Callable[[str, int | None], Iterable[Launch]]] = {
     "correct": _correct,
     "race": _race,
     "sweep": _sweep,
     "whole": _whole,
     "profile": _profile,
+    "solvers": _solvers,
+    "model": _model,
 }
 
 
@@ -191,6 +213,9 @@ def compiled(wanted: Sequence[Launch], sm: int, deadline: float) -> tuple[int, l
 
 def made(launch: Launch) -> None:
     """The launch."""
+    if launch.what in ("solver", "block"):
+        _solved(launch)
+        return
     variant, dtype = known()[launch.variant], DTYPES[launch.dtype]
     packed = _weight(variant, launch.even)
     x = torch.zeros(launch.batch, _COLUMNS, dtype=dtype)
@@ -207,6 +232,43 @@ def made(launch: Launch) -> None:
     else:
         assert launch.config is not None
         weight_only(x, packed, launch.config, workspace=Workspace(), decode=launch.decode)
+
+
+def _solved(launch: Launch) -> None:
+    """Kernels of the solvers, by their callers: nothing is computed, so that what they find means nothing."""
+    from quantkit.kernels.solving.chance import chance
+    from quantkit.kernels.solving.factored import damped, unit_of
+    from quantkit.kernels.solving.moments import moments_joined, moments_of_parts
+    from quantkit.kernels.solving.quotient import quotient
+    from quantkit.kernels.solving.stored import loss
+    from quantkit.passes.solvers import device
+    from quantkit.passes.solvers.factor import Factor
+    from quantkit.passes.solvers.gptq import gptq_shared
+    from quantkit.scheme import WeightScheme
+
+    scheme = WeightScheme.model_validate(solvers.SCHEMES[launch.variant])
+    weight, unit = torch.zeros(_EVEN, _EVEN), torch.eye(_EVEN)
+    order, mean = torch.arange(_EVEN), torch.ones(())
+    solved = Factor(unit, order, unit, torch.ones(_EVEN), 0.01, 0)
+    with patch.object(device, "launched", lambda tensor: True):
+        if launch.what == "solver":
+            solvers.solve(launch.solver, weight, unit, solved, scheme)
+        elif launch.solver == "gptq":
+            gptq_shared([weight], solved, scheme)
+        elif launch.solver == "moments":
+            for tokens in _TOKENS:
+                parts = moments_of_parts(torch.zeros(tokens, _EVEN), None)
+                moments_joined(parts, *moments_joined(parts, None, None))
+        elif launch.solver == "losses":
+            codes = torch.zeros(weight.shape, dtype=torch.int8)
+            scale = torch.zeros(_EVEN, 2, dtype=torch.float16)
+            quotient(loss(weight, codes, scale, scale.to(torch.int8), None, None)[1], False)
+        else:
+            shrink = None
+            if launch.solver == "damped by chance":
+                shrink = quotient(chance(torch.stack([unit, unit]), list(_TOKENS), sum(_TOKENS)), True)
+            damped(unit, order, mean, shrink, 0.3 if shrink is None else 0.0, 0.01)
+            unit_of(*torch.linalg.cholesky_ex(unit))
 
 
 @cache

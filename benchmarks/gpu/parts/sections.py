@@ -8,11 +8,38 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import machine
-from quantkit.kernels.dispatch import KernelTiming, fastest
+from quantkit.kernels.dispatch import HUMMING, LAYERS, KernelTiming, fastest
 
+# what a layer of the swept formats runs: another library's kernel is taken for formats that ours lack
+RUN = set(LAYERS) - {HUMMING}
 # of which each stage says the same, once
 _ONCE = ("device", "versions")
 _LISTS = ("correct", "race", "solvers", "ceilings", "rows", "configs", "skipped", "compile", "profile", "model")
+# the fields of a stage's file, and of the entries of sections what is read of them
+_FIELDS = {"stage": str, "state": str, "seconds": int | float, "settings": dict, "sections": dict}
+_READ = {
+    **dict.fromkeys(_LISTS, ()),
+    **dict.fromkeys(("correct", "race", "solvers"), ("ok",)),
+    **{"ceilings": ("name", "value", "unit", "settings", "flags"), "rows": ("name", "runtime", "settings")},
+    **{"timings": ("variant", "candidate", "shape"), "settles": ("line", "holds", "by")},
+    **{"device": ("name",), "versions": ()},
+}
+
+
+def kept(path: Path) -> dict[str, Any] | None:
+    """A stage's file; None where there is none, or what is there was not written by a stage."""
+    try:
+        found = json.loads(path.read_text())
+        json.dumps(found, allow_nan=False)
+        fits = all(isinstance(found[name], kind) for name, kind in _FIELDS.items())
+        fits = fits and (found["error"] is None or isinstance(found["error"]["value"], str))
+        for section, entries in found["sections"].items():
+            fits = fits and isinstance(entries, list) and bool(entries)
+            # an entry's fields: what is no object has none
+            fits = fits and all(entry.keys() >= set(_READ[section]) for entry in entries if section in _READ)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return found if fits else None
 
 
 def merged(folder: Path, names: Iterable[str]) -> dict[str, Any]:
@@ -26,9 +53,7 @@ def merged(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     found |= {"settles": {}, "clocks": [], "drift": [], "throttled": False, "gpus": machine.gpus()[0]}
     timings: list[dict[str, Any]] = []
     for name in names:
-        try:
-            stage = json.loads((folder / f"{name}.json").read_text())
-        except (OSError, ValueError):
+        if (stage := kept(folder / f"{name}.json")) is None:
             continue
         found["stages"].append({key: stage[key] for key in ("stage", "state", "seconds", "settings", "error")})
         for section, entries in stage["sections"].items():
@@ -49,7 +74,8 @@ def merged(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _table(timings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    named = [{key: value for key, value in each.items() if key != "variant"} for each in timings]
+    able = [each for each in timings if each["candidate"] in RUN]
+    named = [{key: value for key, value in each.items() if key != "variant"} for each in able]
     return fastest(KernelTiming(**{**each, "shape": tuple(each["shape"])}) for each in named).as_dict()
 
 

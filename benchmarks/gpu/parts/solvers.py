@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,11 +19,13 @@ from quantkit.measurement.cuda.device import GpuDevice
 
 # N x K, the linears of a block of Llama-3-8B
 _SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
-_SCHEMES: dict[str, dict[str, Any]] = {
+SCHEMES: dict[str, dict[str, Any]] = {
     "int4 zeros g128": {"format": "int4", "granularity": "group", "group": 128, "symmetric": False},
     "nf4 g64": {"format": "nf4", "group": 64},
     "fp8_e4m3 channel": {"format": "fp8_e4m3", "granularity": "channel"},
 }
+# operations of a solver's products, by those of one of weight and Hessian; of integer formats AWQ's too
+_PRODUCTS = {"gptq": 1.0, "gptq sweep": 4.0, "range": 0.0, "awq hessian": 2.0 * 21, "awq importance": 0.0}
 _REPEATS, _SLICE = 3, 32
 # a share of a slice's codes, and of its cost
 _DIFFERING, _DEARER = 0.1, 1e-3
@@ -35,9 +38,9 @@ def measured(device: GpuDevice) -> Iterator[dict[str, Any]]:
     except ModuleNotFoundError as missing:
         yield {"ok": None, "reason": f"{missing}: `make gpu-bundle` carries it"}
         return
-    shapes, schemes = _SHAPES, _SCHEMES
+    shapes, schemes = _SHAPES, SCHEMES
     if device.dry:
-        shapes, schemes = ((6, 64),), {"int4 zeros g32": {**_SCHEMES["int4 zeros g128"], "group": 32}}
+        shapes, schemes = ((6, 64),), {"int4 zeros g32": {**SCHEMES["int4 zeros g128"], "group": 32}}
     # the interpreter stands in for the device
     with patch.object(solvers, "launched", lambda tensor: device.dry or tensor.is_cuda):
         for shape in shapes:
@@ -46,10 +49,32 @@ def measured(device: GpuDevice) -> Iterator[dict[str, Any]]:
                 yield from _of_shape(device, shape, name, schemes[name])
 
 
-def _of_shape(device: GpuDevice, shape: tuple[int, int], name: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def names(form: str) -> list[str]:
+    """Solvers that are tried with a format."""
+    return [name for name in _PRODUCTS if form == "int4" or not name.startswith("awq")]
+
+
+def solve(solver: str, weight: Any, hessian: Any, solved: Any, scheme: Any, grid: int = 20) -> Any:
+    """What one of `names` finds for a weight [N, K].
+
+    Args:
+        hessian, solved: [K, K], and its `Factor`.
+        scheme: a `WeightScheme`.
+        grid: scalings that AWQ tries.
+    """
     from quantkit.passes.solvers import awq, ranges
-    from quantkit.passes.solvers.factor import factor
     from quantkit.passes.solvers.gptq import gptq_shared
+
+    if solver == "range":
+        return ranges.searched(weight, scheme, solved.importance)
+    if solver.startswith("gptq"):
+        return gptq_shared([weight], solved, scheme, range="minmax", sweeps=int(solver == "gptq sweep"))
+    importance = solved.importance if solver == "awq importance" else None
+    return awq.search_scales([weight], hessian, scheme, grid=grid, importance=importance)
+
+
+def _of_shape(device: GpuDevice, shape: tuple[int, int], name: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from quantkit.passes.solvers.factor import factor
     from quantkit.scheme import WeightScheme
 
     (rows, columns), at = shape, device.torch_device
@@ -60,28 +85,15 @@ def _of_shape(device: GpuDevice, shape: tuple[int, int], name: str, fields: dict
     inputs *= torch.rand(columns, generator=generator, device=at) * 4
     hessian = inputs.T @ inputs
     solved = factor(hessian)
-    solvers: dict[str, tuple[Callable[[], Any], float]] = {
-        "gptq": (lambda: gptq_shared([weight], solved, scheme, range="minmax"), 1.0),
-        "gptq sweep": (lambda: gptq_shared([weight], solved, scheme, range="minmax", sweeps=1), 4.0),
-        "range": (lambda: ranges.searched(weight, scheme, solved.importance), 0.0),
-    }
-    if scheme.format == "int4":
-        options = {"grid": 2 if device.dry else 20}
-        solvers |= {
-            "awq hessian": (lambda: awq.search_scales([weight], hessian, scheme, **options), 2.0 * 21),
-            "awq importance": (
-                lambda: awq.search_scales([weight], hessian, scheme, importance=solved.importance, **options),
-                0.0,
-            ),
-        }
-    for solver, (run, products) in solvers.items():
+    asked = partial(solve, weight=weight, hessian=hessian, solved=solved, scheme=scheme, grid=2 if device.dry else 20)
+    for solver in names(scheme.format):
         row = {"solver": solver, "shape": list(shape), "format": name}
         try:
             before = 0 if device.dry else torch.cuda.memory_allocated()
             if not device.dry:
                 torch.cuda.reset_peak_memory_stats()
-            found, seconds = _timed(device, run)
-            row |= {"seconds": seconds, "products_per_s": products * rows * columns**2 / seconds}
+            found, seconds = _timed(device, partial(asked, solver))
+            row |= {"seconds": seconds, "products_per_s": _PRODUCTS[solver] * rows * columns**2 / seconds}
             row["peak_bytes"] = 0 if device.dry else torch.cuda.max_memory_allocated() - before
             yield row | _checked(solver, found, weight, solved, hessian, scheme, device)
         except Exception as error:  # what fails here must not cost the rest of the run
@@ -90,7 +102,7 @@ def _of_shape(device: GpuDevice, shape: tuple[int, int], name: str, fields: dict
         from quantkit.passes.solvers import device as where
 
         with patch.object(where, "launched", lambda tensor: False):
-            _, seconds = _timed(device, solvers["gptq"][0], 1)
+            _, seconds = _timed(device, partial(asked, "gptq"), 1)
         yield {"solver": "gptq, torch's loop", "shape": list(shape), "format": name, "seconds": seconds, "ok": True}
 
 
@@ -142,8 +154,3 @@ def _timed(device: GpuDevice, run: Callable[[], Any], repeats: int = _REPEATS) -
             torch.cuda.synchronize()
         least = min(least, time.perf_counter() - begin)
     return found, least
-
-
-if __name__ == "__main__":
-    for each in measured(GpuDevice("cuda" if torch.cuda.is_available() else "cpu", not torch.cuda.is_available())):
-        print(each)

@@ -6,17 +6,16 @@ imported in the process of the stage alone: the one that runs them all cannot be
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parts.sections import kept
 from quantkit.errors import InputError, QuantkitError
 from quantkit.runtimes import child
 
@@ -126,10 +125,8 @@ class Work:
 
     def earlier(self, stage: str) -> dict[str, Any]:
         """Sections of another stage of these results, if it ran on this kind of device."""
-        path = Path(self.job["results"]) / f"{stage}.json"
-        if not path.is_file():
-            return {}
-        sections: dict[str, Any] = json.loads(path.read_text())["sections"]
+        found = kept(Path(self.job["results"]) / f"{stage}.json")
+        sections: dict[str, Any] = found["sections"] if found else {}
         same = [each["name"] for each in sections.get("device", ())] == [self.device.describe()["name"]]
         return sections if same else {}
 
@@ -210,11 +207,10 @@ def ceilings(job: dict[str, Any], caller: child.Caller) -> None:
 
 def solvers(job: dict[str, Any], caller: child.Caller) -> None:
     """The solvers' kernels: `parts.solvers`, whose `measured(device)` gives rows with `ok`."""
-    if util.find_spec("parts.solvers") is None:
-        raise skipped("solvers", "parts/solvers.py is not there yet")
+    from parts import solvers as part
+
     work = Work.begun(job, caller)
-    rows = import_module("parts.solvers").measured(work.device)
-    work.checked("solvers", {"solvers": lambda row: True}, rows)
+    work.checked("solvers", {"solvers": lambda row: True}, part.measured(work.device))
     work.ended()
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
 from parts import peers
+from parts.sections import RUN
 from parts.shapes import FIRST_BATCHES, FIRST_SETTINGS, OTHER_BATCHES, PARTS, SWEPT, VARIANTS, WHOLE_MODEL, settings
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config, width
@@ -30,10 +32,11 @@ from quantkit.measurement.cuda.weights import FormatVariant, known
 BOUND, BEHIND = 1.6, 1.02
 # seconds of the kernel over its raw twin's below which decoding counts as hidden
 _HIDDEN = 1.05
-# sides that nothing can be run by: a part of a step, a bound, and the baseline, of which no copy is kept; and those
-# that no layer of ours runs
+# sides that nothing can be run by: a part of a step, a bound, and the baseline, of which no copy is kept
 _NO_TIMING = {"quantize_tokens", "quantkit raw twin", "torch.linear"}
-_NO_CHOICE = {*_NO_TIMING, *peers.PEERS}
+# the variants that the lines of PENDING.md call int4, and names of passes
+_INT4 = ("int4.g128", "int4.g128.zeros")
+_FIRST, _SETTINGS, _OTHERS = "whole model", "whole model, all settings", "whole model, other batches"
 Shape = tuple[int, int]
 
 
@@ -61,13 +64,13 @@ TINY = Pass("tiny", ((16, 64),), (3,), (known()["int4.g64"], known()["int8.dynam
 
 def passes() -> Iterator[Pass]:
     """In the order in which time runs out."""
-    first = Pass("whole model", WHOLE_MODEL, FIRST_BATCHES, VARIANTS[:SWEPT], FIRST_SETTINGS)
+    first = Pass(_FIRST, WHOLE_MODEL, FIRST_BATCHES, VARIANTS[:SWEPT], FIRST_SETTINGS)
     yield first
-    yield replace(first, name="whole model, all settings", settings=None)
+    yield replace(first, name=_SETTINGS, settings=None)
     found = peers.installed()
     if shared := [variant for variant in first.variants if peers.compared(variant, found)]:
         yield replace(first, name="peers", variants=shared, peers=True)
-    yield replace(first, name="whole model, other batches", batches=OTHER_BATCHES)
+    yield replace(first, name=_OTHERS, batches=OTHER_BATCHES)
     every = tuple(sorted(FIRST_BATCHES + OTHER_BATCHES))
     yield replace(first, name="parts", shapes=PARTS, batches=every)
 
@@ -126,36 +129,44 @@ class Sweep:
         self.reached[part.name] = done / (len(part.shapes) * len(part.variants) * len(part.batches))
 
     def settled(self) -> list[tuple[str, bool, str]]:
-        """(line of PENDING.md, whether it holds, by what), of what was timed."""
+        """(line of PENDING.md, whether it holds, by what), of what was timed: each of all cells that it speaks of."""
         found = []
-        int4 = [(key, cell) for key, cell in self._cells.items() if key[1] == "int4.g128"]
+        int4 = {key: cell for key, cell in self._cells.items() if key[1] in _INT4}
+        blocks = list(product(WHOLE_MODEL, _INT4))
         of_bound = {
-            f"{shape[0]}x{shape[1]}": seconds["quantkit"] / bound
-            for (shape, _, batch), (seconds, bound, _) in int4
-            if batch == 1 and bound and shape in WHOLE_MODEL
+            f"{shape[0]}x{shape[1]} {name}": int4[shape, name, 1][0]["quantkit"] / bound
+            for shape, name in blocks
+            if (shape, name, 1) in int4 and (bound := int4[shape, name, 1][1])
         }
-        if len(of_bound) == len(WHOLE_MODEL):
+        if len(of_bound) == len(blocks):
             said = ", ".join(f"{name} {times:.2f}" for name, times in of_bound.items())
             found.append(("int4-bound", max(of_bound.values()) <= BOUND, f"M = 1, times the bound: {said}"))
         behind = {
-            (shape, batch): min(s for name, s in seconds.items() if name not in _NO_CHOICE) / seconds["torch.linear"]
-            for (shape, _, batch), (seconds, *_) in int4
+            key: min(s for name, s in seconds.items() if name in RUN) / seconds["torch.linear"]
+            for key, (seconds, *_) in int4.items()
         }
-        if behind:
-            (shape, batch), worst = max(behind.items(), key=lambda pair: pair[1])
-            said = f"at worst {worst:.3f} of the baseline, {shape[0]}x{shape[1]} at M = {batch}"
+        every = {(*block, batch) for block in blocks for batch in FIRST_BATCHES + OTHER_BATCHES}
+        if self._reached(_FIRST, _SETTINGS, _OTHERS) and every <= behind.keys():
+            (shape, name, batch), worst = max(behind.items(), key=lambda pair: pair[1])
+            said = f"at worst {worst:.3f} of the baseline, {shape[0]}x{shape[1]} {name} at M = {batch}"
             found.append(("int4-never-behind", worst <= BEHIND, said))
-        twin = [s["quantkit"] / s["quantkit raw twin"] for _, (s, *_) in int4 if "quantkit raw twin" in s]
-        if twin:
-            found.append(("decoding-hidden", max(twin) <= _HIDDEN, f"at worst {max(twin):.3f} of the raw twin"))
-        if self._cells:
+        twin = {
+            key: s["quantkit"] / s["quantkit raw twin"] for key, (s, *_) in int4.items() if "quantkit raw twin" in s
+        }
+        if self._reached(_FIRST) and {(*block, batch) for block in blocks for batch in FIRST_BATCHES} <= twin.keys():
+            worst = max(twin.values())
+            found.append(("decoding-hidden", worst <= _HIDDEN, f"at worst {worst:.3f} of the raw twin"))
+        if self._reached(_FIRST, _OTHERS):
             found.append(("speeds", True, f"{len(self._cells)} cells"))
-        if self.reached.get("whole model, all settings") == 1.0:
+        if self._reached(_SETTINGS):
             found.append(("settings", True, "`configs`: every setting of every cell"))
         seen = {name for seconds, *_ in self._cells.values() for name in seconds} & set(peers.PEERS)
-        if seen:
+        if seen and self._reached("peers"):
             found.append(("peers", True, f"rows of {', '.join(sorted(seen))}; reasons of the others among `skipped`"))
         return found
+
+    def _reached(self, *names: str) -> bool:
+        return all(self.reached.get(name) == 1.0 for name in names)
 
     def _batch(
         self,
