@@ -33,8 +33,8 @@ print(json.dumps(found))
 """
 # every kernel on the newest, with whole numbers and with the largest table; all others are in kernel_resources.py
 WANTED = [
-    *((90, f"choose, {grid}") for grid in ("int4 zeros", "256 values", "int4 zeros, tf32x3")),
-    *((90, name) for name in ("descend, int4 zeros g64", "search, int4 zeros", "search, int4 zeros, hessian")),
+    *((90, f"choose, {grid}") for grid in ("int4 zeros", "256 values")),
+    *((90, name) for name in ("descend, int4 zeros g64", "search, int4 zeros, hessian")),
     *((90, "losses, int4 zeros, hessian"), (80, "choose, int4 zeros")),
 ]
 

@@ -116,6 +116,7 @@ def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtyp
 
 def disagreement(before: Tensor, after: Tensor) -> float:
     """Largest difference over the largest value."""
+    before, after = before.detach(), after.detach()
     top = before.abs().max()
     return float((before - after).abs().max() / torch.where(top > 0, top, 1.0))
 
