@@ -20,47 +20,16 @@ def layer_bytes(hidden: int, intermediate: int, heads: int) -> int:
     return 4 * (4 * hidden * hidden + 3 * hidden * intermediate)
 
 
-def make(
-    folder: Path,
-    *,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    kv_heads: int | None = None,
-    vocabulary: int | None = None,
-    tied: bool = False,
-    positions: int = 512,
-    dtype: str = "float32",
-    device: str = "cpu",
-    seed: int = 0,
-) -> None:
+def make(folder: Path, *, device: str = "cpu", seed: int = 0, **described: Any) -> None:
     """Write config, tokenizer and one shard a layer.
 
     Args:
         folder: new.
-        layers: how many.
-        hidden, intermediate, heads: widths.
-        kv_heads: of keys and values; as many as of queries by default.
-        vocabulary: rows of embedding and head; those that the tokenizer knows by default.
-        tied: whether they are one tensor.
-        positions: tokens that a sequence can have.
-        dtype: of the weights.
-        device: that they are drawn on; each draws others.
+        device: that weights are drawn on; each draws others.
         seed: of the weights.
+        described: as of `describe`.
     """
-    describe(
-        folder,
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=kv_heads,
-        vocabulary=vocabulary,
-        tied=tied,
-        positions=positions,
-        dtype=dtype,
-    )
+    describe(folder, **described)
     fill(folder, device=device, seed=seed)
 
 
@@ -77,7 +46,18 @@ def describe(
     positions: int = 512,
     dtype: str = "float32",
 ) -> None:
-    """Config and tokenizer alone; arguments as for `make`."""
+    """Config and tokenizer alone.
+
+    Args:
+        folder: new.
+        layers: how many.
+        hidden, intermediate, heads: widths.
+        kv_heads: of keys and values; as many as of queries by default.
+        vocabulary: rows of embedding and head; those that the tokenizer knows by default.
+        tied: whether they are one tensor.
+        positions: tokens that a sequence can have.
+        dtype: of the weights.
+    """
     import transformers
 
     folder.mkdir(parents=True)

@@ -113,6 +113,8 @@ def compiled(command: list[str], deadline: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"exit": None, "seconds": time.monotonic() - begin, "reason": "the time was up"}
     found: dict[str, Any] = {"exit": done.returncode, "seconds": time.monotonic() - begin, "gpu_peak_bytes": peak.bytes}
+    if peak.missing:
+        found["gpu_peak_missing"] = peak.missing
     found["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     try:
         envelope = json.loads(done.stdout)
@@ -130,6 +132,7 @@ class _Peak:
 
     def __init__(self) -> None:
         self.bytes: int | None = None
+        self.missing = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -151,6 +154,6 @@ class _Peak:
             while not self._over.wait(0.05):
                 most = max(most, int(pynvml.nvmlDeviceGetMemoryInfo(handle).used))
             self.bytes = most - before
-        except Exception:
-            # the figure is missing, and nothing else
-            self.bytes = None
+        except Exception as problem:
+            # the figure is missing, with the reason, and nothing else
+            self.missing = f"{type(problem).__name__}: {problem}"
