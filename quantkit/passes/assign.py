@@ -6,9 +6,10 @@ weights that have a scale in common, products in several groups, statistics that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 # where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
 _WIDE = ranges.Search(smallest=0.55, steps=6, refinements=2)
 Range = Literal["minmax", "mse", "importance"]
+Found = TypeVar("Found")
 # elements of a head rounded at a time, in float32
 PIECE = 1 << 23
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Means over the rows of calibration, of a graph's product with `groups` groups and K inputs each.
+    """Means over the rows of calibration, of a graph's product with `groups` groups and K inputs each, or of the head.
 
     x̂ is what the product sees behind quantized ones, x what it sees in the float graph.
 
@@ -51,8 +53,24 @@ class Moments:
     halves: tuple[Tensor, ...] = ()
     by_row: bool = False
     neighbours: Tensor | None = None
+    _solved: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    def once(self, key: Any, make: Callable[[], Found]) -> Found:
+        """What `make` gives, made once: pieces of a weight share a factor."""
+        if key not in self._solved:
+            self._solved[key] = make()
+        found: Found = self._solved[key]
+        return found
+
+    def filled(self, columns: int) -> Moments:
+        """Of `columns` inputs, those that fill up a last group never anything but zero."""
+        if columns == self.hessian.shape[-1]:
+            return self
+        cross = filled(self.cross, columns, columns)
+        halves = tuple(filled(half, columns, columns) for half in self.halves)
+        return replace(self, hessian=filled(self.hessian, columns, columns), cross=cross, halves=halves)
+
+    @cached_property
     def noise(self) -> float:
         """How much of the Hessian beside its diagonal is chance, 0..1; as `calibrate.statistics.InputStats.noise`."""
         if len(self.halves) < 2:
@@ -128,31 +146,11 @@ def nearest_alike(
             yield from zip(some, apart(tensor, [len(weight) for weight in weights]), strict=True)
 
 
-def nearest_in_pieces(weight: Tensor, scheme: WeightScheme) -> tuple[QuantTensor, float]:
-    """A weight [N, K] of any float dtype rounded to nearest, a piece of its rows at a time.
-
-    Returns:
-        codes [N, K + padding of the last group], and the relative squared error `||W - dequantize(codes)||² / ||W||²`.
-    """
-    form = load_grid(scheme.format)
-    rows, columns = weight.shape
-    # rows that share a scale are taken at once
-    step = max(1, PIECE // columns) if scheme.rows_apart else rows
-    parts: list[QuantTensor] = []
-    lost = energy = torch.zeros((), dtype=torch.float64, device=weight.device)
-    for piece in weight.split(step):
-        exact = filled(piece.float(), columns + scheme.padding(columns))
-        parts.append(nearest(exact, scheme))
-        lost = lost + (form.dequantize(parts[-1]) - exact).double().square().sum()
-        energy = energy + exact.double().square().sum()
-    return joined(parts), float(lost / torch.where(energy > 0, energy, 1.0))
-
-
-# --- products of graphs -----------------------------------------------------------------------------------------------
+# --- products of graphs, and the head ---------------------------------------------------------------------------------
 
 
 def product(weight: Tensor, moments: Moments | None, scheme: WeightScheme, passes: Mapping[str, Any]) -> QuantTensor:
-    """Codes [N, K] of a graph's product, by the recipe's pass that assigns them; those nearest where there is none.
+    """Codes [N, K] of a graph's product or a head, by the recipe's pass that assigns them; nearest where there is none.
 
     Args:
         weight: [N, K].
@@ -165,15 +163,40 @@ def product(weight: Tensor, moments: Moments | None, scheme: WeightScheme, passe
     return demand_returned(found.product(weight, moments, scheme, passes[found.name]), QuantTensor, found, "product")
 
 
+def in_pieces(
+    weight: Tensor, moments: Moments | None, scheme: WeightScheme, passes: Mapping[str, Any]
+) -> tuple[QuantTensor, float]:
+    """`product` of a weight [N, K] of any float dtype, a piece of its rows at a time.
+
+    Returns:
+        codes [N, K + padding of the last group], and the relative squared error `||W - dequantize(codes)||² / ||W||²`.
+    """
+    form = load_grid(scheme.format)
+    rows, columns = weight.shape
+    # rows that share a scale are taken at once
+    step = max(1, PIECE // columns) if scheme.rows_apart else rows
+    parts: list[QuantTensor] = []
+    lost = energy = torch.zeros((), dtype=torch.float64, device=weight.device)
+    whole = columns + scheme.padding(columns)
+    moments = None if moments is None else moments.filled(whole)
+    for piece in weight.split(step):
+        exact = filled(piece.float(), whole)
+        parts.append(product(exact, moments, scheme, passes))
+        lost = lost + (form.dequantize(parts[-1]) - exact).double().square().sum()
+        energy = energy + exact.double().square().sum()
+    return joined(parts), float(lost / torch.where(energy > 0, energy, 1.0))
+
+
 def assigner(passes: Mapping[str, Any]) -> Pass | None:
-    """The pass of a recipe that gives codes to weights that have none; None where there is none."""
+    """The pass of a recipe that gives codes to weights of products; None where there is none."""
     loaded = (load_pass(name) for name in passes)
-    return next((each for each in loaded if "unassigned" in each.requires and "codes" in each.ensures), None)
+    assigning = (each for each in loaded if "unassigned" in each.requires and "codes" in each.ensures)
+    return next((each for each in assigning if not each.on_graphs), None)
 
 
 def filled(values: Any, columns: int, rows: int = 0) -> Any:
     """With zeros to the right, and below: what weights, inputs or moments are of a last group that is filled up."""
     if values is None:
         return None
-    missing = (0, columns - values.shape[-1], 0, rows - len(values)) if rows else (0, columns - values.shape[-1])
+    missing = (0, columns - values.shape[-1], 0, rows - values.shape[-2]) if rows else (0, columns - values.shape[-1])
     return torch.nn.functional.pad(values, missing) if any(missing) else values

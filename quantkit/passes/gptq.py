@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         WeightScheme,
         WorkCounts,
     )
+    from quantkit.passes.solvers.factor import Factor
 
 
 class Gptq(Pass):
@@ -103,7 +104,7 @@ class Gptq(Pass):
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
         from quantkit.passes.assign import assign, filled
-        from quantkit.passes.solvers.factor import Factor, factor, raised_damping
+        from quantkit.passes.solvers.factor import factor, raised_damping
         from quantkit.passes.solvers.gptq import corrected, gptq_shared
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
@@ -160,7 +161,7 @@ class Gptq(Pass):
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
-        """Codes of a graph's product, each group of its rows with a Hessian of its own.
+        """Codes of a graph's product or a head, each group of its rows with a Hessian of its own.
 
         `correction` is W' = W E[x x̂ᵀ] (E[x̂ x̂ᵀ] + λ)⁻¹. A weight with one scale and several groups is rounded to
         nearest, since each group would find a scale of its own; so is one whose inputs nothing is known of.
@@ -168,39 +169,48 @@ class Gptq(Pass):
 
         from quantkit.formats import QuantTensor, joined
         from quantkit.passes.assign import nearest
+        from quantkit.passes.solvers import one_thread
+        from quantkit.passes.solvers.factor import awaited
         from quantkit.passes.solvers.gptq import gptq, gptq_rows
 
         if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):
             return nearest(weight, scheme)
         groups, width = moments.hessian.shape[:2]
-        parts = weight.reshape(groups, -1, width).double()
-        if settings.correction and moments.cross is not None:
-            size = moments.hessian.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
-            held = moments.hessian + settings.ridge * size[:, None, None] * torch.eye(width, dtype=torch.float64)
+        parts = weight.reshape(groups, -1, width)
+        if settings.correction and (cross := moments.cross) is not None:
+
+            def held() -> tuple[Tensor, Tensor]:
+                size = moments.hessian.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
+                unit = torch.eye(width, dtype=torch.float64, device=size.device)
+                lower, pivots = torch.linalg.lu_factor(moments.hessian + settings.ridge * size[:, None, None] * unit)
+                return lower, pivots
+
             # W' − W = W (E[x x̂ᵀ] − E[x̂ x̂ᵀ]) (E[x̂ x̂ᵀ] + λ)⁻¹: with λ it is W that is fallen back to, not zero
-            lost = (parts @ (moments.cross - moments.hessian)).transpose(1, 2)
-            parts = parts + settings.correction * torch.linalg.solve(held, lost).transpose(1, 2)
+            lost = (parts.double() @ (cross - moments.hessian)).transpose(1, 2)
+            moved = torch.linalg.lu_solve(*moments.once(("held", settings.ridge), held), lost).transpose(1, 2)
+            parts = parts.double() + settings.correction * moved
         damping, shrink = settings.damping, moments.noise if settings.shrink == "auto" else settings.shrink
         if moments.by_row and (settings.act_order, settings.range, settings.sweeps) == (True, "hessian", 0):
             hessians = moments.hessian.repeat_interleave(parts.shape[1], 0)
             codes, scale = gptq_rows(parts.flatten(0, 1).float(), hessians, scheme, damping=damping, shrink=shrink)
             return QuantTensor(codes, scale[:, None], None, scheme)
         found = []
-        for part, hessian in zip(parts.float(), moments.hessian.float(), strict=True):
-            solved = gptq(
+        for number, (part, hessian) in enumerate(zip(parts.float(), moments.hessian, strict=True)):
+
+            def solved(hessian: Tensor = hessian) -> Factor:
+                with one_thread(hessian):
+                    return awaited(hessian.float(), damping=damping, shrink=shrink, act_order=settings.act_order)
+
+            result = gptq(
                 part,
-                # where nothing ever came all codes are equally good
-                hessian if bool(hessian.diagonal().sum() > 0) else torch.eye(width),
+                moments.once((number, damping, shrink, settings.act_order), solved),
                 scheme,
-                damping=damping,
-                shrink=shrink,
-                act_order=settings.act_order,
                 range=settings.range,
                 sweeps=settings.sweeps,
                 refit=settings.refit,
                 neighbours=moments.neighbours,
             )
-            found.append(solved.tensor)
+            found.append(result.tensor)
         return joined(found)
 
 

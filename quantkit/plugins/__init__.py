@@ -228,6 +228,7 @@ class PassFacts(Protocol):
     needs: frozenset[str]
     requires: frozenset[str]
     ensures: frozenset[str]
+    on_graphs: str
     Settings: type[BaseModel]
 
     def needs_with(self, settings: Any) -> frozenset[str]:

@@ -17,13 +17,15 @@ from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.passes import assign
-from quantkit.passes.assign import nearest_in_pieces
+from quantkit.passes.assign import in_pieces
+from quantkit.passes.rtn import Rtn
 from quantkit.passes.solvers import ranges
+from quantkit.pipeline.blocks.head import quantize_head
 from quantkit.pipeline.blocks.layers import Layers, lay_out
-from quantkit.pipeline.blocks.quantize import quantize_head
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 
+RTN = {"rtn": Rtn.Settings()}
 SCHEMES = {
     "int8 group": WeightScheme(format="int8", granularity="group", group=32),
     "int4 asymmetric": WeightScheme(format="int4", granularity="group", group=32, symmetric=False),
@@ -44,7 +46,7 @@ def test_pieces_make_the_whole(scheme: WeightScheme, dtype: torch.dtype, monkeyp
     form = load_format(scheme.format)
     whole = form.nearest(weight, *ranges.searched(weight, scheme), scheme)
     monkeypatch.setattr(assign, "PIECE", 96 * 7)
-    tensor, error = nearest_in_pieces(weight, scheme)
+    tensor, error = in_pieces(weight, None, scheme, RTN)
     # a product rounds otherwise for another number of rows on some processors: what is fitted by one is that much apart
     torch.testing.assert_close(tensor.scale.float(), whole.scale.float(), rtol=1e-5, atol=0)
     same = tensor.scale.float() == whole.scale.float()
@@ -62,7 +64,7 @@ def test_pieces_make_the_whole(scheme: WeightScheme, dtype: torch.dtype, monkeyp
 def test_a_last_group_is_filled_up() -> None:
     scheme = WeightScheme(format="int4", granularity="group", group=64)
     weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
-    tensor, error = nearest_in_pieces(weight, scheme)
+    tensor, error = in_pieces(weight, None, scheme, RTN)
     assert tensor.shape == (5, 128)
     assert not tensor.codes[:, 96:].any()
     assert 0 < error < 0.02
@@ -90,7 +92,7 @@ def test_only_the_product_of_the_head_uses_the_codes(name: str, tmp_path: Path) 
     stream, layers = laid(tmp_path / "model")
     assert stream.head == layers.head == "lm_head"
     assert bool(layers.tied) is (name != "llama")
-    tensor, entry = quantize_head(stream, layers)
+    tensor, entry = quantize_head(stream, layers, RTN)
     assert (entry.name, entry.shape, entry.scheme["format"]) == ("lm_head", [zoo.VOCABULARY, 64], "int8")
     assert entry.bits_per_weight == 8.5
     assert entry.error is not None
@@ -119,7 +121,7 @@ def test_only_the_product_of_the_head_uses_the_codes(name: str, tmp_path: Path) 
 def test_a_head_that_a_pass_changed_is_rounded_as_changed(tmp_path: Path) -> None:
     zoo.tiny("llama").save_pretrained(tmp_path / "model")  # type: ignore[operator]
     stream, layers = laid(tmp_path / "model")
-    before, _ = quantize_head(stream, layers)
+    before, _ = quantize_head(stream, layers, RTN)
 
     class Doubled:
         def block(self, index: int, block: torch.nn.Module) -> None:
@@ -130,7 +132,7 @@ def test_a_head_that_a_pass_changed_is_rounded_as_changed(tmp_path: Path) -> Non
             model.lm_head.weight.data.mul_(2)  # type: ignore[union-attr, operator]
 
     stream.transforms.append(Doubled())
-    after, _ = quantize_head(stream, layers)
+    after, _ = quantize_head(stream, layers, RTN)
     assert torch.equal(after.codes, before.codes)
     assert torch.equal(after.scale, before.scale * 2)
 

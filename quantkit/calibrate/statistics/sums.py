@@ -199,6 +199,15 @@ class InputStats:
         return self._hessian
 
     @property
+    def halves(self) -> tuple[Tensor, ...]:
+        """The Hessian of every other sequence and of the rest, [K, K] float32 each; of one sequence alone, one."""
+        if isinstance(self._halves, Tensor):
+            whole = list(self._halves)
+        else:
+            whole = [half.triu() + half.triu(1).T for half in self._halves]
+        return tuple(half / count for half, count in zip(whole, self._counts, strict=True) if count)
+
+    @property
     def drift(self) -> Tensor | None:
         """`ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None where those are not known."""
         return None if self._drift is None else self._drift / self.tokens

@@ -124,12 +124,14 @@ class LiveCalls(Calls):
     @torch.no_grad()
     def finish(self, number: int) -> Any:
         """What the model gives for one sequence. Once each."""
-        found = self._forwards[number].switch(self._output(number, self.hidden[number : number + 1]))
+        try:
+            found = self._forwards[number].switch(self._output(number, self.hidden[number : number + 1]))
+        finally:
+            # the variables went with the forward; what it stood at does not
+            self._returned[number] = None
+            self._stands[number] = (self.visits[-1], torch.empty(0), Given())
         if not self._forwards[number].dead:
             raise unsupported(type(self.model).__name__, _ORDER)
-        # the variables went with the forward; what it stood at does not
-        self._returned[number] = None
-        self._stands[number] = (self.visits[-1], torch.empty(0), Given())
         return found
 
     def _besides(self, returned: Any) -> Any:

@@ -164,7 +164,7 @@ def _begun(
 
 
 class _AllRecorded(Exception):
-    """Ends the skeleton's forward after the last block: what follows is not needed."""
+    """Ends a forward where what was looked for is known: what follows is not needed."""
 
 
 def _record(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> tuple[Tensor, list[Given]]:
@@ -347,6 +347,10 @@ class StreamedModel:
         head = Head(model, self.path, self._learn(model, ids), self.runs(model))
         return Answers(head, ids.to(self.device), hidden)
 
+    def answers_behind(self, calls: Calls, hidden: Tensor, ids: Tensor) -> Answers:
+        """What the model gives once all blocks have run on `ids`, with `hidden` the last one's output."""
+        return self.answers_of(calls, ids) if calls.live else self.answers(ids, hidden=hidden)
+
     def answers_of(self, calls: Calls, ids: Tensor) -> Answers:
         """What the model gives, once all blocks have run; `hidden` of the calls is the last one's output."""
         return Answers(calls, ids.to(self.device)) if calls.live else self.answers(ids, hidden=calls.hidden)
@@ -415,10 +419,37 @@ class Answers:
                 return self._of(row[:, part].to(ids.device), ids[:, part])[0]
         if self._held is None or self._held[0] != index:
             self._held = None  # before the next ones are made
-            whole = self._of(row.to(ids.device), ids) if isinstance(self._of, Head) else answer(self._of.finish(index))  # type: ignore[attr-defined]
+            whole = self._whole(index)
             large = not whole.is_cuda and whole.numel() * whole.itemsize >= ANSWERS_ON_DISK
             self._held = index, Shelf().copy(whole[0]) if large else whole[0]
         return self._held[1][part]
+
+    @torch.no_grad()
+    def given(self, linear: str, index: int) -> Tensor:
+        """What a linear behind the blocks is given for one sequence, [tokens, K]: as the model's own forward has it.
+
+        Nothing after the linear runs. Of a live model each sequence can be asked for once, and gives no answers then.
+        """
+        found: list[Tensor] = []
+
+        def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found.append(args[0])
+            raise _AllRecorded
+
+        hook = self._of.model.get_submodule(linear).register_forward_pre_hook(note)  # type: ignore[union-attr]
+        try:
+            with suppress(_AllRecorded):
+                self._whole(index)
+        finally:
+            hook.remove()
+        return found[0].reshape(-1, found[0].shape[-1])
+
+    def _whole(self, index: int) -> Tensor:
+        """Of all positions of one sequence, [1, tokens, vocabulary or width]."""
+        if isinstance(self._of, Head):
+            assert self._hidden is not None
+            return self._of(self._hidden[index : index + 1].to(self._ids.device), self._ids[index : index + 1])
+        return answer(self._of.finish(index))  # type: ignore[attr-defined]
 
     def all(self) -> Tensor:
         """Of everything, [samples, tokens, vocabulary or width]."""

@@ -130,6 +130,19 @@ def factor(
     raise no_factor(f"up to {share:g}")
 
 
+def awaited(hessian: Tensor, *, damping: float, shrink: float, act_order: bool) -> Factor:
+    """`factor`, also of a GPU with damping raised until it succeeds; the GPU is waited for.
+
+    Raises:
+        InputError: `hessian-nonfinite` on a CPU; `hessian-not-positive`.
+    """
+    for raised in range(ATTEMPTS):
+        found = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, raised=raised)
+        if not hessian.is_cuda or bool(torch.isfinite(found.pivots).all()):
+            return found
+    raise no_factor(f"raised tenfold {ATTEMPTS - 1} times")
+
+
 def _unawaited(hessian: Tensor, share: float, shrink: float | Tensor, act_order: bool, raised: int) -> Factor:
     """The same without a look at any value: an input that was never seen is an identity's, as are all if none was."""
     from quantkit.kernels.solving.factored import damped, unit_of

@@ -10,14 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.bundle import Build, LayerEntry
+from quantkit.bundle import Build
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.formats import QuantTensor
-from quantkit.model.structure.traced import weight_of
-from quantkit.passes.assign import nearest_in_pieces
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.layers import Layers
+from quantkit.pipeline.blocks.head import moments_of, quantize_head, settings_of
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.progress import Progress
 
@@ -89,6 +86,10 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
             rare=Rare(choice.expert_tokens, choice.experts),
             finished=_finished(prepared, build),
         ):
+            index = worked.block.index
+            if index == count - 1:
+                # before its last block is, or a resume would have nothing to calibrate it on
+                _finish_head(prepared, build, worked, progress)
             now = time.process_time()
             if written is not None:
                 written.result()
@@ -98,7 +99,6 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
             else:
                 written = lanes[1].submit(write)
             begun = now
-            index = worked.block.index
             del worked, write  # its block goes as soon as it is written
             progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
         if written is not None:
@@ -178,20 +178,32 @@ def _finished(prepared: Prepared, build: Build) -> Callable[[int], nn.Module]:
     return lambda index: running().load(index)
 
 
+def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Progress) -> None:
+    """Commit the head's codes, found on what the last block puts out."""
+    from quantkit.model import finished
+
+    layers, steps = prepared.layers, prepared.steps
+    if layers.head is None or "head" in build.done():
+        return
+    progress.at("quantize", 1.0, layers.head)
+    begun = time.process_time()
+    moments = None
+    if prepared.calibration is not None:
+        moments = moments_of(prepared.stream, worked, prepared.calibration.ids, layers.head, steps)
+    tensor, entry = quantize_head(prepared.stream, layers, settings_of(steps), moments)
+    result = build.temporary("head.safetensors")
+    finished.save(result, {entry.name: tensor}, {})
+    record = {"layers": [entry.model_dump(mode="json")], "cpu_seconds": time.process_time() - begun}
+    build.commit("head", record, {result: build.steps / "head.safetensors"})
+
+
 def _finish_rest(prepared: Prepared, build: Build) -> None:
-    """Commit what lies outside the blocks: the head's codes, and what passes of scope `model` changed."""
+    """Commit what lies outside the blocks and was changed by passes of scope `model`."""
     import torch
 
     from quantkit.model import finished
 
     stream = prepared.stream
-    if prepared.layers.head is not None and "head" not in build.done():
-        begun = time.process_time()
-        tensor, entry = quantize_head(stream, prepared.layers)
-        result = build.temporary("head.safetensors")
-        finished.save(result, {entry.name: tensor}, {})
-        record = {"layers": [entry.model_dump(mode="json")], "cpu_seconds": time.process_time() - begun}
-        build.commit("head", record, {result: build.steps / "head.safetensors"})
     if not stream.transforms or "rest" in build.done():
         return
     dtype = getattr(torch, prepared.source.dtype)
@@ -248,20 +260,3 @@ def _record(prepared: Prepared, worked: Worked) -> dict[str, Any]:
         "fusions": [[worked.block.full_name(name) for name in members] for members in worked.block.fusions],
         "decisions": [decision.as_dict() for decision in worked.decisions],
     }
-
-
-def quantize_head(stream: StreamedModel, layers: Layers) -> tuple[QuantTensor, LayerEntry]:
-    """Codes of the head `layers.head`, by its scheme there, and its entry in the manifest.
-
-    It is rounded to nearest, each range searched for the least squared error (`passes/solvers/ranges.py`), whichever
-    pass assigns the codes inside the blocks. A few rows are in memory at a time beside the codes. The embedding that a
-    head may share its weight with stays as it is; only the product that makes the logits uses the codes.
-    """
-    assert layers.head is not None
-    if stream.transforms:
-        weight = weight_of(stream.rest().get_submodule(layers.head))
-    else:
-        # as stored: half the memory of float32 where it is large
-        weight = stream.source.weights.read(stream.files[f"{layers.head}.weight"]).to(stream.device)
-    tensor, error = nearest_in_pieces(weight, layers.schemes[layers.head])
-    return tensor, layers.entry(layers.head, tensor, error)

@@ -133,7 +133,8 @@ class BlocksWork:
             self.stages.begin("quantize")
             with prepared.device.arithmetic():
                 quantize(prepared, self.build, self.progress)
-        records = [record for key, record in self.build.done().items() if key.startswith(("block-", "head"))]
+        done = sorted(self.build.done().items())  # blocks in their order, then the head
+        records = [record for key, record in done if key.startswith(("block-", "head"))]
         self.layers = [LayerEntry.model_validate(each) for record in records for each in record["layers"]]
         self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
         return [Decision.model_validate(each) for record in records for each in record.get("decisions", [])]

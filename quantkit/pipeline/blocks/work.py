@@ -67,6 +67,7 @@ class Worked:
         block: with its codes and its changed module.
         hidden: its output on the calibration set; None when no pass looks at data.
         original: its output in the original stream; None when no pass looks at that.
+        calls, originals: how either goes on.
         decisions: of its passes.
         errors: linear's full name -> relative squared weight error, [] on the block's device.
         routed: of an expert's linear, its full name -> the calibration tokens that were routed to it.
@@ -75,6 +76,8 @@ class Worked:
     block: Block
     hidden: Tensor | None
     original: Tensor | None = None
+    calls: Calls | None = None
+    originals: Calls | None = None
     decisions: list[Decision] = field(default_factory=list)
     errors: dict[str, Tensor] = field(default_factory=dict)
     routed: dict[str, int] = field(default_factory=dict)
@@ -277,6 +280,7 @@ def work(
         states = _States(stage, probe, probed, calls, hidden, originals, original)
         worked, stats, known = loop.settled(index, states, known)
         module = worked.block.module
+        worked.calls, worked.originals = calls, originals
         if calls is not None:
             hidden = worked.hidden = _again(calls, module, stage, visits, stats.settled())
             if stats.original is not None and originals is not None:

@@ -39,6 +39,7 @@ from quantkit import plugins
 from quantkit.formats import stored_bits
 from quantkit.planning.compiling.spec import OUTWARD, CompileSpec, elements, needs, shared, stores, storing
 from quantkit.planning.model.architecture import Architecture, BlockShapes
+from quantkit.planning.model.assigned import solves
 from quantkit.planning.model.stored import LAYOUTS
 from quantkit.recipe import PassStep
 from quantkit.scheme import WeightScheme
@@ -212,7 +213,9 @@ def _quantize(spec: CompileSpec) -> WorkCounts:
     found += _streams(spec)
     head = spec.architecture.head
     if head is not None and head.name in spec.schemes:
-        found += SharedLinears(head.N, head.K, 1, 0, 0, spec.schemes[head.name]).searched("searched")
+        alone = SharedLinears(head.N, head.K, 1, spec.tokens, 0, spec.schemes[head.name])
+        for step in spec.recipe.passes:
+            found += _PASSES.of(step).work(step.settings, alone) if solves(step) else {}
     return found
 
 

@@ -14,7 +14,7 @@ from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.planning.model.architecture import Architecture, Matrix
-from quantkit.recipe import Recipe
+from quantkit.recipe import PassStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 # what lies outside the blocks; all but the head is never quantized, and naming it in `keep` says so
@@ -44,6 +44,12 @@ class Assigned:
     activations: Mapping[str, ActivationScheme]
     decisions: list[Decision]
     head: str | None
+
+
+def solves(step: PassStep) -> bool:
+    """Whether a pass gives codes to a product alone, as the head is one."""
+    found = plugins.PASSES.of(step)
+    return "unassigned" in found.requires and "codes" in found.ensures and not found.on_graphs
 
 
 def takes_head(recipe: Recipe) -> bool:
@@ -111,8 +117,8 @@ def assign(
     _check_formats(schemes)
     if head is not None and head not in schemes:
         head = None
-    if head is not None:
-        reason = "whichever pass assigns codes inside the blocks, the head is rounded to nearest in searched ranges"
+    if head is not None and not any(solves(step) for step in recipe.passes):
+        reason = "the pass that assigns codes inside the blocks knows no product alone: the head is rounded to nearest"
         decisions.append(decision("recipe", ROUNDED, head, reason, None, schemes[head].format))
     if recipe.scheme.weights is not None and not schemes:
         raise InputError(
