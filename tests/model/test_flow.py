@@ -55,6 +55,22 @@ def test_chunks_of_other_content_are_called_with_their_own_arguments(saved: tupl
     assert len(stream.visits) == (4 if name == "AlbertModel" else len(stream.block_names))
 
 
+def test_a_head_is_given_what_the_models_own_forward_gives_it(saved: tuple[str, Path]) -> None:
+    name, folder = saved
+    if not name.endswith("CausalLM"):
+        return
+    ids, seen = shrink.ids(3), list[Tensor]()
+    stream, model = StreamedModel(open_model(str(folder))), shrink.loaded(folder)
+    assert stream.head is not None
+    model.get_submodule(stream.head).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        shrink.answer(model, ids)  # type: ignore[arg-type]
+    answers = stream.answers_of(stream.through(ids, chunk=2), ids)
+    found = torch.stack([answers.given(stream.head, index) for index in range(len(ids))])
+    expected = torch.cat(seen).reshape(found.shape)
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
 def test_a_row_by_itself_is_the_row_of_its_chunk(saved: tuple[str, Path]) -> None:
     _, folder = saved
     stream = StreamedModel(open_model(str(folder)))

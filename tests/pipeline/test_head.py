@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import zoo
 
 from quantkit.errors import InputError
@@ -20,8 +21,11 @@ from quantkit.passes import assign
 from quantkit.passes.assign import in_pieces
 from quantkit.passes.rtn import Rtn
 from quantkit.passes.solvers import ranges
+from quantkit.passes.solvers.gptq import gptq
+from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.head import quantize_head
 from quantkit.pipeline.blocks.layers import Layers, lay_out
+from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 
@@ -157,3 +161,44 @@ def test_a_tied_head_and_a_checkpoint_are_refused_before_any_work(tmp_path: Path
     zoo.tiny("llama").save_pretrained(tmp_path / "untied")  # type: ignore[operator]
     _, layers = laid(tmp_path / "untied", overrides=[])
     EXPORT.accepts({}, layers.asked())
+
+
+def test_a_head_is_solved_on_what_the_quantized_blocks_put_out(
+    tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its codes are GPTQ's for the inputs that plain transformers gives the head of the reloaded checkpoint."""
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+    model = tmp_path / "model"
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(model)  # type: ignore[operator]
+    byte_tokenizer.save_pretrained(model)
+    weights = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
+    settings = {"shrink": 0.2, "correction": 0.0, "sweeps": 1}
+    recipe = Recipe.from_dict(
+        {
+            "summary": "",
+            "keep": ["embeddings"],
+            "calibration": {"set": "prose-en", "samples": 4, "tokens": 48},
+            "scheme": {"weights": weights},
+            "passes": [{"gptq": settings}],
+            "export": [{"checkpoint": {"layout": "dense"}}],
+        },
+        name="x",
+    )
+    request = Request.of(str(model), recipe=recipe, out=tmp_path / "out", speed=False)
+    ids = prepare(request).calibration.ids  # type: ignore[union-attr]
+    compile_model(request)
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype=torch.float32)
+    with torch.no_grad():
+        x = reloaded.model(input_ids=ids).last_hidden_state.flatten(0, 1).double()
+    source = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    weight, scheme = source.lm_head.weight.detach(), WeightScheme.model_validate(weights)
+    expected = gptq(weight, (x.T @ x / len(x)).float(), scheme, shrink=0.2, sweeps=1).tensor
+    solved, stored = load_format("int4").dequantize(expected), reloaded.lm_head.weight.detach()
+    off = (solved - stored).abs() > 1e-3 * weight.abs().max()
+    assert float(off.float().mean()) < 0.01  # ties, of inputs that were summed in another order
+    nearest, _ = in_pieces(weight, None, scheme, RTN)
+    lost = [
+        float((x @ (weight - each).double().T).square().mean())
+        for each in (stored, load_format("int4").dequantize(nearest))
+    ]
+    assert lost[0] < 0.8 * lost[1]
