@@ -39,12 +39,14 @@ class Values:
         schemes: linear of the skeleton -> scheme, of the quantized ones.
         quantized: linear -> its codes; with `codes=False` all else of it, and their shape.
         run_time: how inputs are quantized as the model runs; `stream` does without.
+        before: a parameter as it was before it was quantized, in the basis of the codes, float32; None of a bundle.
     """
 
     stream: StreamedModel
     schemes: Mapping[str, WeightScheme]
     quantized: Callable[..., QuantTensor]
     run_time: RunTime = field(default_factory=RunTime)
+    before: Callable[[str], Tensor] | None = None
 
     @property
     def skeleton(self) -> nn.Module:
@@ -98,7 +100,11 @@ class Values:
         if any(scale.moved is not None for scale in how.scales.values()):
             dtype = getattr(torch, source.dtype)
             dense.transforms.append(QuantizedInputs(dense.block_names, how.activations, how.scales, dtype, on=False))
-        return cls(dense, results.schemes, results.quantized, how)
+
+        def before(name: str) -> Tensor:
+            return stream.value(stream.rest(), name) if stream.transforms else stream.tensor(name)
+
+        return cls(dense, results.schemes, results.quantized, how, before)
 
     @classmethod
     def of_bundle(cls, path: Path) -> Values:

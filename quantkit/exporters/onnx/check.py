@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -19,6 +19,8 @@ from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.exporters.check import counted, decided, judged, prompt, worst
 from quantkit.exporters.onnx import check_w8a8
+from quantkit.exporters.onnx.ends import Storage, with_ends
+from quantkit.exporters.onnx.exporter import HEAD_ROWS, TABLE
 from quantkit.exporters.values import Values
 from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxModel
 
@@ -40,6 +42,7 @@ def check(bundle: Path, source: Source | None, stream: StreamedModel | None, res
     values = decided(bundle, source, stream, results)
     if values is None:
         return found
+    values = with_ends(values, *_stored(folder))
     error, where = numbers(folder, values)
     found.append(judged("reload.onnxruntime", error, LIMIT, where))
     return found + check_w8a8.check(folder, values, prompt(values)) if found[-1].ok else found
@@ -69,6 +72,16 @@ def sound(folder: Path, name: str = MODEL) -> list[Check]:
     except Exception as problem:
         valid = counted("onnx.valid", [_first_line(problem)])
     return [valid, operators, contained]
+
+
+def _stored(folder: Path) -> tuple[Any, int]:
+    """How the graph says that it stores its token embeddings, and of how many rows of the head it has more bits."""
+    import onnx
+
+    model = onnx.load(str(folder / MODEL), load_external_data=False)
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    table, rows = said.get(TABLE, "float"), said.get(HEAD_ROWS, "0")
+    return table if table in get_args(Storage) else "float", int(rows) if rows.isdecimal() else 0
 
 
 def locations(model: Any) -> list[str]:

@@ -16,18 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
 from quantkit.errors import InputError
-from quantkit.exporters.onnx.nbits import PackedWeights, block_size
+from quantkit.exporters.onnx.nbits import Array, PackedWeights, block_size, pack
 from quantkit.exporters.onnx.w8a8 import Codes, Integers
 from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting
 from quantkit.exporters.trace.rotary import RotaryTables
 from quantkit.formats import load_format
 from quantkit.passes import decision
+
+if TYPE_CHECKING:
+    from quantkit.exporters.onnx.ends import EmbeddingTable
+    from quantkit.formats import QuantTensor
+    from quantkit.scheme import WeightScheme
 
 MICROSOFT = "com.microsoft"
 # added to the scores of padding: no weight is left of it after a softmax
@@ -55,6 +60,7 @@ class OrtDialect(Rewriting):
 
     def apply(self) -> ir.Model:
         """Rewrite everything; no placeholder is left."""
+        self._table()
         self._parameters()
         if self.traced.decoder:
             self._attention()
@@ -66,6 +72,57 @@ class OrtDialect(Rewriting):
         self.graph.opset_imports[MICROSOFT] = 1
         model.ir_version = 10
         return model
+
+    # --- embedding ----------------------------------------------------------------------------------------------------
+
+    def _table(self) -> None:
+        """Let token ids be looked up in codes, if the table is in codes."""
+        table = self.weights.ends.table if self.weights.ends is not None else None
+        for node in list(self.graph) if table is not None else []:
+            looked_in = node.inputs[0] if node.op_type == "Gather" else None
+            if looked_in is None or self.traced.parameters.get(looked_in.name or "") != table.parameter:  # type: ignore[union-attr]
+                continue
+            parts = self._looked_up(node, table)  # type: ignore[arg-type]
+            found = parts[0]
+            for other in parts[1:]:
+                (found,) = self._node(node, "Add", [found, other], ["embedding/sum"])
+            self._replace(node, [found])
+
+    def _looked_up(self, node: ir.Node, table: EmbeddingTable) -> list[ir.Value]:
+        """What each of a table's codes gives for the ids of a Gather."""
+        found = []
+        if table.head:
+            scheme = self.weights.linears[table.head].scheme
+            assert scheme is not None
+            packed, (codes, *grid) = self._packed_weights([table.head], table.head, scheme)
+            flat = self._constant("embedding/flat", [0, -1], np.int64)
+            (turned,) = self._node(node, "Reshape", [codes, flat], ["embedding/codes"])
+            found.append(self._looked_up_in(node, turned, grid, packed.bits, packed.block, "embedding/head"))
+        if (own := table.own) is not None:
+            codes, scales = self._symmetric(own, "embedding")
+            bits, block = load_format(own.scheme.format).bits, own.scheme.group or 0
+            found.append(self._looked_up_in(node, codes, [scales], bits, block, "embedding/own"))
+        return found
+
+    def _symmetric(self, own: QuantTensor, name: str, *, blocks: bool = False) -> tuple[ir.Value, ir.Value]:
+        """Codes, [V, K·bits/8] or with a dimension for blocks, and scales, of symmetric groups that end with a row."""
+        bits, block = load_format(own.scheme.format).bits, own.scheme.group or 0
+        rows, columns = own.shape
+        shape = (rows, columns // block, block * bits // 8) if blocks else (rows, columns * bits // 8)
+
+        def words() -> Array:
+            unsigned = (own.codes.numpy().astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+            return pack(unsigned, bits).reshape(shape)
+
+        codes = self._new(f"{name}.codes", shape, np.uint8, words)
+        return codes, self._new(f"{name}.scales", own.scale.shape, np.float32, lambda: own.scale.float().numpy())
+
+    def _looked_up_in(
+        self, node: ir.Node, codes: ir.Value, grid: Sequence[ir.Value], bits: int, block: int, name: str
+    ) -> ir.Value:
+        inputs = [codes, node.inputs[1], *grid]
+        options = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
+        return self._node(node, "GatherBlockQuantized", inputs, [name], MICROSOFT, **options)[0]
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
@@ -311,22 +368,28 @@ class OrtDialect(Rewriting):
         if linears[0].input is not None:
             assert source is not None
             return self._integers.product(before, source, names, name)
-        bits = load_format(scheme.format).bits
-        block = block_size(columns, scheme, names[0])
-        count = -(-columns // block)
-        packed = PackedWeights(self.weights, tuple(names), bits, block, columns)
-        inputs = [
-            source,
-            self._new(f"{name}.codes", (rows, count, block * bits // 8), np.uint8, packed.codes),
-            self._new(f"{name}.scales", (rows, count), np.float32, packed.scales),
-        ]
-        if not scheme.symmetric:
-            shape = (rows, -(-count * bits // 8))
-            inputs.append(self._new(f"{name}.zeros", shape, np.uint8, packed.zeros))
+        packed, stored = self._packed_weights(names, name, scheme)
+        first = self.weights.ends.rows if self.weights.ends is not None and names[0] == self.weights.ends.head else None
+        if first is not None:
+            return self._two_products(before, source, name, packed, stored, first)
+        return self._nbits(before, source, name, stored, rows, columns, packed.bits, packed.block)
+
+    def _nbits(
+        self,
+        before: ir.Node,
+        source: ir.Value | None,
+        name: str,
+        stored: Sequence[ir.Value],
+        rows: int,
+        columns: int,
+        bits: int,
+        block: int,
+    ) -> ir.Value:
+        """The product with codes, scales, and zero points if there are any."""
         (output,) = self._node(
             before,
             "MatMulNBits",
-            inputs,
+            [source, *stored],
             [f"{name}/output"],
             MICROSOFT,
             K=columns,
@@ -336,6 +399,55 @@ class OrtDialect(Rewriting):
             accuracy_level=self.accuracy_level,
         )
         return output
+
+    def _two_products(
+        self,
+        before: ir.Node,
+        source: ir.Value | None,
+        name: str,
+        packed: PackedWeights,
+        stored: Sequence[ir.Value],
+        first: QuantTensor,
+    ) -> ir.Value:
+        """The first rows of a weight from codes of more bits, the others from its own, side by side.
+
+        All rows of its own codes are stored, since a table of embeddings may be read from them; a session cuts those
+        off that the product does without when it is made.
+        """
+        rows, columns = len(first.codes), packed.columns
+        left = self.weights.linears[packed.names[0]].rows - rows
+        ends = [self._constant(f"rows/{what}", [at], np.int64) for what, at in (("start", rows), ("end", 2**62))]
+        axis = self._constant("rows/axis", [0], np.int64)
+        cut = [
+            self._node(before, "Slice", [value, *ends, axis], [f"{name}/{number}/rest"])[0]
+            for number, value in enumerate(stored)
+        ]
+        bits, block = load_format(first.scheme.format).bits, first.scheme.group or 0
+        finer = self._symmetric(first, f"{name}.first", blocks=True)
+        parts = [
+            self._nbits(before, source, f"{name}/first", finer, rows, columns, bits, block),
+            self._nbits(before, source, f"{name}/rest", cut, left, columns, packed.bits, packed.block),
+        ]
+        return self._node(before, "Concat", parts, [f"{name}/output"], axis=-1)[0]
+
+    def _packed_weights(
+        self, names: Sequence[str], name: str, scheme: WeightScheme
+    ) -> tuple[PackedWeights, list[ir.Value]]:
+        """How the weights of linears below each other are packed; codes, scales, and zero points if there are any."""
+        linears = [self.weights.linears[each] for each in names]
+        rows, columns = sum(linear.rows for linear in linears), linears[0].columns
+        bits = load_format(scheme.format).bits
+        block = block_size(columns, scheme, names[0])
+        count = -(-columns // block)
+        packed = PackedWeights(self.weights, tuple(names), bits, block, columns)
+        values = [
+            self._new(f"{name}.codes", (rows, count, block * bits // 8), np.uint8, packed.codes),
+            self._new(f"{name}.scales", (rows, count), np.float32, packed.scales),
+        ]
+        if not scheme.symmetric:
+            shape = (rows, -(-count * bits // 8))
+            values.append(self._new(f"{name}.zeros", shape, np.uint8, packed.zeros))
+        return packed, values
 
     def _joined(self, parameters: Sequence[str]) -> ir.Value:
         size = sum(self.weights.shapes[name][0] for name in parameters)

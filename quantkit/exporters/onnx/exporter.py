@@ -8,8 +8,11 @@ weights, one tensor in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
 
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
@@ -29,8 +32,12 @@ if TYPE_CHECKING:
     from quantkit.target import State
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
+# in a graph's metadata: how its token embeddings are stored, and rows of the head in 8 bits, where there are any
+TABLE, HEAD_ROWS = "quantkit.embedding", "quantkit.head_rows"
 # their second input is the weight
 _PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat")
+# these read little of their constants in a step, or none
+_FEW = ("Gather", "GatherBlockQuantized", "Reshape", "Slice", "GroupQueryAttention", "MultiHeadAttention")
 
 
 class OnnxOptions(Closed):
@@ -43,12 +50,17 @@ class OnnxOptions(Closed):
         weight_codes: of 8-bit weights whose inputs are quantized as well: `uint8` is exact on every processor; `int8`,
             for VNNI and Arm, saturates on other x86 processors, where the check refuses it. Those of `int7` are
             signed in any case, exact everywhere, and what processors without VNNI multiply fastest.
+        embedding: how token embeddings are stored (`exporters/onnx/ends.py`): `float`; `int8`; or, where a
+            quantized head is tied to them, in its codes (`shared`), or in these and 2 bits more (`refined`).
+        head_rows: of a head in fewer bits, the first so many rows get 8: those of the most frequent words.
     """
 
     dialect: Literal["onnxruntime"] = "onnxruntime"
     accuracy_level: Literal[0, 1, 4] = 4
     merge: bool = True
     weight_codes: Literal["uint8", "int8"] = "uint8"
+    embedding: Literal["float", "int8", "shared", "refined"] = "float"
+    head_rows: int = Field(default=0, ge=0)
 
 
 class Onnx(Exporter):
@@ -98,6 +110,7 @@ class Onnx(Exporter):
         demand_packages("an ONNX export")
         from quantkit.exporters.carried import carry
         from quantkit.exporters.onnx.dialect import OrtDialect
+        from quantkit.exporters.onnx.ends import ends
         from quantkit.exporters.onnx.genai import genai_config
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
@@ -106,9 +119,10 @@ class Onnx(Exporter):
         chosen, source = OnnxOptions(**options), values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"
         context = context_of(source.config)
+        stored, taken = ends(values, chosen.embedding, chosen.head_rows)
         dialect = OrtDialect(
             trace(values.skeleton, kind),
-            dialect_weights(values),
+            replace(dialect_weights(values), ends=stored),
             chosen.accuracy_level,
             context,
             merge=chosen.merge,
@@ -122,6 +136,8 @@ class Onnx(Exporter):
                 "quantkit.kind": kind,
                 "quantkit.context": str(context),
                 "quantkit.accuracy_level": str(_level(values, chosen)),
+                **({} if stored.table is None else {TABLE: chosen.embedding}),
+                **({} if stored.rows is None else {HEAD_ROWS: str(chosen.head_rows)}),
                 **_work(model),
             }
         )
@@ -130,7 +146,7 @@ class Onnx(Exporter):
         carry(source, folder)
         if kind == "decoder":
             write_json(folder / "genai_config.json", genai_config(source, model, context))
-        return dialect.decisions
+        return [*taken, *dialect.decisions]
 
     def check(
         self,
@@ -242,11 +258,24 @@ def _work(model: ir.Model) -> dict[str, str]:
             shapes = [value.shape for value in node.inputs[:3] if value is not None and value.shape is not None]
             # no mask hides what comes after a token: twice of what a decoder has
             attention += 2 * 4 * int(shapes[-1][-1])  # type: ignore[arg-type]
-        if node.op_type in ("Gather", "GroupQueryAttention", "MultiHeadAttention"):
+        if node.op_type in (
+            "Gather",
+            "GatherBlockQuantized",
+            "Reshape",
+            "Slice",
+            "GroupQueryAttention",
+            "MultiHeadAttention",
+        ):
             continue
         for value in node.inputs:
             if value is not None and value.const_value is not None:
                 read[value.name or ""] = value.const_value.nbytes
+        for value in node.inputs:  # a head whose first rows have more bits is cut when the session is made
+            cut = value.producer() if value is not None else None
+            whole = cut.inputs[0] if cut is not None and cut.op_type == "Slice" else None
+            if whole is not None and whole.const_value is not None:
+                share = node.attributes["N"].as_int() / int(whole.const_value.shape[0])  # type: ignore[arg-type]
+                read[f"{whole.name}, cut"] = round(whole.const_value.nbytes * share)
         weight = node.inputs[1] if len(node.inputs) > 1 else None
         unpacked = weight.producer() if weight is not None else None
         if unpacked is not None and unpacked.op_type == "DequantizeLinear":
@@ -257,7 +286,7 @@ def _work(model: ir.Model) -> dict[str, str]:
             size = math.prod(int(length) for length in weight.const_value.shape)  # type: ignore[arg-type, misc]
         else:
             continue
-        head = any(output.name in heads for output in node.outputs)
+        head = any(value.name in heads for output in node.outputs for value in _joined(output))
         flops[head] += 2 * size
         kept = weight.const_value if weight is not None and node.op_type != "MatMulNBits" else None
         if kept is not None and kept.dtype.is_floating_point():
@@ -271,6 +300,11 @@ def _work(model: ir.Model) -> dict[str, str]:
         "quantkit.float_head_flops": str(float_head),
         "quantkit.attention_flops": str(attention),
     }
+
+
+def _joined(value: ir.Value) -> list[ir.Value]:
+    """A value, and what it is put side by side with others into."""
+    return [value, *(use.outputs[0] for use in value.consumers() if use.op_type == "Concat")]
 
 
 EXPORT = Onnx()

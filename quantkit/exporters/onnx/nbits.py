@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.scheme import ActivationScheme, WeightScheme
+
+if TYPE_CHECKING:
+    from quantkit.exporters.onnx.ends import Ends
 
 Array = NDArray[Any]
 BITS = (2, 4, 8)
@@ -65,6 +68,7 @@ class WeightsByName:
         tensor: parameter or buffer -> float32 values.
         codes: quantized linear -> codes [N, K + padding] int8.
         grid: quantized linear -> scale [N, G] float32, and zero [N, G] int8 or None; [1, 1] of a whole matrix.
+        ends: how token embeddings and head are stored, where not as the passes decided.
     """
 
     linears: Mapping[str, LinearSpec]
@@ -72,6 +76,7 @@ class WeightsByName:
     tensor: Callable[[str], Array]
     codes: Callable[[str], Array]
     grid: Callable[[str], tuple[Array, Array | None]]
+    ends: Ends | None = None
 
 
 def block_size(columns: int, scheme: WeightScheme, where: str) -> int:

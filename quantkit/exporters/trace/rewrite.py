@@ -178,8 +178,14 @@ def keep_few(model: ir.Model, *, optional: bool) -> None:
     graph = model.graph
     logits = next(value for value in graph.outputs if value.name == "logits")
     head, after = logits.producer(), [logits]
-    # past soft caps and scalings, back to the product
+    heads: list[ir.Node] = []
+    # past soft caps and scalings, back to the product, or to two side by side
     while head is not None and head.op_type not in ("MatMul", "FusedMatMul", "MatMulNBits"):
+        if head.op_type == "Concat" and len({product.inputs[0] for product in _products(head)}) == 1:
+            heads = _products(head)
+            after += [product.outputs[0] for product in heads]
+            head = heads[0]
+            break
         inner = [x for x in head.inputs if x is not None and not x.is_initializer() and x.producer() is not None]
         after += inner
         head = inner[0].producer() if len(inner) == 1 else None
@@ -201,10 +207,17 @@ def keep_few(model: ir.Model, *, optional: bool) -> None:
     negative = ir.Node("", "Neg", [keep], outputs=[start])
     slices = ir.Node("", "Slice", [head.inputs[0], start, *values], outputs=[kept])
     graph.insert_before(head, [negative, slices])
-    head.replace_input_with(0, kept)
+    for product in heads or [head]:
+        product.replace_input_with(0, kept)
     for value in after:
         if value.shape is not None:
             value.shape = ir.Shape([value.shape[0], "kept_length", *list(value.shape)[2:]])
+
+
+def _products(joined: ir.Node) -> list[ir.Node]:
+    """The products that a Concat puts side by side; others are left out."""
+    makers = [value.producer() for value in joined.inputs if value is not None]
+    return [maker for maker in makers if maker is not None and maker.op_type == "MatMulNBits"]
 
 
 def save(model: ir.Model, path: Path, data: str) -> None:

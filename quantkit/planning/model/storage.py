@@ -255,10 +255,20 @@ def _graph(
         filled,
         in_graph(head, options) if head is not None else None,
         False,
-        4.0 * architecture.embeddings,
+        _table(architecture, head, options),
         others,
         float(block * len(architecture.layers) + rest),
     )
+
+
+def _table(architecture: Architecture, head: StoredLinear | None, options: Any) -> float:
+    """Bytes of the token embeddings of a graph, as `embedding` says (`exporters/onnx/embedding.py`)."""
+    stored, tied = options.embedding, architecture.tied and head is not None
+    coded = head is not None and head.scheme is not None
+    if stored == "float" or (tied and not coded):
+        return 4.0 * architecture.embeddings
+    own = 1.0 if stored == "int8" or not tied else {"shared": 0.0, "refined": 0.25}[stored]
+    return architecture.embeddings * (own + (4.0 / 64 if own else 0.0))
 
 
 def _rotary(architecture: Architecture) -> float:

@@ -1,0 +1,208 @@
+"""The ends of a model in a graph: its table of token embeddings in codes, and a head with more bits for some rows.
+
+    float      the table as it is, float32
+    int8       rounded to nearest in blocks along a row
+    shared     the head's codes: tied weights are stored once
+    refined    the same, and what they leave of each value in 2 bits more
+
+A head's codes are chosen for its product, and lie up to a step away from the weight. Its product does not see that, a
+table that is looked up in does; two bits take most of it back. GatherBlockQuantized looks up and expands
+(ONNX Runtime's docs/ContribOperators.md).
+
+A head's error counts by the probability of the words, and vocabularies begin with the frequent ones (those that a
+byte-pair encoding merged first): 8 bits for the first rows, a few hundredths of the head, take back half of what 4 bits
+cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from quantkit.bundle import Decision, decision
+from quantkit.exporters.onnx.nbits import BITS, block_size
+from quantkit.formats import QuantTensor, apart, joined, load_format
+from quantkit.passes.assign import PIECE, nearest
+from quantkit.scheme import WeightScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from quantkit.exporters.values import Values
+
+Storage = Literal["float", "int8", "shared", "refined"]
+# codes of its own are in the largest of these blocks that divides a row
+_BLOCKS = (64, 32, 16)
+_FLOAT, _OWN, _ROWS = "embedding-float", "embedding-own", "head-rows-left"
+
+
+@dataclass(frozen=True)
+class EmbeddingTable:
+    """A table of token embeddings [V, K] in codes.
+
+    Args:
+        parameter: its name in the skeleton.
+        head: the linear whose codes it is the sum of, with `own`; "" where it is `own` alone.
+        own: None where the head's codes are all of it.
+        columns: K.
+    """
+
+    parameter: str
+    head: str
+    own: QuantTensor | None
+    columns: int
+
+    def values(self, of: Values) -> Tensor:
+        """What is looked up, [V, K] float32."""
+        found = torch.zeros(())
+        for part in ([of.quantized(self.head)] if self.head else []) + ([self.own] if self.own is not None else []):
+            found = found + load_format(part.scheme.format).dequantize(part)[:, : self.columns]
+        return found
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What is stored otherwise than the passes decided, or with more.
+
+    Args:
+        table: of token embeddings; None where it stays in floats.
+        head: the linear whose first rows have 8 bits; "" where none have.
+        rows: these rows, [R, K].
+    """
+
+    table: EmbeddingTable | None = None
+    head: str = ""
+    rows: QuantTensor | None = None
+
+
+def ends(values: Values, storage: Storage, rows: int) -> tuple[Ends, list[Decision]]:
+    """Both ends, as far as that can be.
+
+    Args:
+        storage: of the table.
+        rows: of the head, the first so many in 8 bits; of one that is stored in fewer.
+    """
+    table, taken = coded(values, storage)
+    head = _head(values.skeleton)
+    scheme = values.schemes.get(head)
+    if not rows or scheme is None or load_format(scheme.format).bits >= 8:
+        return Ends(table), taken
+    shape = values.skeleton.get_parameter(f"{head}.weight").shape
+    block = next((block for block in _BLOCKS if shape[1] % block == 0), 0)
+    why = "a bundle no longer has them as they were" if values.before is None else ""
+    why = why or ("its scales are not of single rows" if not scheme.rows_apart else "")
+    why = why or (f"rows of {shape[1]} are not divided by {_BLOCKS[-1]}" if not block else "")
+    if why or values.before is None:
+        return Ends(table), [*taken, decision("onnx", _ROWS, head, f"its first rows get no more bits: {why}", rows, 0)]
+    weight = values.before(f"{head}.weight")[: min(rows, shape[0] - 1)]
+    own = nearest(weight, WeightScheme(format="int8", granularity="group", group=block))
+    return Ends(table, head, own), taken
+
+
+def with_ends(values: Values, storage: Storage, rows: int) -> Values:
+    """The model with the ends that a graph has, for its numbers to be held against."""
+    found, _ = ends(values, storage, rows)
+    stream = values.stream.on(values.stream.device, values.stream.place)
+    if found.table is not None:
+        stream.transforms.append(_Put(found.table.parameter, found.table.values(values)))
+    if found.rows is not None:
+        stream.transforms.append(_Put(f"{found.head}.weight", load_format("int8").dequantize(found.rows)))
+    return replace(values, stream=stream)
+
+
+def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list[Decision]]:
+    """The table as `storage` says, as far as that can be; None where it stays in floats."""
+    if storage == "float":
+        return None, []
+    name, shape = _table(values.skeleton)
+    if not name:
+        return None, [decision("onnx", _FLOAT, "embedding", "no table of token embeddings was found")]
+    block = next((block for block in _BLOCKS if shape[1] % block == 0), 0)
+    head = _tied(values.skeleton, name)
+    scheme = values.schemes.get(head)
+    if head and scheme is None:
+        return None, [decision("onnx", _FLOAT, name, f"{head} reads it as it is, in floats", storage, "float")]
+    if not block:
+        reason = f"rows of {shape[1]} are not divided by {_BLOCKS[-1]}"
+        return None, [decision("onnx", _FLOAT, name, reason, storage, "float")]
+    why = ""
+    if storage != "int8":
+        why = _not_of(scheme, shape[1]) if head else "the head has a weight of its own"
+    if storage == "int8" or why:
+        own = _rounded(values, name, WeightScheme(format="int8", granularity="group", group=block))
+        taken = [decision("onnx", _OWN, name, why, storage, "int8")] if why else []
+        return EmbeddingTable(name, "", own, shape[1]), taken
+    if storage == "shared":
+        return EmbeddingTable(name, head, None, shape[1]), []
+    left = _rounded(values, name, WeightScheme(format="int2", granularity="group", group=block), head)
+    return EmbeddingTable(name, head, left, shape[1]), []
+
+
+@dataclass(frozen=True)
+class _Put:
+    """Puts rows in the place of a parameter's first; of parameters that are tied, the other stays."""
+
+    name: str
+    found: Tensor
+
+    def block(self, index: int, block: nn.Module) -> None:
+        """Nothing."""
+
+    def rest(self, model: nn.Module) -> None:
+        """Replace them."""
+        from quantkit.model.streaming.stream import set_tensor
+
+        value = model.get_parameter(self.name).detach().clone()
+        value[: len(self.found)] = self.found
+        set_tensor(model, self.name, value)
+
+
+def _table(skeleton: nn.Module) -> tuple[str, tuple[int, int]]:
+    """The parameter that token ids are looked up in, and its shape; "" where there is none."""
+    named = getattr(skeleton, "get_input_embeddings", None)
+    module = named() if named is not None else None
+    found = next((path for path, each in skeleton.named_modules() if each is module), None)
+    weight = getattr(module, "weight", None)
+    if found is None or not isinstance(module, torch.nn.Embedding) or weight is None:
+        return "", (0, 0)
+    return f"{found}.weight", (weight.shape[0], weight.shape[1])
+
+
+def _head(skeleton: nn.Module) -> str:
+    """The linear that makes logits; "" where none does."""
+    from quantkit.model.streaming.stream import find_head
+
+    return find_head(skeleton) or ""
+
+
+def _tied(skeleton: nn.Module, table: str) -> str:
+    """The head that shares the table's weight; "" where none does."""
+    head = _head(skeleton)
+    return head if head and skeleton.get_parameter(f"{head}.weight") is skeleton.get_parameter(table) else ""
+
+
+def _not_of(scheme: WeightScheme | None, columns: int) -> str:
+    """Why a head's codes cannot be looked up in; "" where they can."""
+    if scheme is None or load_format(scheme.format).bits not in BITS or not scheme.format.startswith("int"):
+        return "the head is not stored in blocks of integers"
+    if columns % block_size(columns, scheme, "head"):
+        return "the head's last block is filled up"
+    return ""
+
+
+def _rounded(values: Values, name: str, scheme: WeightScheme, head: str = "") -> QuantTensor:
+    """The table, or what a head's codes leave of it, rounded to nearest, a piece of its rows at a time."""
+    weight = values.tensor(name)
+    rows = max(1, PIECE // weight.shape[1])
+    pieces = weight.split(rows)
+    taken: Sequence[QuantTensor] = apart(values.quantized(head), [len(each) for each in pieces]) if head else ()
+    parts = []
+    for number, piece in enumerate(pieces):
+        left = piece.float()
+        if taken:
+            left = left - load_format(taken[number].scheme.format).dequantize(taken[number])[:, : weight.shape[1]]
+        parts.append(nearest(left, scheme))
+    return joined(parts)
