@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quantkit.model.source.unloadable import Obstacle
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
-    from quantkit.target import State
+    from quantkit.target import State, Target
 
 
 # told the share that is done, and what is being done
@@ -85,6 +85,10 @@ class Exporter(ExporterFacts, Protocol):
             InputError: `layout-unsupported`; it cannot be stored so, or that runtime has no kernel for it so.
         """
         ...
+
+    def for_target(self, options: Mapping[str, Any], target: Target) -> tuple[Mapping[str, Any], str]:
+        """The options with what depends on the target settled, and a word on that; "" where nothing does."""
+        return options, ""
 
     def caveat(self, options: Mapping[str, Any], runtime: str) -> str:
         """What a runtime needs beside itself to read the export, or does otherwise than is stored; "" where nothing."""

@@ -226,6 +226,17 @@ def with_own_runtime(request: Request, kind: str) -> Request:
     return replace(request, recipe=support.ask(recipe.model_copy(update={"export": steps}), target).recipe)
 
 
+def for_target(request: Request) -> tuple[Request, dict[str, str]]:
+    """The request with options of its exports settled that depend on the target; export -> how, of those."""
+    steps: list[ExportStep] = []
+    said: dict[str, str] = {}
+    for step in request.recipe.export:
+        options, reason = load_exporter(step.name).for_target(step.options, request.target)
+        steps.append(step.model_copy(update={"options": dict(options)}))
+        said |= {step.name: reason} if reason else {}
+    return replace(request, recipe=request.recipe.model_copy(update={"export": steps})), said
+
+
 def default_out(model: str, recipe: str, *, resume: bool) -> Path:
     """`./<model>--<recipe>`, or with `-2`, `-3`, ... where that is taken; when resuming, the latest unfinished one."""
     base = f"{model}--{recipe}"

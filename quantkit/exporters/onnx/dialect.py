@@ -1,7 +1,7 @@
 """The dialect of ONNX Runtime: placeholders become its fused operators.
 
     Linear      MatMulNBits (weights of 2, 4 or 8 bits in blocks of 16 to 256), integer products (weights and inputs of
-                8 bits: `w8a8.py`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
+                8 bits: `integers/`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
                 embedding's own tensor; those of one input are one product
     RMSNorm     RMSNormalization; with the sum before it SkipSimplifiedLayerNormalization
     Attention   GroupQueryAttention with rotary embedding inside and q, k, v in one tensor where the graph allows it;
@@ -22,8 +22,9 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.errors import InputError
+from quantkit.exporters.onnx.integers.prefill import Expanded
+from quantkit.exporters.onnx.integers.products import Codes, Integers
 from quantkit.exporters.onnx.nbits import Array, PackedWeights, block_size, pack
-from quantkit.exporters.onnx.w8a8 import Codes, Integers
 from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting
 from quantkit.exporters.trace.rotary import RotaryTables
 from quantkit.formats import load_format
@@ -457,6 +458,32 @@ class OrtDialect(Rewriting):
             np.float32,
             lambda: np.concatenate([self.weights.tensor(name) for name in parameters]),
         )
+
+
+class PromptDialect(OrtDialect):
+    """The same for many rows: products of weights in fewer bits multiply in integers (`integers/prefill.py`).
+
+    The weights say so (`prefill.many_rows`); `constants` are the nodes that make their bytes.
+    """
+
+    def __post_init__(self) -> None:
+        self._integers = self._expanded = Expanded(
+            self._node, self._new, self._constant, self.weights, "int8", packed=self._stored
+        )
+
+    @property
+    def constants(self) -> list[ir.Node]:
+        """Nodes that depend on constants alone, in the order in which they run; of the finished graph, those in use."""
+        return [node for node in self._expanded.nodes if node.graph is self.graph]
+
+    def _stored(self, names: Sequence[str], name: str) -> tuple[PackedWeights, list[ir.Value]]:
+        scheme = self.weights.linears[names[0]].scheme
+        assert scheme is not None
+        return self._packed_weights(names, name, scheme)
+
+    def _products(self) -> None:
+        super()._products()
+        self.graph.insert_before(next(iter(self.graph)), self._expanded.nodes)
 
 
 def _product(value: ir.Value) -> tuple[ir.Node, ir.Value | None] | None:

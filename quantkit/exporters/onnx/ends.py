@@ -86,7 +86,7 @@ def ends(values: Values, storage: Storage, rows: int) -> tuple[Ends, list[Decisi
         rows: of the head, the first so many in 8 bits; of one that is stored in fewer.
     """
     table, taken = coded(values, storage)
-    head = _head(values.skeleton)
+    head = head_of(values.skeleton)
     scheme = values.schemes.get(head)
     if not rows or scheme is None or load_format(scheme.format).bits >= 8:
         return Ends(table), taken
@@ -171,7 +171,7 @@ def _table(skeleton: nn.Module) -> tuple[str, tuple[int, int]]:
     return f"{found}.weight", (weight.shape[0], weight.shape[1])
 
 
-def _head(skeleton: nn.Module) -> str:
+def head_of(skeleton: nn.Module) -> str:
     """The linear that makes logits; "" where none does."""
     from quantkit.model.streaming.stream import find_head
 
@@ -180,7 +180,7 @@ def _head(skeleton: nn.Module) -> str:
 
 def _tied(skeleton: nn.Module, table: str) -> str:
     """The head that shares the table's weight; "" where none does."""
-    head = _head(skeleton)
+    head = head_of(skeleton)
     return head if head and skeleton.get_parameter(f"{head}.weight") is skeleton.get_parameter(table) else ""
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from quantkit import machine
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
     from quantkit.model.source.open import Source
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
-    from quantkit.target import State
+    from quantkit.target import State, Target
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
 # in a graph's metadata: how its token embeddings are stored, and rows of the head in 8 bits, where there are any
 TABLE, HEAD_ROWS = "quantkit.embedding", "quantkit.head_rows"
 # their second input is the weight
 _PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat")
+# with one of these a processor multiplies bytes several times as fast as floats
+_BYTES = ("amx_int8", "avx512_vnni", "avx_vnni", "neon_i8mm")
 # these read little of their constants in a step, or none
 _FEW = ("Gather", "GatherBlockQuantized", "Reshape", "Slice", "GroupQueryAttention", "MultiHeadAttention")
 
@@ -52,6 +55,9 @@ class OnnxOptions(Closed):
             signed in any case, exact everywhere, and what processors without VNNI multiply fastest.
         embedding: how token embeddings are stored (`exporters/onnx/ends.py`): `float`; `int8`; or, where a
             quantized head is tied to them, in its codes (`shared`), or in these and 2 bits more (`refined`).
+        prefill: how prompts multiply, and batches of 16 rows and more: as steps do (`same`), or in integers of 8 bits a
+            channel that a session makes of the same codes (`int8`: `integers/prefill.py`); `auto` is `int8` where the
+            target's processor multiplies bytes fast.
         head_rows: of a head in fewer bits, the first so many rows get 8: those of the most frequent words.
     """
 
@@ -61,6 +67,7 @@ class OnnxOptions(Closed):
     weight_codes: Literal["uint8", "int8"] = "uint8"
     embedding: Literal["float", "int8", "shared", "refined"] = "float"
     head_rows: int = Field(default=0, ge=0)
+    prefill: Literal["same", "int8", "auto"] = "same"
 
 
 class Onnx(Exporter):
@@ -99,6 +106,18 @@ class Onnx(Exporter):
         refuse(weights, activations, cache)
         return "native"
 
+    def for_target(self, options: Mapping[str, Any], target: Target) -> tuple[Mapping[str, Any], str]:
+        """`prefill: auto`, by what the target's processor has."""
+        if OnnxOptions(**options).prefill != "auto":
+            return options, ""
+        given = target.arch.isa
+        found = machine.isa_features() if given == "auto" else given or []
+        fast = [name for name in found if name in _BYTES]
+        if fast:
+            return {**options, "prefill": "int8"}, f"prompts multiply in integers of 8 bits: the target has {fast[0]}"
+        reason = f"prompts multiply as steps do: the target has none of {', '.join(_BYTES)}"
+        return {**options, "prefill": "same"}, reason
+
     def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
         """Trace, rewrite, and write everything.
 
@@ -109,9 +128,10 @@ class Onnx(Exporter):
         """
         demand_packages("an ONNX export")
         from quantkit.exporters.carried import carry
-        from quantkit.exporters.onnx.dialect import OrtDialect
-        from quantkit.exporters.onnx.ends import ends
+        from quantkit.exporters.onnx.dialect import OrtDialect, PromptDialect
+        from quantkit.exporters.onnx.ends import ends, head_of
         from quantkit.exporters.onnx.genai import genai_config
+        from quantkit.exporters.onnx.integers.prefill import both, many_rows
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
         from quantkit.model.source.weights import write_json
@@ -120,14 +140,18 @@ class Onnx(Exporter):
         kind = "decoder" if source.kind == "decoder" else "encoder"
         context = context_of(source.config)
         stored, taken = ends(values, chosen.embedding, chosen.head_rows)
-        dialect = OrtDialect(
-            trace(values.skeleton, kind),
-            replace(dialect_weights(values), ends=stored),
-            chosen.accuracy_level,
-            context,
-            merge=chosen.merge,
-            codes=chosen.weight_codes,
-        )
+        weights, traced = replace(dialect_weights(values), ends=stored), trace(values.skeleton, kind)
+        settings: dict[str, Any] = {
+            "accuracy_level": chosen.accuracy_level,
+            "positions": context,
+            "merge": chosen.merge,
+            "codes": chosen.weight_codes,
+        }
+        prompts = None
+        if chosen.prefill == "int8" and kind == "decoder":
+            again = trace(values.skeleton, kind)  # onnx-ir clones no graph whose weights have no values yet
+            prompts = PromptDialect(again, many_rows(weights, head_of(values.skeleton)), **settings)
+        dialect = OrtDialect(traced, weights, **settings)
         model = dialect.apply()
         if kind == "decoder":
             keep_few(model, optional=True)
@@ -141,6 +165,11 @@ class Onnx(Exporter):
                 **_work(model),
             }
         )
+        if prompts is not None:
+            many = prompts.apply()
+            keep_few(many, optional=True)
+            if prompts.constants:
+                model = both(model, many, prompts.constants)
         folder.mkdir(parents=True, exist_ok=True)
         save(model, folder / MODEL, DATA)
         carry(source, folder)

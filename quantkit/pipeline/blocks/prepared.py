@@ -20,7 +20,7 @@ from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
-from quantkit.pipeline.request import Request, default_out, with_own_runtime
+from quantkit.pipeline.request import Request, default_out, for_target, with_own_runtime
 from quantkit.planning.model.assigned import UNTIED, takes_head
 from quantkit.planning.readers import caveats, spelt_out
 from quantkit.planning.support import demand_kind
@@ -115,7 +115,9 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
             remedy="export it (torch.onnx.export) and compile the file, or quantkit.compile(module, ...) in Python",
         )
     request = with_own_runtime(request, source.kind)
-    added, recipe = len(request.recipe.export) > len(recipe.export), request.recipe
+    added = len(request.recipe.export) > len(recipe.export)
+    request, settled = for_target(request)
+    recipe = request.recipe
     stream = StreamedModel(source)
     if whole:  # finite, every one of them: now, not hours later
         source.weights.demand_finite(dict.fromkeys(stream.files.values()))
@@ -145,6 +147,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     if added:
         reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
         decisions.append(decision("export", NOTE, "onnx", reason))
+    decisions += [decision("export", NOTE, name, reason) for name, reason in settled.items()]
     for name in request.left_out:
         reason = f"no runtime of {request.target.name} reads it with all that the recipe stores: "
         reason += ", ".join(request.target.runtimes)

@@ -3,7 +3,7 @@
 checkpoint    what the recipe's layout lists of a linear (`model/layouts`: their headers are torch-free); without a
               layout the values that its codes stand for
 onnx          codes in the blocks of MatMulNBits with float32 scales (`exporters/onnx/nbits.py`), or one scale a channel
-              where its input is quantized too (`exporters/onnx/w8a8.py`)
+              where its input is quantized too (`exporters/onnx/integers/products.py`)
 tensorrt      codes, with scales in 16 bits (`exporters/tensorrt/network/weights.py`)
 """
 

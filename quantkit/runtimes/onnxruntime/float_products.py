@@ -100,3 +100,20 @@ def _scales(links: Links, product: Any, last: Any) -> tuple[str, str]:
     both = links.maker[last.input[1]]
     scales = next(name for name in both.input if name in links.constants)
     return scales, product.input[3] if len(product.input) > 3 else ""
+
+
+def one_way(model: onnx.ModelProto) -> None:
+    """Of a graph that multiplies in two ways, by the number of rows, leave the one for few, in place."""
+    graph = model.graph
+    node = next((each for each in graph.node if each.op_type == "If" and list(each.input) == ["rows/few"]), None)
+    if node is None:
+        return
+    few = next(attribute.g for attribute in node.attribute if attribute.name == "then_branch")
+    names = {inner.name: outer for inner, outer in zip(few.output, node.output, strict=True)}
+    for each in few.node:
+        for place, name in enumerate(each.input):
+            each.input[place] = names.get(name, name)
+        for place, name in enumerate(each.output):
+            each.output[place] = names.get(name, name)
+    del graph.node[:]
+    graph.node.extend(few.node)

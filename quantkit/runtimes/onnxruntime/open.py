@@ -89,10 +89,11 @@ def _changed(path: Path, level: int | None, shown: Sequence[str]) -> bytes:
     """The graph with another accuracy level, or with more outputs; its weights stay where they are."""
     import onnx
 
-    from quantkit.runtimes.onnxruntime.float_products import float_products
+    from quantkit.runtimes.onnxruntime.float_products import float_products, one_way
 
     model = onnx.load(str(path), load_external_data=False)
     if level == 0:
+        one_way(model)
         float_products(model)
     for node in model.graph.node:
         for attribute in node.attribute:

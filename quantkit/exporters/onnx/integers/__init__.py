@@ -1,0 +1,1 @@
+"""Products in integers: weights and inputs both in 8 bits."""
