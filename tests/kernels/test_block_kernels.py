@@ -16,12 +16,14 @@ from quantkit.calibrate.statistics import sums
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.formats import load_format
 from quantkit.kernels.solving.factored import damped, unit_of
+from quantkit.kernels.solving.losses import absorbed_at_once, cheapest, powers, sizes
 from quantkit.kernels.solving.quotient import quotient
 from quantkit.kernels.solving.stored import integers
 from quantkit.model.structure.block import Block
+from quantkit.model.structure.fold import absorbed
 from quantkit.model.structure.traced import Structure
 from quantkit.passes.assign import assign
-from quantkit.passes.solvers import device
+from quantkit.passes.solvers import awq, device
 from quantkit.passes.solvers.factor import factor
 from quantkit.scheme import WeightScheme
 
@@ -88,6 +90,42 @@ def test_what_is_not_finite_is_seen_in_the_squares(value: float, on_device: Any)
     x[1, 39, 69] = value
     on_device()
     assert torch.isfinite(summed(x, (2,), None).squares).tolist() == [True] * 69 + [False]
+
+
+def test_sizes_and_their_powers_are_those_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(5)
+    squares, producers = torch.rand(70, 70, generator=generator), torch.randint(0, 40, (70,), generator=generator)
+    squares[producers == producers[3]] = 0  # a channel that nothing ever reached
+    for seen in (squares, torch.zeros(70, 70)):
+        mean = [float(seen.diagonal()[producers == each].double().mean()) for each in producers]
+        size = sizes(seen.diagonal(), producers)
+        torch.testing.assert_close(size.double(), torch.tensor(mean, dtype=torch.float64).sqrt(), rtol=1e-6, atol=0)
+        tried = powers(size, 5)
+        for number, found in enumerate(tried):
+            torch.testing.assert_close(found, awq._power(size, number / 4), rtol=1e-5, atol=0)
+
+
+def test_the_first_of_the_least_is_taken() -> None:
+    parts = torch.full((4, 5000), 0.25)
+    parts[1:3, 7] = 0
+    scales, found = cheapest(parts, tried := torch.rand(4, 70, generator=torch.Generator().manual_seed(6)))
+    assert torch.equal(scales, tried[1])
+    assert found.tolist() == [1 / 3, 4999 / 4, 1250]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_absorbs_scales_as_on_the_cpu(dtype: torch.dtype | None, offset: float) -> None:
+    """More inputs than channels, and a channel that none comes from."""
+    generator = torch.Generator().manual_seed(7)
+    index = torch.randint(1, 70, (300,), generator=generator)
+    scales = torch.exp2(torch.rand(70, generator=generator) * 4 - 2)
+    scales[5:9] = 1
+    weight = torch.randn(70, generator=generator)
+    weight[11] = -offset  # nothing of it is left, whatever the scale
+    expected = absorbed(weight, scales[index], index, offset, dtype)
+    for ours, theirs in zip(absorbed_at_once(weight, scales[index], index, offset, dtype), expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("act_order", [True, False])

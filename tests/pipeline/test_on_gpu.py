@@ -118,7 +118,7 @@ def test_recipes_wait_for_what_decides(recipe: str, changes: list[str], waits: l
     worked, launched, waited = on_gpu(zoo.tiny("llama", num_hidden_layers=2), recipe, *changes)
     demand_on_gpu(worked)
     # what docs/gpu.md says of these
-    assert launched[-1] <= {"awq-int4": 710, "int4-best": 285}.get(recipe, 2000)
+    assert launched[-1] <= {"awq-int4": 280, "int4-best": 280}.get(recipe, 2000)
     assert all(each == waits for each in waited[1:])
     assert len(waited) > 1
 

@@ -18,7 +18,7 @@ so that they hold for that function and not only for those weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +32,8 @@ from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_l
 
 Form = Literal["linear", "weight", "one_plus_weight"]
 TOLERANCE = 1e-10
+# weight, scales, index, offset, dtype -> weight, scales
+Absorb = Callable[[Tensor, Tensor, Tensor, float, torch.dtype | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -75,44 +77,66 @@ def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[-1])])
 
 
-def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def absorbed(
+    weight: Tensor, scales: Tensor, index: Tensor, offset: float, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """A norm's weight [channels] divided by the scales of the inputs behind it, and those [K] once it is stored.
+
+    Args:
+        scales: [K], non-zero, of each input; inputs from one channel have the same.
+        index: [K], the channel behind each input; a channel that no input comes from keeps its weight.
+        offset: added to the weight where it is used.
+        dtype: what the weight will be stored in, if it is to be rounded to it.
+    """
+    wide = torch.ones_like(weight).index_copy_(0, index, scales)
+    # a weight whose scale is 1 stays what it is, to the last bit
+    new = torch.where(wide == 1, weight, (weight + offset) / wide - offset)
+    if dtype is not None:
+        new = new.to(dtype).to(new.dtype)
+        usable = (new + offset).abs() > 0
+        wide = torch.where(usable, (weight + offset) / (new + offset), wide)
+    return new, wide[index]
+
+
+@torch.no_grad()
+def apply(
+    block: nn.Module,
+    fold: Fold,
+    group: SharedInput,
+    scales: Tensor,
+    dtype: torch.dtype | None = None,
+    absorb: Absorb = absorbed,
+) -> Tensor:
     """Divide the producer by `scales`, multiply the consumers' input columns by them, in place.
 
     Args:
-        scales: [channels] > 0 (or non-zero), one for each of the producer's outputs; channels that no input comes from
-            keep 1.
+        scales: [K] > 0 (or non-zero), one for each input; inputs from one channel have the same.
         dtype: what a norm's weight will be stored in. Its new values are rounded to it first and the scales adapted, so
             that the fold is exact in the stored model.
+        absorb: `absorbed`, or a twin of it.
 
     Returns:
-        the scales that were applied, [channels].
+        the scales that were applied, [K].
     """
     producer = block.get_submodule(fold.producer)
-    weight = producer.weight.detach()  # type: ignore[operator, union-attr]
-    reached = torch.zeros(fold.channels, dtype=torch.bool, device=weight.device)
-    reached[fold.index] = True
-    scales = torch.where(reached, scales.to(weight), 1.0)  # type: ignore[union-attr]
-    with torch.no_grad():
-        if fold.form == "linear":
-            shape = (1, -1) if is_transposed(producer) else (-1, 1)
-            set_parameter(producer, "weight", weight / scales.reshape(shape))  # type: ignore[operator]
-        else:
-            offset = 1.0 if fold.form == "one_plus_weight" else 0.0
-            # a weight whose scale is 1 stays what it is, to the last bit
-            new = torch.where(scales == 1, weight, (weight + offset) / scales - offset)  # type: ignore[operator]
-            if dtype is not None:
-                new = new.to(dtype).to(new.dtype)
-                usable = (new + offset).abs() > 0
-                scales = torch.where(usable & reached, (weight + offset) / (new + offset), scales)  # type: ignore[operator]
-            set_parameter(producer, "weight", new)
-        bias = getattr(producer, "bias", None)
-        if bias is not None:
-            set_parameter(producer, "bias", bias.detach() / scales)
-        for member in group.members:
-            module = block.get_submodule(member)
-            columns = scales[fold.index]
-            shape = (-1, 1) if is_transposed(module) else (1, -1)
-            set_parameter(module, "weight", module.weight.detach() * columns.reshape(shape))  # type: ignore[operator, union-attr]
+    weight: Tensor = producer.weight.detach()  # type: ignore[operator, union-attr, assignment]
+    bias = getattr(producer, "bias", None)
+    scales = scales.to(weight)
+    wide = None
+    if fold.form == "linear" or bias is not None:
+        wide = torch.ones(fold.channels, dtype=weight.dtype, device=weight.device).index_copy_(0, fold.index, scales)
+    if wide is not None and fold.form == "linear":
+        set_parameter(producer, "weight", weight / wide.reshape((1, -1) if is_transposed(producer) else (-1, 1)))
+    else:
+        new, scales = absorb(weight, scales, fold.index, 1.0 if fold.form == "one_plus_weight" else 0.0, dtype)
+        set_parameter(producer, "weight", new)
+        wide = None if wide is None else wide.index_copy_(0, fold.index, scales)
+    if wide is not None and bias is not None:
+        set_parameter(producer, "bias", bias.detach() / wide)
+    for member in group.members:
+        module = block.get_submodule(member)
+        columns = scales.reshape((-1, 1) if is_transposed(module) else (1, -1))
+        set_parameter(module, "weight", module.weight.detach() * columns)  # type: ignore[operator, union-attr]
     return scales
 
 
@@ -174,7 +198,7 @@ def prove_all(
             scales = torch.exp2(torch.rand(fold.channels, generator=generator, dtype=torch.float64) * 4 - 2)
             if name not in groups or groups[name].features != fold.index.numel():
                 return float("inf")
-            apply(exact, fold, groups[name], scales)
+            apply(exact, fold, groups[name], scales.to(fold.index.device)[fold.index])
         return disagreement(before, twice(exact))
 
 

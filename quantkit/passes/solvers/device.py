@@ -13,11 +13,13 @@ import torch
 from quantkit.formats.base import grid
 from quantkit.formats.base.integers import IntegerFormat, exact_bits
 from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.model.structure.fold import absorbed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.formats.base.grid import GridFormat
+    from quantkit.model.structure.fold import Absorb
     from quantkit.scheme import WeightScheme
 
 
@@ -35,6 +37,15 @@ def precision() -> str:
 def known(form: GridFormat) -> bool:
     """Whether the kernels know the grid of a format: whole numbers, or scaled elements of up to eight bits."""
     return isinstance(form, IntegerFormat | ScaledFormat)
+
+
+def absorb(scales: Tensor) -> Absorb:
+    """How a norm absorbs scales of its outputs: on a device in one launch."""
+    if not launched(scales):
+        return absorbed
+    from quantkit.kernels.solving.losses import absorbed_at_once
+
+    return absorbed_at_once
 
 
 def table(form: GridFormat, where: torch.device) -> tuple[Tensor | None, Tensor | None]:
