@@ -47,8 +47,8 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     return switch
 
 
-def summed(x: Tensor, cuts: Sequence[int], stream: Tensor | None) -> InputStats:
-    found, start = InputStats(), 0
+def summed(x: Tensor, cuts: Sequence[int], stream: Tensor | None, noise: bool = True) -> InputStats:
+    found, start = InputStats(noise=noise), 0
     for length in cuts:
         part = slice(start, start + length)
         found.add(x[part], stream=None if stream is None else stream[part])
@@ -73,6 +73,9 @@ def test_sums_are_those_of_the_cpu(cuts: tuple[int, ...], tokens: int, weighed: 
     torch.testing.assert_close(found.hessian, expected.hessian, rtol=1e-5, atol=1e-5)
     assert found.noise.dtype == torch.float64
     torch.testing.assert_close(found.noise, expected.noise, rtol=1e-5, atol=0)
+    whole = summed(x, cuts, stream, noise=False)
+    torch.testing.assert_close(whole.hessian, expected.hessian, rtol=1e-5, atol=1e-5)
+    assert torch.equal(whole.checked, whole.hessian.diagonal())
 
 
 def test_moments_of_many_parts_are_those_of_float64(on_device: Any) -> None:
@@ -132,14 +135,17 @@ def test_a_norm_absorbs_scales_as_on_the_cpu(dtype: torch.dtype | None, offset: 
 def test_a_factor_is_that_of_the_cpu(act_order: bool) -> None:
     hessian = InputStats(inputs(4, 50)).hessian
     expected = factor(hessian, shrink=0.25, act_order=act_order)
-    order, mean = expected.order, hessian.diagonal().mean()
-    whole, turned = damped(hessian, order, mean, torch.tensor(0.25, dtype=torch.float64), 0.0, 0.01)
+    order, diagonal = expected.order, hessian.diagonal().contiguous()
+    chosen = order if act_order else None
+    whole, turned, costs = damped(hessian, chosen, diagonal, torch.tensor(0.25, dtype=torch.float64), 0.0, 0.01)
+    assert torch.equal(costs, whole.diagonal())
     # the same share as a number
-    assert torch.equal(damped(hessian, order, mean, None, 0.25, 0.01)[0], whole)
+    assert torch.equal(damped(hessian, chosen, diagonal, None, 0.25, 0.01)[0], whole)
     torch.testing.assert_close(whole, expected.hessian, rtol=1e-6, atol=0)
     # as a GPU has it, columns lie one behind the other
     lower, info = torch.linalg.cholesky_ex(turned)
-    unit, pivots = unit_of(lower.T.contiguous().T, info)
+    unit, pivots, importance = unit_of(lower.T.contiguous().T, info, chosen)
+    assert torch.equal(importance[order], pivots)
     torch.testing.assert_close(unit, expected.unit, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(pivots, expected.pivots, rtol=1e-5, atol=0)
     # H = M Mᵀ in the order of choice
@@ -149,10 +155,10 @@ def test_a_factor_is_that_of_the_cpu(act_order: bool) -> None:
 
 def test_what_no_input_reached_is_an_identity_and_what_has_no_factor_is_told() -> None:
     zeros = torch.zeros(5, 5)
-    whole, turned = damped(zeros, torch.arange(5), zeros.diagonal().mean(), None, 0.3, 0.01)
+    whole, turned, _ = damped(zeros, torch.arange(5), torch.zeros(5), None, 0.3, 0.01)
     torch.testing.assert_close(whole, torch.eye(5) * 1.01)
     assert torch.equal(turned, whole)
-    unit, pivots = unit_of(*torch.linalg.cholesky_ex(torch.tensor([[1.0, 2.0], [2.0, 1.0]])))
+    unit, pivots, _ = unit_of(*torch.linalg.cholesky_ex(torch.tensor([[1.0, 2.0], [2.0, 1.0]])), None)
     assert unit.shape == (2, 2)
     assert torch.isnan(pivots).all()
 

@@ -57,7 +57,7 @@ def compiled(
         options |= {} if name == "choose" else {**_WHOLE, "REFIT": not steps}
         stages = module.STAGES
     elif name == "search":
-        kernel, types = search.search_ranges, {"scale_ptr": "*fp32" if steps else "*fp16", "zero_ptr": "*i8"}
+        kernel, types = search.search_ranges, {} if steps or not blocks else {"scale_ptr": "*fp16", "zero_ptr": "*i8"}
         absent |= set() if steps else {"given_ptr", "fitted_ptr"}
         tries = {"GIVEN": 7, "TRIES": 0} if steps else {"GIVEN": 0, "TRIES": 5}
         piece, warps = search.tile_of(length, blocks=blocks)
@@ -94,7 +94,7 @@ BLOCK: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "norm absorbs": (losses.absorb_scales, {"index_ptr": "*i64"}, {**_FEW, "STORED": "bfloat16"}, losses.FEW),
     "chance": (chance.apart_and_both, {}, {"SQUARE": chance.SQUARE}, chance.WARPS),
     "quotient": (quotient.quotient_of_sums, {}, {"CAPPED": True, "PARTS": quotient.PARTS}, quotient.WARPS),
-    "damped": (factored.damp_and_turn, {}, {"SQUARE": factored.SQUARE}, factored.WARPS),
+    "damped": (factored.damp_and_turn, {}, {"SQUARE": factored.SQUARE, "AT_ONCE": factored.AT_ONCE}, factored.WARPS),
     "unit": (factored.unit_and_pivots, {}, {"SQUARE": factored.SQUARE}, factored.WARPS),
     "stored codes": (
         stored.turn_codes,

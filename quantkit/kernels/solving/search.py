@@ -96,7 +96,7 @@ def search_ranges(
     importance_ptr,  # [K] float32, [K / length, length, length], or None
     given_ptr,  # [GIVEN, K / length, N] float32: grids to try; None of whole numbers
     scale_ptr,  # [K / length, N]: the best
-    zero_ptr,  # the same, int8, or None
+    zero_ptr,  # the same, or None
     fitted_ptr,  # the same, float32: what would fit the codes of the best; None of whole numbers
     values_ptr,
     edges_ptr,
@@ -180,7 +180,7 @@ def search_ranges(
                 scale, cost = tl.where(wins, tried, scale), tl.where(wins, paid, cost)
     tl.store(scale_ptr + place, scale.to(scale_ptr.dtype.element_ty), mask=inside)
     if zero_ptr is not None:
-        tl.store(zero_ptr + place, zero.to(tl.int8), mask=inside)
+        tl.store(zero_ptr + place, zero.to(zero_ptr.dtype.element_ty), mask=inside)
 
 
 @torch.library.custom_op("quantkit::search_integers", mutates_args=())
@@ -192,6 +192,7 @@ def search_integers(
     high: float,
     symmetric: bool,
     scale: torch.dtype,
+    zero: torch.dtype,
     bounds: list[float],
     dropped: list[int],
     smallest: float,
@@ -199,18 +200,19 @@ def search_integers(
     refinements: int,
     precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """Scale [K / length, N] and zero point, int8 (of symmetric grids [0]), of whole numbers from `low` to `high`.
+    """Scale and zero point [K / length, N] (of symmetric grids [0]), of whole numbers from `low` to `high`.
 
     Args:
         target: [K, N] float32.
         importance: [K] or [K / length, length, length] float32, or None.
         length: weights of a column that share a scale.
-        scale: how scales are stored, between `bounds`, with so many bits of float32 `dropped`: ties to even, then ties
-            away from zero.
+        scale, zero: what both are given in.
+        bounds, dropped: of scales, which are between the one, with so many bits of float32 dropped: ties to even, then
+            ties away from zero.
         smallest, tries, refinements: of the `Search`.
         precision: of the products with a Hessian's blocks: `ieee`, `tf32x3` or `tf32`.
     """
-    scales, zeros = _integers(target, length, symmetric, scale)
+    scales, zeros = _integers(target, length, symmetric, scale, zero)
     options = {"REFINEMENTS": refinements, "TRIES": tries, "SMALLEST": smallest, "REST": 1 - smallest, "GIVEN": 0}
     _launch(
         target, importance, None, scales, None if symmetric else zeros, None, None, None,
@@ -221,9 +223,9 @@ def search_integers(
 
 @search_integers.register_fake
 def _(
-    target, importance, length, low, high, symmetric, scale, bounds, dropped, smallest, tries, refinements, precision
+    target, importance, length, low, high, symmetric, scale, zero, bounds, dropped, smallest, tries, refinements, precision
 ):
-    return _integers(target, length, symmetric, scale)
+    return _integers(target, length, symmetric, scale, zero)
 
 
 @torch.library.custom_op("quantkit::best_grids", mutates_args=())
@@ -254,9 +256,11 @@ def _(target, importance, length, given, values, edges, precision):
     return given.new_empty(given.shape[1:]), given.new_empty(given.shape[1:])
 
 
-def _integers(target: Tensor, length: int, symmetric: bool, scale: torch.dtype) -> tuple[Tensor, Tensor]:
+def _integers(
+    target: Tensor, length: int, symmetric: bool, scale: torch.dtype, zero: torch.dtype
+) -> tuple[Tensor, Tensor]:
     shape = (target.shape[0] // length, target.shape[1])
-    return target.new_empty(shape, dtype=scale), target.new_empty((0,) if symmetric else shape, dtype=torch.int8)
+    return target.new_empty(shape, dtype=scale), target.new_empty((0,) if symmetric else shape, dtype=zero)
 
 
 def tile_of(length: int, *, blocks: bool) -> tuple[int, int]:

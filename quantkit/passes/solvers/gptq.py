@@ -198,9 +198,9 @@ def _place(
 ) -> tuple[Tensor, Tensor | None]:
     """Effective scale and zero [G, N] float32 of weights of so many `rows`, that lie side by side in target [K, N]."""
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
-    importance = solved.hessian.diagonal().contiguous() if kind == "hessian" else None
+    importance = solved.diagonal.contiguous() if kind == "hessian" else None
     if scheme.granularity not in ("tensor", "block"):
-        scale, zero = ranges.transposed(target, group, scheme, importance, search)
+        scale, zero = ranges.transposed(target, group, scheme, importance, search, wide=True)
         return scale.float(), None if zero is None else zero.float()
     scales, zeros = [], []
     for part in torch.split(target, rows, dim=1):

@@ -390,7 +390,10 @@ class _Loop:
             dtype=self.dtype,
             seed=self.seed,
             fuses=self.fuses,
-            original=copy.deepcopy(module) if states.original is not None else None,
+            # it shares what no pass has replaced: none writes into a parameter
+            original=copy.deepcopy(module, {id(each): each for each in module.parameters()})
+            if states.original is not None
+            else None,
             inputs=inputs.attach(
                 module,
                 {name: self.activations[prefix + name] for name in traced.linears if prefix + name in self.activations},
