@@ -92,10 +92,11 @@ class Awq(Pass):
                     grid=settings.grid,
                     producers=fold.index,
                     channels=fold.channels,
+                    tied=fold.tied,
                     importance=importance,
                 )
                 # where nothing is better than ones, they are folded: no value changes, and a GPU is not waited for
-                applied = block.fold(group, found.scales, device.absorb(found.scales))
+                applied = block.fold(group, found.scales, device.folding(found.scales))
                 if settings.clip:
                     hessian = awq.transformed(hessian, applied)
                 outcome.changed = True

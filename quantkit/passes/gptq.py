@@ -107,7 +107,7 @@ class Gptq(Pass):
         from quantkit.passes.solvers.gptq import corrected, gptq_shared
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
-        outcome, auto = Outcome(True), settings.shrink == "auto"
+        outcome = Outcome(True)
 
         def visit(whole: SharedInput, seen: InputStats) -> None:
             factors: dict[int, Factor] = {}
@@ -121,7 +121,7 @@ class Gptq(Pass):
                     factors[width] = solved = factor(
                         hessian,
                         damping=settings.damping,
-                        shrink=seen.noise if auto else settings.shrink,
+                        shrink=seen.noise if settings.shrink == "auto" else settings.shrink,
                         act_order=settings.act_order,
                         raised=raised,
                     )
@@ -159,7 +159,8 @@ class Gptq(Pass):
                 for name, result in zip(names, results, strict=True):
                     outcome.errors[name] = assign(block, name, result.tensor)
 
-        stats.staged(visit, noise=auto, drift=settings.correction > 0, quantized=True)
+        noise = settings.shrink == "auto"
+        stats.staged(visit, noise=noise, drift=settings.correction > 0, quantized=True)
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:

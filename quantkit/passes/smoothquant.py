@@ -88,7 +88,7 @@ class SmoothQuant(Pass):
                 scales = found.scales
             else:
                 scales = smoothquant.scales(reach, weights, settings.alpha, fold.index, fold.channels)
-            block.fold(group, scales, device.absorb(scales))
+            block.fold(group, scales, device.folding(scales))
             outcome.changed = True
         stats.outputs = None
         return outcome

@@ -16,11 +16,11 @@ from quantkit.calibrate.statistics import sums
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.formats import load_format
 from quantkit.kernels.solving.factored import damped, unit_of
-from quantkit.kernels.solving.losses import absorbed_at_once, cheapest, powers, sizes
+from quantkit.kernels.solving.losses import absorbed_at_once, cheapest, powers, sizes, spread_at_once
 from quantkit.kernels.solving.quotient import quotient
 from quantkit.kernels.solving.stored import integers
 from quantkit.model.structure.block import Block
-from quantkit.model.structure.fold import absorbed
+from quantkit.model.structure.fold import absorbed, spread
 from quantkit.model.structure.traced import Structure
 from quantkit.passes.assign import assign
 from quantkit.passes.solvers import awq, device
@@ -101,11 +101,11 @@ def test_sizes_and_their_powers_are_those_of_the_cpu() -> None:
     squares[producers == producers[3]] = 0  # a channel that nothing ever reached
     for seen in (squares, torch.zeros(70, 70)):
         mean = [float(seen.diagonal()[producers == each].double().mean()) for each in producers]
-        size = sizes(seen.diagonal(), producers)
-        torch.testing.assert_close(size.double(), torch.tensor(mean, dtype=torch.float64).sqrt(), rtol=1e-6, atol=0)
-        tried = powers(size, 5)
-        for number, found in enumerate(tried):
-            torch.testing.assert_close(found, awq._power(size, number / 4), rtol=1e-5, atol=0)
+        shared = sizes(seen.diagonal(), producers)
+        torch.testing.assert_close(shared.double(), torch.tensor(mean, dtype=torch.float64), rtol=1e-6, atol=0)
+        for squares in (shared, seen.diagonal()):
+            for number, found in enumerate(powers(squares, 5)):
+                torch.testing.assert_close(found, awq._power(squares.sqrt(), number / 4), rtol=1e-5, atol=0)
 
 
 def test_the_first_of_the_least_is_taken() -> None:
@@ -129,6 +129,7 @@ def test_a_norm_absorbs_scales_as_on_the_cpu(dtype: torch.dtype | None, offset: 
     expected = absorbed(weight, scales[index], index, offset, dtype)
     for ours, theirs in zip(absorbed_at_once(weight, scales[index], index, offset, dtype), expected, strict=True):
         assert torch.equal(ours, theirs)
+    assert torch.equal(spread_at_once(scales[index], index, 70), spread(scales[index], index, 70))
 
 
 @pytest.mark.parametrize("act_order", [True, False])

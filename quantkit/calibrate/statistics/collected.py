@@ -102,6 +102,7 @@ class Stats:
     scales: Scales = field(default_factory=Scales)
     raised: Mapping[str, int] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
+    _unchecked: dict[str, Tensor] = field(default_factory=dict)
 
     def failed(self) -> list[Doubt]:
         """Those of the doubts that hold: one look at the device, and none where there are no doubts."""
@@ -121,7 +122,16 @@ class Stats:
             if group.name in self.raised:  # or was it the inputs, which no damping helps
                 self.doubt(sums.squares, group.name, again=False)
             elif len(self.doubts) == doubts:  # else what was made of them is looked at
-                self.doubt(sums.checked, group.name, again=False)
+                self._unchecked[group.name] = sums.checked
+
+    def _check(self) -> None:
+        """Of what was seen in one run, in one launch; a view would keep a Hessian until the block is done."""
+        if self._unchecked:
+            sizes = [len(values) for values in self._unchecked.values()]
+            together = torch.cat(list(self._unchecked.values())).split(sizes)
+            for name, values in zip(self._unchecked, together, strict=True):
+                self.doubt(values, name, again=False)
+            self._unchecked.clear()
 
     @torch.no_grad()
     def staged(
@@ -155,6 +165,7 @@ class Stats:
             self._pausing(visit, sums, drift, quantized)
         else:
             self._replaying(visit, sums, drift, quantized)
+        self._check()
 
     def each(self, of: Callable[[InputStats], Found], *, products: bool = True) -> dict[str, Found]:
         """Shared input's name -> what `of` takes of its statistics, by a staged run that changes nothing."""

@@ -189,7 +189,7 @@ class InputStats:
     def checked(self) -> Tensor:
         """[K], of which some are not finite if any input was not: what takes fewest launches."""
         if self._products and "moments" in self._waiting:
-            return self.hessian.diagonal().clone()  # not a view, which would keep all of it
+            return self.hessian.diagonal()
         return self.squares
 
     @property
@@ -318,5 +318,10 @@ def nonfinite(name: str, value: str) -> InputError:
 
 def _inverse_size(stream: Tensor) -> Tensor:
     """One over the root mean square of each token, [..., 1]; 0 where it is 0, since nothing is relative to that."""
+    if on_device(stream):
+        from quantkit.kernels.solving.moments import inverse_sizes
+
+        found: Tensor = inverse_sizes(stream.reshape(-1, stream.shape[-1]))
+        return found.reshape(*stream.shape[:-1], 1)
     size = stream.square().mean(dim=-1, keepdim=True).sqrt()
     return torch.where(size > 0, size.reciprocal(), 0.0)

@@ -88,6 +88,12 @@ BLOCK: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         {"PARTS": moments.PARTS, "COLUMNS": moments.COLUMNS},
         moments.WARPS,
     ),
+    "sizes of tokens": (
+        moments.inverse_sizes_of_tokens,
+        {},
+        {"ROWS": moments.ROWS, "COLUMNS": moments.COLUMNS},
+        moments.WARPS,
+    ),
     "sizes of inputs": (losses.shared_sizes, {"producers_ptr": "*i64"}, _FEW, losses.FEW),
     "powers of sizes": (losses.powers_of_sizes, {}, _FEW, losses.FEW),
     "least of costs": (losses.least_of, {"parts_ptr": "*fp32"}, {"PARTS": losses.PARTS}, losses.MANY),

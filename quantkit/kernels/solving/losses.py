@@ -141,7 +141,7 @@ def shared_sizes(
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Of each input, the root mean square over all inputs that come from the same channel."""
+    """Of each input, the mean square over all inputs that come from the same channel."""
     mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
     channel = tl.load(producers_ptr + mine, mask=mine < K, other=-1)
     total = tl.zeros((TILE,), tl.float64)
@@ -153,14 +153,14 @@ def shared_sizes(
         same = channel[:, None] == theirs[None, :]
         total += tl.sum(tl.where(same, square[None, :], 0.0).to(tl.float64), axis=1)
         times += tl.sum(same.to(tl.int32), axis=1)
-    mean = (total / tl.maximum(times, 1).to(tl.float64)).to(tl.float32)
-    tl.store(sizes_ptr + mine, tl.math.sqrt_rn(mean), mask=mine < K)
+    tl.store(sizes_ptr + mine, (total / tl.maximum(times, 1).to(tl.float64)).to(tl.float32), mask=mine < K)
 
 
 @triton.jit
 def powers_of_sizes(
-    sizes_ptr,  # [K] float32
+    squares_ptr,  # [K] float32, of any stride
     powers_ptr,  # [A, K] float32
+    stride,
     K,
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -171,7 +171,8 @@ def powers_of_sizes(
     least = tl.full((AT_ONCE,), float("inf"), tl.float32)
     for start in range(0, K, AT_ONCE):
         other = start + tl.arange(0, AT_ONCE)
-        size = tl.load(sizes_ptr + other, mask=other < K, other=0.0)
+        size = tl.load(squares_ptr + other.to(tl.int64) * stride, mask=other < K, other=0.0)
+        size = tl.math.sqrt_rn(tl.maximum(size, 0.0))
         top = tl.maximum(top, size)
         least = tl.minimum(least, tl.where(size > 0.0, size, float("inf")))
     largest = tl.max(top, axis=0)
@@ -180,7 +181,8 @@ def powers_of_sizes(
     lowest, highest = tl.maximum(smallest, floor).to(tl.float64), tl.maximum(largest, floor).to(tl.float64)
     centre = (tl.log2(lowest) + tl.log2(highest)) / 2
     mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    size = tl.load(sizes_ptr + mine, mask=mine < K, other=0.0)
+    size = tl.load(squares_ptr + mine.to(tl.int64) * stride, mask=mine < K, other=0.0)
+    size = tl.math.sqrt_rn(tl.maximum(size, 0.0))
     power = tl.exp2(exponent * (tl.log2(tl.maximum(size, floor).to(tl.float64)) - centre))
     place = powers_ptr + tl.program_id(1).to(tl.int64) * K + mine
     tl.store(place, tl.where(size > 0.0, power, 1.0).to(tl.float32), mask=mine < K)
@@ -219,11 +221,11 @@ def least_of(
 
 @triton.jit
 def absorb_scales(
-    weight_ptr,  # [C] float32
+    weight_ptr,  # [C] float32, or None
     scales_ptr,  # [K] float32
     index_ptr,  # [K] int64
-    new_ptr,  # [C] float32
-    applied_ptr,  # [K] float32
+    new_ptr,  # [C] float32; without a weight, the scale of each channel
+    applied_ptr,  # [K] float32, or None
     offset,
     C,
     K,
@@ -233,7 +235,6 @@ def absorb_scales(
 ):
     """A program owns some channels, and the inputs that come from them."""
     mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    weight = tl.load(weight_ptr + mine, mask=mine < C, other=1.0)
     scale = tl.full((TILE,), float("-inf"), tl.float32)
     for start in range(0, K, AT_ONCE):
         inputs = start + tl.arange(0, AT_ONCE)
@@ -242,27 +243,31 @@ def absorb_scales(
         same = mine[:, None] == channel[None, :]
         scale = tl.maximum(scale, tl.max(tl.where(same, given[None, :], float("-inf")), axis=1))
     scale = tl.where(scale == float("-inf"), 1.0, scale)  # no input comes from it
-    exact = weight + offset
-    new = tl.where(scale == 1.0, weight, tl.math.div_rn(exact, scale) - offset)
-    if STORED != "":
-        if STORED == "bfloat16":
-            new = kept(new, float("-inf"), float("inf"), 16, 0)
-        elif STORED == "float16":
-            new = new.to(tl.float16).to(tl.float32)
-        used = new + offset
-        scale = tl.where(used != 0.0, tl.math.div_rn(exact, tl.where(used != 0.0, used, 1.0)), scale)
-    tl.store(new_ptr + mine, new, mask=mine < C)
-    for start in range(0, K, AT_ONCE):
-        inputs = start + tl.arange(0, AT_ONCE)
-        channel = tl.load(index_ptr + inputs, mask=inputs < K, other=-1)
-        same = (mine[:, None] == channel[None, :]) & (mine < C)[:, None]
-        of = tl.sum(tl.where(same, scale[:, None], 0.0), axis=0)
-        tl.store(applied_ptr + inputs, of, mask=tl.max(same.to(tl.int32), axis=0) > 0)
+    if weight_ptr is None:
+        tl.store(new_ptr + mine, scale, mask=mine < C)
+    else:
+        weight = tl.load(weight_ptr + mine, mask=mine < C, other=1.0)
+        exact = weight + offset
+        new = tl.where(scale == 1.0, weight, tl.math.div_rn(exact, scale) - offset)
+        if STORED != "":
+            if STORED == "bfloat16":
+                new = kept(new, float("-inf"), float("inf"), 16, 0)
+            elif STORED == "float16":
+                new = new.to(tl.float16).to(tl.float32)
+            used = new + offset
+            scale = tl.where(used != 0.0, tl.math.div_rn(exact, tl.where(used != 0.0, used, 1.0)), scale)
+        tl.store(new_ptr + mine, new, mask=mine < C)
+        for start in range(0, K, AT_ONCE):
+            inputs = start + tl.arange(0, AT_ONCE)
+            channel = tl.load(index_ptr + inputs, mask=inputs < K, other=-1)
+            same = (mine[:, None] == channel[None, :]) & (mine < C)[:, None]
+            of = tl.sum(tl.where(same, scale[:, None], 0.0), axis=0)
+            tl.store(applied_ptr + inputs, of, mask=tl.max(same.to(tl.int32), axis=0) > 0)
 
 
 @torch.library.custom_op("quantkit::sizes", mutates_args=())
 def sizes(squares: Tensor, producers: Tensor) -> Tensor:
-    """[K] float32: root mean square over the inputs of one channel.
+    """[K] float32: mean square over the inputs of one channel.
 
     Args:
         squares: [K] float32, of any stride: mean squares of inputs.
@@ -281,19 +286,23 @@ def _(squares, producers):
 
 
 @torch.library.custom_op("quantkit::powers", mutates_args=())
-def powers(sizes: Tensor, tried: int) -> Tensor:
-    """[tried, K] float32: sizes [K] float32 to exponents from 0 to 1, with 1 between the largest and the smallest."""
-    columns = len(sizes)
-    made = sizes.new_empty((tried, columns))
+def powers(squares: Tensor, tried: int) -> Tensor:
+    """[tried, K] float32: sizes to exponents from 0 to 1, with 1 between the largest and the smallest.
+
+    Args:
+        squares: [K] float32, of any stride: of the sizes.
+    """
+    columns = len(squares)
+    made = squares.new_empty((tried, columns))
     powers_of_sizes[(triton.cdiv(columns, TILE), tried)](
-        sizes, made, columns, TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW
+        squares, made, squares.stride(0), columns, TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW
     )
     return made
 
 
 @powers.register_fake
-def _(sizes, tried):
-    return sizes.new_empty((tried, len(sizes)))
+def _(squares, tried):
+    return squares.new_empty((tried, len(squares)))
 
 
 @torch.library.custom_op("quantkit::cheapest", mutates_args=())
@@ -335,3 +344,20 @@ def absorbed_at_once(
 @absorbed_at_once.register_fake
 def _(weight, scales, index, offset, dtype):
     return torch.empty_like(weight), torch.empty_like(scales)
+
+
+@torch.library.custom_op("quantkit::spread", mutates_args=())
+def spread_at_once(scales: Tensor, index: Tensor, channels: int) -> Tensor:
+    """`spread` of `model/structure/fold.py`: [channels] float32."""
+    require_contiguous(scales, index)
+    made = scales.new_empty(channels)
+    absorb_scales[(triton.cdiv(channels, TILE),)](
+        None, scales, index, made, None, 0.0, channels, len(index),
+        STORED="", TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW,
+    )  # fmt: skip
+    return made
+
+
+@spread_at_once.register_fake
+def _(scales, index, channels):
+    return scales.new_empty(channels)

@@ -223,7 +223,20 @@ def search_integers(
 
 @search_integers.register_fake
 def _(
-    target, importance, length, low, high, symmetric, scale, zero, bounds, dropped, smallest, tries, refinements, precision
+    target,
+    importance,
+    length,
+    low,
+    high,
+    symmetric,
+    scale,
+    zero,
+    bounds,
+    dropped,
+    smallest,
+    tries,
+    refinements,
+    precision,
 ):
     return _integers(target, length, symmetric, scale, zero)
 

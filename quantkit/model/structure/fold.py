@@ -32,8 +32,6 @@ from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_l
 
 Form = Literal["linear", "weight", "one_plus_weight"]
 TOLERANCE = 1e-10
-# weight, scales, index, offset, dtype -> weight, scales
-Absorb = Callable[[Tensor, Tensor, Tensor, float, torch.dtype | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,7 @@ class Fold:
             one channel, which ties their scales.
         channels: how many outputs the producer has.
         form: a linear's rows, a norm's `weight`, or a norm that multiplies by `1 + weight`.
+        tied: whether any two inputs come from one channel.
     """
 
     group: str
@@ -54,6 +53,7 @@ class Fold:
     index: Tensor
     channels: int
     form: Form
+    tied: bool = True
 
 
 class InDouble(TorchDispatchMode):
@@ -77,6 +77,11 @@ def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[-1])])
 
 
+def spread(scales: Tensor, index: Tensor, channels: int) -> Tensor:
+    """Scales of inputs [K] as those of the channels behind them [channels], 1 where no input comes from."""
+    return torch.ones(channels, dtype=scales.dtype, device=scales.device).index_copy_(0, index, scales)
+
+
 def absorbed(
     weight: Tensor, scales: Tensor, index: Tensor, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
@@ -88,7 +93,7 @@ def absorbed(
         offset: added to the weight where it is used.
         dtype: what the weight will be stored in, if it is to be rounded to it.
     """
-    wide = torch.ones_like(weight).index_copy_(0, index, scales)
+    wide = spread(scales, index, len(weight))
     # a weight whose scale is 1 stays what it is, to the last bit
     new = torch.where(wide == 1, weight, (weight + offset) / wide - offset)
     if dtype is not None:
@@ -98,6 +103,14 @@ def absorbed(
     return new, wide[index]
 
 
+@dataclass(frozen=True)
+class Ways:
+    """What computes `spread` and `absorbed`: those, or kernels that are their twins."""
+
+    spread: Callable[[Tensor, Tensor, int], Tensor] = spread
+    absorbed: Callable[[Tensor, Tensor, Tensor, float, torch.dtype | None], tuple[Tensor, Tensor]] = absorbed
+
+
 @torch.no_grad()
 def apply(
     block: nn.Module,
@@ -105,7 +118,7 @@ def apply(
     group: SharedInput,
     scales: Tensor,
     dtype: torch.dtype | None = None,
-    absorb: Absorb = absorbed,
+    ways: Ways | None = None,
 ) -> Tensor:
     """Divide the producer by `scales`, multiply the consumers' input columns by them, in place.
 
@@ -113,7 +126,7 @@ def apply(
         scales: [K] > 0 (or non-zero), one for each input; inputs from one channel have the same.
         dtype: what a norm's weight will be stored in. Its new values are rounded to it first and the scales adapted, so
             that the fold is exact in the stored model.
-        absorb: `absorbed`, or a twin of it.
+        ways: twins of what computes channels' scales and a norm's weight here.
 
     Returns:
         the scales that were applied, [K].
@@ -121,17 +134,15 @@ def apply(
     producer = block.get_submodule(fold.producer)
     weight: Tensor = producer.weight.detach()  # type: ignore[operator, union-attr, assignment]
     bias = getattr(producer, "bias", None)
-    scales = scales.to(weight)
-    wide = None
-    if fold.form == "linear" or bias is not None:
-        wide = torch.ones(fold.channels, dtype=weight.dtype, device=weight.device).index_copy_(0, fold.index, scales)
-    if wide is not None and fold.form == "linear":
+    scales, ways = scales.to(weight), ways or Ways()
+    if fold.form == "linear":
+        wide = ways.spread(scales, fold.index, fold.channels)
         set_parameter(producer, "weight", weight / wide.reshape((1, -1) if is_transposed(producer) else (-1, 1)))
     else:
-        new, scales = absorb(weight, scales, fold.index, 1.0 if fold.form == "one_plus_weight" else 0.0, dtype)
+        new, scales = ways.absorbed(weight, scales, fold.index, 1.0 if fold.form == "one_plus_weight" else 0.0, dtype)
         set_parameter(producer, "weight", new)
-        wide = None if wide is None else wide.index_copy_(0, fold.index, scales)
-    if wide is not None and bias is not None:
+        wide = scales if bias is None else ways.spread(scales, fold.index, fold.channels)
+    if bias is not None:
         set_parameter(producer, "bias", bias.detach() / wide)
     for member in group.members:
         module = block.get_submodule(member)
@@ -227,10 +238,11 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
                 reason = "no producer's channels reach it unmixed"
                 continue
             index, channels = found
+            tied = bool((index.sort().values.diff() == 0).any())
             forms: tuple[Form, ...] = ("linear",) if is_linear(producer) else ("weight", "one_plus_weight")
             errors = []
             for form in forms:
-                fold = Fold(group.name, name, index, channels, form)
+                fold = Fold(group.name, name, index, channels, form, tied)
                 error = prove(block, structure, fold, call)
                 if error <= TOLERANCE:
                     folds[group.name] = fold

@@ -62,6 +62,7 @@ def search_scales(
     grid: int = 20,
     producers: Tensor | None = None,
     channels: int | None = None,
+    tied: bool = True,
     importance: Tensor | None = None,
 ) -> AwqScales:
     """The scales, among powers of the inputs' magnitude, with which rounding to nearest costs least.
@@ -74,6 +75,7 @@ def search_scales(
         producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
             one channel (grouped heads repeat them) share a scale. None: each its own.
         channels: how many that module has; None looks for the last one in `producers`.
+        tied: whether any two come from one channel; on a device sizes are not shared where not.
         importance: [K], `Factor.importance`, when GPTQ assigns the codes: the cost is then `sum_k a_k |d_k|²`, what
             is left of an error after GPTQ made up for it. None: codes are rounded to nearest, the cost is
             `tr(D H Dᵀ)`.
@@ -89,7 +91,7 @@ def search_scales(
         rows = [weight.shape[0] for weight in weights]
         costs = hessian.float() if importance is None else importance.float()
         if at_once:
-            return _search_at_once(weights, rows, hessian, costs, scheme, grid, producers)
+            return _search_at_once(weights, rows, hessian, costs, scheme, grid, producers if tied else None)
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers, channels)
         exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
@@ -112,8 +114,7 @@ def _search_at_once(
     from quantkit.kernels.solving.losses import cheapest, powers, sizes
 
     squares = hessian.diagonal().float()
-    size = squares.clamp(min=0).sqrt() if producers is None else sizes(squares, producers)
-    tried = powers(size, grid + 1)
+    tried = powers(squares if producers is None else sizes(squares, producers), grid + 1)
     target = torch.cat([weight.float().T for weight in weights], dim=1).contiguous()
     scales, found = cheapest(_costs(target, rows, tried, costs, scheme), tried)
     return AwqScales(scales, *found.unbind())

@@ -13,13 +13,12 @@ import torch
 from quantkit.formats.base import grid
 from quantkit.formats.base.integers import IntegerFormat, exact_bits
 from quantkit.formats.base.scaled import ScaledFormat
-from quantkit.model.structure.fold import absorbed
+from quantkit.model.structure.fold import Ways
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.formats.base.grid import GridFormat
-    from quantkit.model.structure.fold import Absorb
     from quantkit.scheme import WeightScheme
 
 
@@ -39,13 +38,13 @@ def known(form: GridFormat) -> bool:
     return isinstance(form, IntegerFormat | ScaledFormat)
 
 
-def absorb(scales: Tensor) -> Absorb:
-    """How a norm absorbs scales of its outputs: on a device in one launch."""
+def folding(scales: Tensor) -> Ways | None:
+    """What folds scales: on a device a launch for each producer, and one for each of its readers."""
     if not launched(scales):
-        return absorbed
-    from quantkit.kernels.solving.losses import absorbed_at_once
+        return None
+    from quantkit.kernels.solving.losses import absorbed_at_once, spread_at_once
 
-    return absorbed_at_once
+    return Ways(spread_at_once, absorbed_at_once)
 
 
 def table(form: GridFormat, where: torch.device) -> tuple[Tensor | None, Tensor | None]:
