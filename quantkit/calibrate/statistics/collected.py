@@ -106,6 +106,9 @@ class Stats:
 
     def failed(self) -> list[Doubt]:
         """Those of the doubts that hold: one look at the device, and none where there are no doubts."""
+        for name, values in self.scales.checked.items():
+            self.doubt(values, name, again=False)
+        self.scales.checked.clear()
         if not self.doubts or math.isfinite(torch.cat([doubt.values for doubt in self.doubts]).sum().item()):
             return []
         return [doubt for doubt in self.doubts if not bool(torch.isfinite(doubt.values).all())]

@@ -456,6 +456,7 @@ def _again(calls: Calls, module: nn.Module, stage: int, visits: Sequence[int], h
 def _about_scales(block: Block, scales: Scales) -> list[Decision]:
     """What lies beyond the fixed scales of a block, as one decision, and a cache that nothing was written to."""
     found = []
+    scales.look()
     if scales.saturated:
         worst = max(scales.saturated, key=lambda each: each.beyond / each.total)
         beyond, total = (sum(getattr(each, name) for each in scales.saturated) for name in ("beyond", "total"))
