@@ -88,6 +88,12 @@ BLOCK: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         {"PARTS": moments.PARTS, "COLUMNS": moments.COLUMNS},
         moments.WARPS,
     ),
+    "fit by turns": (
+        search.fit_by_turns,
+        {"scale_ptr": "*fp16", "best_ptr": "*fp16", "zero_ptr": "*i8", "shift_ptr": "*i8"},
+        {**_WHOLE, "ROWS": search.FIT_ROWS, "PIECE": search.FIT_PIECE},
+        search.FIT_WARPS,
+    ),
     "sizes of tokens": (
         moments.inverse_sizes_of_tokens,
         {},
@@ -128,6 +134,7 @@ def _built(
 ) -> CompiledKernel:
     """A kernel whose pointers are to float32, and whose numbers are whole, unless it is said otherwise."""
     floats = {"low", "high", "least", "most", "shrink", "share", "offset", "tokens", "first_count", "second_count"}
+    floats |= {"norm", "beta", "growth"}
     signature = {
         each: "constexpr"
         if each in constants

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 17
 # a program of the kernel has a whole group: longer ones leave too few programs, and a Hessian is a matrix product then
-_LONGEST, _LONGEST_BLOCK = 1 << 15, 512
+LONGEST, _LONGEST_BLOCK = 1 << 15, 512
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def transposed(
     groups, columns = target.shape[0] // length, target.shape[1]
     blocks_of_hessian = importance is not None and importance.dim() == 3
     at_once = (
-        device.launched(target) and device.known(form) and length <= (_LONGEST_BLOCK if blocks_of_hessian else _LONGEST)
+        device.launched(target) and device.known(form) and length <= (_LONGEST_BLOCK if blocks_of_hessian else LONGEST)
     )
     if at_once:
         target, importance = target.contiguous(), None if importance is None else importance.contiguous()
