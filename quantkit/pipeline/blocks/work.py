@@ -357,13 +357,14 @@ class _Loop:
             failed = stats.failed()
             if not failed:
                 return worked, stats, known
-            for doubt in sorted(failed, key=lambda each: each.again):
-                where = worked.block.full_name(doubt.group)
+            for doubt in failed:
                 if not doubt.again:
-                    raise nonfinite(where, "NaN or infinite inputs")
-                raised[doubt.group] = raised.get(doubt.group, 0) + 1
-                if raised[doubt.group] >= ATTEMPTS:
-                    raise no_factor(f"raised tenfold {ATTEMPTS - 1} times", where)
+                    raise nonfinite(worked.block.full_name(doubt.group), "NaN or infinite inputs")
+            for group in dict.fromkeys(doubt.group for doubt in failed):
+                raised[group] = raised.get(group, 0) + 1
+                if raised[group] >= ATTEMPTS:
+                    raise no_factor(f"raised tenfold {ATTEMPTS - 1} times", worked.block.full_name(group))
+            del worked, stats  # or the block would be there twice
 
     def _once(
         self, index: int, states: _States, known: Known, raised: Mapping[str, int]
