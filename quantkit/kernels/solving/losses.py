@@ -19,7 +19,7 @@ from quantkit.kernels.solving.grid import kept, require_contiguous, spanned, who
 from quantkit.kernels.solving.search import piece_of
 
 # inputs a program has of its own, inputs at a time, warps
-TILE, AT_ONCE, FEW = 32, 64, 4
+TILE, AT_ONCE, FEW = 16, 64, 4
 # of the only program that compares costs: parts at a time, warps
 PARTS, MANY = 4096, 8
 # rows a program, columns a piece, warps: no spill on SM 8.0 and 9.0 (benchmarks/kernel_resources.py)

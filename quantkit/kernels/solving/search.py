@@ -294,7 +294,7 @@ def _launch(target, importance, given, scale, zero, fitted, values, edges, bound
 
 
 # of the fit by turns: rows a program, columns at a time, warps
-FIT_ROWS, FIT_PIECE, FIT_WARPS = 16, 64, 4
+FIT_ROWS, FIT_PIECE, FIT_WARPS = 16, 64, 8
 
 
 @triton.jit
