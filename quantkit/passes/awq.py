@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from quantkit.content import Closed
-from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Awq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Search, fold and clip."""
-        from quantkit.passes.solvers import awq
+        from quantkit.passes.solvers import awq, device
         from quantkit.passes.solvers.factor import factor
 
         outcome = Outcome(False)
@@ -93,13 +92,13 @@ class Awq(Pass):
                     grid=settings.grid,
                     producers=fold.index,
                     channels=fold.channels,
+                    tied=fold.tied,
                     importance=importance,
                 )
                 # where nothing is better than ones, they are folded: no value changes, and a GPU is not waited for
-                channels = torch.ones(fold.channels, device=found.scales.device)
-                channels[fold.index] = found.scales
-                applied = block.fold(group, channels)[fold.index]
-                hessian = awq.transformed(hessian, applied)
+                applied = block.fold(group, found.scales, device.folding(found.scales))
+                if settings.clip:
+                    hessian = awq.transformed(hessian, applied)
                 outcome.changed = True
             if settings.clip:
                 for member in group.members:

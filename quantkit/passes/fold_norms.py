@@ -45,7 +45,7 @@ class FoldNorms(Pass):
                     decision(self.name, "norm-kept", where, f"a weight below {_SMALLEST:g} cannot be divided by")
                 )
                 continue
-            block.fold(group, scales)
+            block.fold(group, scales[fold.index])
             outcome.changed = True
         if not outcome.changed and not outcome.decisions:
             return declined(self.name, block.name, "no norm feeds linears alone in this block")

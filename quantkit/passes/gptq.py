@@ -133,17 +133,17 @@ class Gptq(Pass):
                         outcome.decisions.append(
                             decision(self.name, "damping-raised", where, reason, settings.damping, solved.damping)
                         )
-                if settings.correction and seen.drift is not None:
+                drift = seen.drift if settings.correction else None
+                if drift is not None:
                     weights = corrected(
                         weights,
                         hessian,
-                        filled(seen.drift, width, width),
+                        filled(drift, width, width),
                         [filled(seen.lag(name), width) for name in names],
                         ridge=settings.ridge,
                         share=settings.correction,
                         damping=raised_damping(settings.damping, raised),
                     )
-                    stats.doubt(torch.stack([weight.sum() for weight in weights]), whole.name, again=True)
                 bounds = neighbours(width).to(hessian.device) if settings.unsaturated and bounded(scheme) else None
                 results = gptq_shared(
                     weights,
@@ -154,10 +154,14 @@ class Gptq(Pass):
                     refit=settings.refit,
                     neighbours=bounds,
                 )
+                if drift is not None:  # whether there was a second factor is seen in what the codes cost
+                    for result in results:
+                        stats.doubt(result.costs, whole.name, again=True)
                 for name, result in zip(names, results, strict=True):
                     outcome.errors[name] = assign(block, name, result.tensor)
 
-        stats.staged(visit, drift=settings.correction > 0, quantized=True)
+        noise = settings.shrink == "auto"
+        stats.staged(visit, noise=noise, drift=settings.correction > 0, quantized=True)
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:

@@ -54,7 +54,7 @@ class SmoothQuant(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Measure, choose and fold."""
-        from quantkit.passes.solvers import smoothquant
+        from quantkit.passes.solvers import device, smoothquant
 
         outcome = Outcome(False)
         reaches = stats.each(lambda seen: (seen.absmax, seen.sample))
@@ -88,9 +88,7 @@ class SmoothQuant(Pass):
                 scales = found.scales
             else:
                 scales = smoothquant.scales(reach, weights, settings.alpha, fold.index, fold.channels)
-            channels = torch.ones(fold.channels, device=scales.device)
-            channels[fold.index] = scales
-            block.fold(group, channels)
+            block.fold(group, scales, device.folding(scales))
             outcome.changed = True
         stats.outputs = None
         return outcome

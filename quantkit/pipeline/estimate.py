@@ -143,7 +143,7 @@ def chosen_device(prepared: Prepared) -> tuple[ComputeDevice, str]:
         if asked != AUTO:
             raise
         return ComputeDevice(), f"on the processor: {problem.value}; products in float32"
-    found = fit(spec(prepared), free)
+    found = fit(replace(spec(prepared), live=prepared.stream.flow.live), free)
     said = _lies(found, asked, model)
     if not found.fits:
         return ComputeDevice(), f"{said}; products in float32"

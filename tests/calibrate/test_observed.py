@@ -13,7 +13,7 @@ from onnxruntime.quantization.calibrate import HistogramCollector
 from reference import plain_ranges
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
-from quantkit.calibrate.statistics.observed import AVERAGING, COVERED, Observed
+from quantkit.calibrate.statistics.observed import AT_ONCE, AVERAGING, COVERED, Observed
 from quantkit.errors import InputError
 from quantkit.scheme import ActivationScheme, CacheScheme
 
@@ -189,3 +189,23 @@ def test_the_cache_has_these_ranges_too() -> None:
         found, _, _ = observed.settle(cache, torch.float32)
         assert found.scale.shape == (2,)
         assert bool((found.scale <= observed.settle(CacheScheme(format="fp8_e4m3"), torch.float32)[0].scale).all())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("how", AT_ONCE)
+def test_what_a_gpu_is_not_waited_for_is_the_same(how: str, symmetric: bool) -> None:
+    """Rows of other sizes, a hundred and more samples, zeros alone, positive values alone."""
+    rows = torch.randn(4, 1200, generator=torch.Generator().manual_seed(4)) * torch.tensor(
+        [[1.0], [30.0], [0.0], [1e-3]]
+    )
+    rows[1, 7], rows[3] = 900.0, rows[3].abs()
+    observed = Observed(counted=how != "minmax")
+    for part in rows.split(400, dim=1):
+        observed.add(part, samples=40)
+    asked = scheme(how, symmetric=symmetric)
+    found, beyond, checked = observed.settle_at_once(asked, torch.bfloat16)
+    expected, outside, total = observed.settle(asked, torch.bfloat16)
+    assert torch.equal(found.scale, expected.scale)
+    assert found.zero is None if expected.zero is None else torch.equal(found.zero, expected.zero)
+    assert beyond.tolist() == [outside, total]
+    assert torch.equal(checked, torch.cat([rows.amin(1), rows.amax(1)]))

@@ -121,3 +121,15 @@ def test_a_fixed_scale_is_held_in_the_models_dtype() -> None:
     found, _, _ = observed.settle(scheme, torch.bfloat16)
     assert found.scale.dtype == torch.bfloat16 and found.zero is None
     assert float(found.scale) == float(torch.tensor(3.3 / 127.5).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("zero", [None, 3])
+def test_a_scale_that_is_stored_shorter_is_computed_with_in_the_dtype_of_the_input(zero: int | None) -> None:
+    scheme = ActivationScheme(format="int8", granularity="tensor", dynamic=False, symmetric=zero is None)
+    scale = torch.tensor([0.0301], dtype=torch.bfloat16)
+    static = InputScale(scale, None if zero is None else torch.tensor([zero], dtype=torch.int8))
+    x = values(torch.float32)
+    found = fake_quantize(x, scheme, static)
+    assert found.dtype == torch.float32
+    wide = InputScale(scale.float(), static.zero)
+    assert torch.equal(found, fake_quantize(x, scheme, wide))

@@ -16,12 +16,14 @@ from quantkit.calibrate.statistics import sums
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.formats import load_format
 from quantkit.kernels.solving.factored import damped, unit_of
+from quantkit.kernels.solving.losses import absorbed_at_once, cheapest, powers, sizes, spread_at_once
 from quantkit.kernels.solving.quotient import quotient
 from quantkit.kernels.solving.stored import integers
 from quantkit.model.structure.block import Block
+from quantkit.model.structure.fold import absorbed, spread
 from quantkit.model.structure.traced import Structure
 from quantkit.passes.assign import assign
-from quantkit.passes.solvers import device
+from quantkit.passes.solvers import awq, device
 from quantkit.passes.solvers.factor import factor
 from quantkit.scheme import WeightScheme
 
@@ -45,8 +47,8 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     return switch
 
 
-def summed(x: Tensor, cuts: Sequence[int], stream: Tensor | None) -> InputStats:
-    found, start = InputStats(), 0
+def summed(x: Tensor, cuts: Sequence[int], stream: Tensor | None, noise: bool = True) -> InputStats:
+    found, start = InputStats(noise=noise), 0
     for length in cuts:
         part = slice(start, start + length)
         found.add(x[part], stream=None if stream is None else stream[part])
@@ -71,6 +73,9 @@ def test_sums_are_those_of_the_cpu(cuts: tuple[int, ...], tokens: int, weighed: 
     torch.testing.assert_close(found.hessian, expected.hessian, rtol=1e-5, atol=1e-5)
     assert found.noise.dtype == torch.float64
     torch.testing.assert_close(found.noise, expected.noise, rtol=1e-5, atol=0)
+    whole = summed(x, cuts, stream, noise=False)
+    torch.testing.assert_close(whole.hessian, expected.hessian, rtol=1e-5, atol=1e-5)
+    assert torch.equal(whole.checked, whole.hessian.diagonal())
 
 
 def test_moments_of_many_parts_are_those_of_float64(on_device: Any) -> None:
@@ -90,18 +95,58 @@ def test_what_is_not_finite_is_seen_in_the_squares(value: float, on_device: Any)
     assert torch.isfinite(summed(x, (2,), None).squares).tolist() == [True] * 69 + [False]
 
 
+def test_sizes_and_their_powers_are_those_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(5)
+    squares, producers = torch.rand(70, 70, generator=generator), torch.randint(0, 40, (70,), generator=generator)
+    squares[producers == producers[3]] = 0  # a channel that nothing ever reached
+    for seen in (squares, torch.zeros(70, 70)):
+        mean = [float(seen.diagonal()[producers == each].double().mean()) for each in producers]
+        shared = sizes(seen.diagonal(), producers)
+        torch.testing.assert_close(shared.double(), torch.tensor(mean, dtype=torch.float64), rtol=1e-6, atol=0)
+        for squares in (shared, seen.diagonal()):
+            for number, found in enumerate(powers(squares, 5)):
+                torch.testing.assert_close(found, awq._power(squares.sqrt(), number / 4), rtol=1e-5, atol=0)
+
+
+def test_the_first_of_the_least_is_taken() -> None:
+    parts = torch.full((4, 5000), 0.25)
+    parts[1:3, 7] = 0
+    scales, found = cheapest(parts, tried := torch.rand(4, 70, generator=torch.Generator().manual_seed(6)))
+    assert torch.equal(scales, tried[1])
+    assert found.tolist() == [1 / 3, 4999 / 4, 1250]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_absorbs_scales_as_on_the_cpu(dtype: torch.dtype | None, offset: float) -> None:
+    """More inputs than channels, and a channel that none comes from."""
+    generator = torch.Generator().manual_seed(7)
+    index = torch.randint(1, 70, (300,), generator=generator)
+    scales = torch.exp2(torch.rand(70, generator=generator) * 4 - 2)
+    scales[5:9] = 1
+    weight = torch.randn(70, generator=generator)
+    weight[11] = -offset  # nothing of it is left, whatever the scale
+    expected = absorbed(weight, scales[index], index, offset, dtype)
+    for ours, theirs in zip(absorbed_at_once(weight, scales[index], index, offset, dtype), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(spread_at_once(scales[index], index, 70), spread(scales[index], index, 70))
+
+
 @pytest.mark.parametrize("act_order", [True, False])
 def test_a_factor_is_that_of_the_cpu(act_order: bool) -> None:
     hessian = InputStats(inputs(4, 50)).hessian
     expected = factor(hessian, shrink=0.25, act_order=act_order)
-    order, mean = expected.order, hessian.diagonal().mean()
-    whole, turned = damped(hessian, order, mean, torch.tensor(0.25, dtype=torch.float64), 0.0, 0.01)
+    order, diagonal = expected.order, hessian.diagonal().contiguous()
+    chosen = order if act_order else None
+    whole, turned, costs = damped(hessian, chosen, diagonal, torch.tensor(0.25, dtype=torch.float64), 0.0, 0.01)
+    assert torch.equal(costs, whole.diagonal())
     # the same share as a number
-    assert torch.equal(damped(hessian, order, mean, None, 0.25, 0.01)[0], whole)
+    assert torch.equal(damped(hessian, chosen, diagonal, None, 0.25, 0.01)[0], whole)
     torch.testing.assert_close(whole, expected.hessian, rtol=1e-6, atol=0)
     # as a GPU has it, columns lie one behind the other
     lower, info = torch.linalg.cholesky_ex(turned)
-    unit, pivots = unit_of(lower.T.contiguous().T, info)
+    unit, pivots, importance = unit_of(lower.T.contiguous().T, info, chosen)
+    assert torch.equal(importance[order], pivots)
     torch.testing.assert_close(unit, expected.unit, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(pivots, expected.pivots, rtol=1e-5, atol=0)
     # H = M Mᵀ in the order of choice
@@ -111,10 +156,10 @@ def test_a_factor_is_that_of_the_cpu(act_order: bool) -> None:
 
 def test_what_no_input_reached_is_an_identity_and_what_has_no_factor_is_told() -> None:
     zeros = torch.zeros(5, 5)
-    whole, turned = damped(zeros, torch.arange(5), zeros.diagonal().mean(), None, 0.3, 0.01)
+    whole, turned, _ = damped(zeros, torch.arange(5), torch.zeros(5), None, 0.3, 0.01)
     torch.testing.assert_close(whole, torch.eye(5) * 1.01)
     assert torch.equal(turned, whole)
-    unit, pivots = unit_of(*torch.linalg.cholesky_ex(torch.tensor([[1.0, 2.0], [2.0, 1.0]])))
+    unit, pivots, _ = unit_of(*torch.linalg.cholesky_ex(torch.tensor([[1.0, 2.0], [2.0, 1.0]])), None)
     assert unit.shape == (2, 2)
     assert torch.isnan(pivots).all()
 

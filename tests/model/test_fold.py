@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from quantkit.model.source.open import open_model
 from quantkit.model.streaming.calls import Call, Given, primary
 from quantkit.model.streaming.stream import LoadedModel, StreamedModel
 from quantkit.model.structure import fold
+from quantkit.model.structure.computed import Computed
 from quantkit.model.structure.fold import TOLERANCE, Fold
 from quantkit.model.structure.traced import SharedInput, Structure, trace
 
@@ -100,6 +102,7 @@ def test_folds_of_every_architecture(name: str) -> None:
         assert each.group == group
         assert fold.prove(block, structure, each, call) <= TOLERANCE
     assert fold.prove_all(block, structure, folds, call, seed=3) <= TOLERANCE
+    assert fold.prove_all(block, structure, folds, call, whatever_weights=True) <= TOLERANCE
     # finding and proving work on copies
     assert all(torch.equal(value, before[key]) for key, value in block.state_dict().items())
 
@@ -122,11 +125,9 @@ def test_applied_with_random_scales_a_model_stays_what_it_was(name: str) -> None
         each = folds[group.name]
         scales = torch.exp2(torch.rand(each.channels, generator=generator) * 4 - 2)
         weight = block.get_submodule(each.producer).weight.clone()
-        applied = fold.apply(block, each, group, scales)
+        applied = fold.apply(block, each, group, scales[each.index])
         assert not torch.equal(block.get_submodule(each.producer).weight, weight)
-        reached = torch.zeros(each.channels, dtype=torch.bool)
-        reached[each.index] = True
-        assert torch.equal(applied, torch.where(reached, scales, torch.ones(())))
+        assert torch.equal(applied, scales[each.index])
     with torch.no_grad():
         after = model(input_ids=ids)[0]
     assert float((after - before).abs().max()) <= 1e-5 * float(before.abs().max())
@@ -200,6 +201,49 @@ def test_folds_beside_experts_that_run_together_are_proved_in_double() -> None:
         model.set_experts_implementation("eager")  # type: ignore[operator]
         alone = exact(copy.deepcopy(block).double())
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_a_fold_that_holds_for_these_weights_alone_is_told_apart() -> None:
+    """A linear without weights may be given any channels; with others it may not."""
+    block, structure, call = block_of("llama", 0)
+    folds, _ = fold.find(block, structure, call)
+    with torch.no_grad():
+        block.mlp.down_proj.weight.zero_()  # type: ignore[operator, union-attr]
+    wrong = {"mlp.down_proj": replace(folds["mlp.down_proj"], producer="mlp.gate_proj")}
+    assert fold.prove_all(block, structure, wrong, call) <= TOLERANCE
+    assert fold.prove_all(block, structure, wrong, call, whatever_weights=True) > 1e-3
+
+
+def test_blocks_compute_the_same_only_if_every_operator_and_number_is_the_same() -> None:
+    def computed(change: Callable[[nn.Module], object], index: int = 1) -> list[object]:
+        block, _, call = block_of("llama", index)
+        change(block)
+        seen = Computed(dict(block.named_parameters()), (call.hidden, *call.given.leaves()))
+        with torch.no_grad(), seen:
+            seen.gives(call(block))
+        return seen.steps
+
+    def swapped(block: nn.Module) -> None:
+        mlp = block.mlp
+        mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj  # type: ignore[union-attr]
+        mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))  # type: ignore[union-attr, operator]
+
+    def scaled(block: nn.Module) -> None:
+        block.mlp.act_fn = Scaled()  # type: ignore[union-attr]
+
+    same = computed(lambda block: None)
+    assert same == computed(lambda block: None, 2)
+    assert same != computed(lambda block: setattr(block.input_layernorm, "variance_epsilon", 2e-6))
+    assert same != computed(lambda block: setattr(block.mlp, "act_fn", nn.GELU()))
+    assert same != computed(swapped)
+
+    class Scaled(nn.Module):
+        scale = torch.ones(())  # a tensor that nobody has named
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    assert computed(scaled) != computed(scaled)
 
 
 def test_the_weaker_form_of_a_gemma_norm_is_rejected() -> None:

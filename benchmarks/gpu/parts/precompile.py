@@ -248,7 +248,7 @@ def _solved(launch: Launch) -> None:
 
     scheme = WeightScheme.model_validate(solvers.SCHEMES[launch.variant])
     weight, unit = torch.zeros(_EVEN, _EVEN), torch.eye(_EVEN)
-    order, mean = torch.arange(_EVEN), torch.ones(())
+    order = torch.arange(_EVEN)
     solved = Factor(unit, order, unit, torch.ones(_EVEN), 0.01, 0)
     with patch.object(device, "launched", lambda tensor: True):
         if launch.what == "solver":
@@ -267,8 +267,8 @@ def _solved(launch: Launch) -> None:
             shrink = None
             if launch.solver == "damped by chance":
                 shrink = quotient(chance(torch.stack([unit, unit]), list(_TOKENS), sum(_TOKENS)), True)
-            damped(unit, order, mean, shrink, 0.3 if shrink is None else 0.0, 0.01)
-            unit_of(*torch.linalg.cholesky_ex(unit))
+            damped(unit, order, torch.ones(_EVEN), shrink, 0.3 if shrink is None else 0.0, 0.01)
+            unit_of(*torch.linalg.cholesky_ex(unit), order)
 
 
 @cache

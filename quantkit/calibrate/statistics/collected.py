@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -101,9 +102,13 @@ class Stats:
     scales: Scales = field(default_factory=Scales)
     raised: Mapping[str, int] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
+    _unchecked: dict[str, Tensor] = field(default_factory=dict)
 
     def failed(self) -> list[Doubt]:
         """Those of the doubts that hold: one look at the device, and none where there are no doubts."""
+        for name, values in self.scales.checked.items():
+            self.doubt(values, name, again=False)
+        self.scales.checked.clear()
         if not self.doubts or math.isfinite(torch.cat([doubt.values for doubt in self.doubts]).sum().item()):
             return []
         return [doubt for doubt in self.doubts if not bool(torch.isfinite(doubt.values).all())]
@@ -114,18 +119,39 @@ class Stats:
             self.doubts.append(Doubt(values, group, again))
 
     def _visited(self, visit: Visit, group: SharedInput, sums: InputStats) -> None:
-        self.doubt(sums.squares, group.name, again=False)
+        doubts = len(self.doubts)
         visit(group, sums)
+        if self.calls.device.type != "cpu":
+            if group.name in self.raised:  # or was it the inputs, which no damping helps
+                self.doubt(sums.squares, group.name, again=False)
+            elif len(self.doubts) == doubts:  # else what was made of them is looked at
+                self._unchecked[group.name] = sums.checked
+
+    def _check(self) -> None:
+        """Of what was seen in one run, in one launch; a view would keep a Hessian until the block is done."""
+        if self._unchecked:
+            sizes = [len(values) for values in self._unchecked.values()]
+            together = torch.cat(list(self._unchecked.values())).split(sizes)
+            for name, values in zip(self._unchecked, together, strict=True):
+                self.doubt(values, name, again=False)
+            self._unchecked.clear()
 
     @torch.no_grad()
     def staged(
-        self, visit: Visit | None, *, products: bool = True, drift: bool = False, quantized: bool = False
+        self,
+        visit: Visit | None,
+        *,
+        products: bool = True,
+        noise: bool = False,
+        drift: bool = False,
+        quantized: bool = False,
     ) -> None:
         """Run the block on everything; at each shared input call `visit(group, statistics)` before its linears run.
 
         Args:
             visit: may change the linears of the group; None only runs the block.
             products: whether the statistics are to hold a Hessian.
+            noise: whether they are to say how much of it is chance.
             drift: whether the statistics are to hold how far inputs, and what outputs are added to, are from the
                 original ones.
             quantized: the statistics are of the inputs as the group's kernels will see them, keys and values go through
@@ -137,10 +163,12 @@ class Stats:
         """
         self.outputs = None
         self.scales.use_cache(quantized)
+        sums = partial(InputStats, products=products, noise=noise)
         if self.hidden.shape[0] <= self.calls.chunk:
-            self._pausing(visit, products, drift, quantized)
+            self._pausing(visit, sums, drift, quantized)
         else:
-            self._replaying(visit, products, drift, quantized)
+            self._replaying(visit, sums, drift, quantized)
+        self._check()
 
     def each(self, of: Callable[[InputStats], Found], *, products: bool = True) -> dict[str, Found]:
         """Shared input's name -> what `of` takes of its statistics, by a staged run that changes nothing."""
@@ -164,7 +192,7 @@ class Stats:
             original.outputs = original.calls.run_all(original.module, self.stage, original.hidden)
         return original.outputs
 
-    def _pausing(self, visit: Visit | None, products: bool, drift: bool, quantized: bool) -> None:
+    def _pausing(self, visit: Visit | None, empty: Callable[..., InputStats], drift: bool, quantized: bool) -> None:
         waiting = {group.name: group for group in self.groups}
         sources = self._sources() if drift else ()
         before = self._originals() if drift else {}
@@ -179,7 +207,7 @@ class Stats:
                     self.scales.at_once(group, found)
                     found = self.scales.seen(group, found)
                 if visit is not None:
-                    sums = InputStats(name=group.name, products=products)
+                    sums = empty(name=group.name)
                     self._add(sums, group, self.hidden, {**seen, group.name: found}, before)
                     if group.name not in sources:  # as soon as it is not needed
                         before.pop(group.name, None)
@@ -200,14 +228,14 @@ class Stats:
             original.outputs = original.calls.run(original.module, self.stage, original.hidden)
         return kept
 
-    def _replaying(self, visit: Visit | None, products: bool, drift: bool, quantized: bool) -> None:
+    def _replaying(self, visit: Visit | None, empty: Callable[..., InputStats], drift: bool, quantized: bool) -> None:
         befores: Iterable[Tensor | None]
         for group in self.groups:
             if quantized:
                 self._find_scales(group)
             if visit is None:
                 continue
-            sums = InputStats(name=group.name, products=products)
+            sums = empty(name=group.name)
             befores = self._original().calls.chunks(self._original().hidden) if drift else itertools.repeat(None)
             for number, (part, before) in enumerate(zip(self.calls.chunks(self.hidden), befores, strict=False)):
                 reached = self._reach(self.module, group, part, number, drift)

@@ -57,6 +57,10 @@ AVERAGING = 0.01
 # shares of min-max that `mse` tries
 _SHARES = 40
 _BINS = 1 << 16
+# values that a GPU counts at a time
+_PIECE = 1 << 24
+# ranges that a GPU finds without being waited for
+AT_ONCE = ("minmax", "moving-average", "mse")
 
 
 class Observed:
@@ -77,6 +81,11 @@ class Observed:
     def seen(self) -> bool:
         """Whether there was anything."""
         return self._low.numel() > 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where what came lay."""
+        return self._low.device
 
     @property
     def constant(self) -> bool:
@@ -110,13 +119,17 @@ class Observed:
         if self._counted:
             bins = values.to(torch.bfloat16).view(torch.int16).int() & (_BINS - 1)
             for row, found in enumerate(bins):
-                self._counts[row] += torch.bincount(found, minlength=_BINS)
+                if found.is_cuda:  # `bincount` waits for the largest
+                    for piece in found.split(_PIECE):
+                        self._counts[row].index_add_(0, piece, self._counts.new_ones(()).expand(len(piece)))
+                else:
+                    self._counts[row] += torch.bincount(found, minlength=_BINS)
 
     def settle(self, scheme: ActivationScheme | CacheScheme, dtype: torch.dtype) -> tuple[InputScale, int, int]:
         """The scale [rows] in `dtype`, how many values lie beyond it and will saturate, and of how many.
 
         Values are known to bfloat16's precision; without counts, none lies beyond. All zeros have the smallest of
-        scales. What was seen on a GPU is looked at on the processor, and waited for.
+        scales. What was seen on a GPU is looked at on the processor, and waited for (see `settle_at_once`).
         """
         device = self._low.device
         low, high, self._counts = self._low.cpu(), self._high.cpu(), self._counts.cpu()
@@ -127,9 +140,7 @@ class Observed:
             reached = [_reach(*self._row(row), scheme) for row in range(low.numel())]
             low = torch.maximum(low, torch.tensor([pair[0] for pair in reached]))
             high = torch.minimum(high, torch.tensor([pair[1] for pair in reached]))
-        scale, zero = activation.parameters(low, high, scheme)
-        # a scale that half precision cannot hold would be zero there
-        scale = scale.clamp(min=torch.finfo(dtype).tiny, max=torch.finfo(dtype).max).to(dtype)
+        scale, zero = _stored(low, high, scheme, dtype)
         beyond, total = 0, 0
         if self._counted:
             form = load_grid(scheme.format)
@@ -142,6 +153,40 @@ class Observed:
                 beyond += int(counts[outside].sum())
                 total += int(counts.sum())
         return InputScale(scale, zero).on(device), beyond, total
+
+    def settle_at_once(
+        self, scheme: ActivationScheme | CacheScheme, dtype: torch.dtype
+    ) -> tuple[InputScale, Tensor, Tensor]:
+        """`settle` on a GPU, which is not waited for: of the ranges in `AT_ONCE`.
+
+        Returns:
+            the scale; how many values lie beyond it and of how many, [2] int64; what is finite if all values were,
+            [2 rows], for the caller to look at when the device is done.
+        """
+        low, high = self._low, self._high
+        checked = torch.cat([low, high])
+        values = torch.arange(_BINS, dtype=torch.int32, device=low.device).to(torch.int16).view(torch.bfloat16)
+        values = values.float().nan_to_num(0.0, 0.0, 0.0)
+        if scheme.range == "moving-average":
+            ends = torch.cat(self._ends, dim=1).double()
+            kept = [max(AVERAGING, 1 / number) for number in range(1, ends.shape[1] + 1)]
+            weights = np.array(kept) * np.append(np.cumprod(1 - np.array(kept)[:0:-1])[::-1], 1.0)
+            shares = torch.from_numpy(weights).to(low.device, non_blocking=True)
+            low, high = (ends * shares[None, :, None]).sum(dim=1).float().unbind(1)
+        elif scheme.range == "mse":
+            pairs = [_least_squares(values, *each, scheme) for each in zip(low, high, self._counts, strict=True)]
+            low = torch.maximum(low, torch.stack([pair[0] for pair in pairs]))
+            high = torch.minimum(high, torch.stack([pair[1] for pair in pairs]))
+        scale, zero = _stored(low, high, scheme, dtype)
+        if not self._counted:
+            return InputScale(scale, zero), low.new_zeros(2, dtype=torch.int64), checked
+        form = load_grid(scheme.format)
+        scaled = values / scale.float().unsqueeze(1)
+        if zero is not None:
+            scaled = scaled + zero.float().unsqueeze(1)
+        outside = (scaled > form.high + 0.5) | (scaled < form.low - 0.5)
+        beyond = torch.stack([(self._counts * outside).sum(), self._counts.sum()])
+        return InputScale(scale, zero), beyond, checked
 
     def _averaged(self) -> Tensor:
         """[rows, 2] float64."""
@@ -167,6 +212,30 @@ class Observed:
         values = bins.to(torch.int32).to(torch.int16).view(torch.bfloat16).float()
         order = values.argsort()
         return values[order], self._counts[row][bins[order]]
+
+
+def _stored(
+    low: Tensor, high: Tensor, scheme: ActivationScheme | CacheScheme, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Scale in `dtype` and zero point of a range."""
+    scale, zero = activation.parameters(low, high, scheme)
+    # a scale that half precision cannot hold would be zero there
+    return scale.clamp(min=torch.finfo(dtype).tiny, max=torch.finfo(dtype).max).to(dtype), zero
+
+
+def _least_squares(
+    values: Tensor, low: Tensor, high: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme
+) -> tuple[Tensor, Tensor]:
+    """`_reach` of `mse` with all shares at once; `values` are those of the bins, low and high []."""
+    low, high = (end.to(torch.bfloat16).double() for end in (low.clamp(max=0), high.clamp(min=0)))
+    if scheme.symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    shares = torch.arange(_SHARES, _SHARES // 5, -1, dtype=torch.float64, device=values.device) / _SHARES
+    lows, highs = (low * shares).float().unsqueeze(1), (high * shares).float().unsqueeze(1)
+    error = activation.apply(values, scheme, *activation.parameters(lows, highs, scheme)) - values
+    best = (error.double().square_() * counts).sum(dim=1).argmin().reshape(1)  # the first of equals
+    return lows.squeeze(1)[best].squeeze(0), highs.squeeze(1)[best].squeeze(0)
 
 
 def _finite(low: Tensor, high: Tensor) -> bool:

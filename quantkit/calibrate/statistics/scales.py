@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.statistics.observed import Observed
+from quantkit.calibrate.statistics.observed import AT_ONCE, Observed
+from quantkit.formats.base.activation import InputScale
 from quantkit.model.streaming.cache import QuantizedCache, rows_of, shaped
 from quantkit.model.streaming.inputs import QuantizedInput
 from quantkit.model.structure.traced import SharedInput
+from quantkit.scheme import ActivationScheme, CacheScheme
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,37 @@ class Scales:
         cache: the hook that quantizes keys and values.
         dtype: what fixed scales are stored in.
         saturated: what lies beyond one of them.
+        unsettled: on a GPU, what will be `saturated` (name, [2] int64), until somebody asks (`look`).
+        checked: on a GPU, what is to be finite: name -> values.
     """
 
     inputs: Mapping[str, QuantizedInput] = field(default_factory=dict)
     cache: QuantizedCache | None = None
     dtype: torch.dtype = torch.float32
     saturated: list[Saturation] = field(default_factory=list)
+    unsettled: list[tuple[str, Tensor]] = field(default_factory=list)
+    checked: dict[str, Tensor] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Read what a GPU has counted; it has been waited for, or is now."""
+        counts = torch.stack([found for _, found in self.unsettled]).tolist() if self.unsettled else []
+        for (name, _), (beyond, total) in zip(self.unsettled, counts, strict=True):
+            self._note(name, beyond, total)
+        self.unsettled.clear()
+
+    def _note(self, name: str, beyond: int, total: int) -> None:
+        if beyond:
+            self.saturated.append(Saturation(name, beyond, total))
+
+    def _settled(self, observed: Observed, scheme: ActivationScheme | CacheScheme, name: str) -> InputScale:
+        """The scale of what was observed; what lies beyond it is noted."""
+        if observed.device.type == "cpu" or scheme.range not in AT_ONCE:
+            found, beyond, total = observed.settle(scheme, self.dtype)
+            self._note(name, beyond, total)
+            return found
+        found, counts, self.checked[name] = observed.settle_at_once(scheme, self.dtype)
+        self.unsettled.append((name, counts))
+        return found
 
     def waiting(self, group: SharedInput) -> list[str]:
         """The linears of a group whose scale is still to be found."""
@@ -77,10 +104,7 @@ class Scales:
     def settle(self, group: SharedInput, observed: Observed) -> None:
         """Fix the scale of a group's linears; nothing, where nothing was observed."""
         for name in self.waiting(group) if observed.seen else []:
-            found, beyond, total = observed.settle(self.inputs[name].scheme, self.dtype)
-            self.inputs[name].settle(found)
-            if beyond:
-                self.saturated.append(Saturation(name, beyond, total))
+            self.inputs[name].settle(self._settled(observed, self.inputs[name].scheme, name))
 
     def at_once(self, group: SharedInput, found: Tensor) -> None:
         """Fix the scale of a group's linears from all the inputs there will be."""
@@ -134,10 +158,7 @@ class Scales:
     def _settle_cache(self, cache: QuantizedCache, pair: list[Observed], heads: list[int]) -> None:
         found = []
         for observed, count, name in zip(pair, heads, ("keys", "values"), strict=True):
-            scale, beyond, total = observed.settle(cache.scheme, self.dtype)
-            found.append(shaped(scale, cache.scheme, count))
-            if beyond:
-                self.saturated.append(Saturation(name, beyond, total))
+            found.append(shaped(self._settled(observed, cache.scheme, name), cache.scheme, count))
         cache.keys, cache.values = found
 
 

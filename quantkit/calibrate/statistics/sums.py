@@ -6,7 +6,8 @@ Sums are deterministic: a fixed number of partials, in a fixed order, whatever t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,12 +26,19 @@ class InputStats:
     Args:
         inputs: chunks [sequences, tokens, K] in order; or [tokens, K], of which every other token counts as a sequence.
         products: whether products of two inputs are summed, without which there is no Hessian; they take the time.
+        noise: whether they are summed in halves on a device too, which `noise` is taken from; on a CPU they are.
+
+    On a device the last chunk is summed when it is asked for, and what is not asked for is not launched.
     """
 
-    def __init__(self, inputs: Iterable[Tensor] = (), name: str = "", *, products: bool = True) -> None:
+    def __init__(
+        self, inputs: Iterable[Tensor] = (), name: str = "", *, products: bool = True, noise: bool = True
+    ) -> None:
         self._name = name
         self._products = products
+        self._in_halves = noise
         self.tokens = 0
+        self._waiting: dict[str, Callable[[], None]] = {}  # of the last chunk, on a device
         self._halves: Sequence[Tensor] | Tensor = ()  # on a device one tensor, [2, K, K], whole
         self._drift: Tensor | None = None
         self._lags: dict[str, Tensor] = {}
@@ -62,41 +70,60 @@ class InputStats:
         Raises:
             InputError: `activations-nonfinite`.
         """
+        self._sum(*self._waiting)
         # sums of half-precision products lose what they are for
         part = part.float()
         width = part.shape[-1]
         flat = part.reshape(-1, width)
         share = None if stream is None else _inverse_size(stream.float()).reshape(*part.shape[:-1], 1)
         weighed = part if share is None else part * share
-        if not self.tokens:
-            self._drift = part.new_zeros(width, width) if original is not None else None
         if original is None:
             self._drift = None
-        elif self._drift is not None:
+        elif self._drift is not None or not self.tokens:
             moved = original.float().reshape(part.shape) - part
             moved = moved if share is None else moved * share
-            self._drift.addmm_(moved.reshape(-1, width).T, weighed.reshape(-1, width))
-        if self._products:
-            self._add_products(weighed)
+            self._drift = _added(self._drift, moved.reshape(-1, width), weighed.reshape(-1, width), self.tokens)
         for linear, lag in (lags or {}).items():
             behind = lag.float() if share is None else lag.float() * share
-            if linear not in self._lags:
-                self._lags[linear] = part.new_zeros(lag.shape[-1], width)
-            self._lags[linear].addmm_(behind.reshape(-1, lag.shape[-1]).T, weighed.reshape(-1, width))
-        self._add_moments(flat, weighed.reshape(-1, width), share)
+            flat_lag = behind.reshape(-1, lag.shape[-1])
+            self._lags[linear] = _added(self._lags.get(linear), flat_lag, weighed.reshape(-1, width), self.tokens)
+        self._waiting["moments"] = partial(self._add_moments, flat, weighed.reshape(-1, width), share)
+        self._waiting["sample"] = partial(self._add_sample, part)
+        if self._products:
+            add = self._add_products if self._in_halves or not on_device(part) else self._add_all_products
+            self._waiting["products"] = partial(add, weighed, self._sequences)
         self.tokens += part.numel() // width
         self._sequences += part.shape[0]
-        self._hessian = None
+        if not on_device(part):
+            self._sum("products", "moments", "sample")
+
+    def _sum(self, *which: str) -> None:
+        """Sum what waits to be."""
+        for each in which:
+            self._waiting.pop(each, lambda: None)()
+
+    def _add_sample(self, part: Tensor) -> None:
         left = _SAMPLE - sum(map(len, self._sample))
         if left > 0 and part.numel():
-            rows = part.reshape(part.shape[0], -1, width)[:left]
+            rows = part.reshape(part.shape[0], -1, part.shape[-1])[:left]
             some = rows[:, :: max(1, -(-rows.shape[1] // _SAMPLE_EACH))]
-            self._sample.append(some.clone(memory_format=torch.contiguous_format).reshape(-1, width))
+            self._sample.append(some.clone(memory_format=torch.contiguous_format).reshape(-1, part.shape[-1]))
 
-    def _add_products(self, weighed: Tensor) -> None:
-        """To the half of every sequence its products; on a device to both at once, where they are equally long."""
+    def _add_all_products(self, weighed: Tensor, _: int) -> None:
+        """To the mean of all products, in one launch."""
+        flat = weighed.reshape(-1, weighed.shape[-1])
+        self._hessian = _added(self._hessian, flat, flat, self._counts[0])
+        self._counts[0] += len(flat)
+
+    def _add_products(self, weighed: Tensor, begun: int) -> None:
+        """To the half of every sequence its products; on a device to both at once, where they are equally long.
+
+        Args:
+            begun: sequences that came before.
+        """
+        self._hessian = None
         width, sequences, at_once = weighed.shape[-1], weighed.shape[0], on_device(weighed)
-        if at_once and self._sequences % 2 == sequences % 2 == 0:
+        if at_once and begun % 2 == sequences % 2 == 0:
             half = sequences // 2 * weighed.shape[1:-1].numel()
             pairs = weighed.reshape(sequences // 2, 2, -1, width) if half else weighed.new_empty(0, 2, 0, width)
             pairs = pairs.transpose(0, 1).reshape(2, half, width)
@@ -111,7 +138,7 @@ class InputStats:
             self._halves = zeros if at_once else tuple(zeros)
         panel = width if at_once else _PANEL
         for half, products in enumerate(self._halves):
-            piece = weighed[(half + self._sequences) % 2 :: 2].reshape(-1, width)
+            piece = weighed[(half + begun) % 2 :: 2].reshape(-1, width)
             for left in range(0, width, panel):
                 upper = products[left : left + panel, left:]
                 upper.addmm_(piece[:, left : left + panel].T, piece[:, left:])
@@ -122,11 +149,11 @@ class InputStats:
         if on_device(flat):
             from quantkit.kernels.solving.moments import moments_joined, moments_of_parts
 
-            before = (self._sums, self._ends) if self.tokens else (None, None)
+            before = (self._sums, self._ends) if self._sums.shape[1] else (None, None)
             parts = moments_of_parts(flat.contiguous(), None if share is None else share.reshape(-1))
             self._sums, self._ends = moments_joined(parts, *before)
             return
-        if not self.tokens:
+        if not self._sums.shape[1]:
             self._sums = flat.new_zeros(2, flat.shape[1], dtype=torch.float64)
             self._ends = flat.new_tensor([math.inf, -math.inf])[:, None].repeat(1, flat.shape[1])
         total, squares = self._sums
@@ -143,21 +170,32 @@ class InputStats:
     @property
     def low(self) -> Tensor:
         """`min x_k` over all tokens, [K] float32."""
+        self._sum("moments")
         return self._ends[0]
 
     @property
     def high(self) -> Tensor:
         """`max x_k` over all tokens, [K] float32."""
+        self._sum("moments")
         return self._ends[1]
 
     @property
     def squares(self) -> Tensor:
-        """The (weighed) sum of `x_k²`, [K] float64: finite if all inputs were, which a GPU is asked once a block."""
+        """The (weighed) sum of `x_k²`, [K] float64: finite if all inputs were."""
+        self._sum("moments")
         return self._sums[1]
+
+    @property
+    def checked(self) -> Tensor:
+        """[K], of which some are not finite if any input was not: what takes fewest launches."""
+        if self._products and "moments" in self._waiting:
+            return self.hessian.diagonal()
+        return self.squares
 
     @property
     def sample(self) -> Tensor:
         """Some inputs, [at most 512, K] float32: up to 16 of each of the first sequences."""
+        self._sum("sample")
         return torch.cat(self._sample)[:_SAMPLE]
 
     @property
@@ -168,6 +206,7 @@ class InputStats:
     @property
     def mean(self) -> Tensor:
         """The mean input, [K] float32."""
+        self._sum("moments")
         return (self._sums[0] / max(self.tokens, 1)).float()
 
     @property
@@ -190,6 +229,7 @@ class InputStats:
                 rule="a layer is calibrated on what it will see",
                 remedy="leave it in high precision with an override (weights: null), or calibrate on what reaches it",
             )
+        self._sum("products")
         if self._hessian is None:
             if isinstance(self._halves, Tensor):
                 self._hessian = self._halves.sum(dim=0).div_(self.tokens)
@@ -210,7 +250,7 @@ class InputStats:
     @property
     def drift(self) -> Tensor | None:
         """`ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None where those are not known."""
-        return None if self._drift is None else self._drift / self.tokens
+        return None if self._drift is None else self._mean(self._drift)
 
     def lag(self, linear: str) -> Tensor | None:
         """`RᵀX / tokens`, [N, K] float32, with R how far what the linear's output is added to lags behind the original.
@@ -218,7 +258,10 @@ class InputStats:
         None where the output is added to nothing, or that is not known.
         """
         found = self._lags.get(linear)
-        return None if found is None else found / self.tokens
+        return None if found is None else self._mean(found)
+
+    def _mean(self, found: Tensor) -> Tensor:
+        return found if on_device(found) else found / self.tokens
 
     @property
     def noise(self) -> Tensor:
@@ -229,8 +272,10 @@ class InputStats:
         with R₁, R₂ the correlations in two halves of the tokens and R in all of them. (Schäfer and Strimmer, "A
         Shrinkage Approach to Large-Scale Covariance Matrix Estimation", 2005, for shrinking towards the diagonal.)
         """
+        self._sum("products")
         if min(self._counts) == 0:
             return self.squares.new_ones(())
+        assert self._in_halves
         if isinstance(self._halves, Tensor):
             from quantkit.kernels.solving.chance import chance
             from quantkit.kernels.solving.quotient import quotient
@@ -252,6 +297,18 @@ class InputStats:
         return torch.where(both > 0, (apart / 4 / both).clamp(max=1.0), 1.0)
 
 
+def _added(found: Tensor | None, left: Tensor, right: Tensor, before: int) -> Tensor:
+    """The sum of products [N, K] of tokens' values [T, N] and [T, K], with those of earlier ones; on a device their
+    mean, with those of `before` tokens, so that what comes after is one launch."""
+    first = found is None
+    if found is None:
+        found = right.new_empty(left.shape[1], right.shape[1])
+    if not on_device(right):
+        return (found.zero_() if first else found).addmm_(left.T, right)
+    tokens = max(before + len(right), 1)
+    return found.addmm_(left.T, right, beta=0 if first else before / tokens, alpha=1 / tokens)
+
+
 def on_device(tensor: Tensor) -> bool:
     """Whether sums are few launches that nobody waits for."""
     return tensor.is_cuda
@@ -270,5 +327,10 @@ def nonfinite(name: str, value: str) -> InputError:
 
 def _inverse_size(stream: Tensor) -> Tensor:
     """One over the root mean square of each token, [..., 1]; 0 where it is 0, since nothing is relative to that."""
+    if on_device(stream):
+        from quantkit.kernels.solving.moments import inverse_sizes
+
+        found: Tensor = inverse_sizes(stream.reshape(-1, stream.shape[-1]))
+        return found.reshape(*stream.shape[:-1], 1)
     size = stream.square().mean(dim=-1, keepdim=True).sqrt()
     return torch.where(size > 0, size.reciprocal(), 0.0)

@@ -103,7 +103,8 @@ def apply(x: Tensor, scheme: ActivationScheme | CacheScheme, scale: Tensor, zero
     scaled = x / scale
     if zero is not None:
         scaled = scaled + zero.to(x.dtype)
-    values = form.snap(scaled.clamp(form.low, form.high)).to(scale.dtype)
+    # a fixed scale is stored in the model's dtype, which may be shorter than what is computed in
+    values = form.snap(scaled.clamp(form.low, form.high)).to(x.dtype)
     if zero is not None:
-        values = values - zero.to(scale.dtype)
-    return values * scale
+        values = values - zero.to(x.dtype)
+    return values * scale.to(x.dtype)

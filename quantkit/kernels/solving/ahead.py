@@ -57,7 +57,7 @@ def compiled(
         options |= {} if name == "choose" else {**_WHOLE, "REFIT": not steps}
         stages = module.STAGES
     elif name == "search":
-        kernel, types = search.search_ranges, {"scale_ptr": "*fp32" if steps else "*fp16", "zero_ptr": "*i8"}
+        kernel, types = search.search_ranges, {} if steps or not blocks else {"scale_ptr": "*fp16", "zero_ptr": "*i8"}
         absent |= set() if steps else {"given_ptr", "fitted_ptr"}
         tries = {"GIVEN": 7, "TRIES": 0} if steps else {"GIVEN": 0, "TRIES": 5}
         piece, warps = search.tile_of(length, blocks=blocks)
@@ -74,6 +74,7 @@ def compiled(
 # of the kernels that a block is worked on with beside the solvers: kernel, pointers that are not to float32, warps
 _SHARED = {"info_ptr": "*i32", "order_ptr": "*i64", "shrink_ptr": "*fp64", "parts_ptr": "*fp64", "found_ptr": "*fp64"}
 _STORED = {"codes_ptr": "*i8", "scales_ptr": "*fp16", "scale_ptr": "*fp16", "zeros_ptr": "*i8", "zero_ptr": "*i8"}
+_FEW = {"TILE": losses.TILE, "AT_ONCE": losses.AT_ONCE}
 BLOCK: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "moments": (
         moments.column_moments,
@@ -87,9 +88,25 @@ BLOCK: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         {"PARTS": moments.PARTS, "COLUMNS": moments.COLUMNS},
         moments.WARPS,
     ),
+    "fit by turns": (
+        search.fit_by_turns,
+        {"scale_ptr": "*fp16", "best_ptr": "*fp16", "zero_ptr": "*i8", "shift_ptr": "*i8"},
+        {**_WHOLE, "ROWS": search.FIT_ROWS, "PIECE": search.FIT_PIECE},
+        search.FIT_WARPS,
+    ),
+    "sizes of tokens": (
+        moments.inverse_sizes_of_tokens,
+        {},
+        {"ROWS": moments.ROWS, "COLUMNS": moments.COLUMNS},
+        moments.WARPS,
+    ),
+    "sizes of inputs": (losses.shared_sizes, {"producers_ptr": "*i64"}, _FEW, losses.FEW),
+    "powers of sizes": (losses.powers_of_sizes, {}, _FEW, losses.FEW),
+    "least of costs": (losses.least_of, {"parts_ptr": "*fp32"}, {"PARTS": losses.PARTS}, losses.MANY),
+    "norm absorbs": (losses.absorb_scales, {"index_ptr": "*i64"}, {**_FEW, "STORED": "bfloat16"}, losses.FEW),
     "chance": (chance.apart_and_both, {}, {"SQUARE": chance.SQUARE}, chance.WARPS),
     "quotient": (quotient.quotient_of_sums, {}, {"CAPPED": True, "PARTS": quotient.PARTS}, quotient.WARPS),
-    "damped": (factored.damp_and_turn, {}, {"SQUARE": factored.SQUARE}, factored.WARPS),
+    "damped": (factored.damp_and_turn, {}, {"SQUARE": factored.SQUARE, "AT_ONCE": factored.AT_ONCE}, factored.WARPS),
     "unit": (factored.unit_and_pivots, {}, {"SQUARE": factored.SQUARE}, factored.WARPS),
     "stored codes": (
         stored.turn_codes,
@@ -116,7 +133,8 @@ def _built(
     kernel: Any, sm: int, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int
 ) -> CompiledKernel:
     """A kernel whose pointers are to float32, and whose numbers are whole, unless it is said otherwise."""
-    floats = ("low", "high", "least", "most", "shrink", "share", "tokens", "first_count", "second_count")
+    floats = {"low", "high", "least", "most", "shrink", "share", "offset", "tokens", "first_count", "second_count"}
+    floats |= {"norm", "beta", "growth"}
     signature = {
         each: "constexpr"
         if each in constants

@@ -1,10 +1,11 @@
-"""What rounding to nearest loses under many scalings of the inputs, in one launch: AWQ's search.
+"""AWQ's search, a launch a step: how large inputs are, scalings of them, what each loses, which loses least.
 
     d_k = snap(w_k p_k / s) s / p_k - w_k        cost = sum_k a_k d_k²        p: one of the scalings that are tried
 
 Grids of whole numbers span each group's weights once they are scaled. A program owns some rows of one group under one
-scaling, and leaves their cost, or the errors themselves, for a product with a whole Hessian. It is the twin of `_cost`
-in `passes/solvers/awq.py`.
+scaling, and leaves their cost, or the errors themselves, for a product with a whole Hessian. They are the twins of
+`_shared`, `_power`, `_cost` in `passes/solvers/awq.py`. What is found is folded: `absorbed` is the twin of a norm's
+lines of `absorbed` in `model/structure/fold.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import require_contiguous, spanned, whole
+from quantkit.kernels.solving.grid import kept, require_contiguous, spanned, whole
 from quantkit.kernels.solving.search import piece_of
 
+# inputs a program has of its own, inputs at a time, warps
+TILE, AT_ONCE, FEW = 16, 64, 4
+# of the only program that compares costs: parts at a time, warps
+PARTS, MANY = 4096, 8
 # rows a program, columns a piece, warps: no spill on SM 8.0 and 9.0 (benchmarks/kernel_resources.py)
 ROWS, PIECE, WARPS = 32, 32, 4
 
@@ -124,3 +129,235 @@ def _made(target: Tensor, powers: Tensor, importance: Tensor | None, length: int
     if importance is None:
         return target.new_empty((columns, tried, rows))
     return target.new_empty((tried, columns // length * triton.cdiv(rows, ROWS)))
+
+
+@triton.jit
+def shared_sizes(
+    squares_ptr,  # [K] float32, of any stride
+    producers_ptr,  # [K] int64
+    sizes_ptr,  # [K] float32
+    stride,
+    K,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Of each input, the mean square over all inputs that come from the same channel."""
+    mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    channel = tl.load(producers_ptr + mine, mask=mine < K, other=-1)
+    total = tl.zeros((TILE,), tl.float64)
+    times = tl.zeros((TILE,), tl.int32)
+    for start in range(0, K, AT_ONCE):
+        other = start + tl.arange(0, AT_ONCE)
+        theirs = tl.load(producers_ptr + other, mask=other < K, other=-2)
+        square = tl.maximum(tl.load(squares_ptr + other.to(tl.int64) * stride, mask=other < K, other=0.0), 0.0)
+        same = channel[:, None] == theirs[None, :]
+        total += tl.sum(tl.where(same, square[None, :], 0.0).to(tl.float64), axis=1)
+        times += tl.sum(same.to(tl.int32), axis=1)
+    tl.store(sizes_ptr + mine, (total / tl.maximum(times, 1).to(tl.float64)).to(tl.float32), mask=mine < K)
+
+
+@triton.jit
+def powers_of_sizes(
+    squares_ptr,  # [K] float32, of any stride
+    powers_ptr,  # [A, K] float32
+    stride,
+    K,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Under exponent a / (A - 1), centred so that the largest and smallest are each other's inverse; 1 where 0."""
+    exponent = tl.program_id(1).to(tl.float64) / tl.maximum(tl.num_programs(1) - 1, 1).to(tl.float64)
+    top = tl.zeros((AT_ONCE,), tl.float32)
+    least = tl.full((AT_ONCE,), float("inf"), tl.float32)
+    for start in range(0, K, AT_ONCE):
+        other = start + tl.arange(0, AT_ONCE)
+        size = tl.load(squares_ptr + other.to(tl.int64) * stride, mask=other < K, other=0.0)
+        size = tl.math.sqrt_rn(tl.maximum(size, 0.0))
+        top = tl.maximum(top, size)
+        least = tl.minimum(least, tl.where(size > 0.0, size, float("inf")))
+    largest = tl.max(top, axis=0)
+    floor = 1e-4 * largest + 1e-30
+    smallest = tl.minimum(tl.min(least, axis=0), largest)  # infinite if nothing was ever seen
+    lowest, highest = tl.maximum(smallest, floor).to(tl.float64), tl.maximum(largest, floor).to(tl.float64)
+    centre = (tl.log2(lowest) + tl.log2(highest)) / 2
+    mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    size = tl.load(squares_ptr + mine.to(tl.int64) * stride, mask=mine < K, other=0.0)
+    size = tl.math.sqrt_rn(tl.maximum(size, 0.0))
+    power = tl.exp2(exponent * (tl.log2(tl.maximum(size, floor).to(tl.float64)) - centre))
+    place = powers_ptr + tl.program_id(1).to(tl.int64) * K + mine
+    tl.store(place, tl.where(size > 0.0, power, 1.0).to(tl.float32), mask=mine < K)
+
+
+@triton.jit
+def least_of(
+    parts_ptr,  # [A, parts]
+    powers_ptr,  # [A, K] float32
+    scales_ptr,  # [K] float32
+    found_ptr,  # [3] float64: exponent, its cost, the first cost
+    tried,
+    number,
+    K,
+    PARTS: tl.constexpr,
+):
+    """Costs added up in a fixed order, the first of the least, and its scaling."""
+    at, plain = tl.zeros((), tl.int32), tl.zeros((), tl.float64)
+    least = tl.full((), float("inf"), tl.float64)
+    for a in range(tried):
+        total = tl.zeros((PARTS,), tl.float64)
+        for start in range(0, number, PARTS):
+            part = start + tl.arange(0, PARTS)
+            total += tl.load(parts_ptr + a * number + part, mask=part < number, other=0.0).to(tl.float64)
+        cost = tl.sum(total, axis=0)
+        plain = tl.where(a == 0, cost, plain)
+        at = tl.where(cost < least, a, at)
+        least = tl.minimum(cost, least)
+    for start in range(0, K, PARTS):
+        place = start + tl.arange(0, PARTS)
+        tl.store(scales_ptr + place, tl.load(powers_ptr + at * K + place, mask=place < K, other=1.0), mask=place < K)
+    tl.store(found_ptr, at.to(tl.float64) / tl.maximum(tried - 1, 1).to(tl.float64))
+    tl.store(found_ptr + 1, least)
+    tl.store(found_ptr + 2, plain)
+
+
+@triton.jit
+def absorb_scales(
+    weight_ptr,  # [C] float32, or None
+    scales_ptr,  # [K] float32
+    index_ptr,  # [K] int64
+    new_ptr,  # [C] float32; without a weight, the scale of each channel
+    applied_ptr,  # [K] float32, or None
+    offset,
+    C,
+    K,
+    STORED: tl.constexpr,  # what the weight is rounded to: "bfloat16", "float16", "float32", or "" for nothing
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """A program owns some channels, and the inputs that come from them."""
+    mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    scale = tl.full((TILE,), float("-inf"), tl.float32)
+    for start in range(0, K, AT_ONCE):
+        inputs = start + tl.arange(0, AT_ONCE)
+        channel = tl.load(index_ptr + inputs, mask=inputs < K, other=-1)
+        given = tl.load(scales_ptr + inputs, mask=inputs < K, other=1.0)
+        same = mine[:, None] == channel[None, :]
+        scale = tl.maximum(scale, tl.max(tl.where(same, given[None, :], float("-inf")), axis=1))
+    scale = tl.where(scale == float("-inf"), 1.0, scale)  # no input comes from it
+    if weight_ptr is None:
+        tl.store(new_ptr + mine, scale, mask=mine < C)
+    else:
+        weight = tl.load(weight_ptr + mine, mask=mine < C, other=1.0)
+        exact = weight + offset
+        new = tl.where(scale == 1.0, weight, tl.math.div_rn(exact, scale) - offset)
+        if STORED != "":
+            if STORED == "bfloat16":
+                new = kept(new, float("-inf"), float("inf"), 16, 0)
+            elif STORED == "float16":
+                new = new.to(tl.float16).to(tl.float32)
+            used = new + offset
+            scale = tl.where(used != 0.0, tl.math.div_rn(exact, tl.where(used != 0.0, used, 1.0)), scale)
+        tl.store(new_ptr + mine, new, mask=mine < C)
+        for start in range(0, K, AT_ONCE):
+            inputs = start + tl.arange(0, AT_ONCE)
+            channel = tl.load(index_ptr + inputs, mask=inputs < K, other=-1)
+            same = (mine[:, None] == channel[None, :]) & (mine < C)[:, None]
+            of = tl.sum(tl.where(same, scale[:, None], 0.0), axis=0)
+            tl.store(applied_ptr + inputs, of, mask=tl.max(same.to(tl.int32), axis=0) > 0)
+
+
+@torch.library.custom_op("quantkit::sizes", mutates_args=())
+def sizes(squares: Tensor, producers: Tensor) -> Tensor:
+    """[K] float32: mean square over the inputs of one channel.
+
+    Args:
+        squares: [K] float32, of any stride: mean squares of inputs.
+        producers: [K] int64, the channel of each.
+    """
+    made, columns = squares.new_empty(squares.shape), len(squares)
+    shared_sizes[(triton.cdiv(columns, TILE),)](
+        squares, producers, made, squares.stride(0), columns, TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW
+    )
+    return made
+
+
+@sizes.register_fake
+def _(squares, producers):
+    return squares.new_empty(squares.shape)
+
+
+@torch.library.custom_op("quantkit::powers", mutates_args=())
+def powers(squares: Tensor, tried: int) -> Tensor:
+    """[tried, K] float32: sizes to exponents from 0 to 1, with 1 between the largest and the smallest.
+
+    Args:
+        squares: [K] float32, of any stride: of the sizes.
+    """
+    columns = len(squares)
+    made = squares.new_empty((tried, columns))
+    powers_of_sizes[(triton.cdiv(columns, TILE), tried)](
+        squares, made, squares.stride(0), columns, TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW
+    )
+    return made
+
+
+@powers.register_fake
+def _(squares, tried):
+    return squares.new_empty((tried, len(squares)))
+
+
+@torch.library.custom_op("quantkit::cheapest", mutates_args=())
+def cheapest(parts: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
+    """The scaling that costs least, [K] float32; its exponent, its cost and the first one's, [3] float64.
+
+    Args:
+        parts: [A, parts], float32 or float64, to be added up.
+        powers: [A, K] float32.
+    """
+    scales, found = powers.new_empty(powers.shape[1]), powers.new_empty(3, dtype=torch.float64)
+    tried, number = parts.shape
+    least_of[(1,)](
+        parts.contiguous(), powers, scales, found, tried, number, powers.shape[1], PARTS=PARTS, num_warps=MANY
+    )
+    return scales, found
+
+
+@cheapest.register_fake
+def _(parts, powers):
+    return powers.new_empty(powers.shape[1]), powers.new_empty(3, dtype=torch.float64)
+
+
+@torch.library.custom_op("quantkit::absorbed", mutates_args=())
+def absorbed_at_once(
+    weight: Tensor, scales: Tensor, index: Tensor, offset: float, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """`absorbed` of `model/structure/fold.py`: weight [C] and scales [K], both float32."""
+    require_contiguous(weight, scales, index)
+    new, applied = torch.empty_like(weight), torch.empty_like(scales)
+    channels, columns = len(weight), len(index)
+    absorb_scales[(triton.cdiv(channels, TILE),)](
+        weight, scales, index, new, applied, offset, channels, columns,
+        STORED=str(dtype).removeprefix("torch.") if dtype else "", TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW,
+    )  # fmt: skip
+    return new, applied
+
+
+@absorbed_at_once.register_fake
+def _(weight, scales, index, offset, dtype):
+    return torch.empty_like(weight), torch.empty_like(scales)
+
+
+@torch.library.custom_op("quantkit::spread", mutates_args=())
+def spread_at_once(scales: Tensor, index: Tensor, channels: int) -> Tensor:
+    """`spread` of `model/structure/fold.py`: [channels] float32."""
+    require_contiguous(scales, index)
+    made = scales.new_empty(channels)
+    absorb_scales[(triton.cdiv(channels, TILE),)](
+        None, scales, index, made, None, 0.0, channels, len(index),
+        STORED="", TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW,
+    )  # fmt: skip
+    return made
+
+
+@spread_at_once.register_fake
+def _(scales, index, channels):
+    return scales.new_empty(channels)

@@ -1,4 +1,5 @@
-"""Sums, sums of squares and ranges of every input, in two launches: what a chunk of inputs adds to them.
+"""Sums, sums of squares and ranges of every input, in two launches: what a chunk of inputs adds to them; and by how
+much its tokens count, in one.
 
 A program owns some columns of some tokens; what the programs found is added up in a fixed order, in float64. It is the
 twin of the lines of the same work in `InputStats.add` (`calibrate/statistics/sums.py`).
@@ -85,6 +86,44 @@ def joined_moments(
     tl.store(sums_ptr + K + columns, squares, mask=inside)
     tl.store(ends_ptr + columns, low, mask=inside)
     tl.store(ends_ptr + K + columns, high, mask=inside)
+
+
+@triton.jit
+def inverse_sizes_of_tokens(
+    stream_ptr,  # [T, W] float32
+    share_ptr,  # [T] float32
+    T,
+    W,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One over the root mean square of each token; 0 where that is 0."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, W, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        there = (rows < T)[:, None] & (columns < W)[None, :]
+        x = tl.load(stream_ptr + rows.to(tl.int64)[:, None] * W + columns[None, :], mask=there, other=0.0)
+        squares += tl.sum(x * x, axis=1)
+    size = tl.math.sqrt_rn(squares / W)
+    share = tl.where(size > 0.0, 1.0 / tl.where(size > 0.0, size, 1.0), 0.0)
+    tl.store(share_ptr + rows, share, mask=rows < T)
+
+
+@torch.library.custom_op("quantkit::inverse_sizes", mutates_args=())
+def inverse_sizes(stream: Tensor) -> Tensor:
+    """[T] float32: one over the root mean square of each token of [T, W] float32, 0 where that is 0."""
+    tokens, width = stream.shape
+    made = stream.new_empty(tokens)
+    inverse_sizes_of_tokens[(triton.cdiv(tokens, ROWS),)](
+        stream.contiguous(), made, tokens, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+    )
+    return made
+
+
+@inverse_sizes.register_fake
+def _(stream):
+    return stream.new_empty(stream.shape[0])
 
 
 @torch.library.custom_op("quantkit::moments_of_parts", mutates_args=())

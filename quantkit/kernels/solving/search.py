@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import kept, require_contiguous, search_steps, snapped, spanned
+from quantkit.kernels.solving.grid import kept, require_contiguous, search_steps, snapped, spanned, whole
 
 # rows a program: no spill on SM 8.0 and 9.0 with the tiles of `tile_of` (benchmarks/kernel_resources.py)
 ROWS = 32
@@ -96,7 +96,7 @@ def search_ranges(
     importance_ptr,  # [K] float32, [K / length, length, length], or None
     given_ptr,  # [GIVEN, K / length, N] float32: grids to try; None of whole numbers
     scale_ptr,  # [K / length, N]: the best
-    zero_ptr,  # the same, int8, or None
+    zero_ptr,  # the same, or None
     fitted_ptr,  # the same, float32: what would fit the codes of the best; None of whole numbers
     values_ptr,
     edges_ptr,
@@ -180,7 +180,7 @@ def search_ranges(
                 scale, cost = tl.where(wins, tried, scale), tl.where(wins, paid, cost)
     tl.store(scale_ptr + place, scale.to(scale_ptr.dtype.element_ty), mask=inside)
     if zero_ptr is not None:
-        tl.store(zero_ptr + place, zero.to(tl.int8), mask=inside)
+        tl.store(zero_ptr + place, zero.to(zero_ptr.dtype.element_ty), mask=inside)
 
 
 @torch.library.custom_op("quantkit::search_integers", mutates_args=())
@@ -192,6 +192,7 @@ def search_integers(
     high: float,
     symmetric: bool,
     scale: torch.dtype,
+    zero: torch.dtype,
     bounds: list[float],
     dropped: list[int],
     smallest: float,
@@ -199,18 +200,19 @@ def search_integers(
     refinements: int,
     precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """Scale [K / length, N] and zero point, int8 (of symmetric grids [0]), of whole numbers from `low` to `high`.
+    """Scale and zero point [K / length, N] (of symmetric grids [0]), of whole numbers from `low` to `high`.
 
     Args:
         target: [K, N] float32.
         importance: [K] or [K / length, length, length] float32, or None.
         length: weights of a column that share a scale.
-        scale: how scales are stored, between `bounds`, with so many bits of float32 `dropped`: ties to even, then ties
-            away from zero.
+        scale, zero: what both are given in.
+        bounds, dropped: of scales, which are between the one, with so many bits of float32 dropped: ties to even, then
+            ties away from zero.
         smallest, tries, refinements: of the `Search`.
         precision: of the products with a Hessian's blocks: `ieee`, `tf32x3` or `tf32`.
     """
-    scales, zeros = _integers(target, length, symmetric, scale)
+    scales, zeros = _integers(target, length, symmetric, scale, zero)
     options = {"REFINEMENTS": refinements, "TRIES": tries, "SMALLEST": smallest, "REST": 1 - smallest, "GIVEN": 0}
     _launch(
         target, importance, None, scales, None if symmetric else zeros, None, None, None,
@@ -221,9 +223,22 @@ def search_integers(
 
 @search_integers.register_fake
 def _(
-    target, importance, length, low, high, symmetric, scale, bounds, dropped, smallest, tries, refinements, precision
+    target,
+    importance,
+    length,
+    low,
+    high,
+    symmetric,
+    scale,
+    zero,
+    bounds,
+    dropped,
+    smallest,
+    tries,
+    refinements,
+    precision,
 ):
-    return _integers(target, length, symmetric, scale)
+    return _integers(target, length, symmetric, scale, zero)
 
 
 @torch.library.custom_op("quantkit::best_grids", mutates_args=())
@@ -254,9 +269,11 @@ def _(target, importance, length, given, values, edges, precision):
     return given.new_empty(given.shape[1:]), given.new_empty(given.shape[1:])
 
 
-def _integers(target: Tensor, length: int, symmetric: bool, scale: torch.dtype) -> tuple[Tensor, Tensor]:
+def _integers(
+    target: Tensor, length: int, symmetric: bool, scale: torch.dtype, zero: torch.dtype
+) -> tuple[Tensor, Tensor]:
     shape = (target.shape[0] // length, target.shape[1])
-    return target.new_empty(shape, dtype=scale), target.new_empty((0,) if symmetric else shape, dtype=torch.int8)
+    return target.new_empty(shape, dtype=scale), target.new_empty((0,) if symmetric else shape, dtype=zero)
 
 
 def tile_of(length: int, *, blocks: bool) -> tuple[int, int]:
@@ -274,3 +291,114 @@ def _launch(target, importance, given, scale, zero, fitted, values, edges, bound
         **options, BLOCKS=blocks, STEPS=search_steps(values), PIECE=piece, ROWS=ROWS, PRECISION=precision,
         num_warps=warps,
     )  # fmt: skip
+
+
+# of the fit by turns: rows a program, columns at a time, warps
+FIT_ROWS, FIT_PIECE, FIT_WARPS = 16, 64, 8
+
+
+@triton.jit
+def fit_by_turns(
+    weight_ptr,  # [n, L] float32
+    scale_ptr,  # [n]: where it begins
+    zero_ptr,  # [n] int8, or None
+    best_ptr,  # [n], as `scale_ptr`
+    shift_ptr,  # [n] int8, or None
+    low,
+    high,
+    least,
+    most,
+    norm,
+    beta,
+    growth,
+    turns,
+    n,
+    L,
+    EVEN: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """The twin of `_fit` in `passes/solvers/hqq.py`: a pass over the weights of some groups each turn."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    now = tl.load(scale_ptr + rows, mask=rows < n, other=1.0).to(tl.float32)
+    shift = tl.zeros((ROWS,), tl.float32)
+    if zero_ptr is not None:
+        shift = tl.load(zero_ptr + rows, mask=rows < n, other=0).to(tl.float32)
+    bend = tl.exp2((2.0 - norm) * tl.log2(now))
+    best, best_shift, paid = now, shift, tl.full((ROWS,), float("inf"), tl.float32)
+    for _ in range(turns + 1):
+        cost = tl.zeros((ROWS,), tl.float32)
+        codes_sum = tl.zeros((ROWS,), tl.float32)
+        aims = tl.zeros((ROWS,), tl.float32)
+        both = tl.zeros((ROWS,), tl.float32)
+        squares = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, L, PIECE):
+            columns = start + tl.arange(0, PIECE)
+            there = (rows < n)[:, None] & (columns < L)[None, :]
+            w = tl.load(weight_ptr + rows.to(tl.int64)[:, None] * L + columns[None, :], mask=there, other=0.0)
+            units = tl.math.div_rn(w, tl.zeros_like(w) + now[:, None])
+            codes = whole(tl.minimum(tl.maximum(units, (low - shift)[:, None]), (high - shift)[:, None]))
+            rest = w - codes * now[:, None]
+            size = tl.abs(rest)
+            safe = tl.maximum(size, 1e-12)
+            bent = tl.exp2(norm * tl.log2(safe))
+            forgiven = tl.maximum(size - bent / safe * (bend / beta)[:, None], 0.0)
+            aim = tl.where(there, w - tl.where(rest < 0.0, -forgiven, forgiven), 0.0)
+            raw = tl.where(there, codes + shift[:, None], 0.0)
+            cost += tl.sum(tl.where(there, bent, 0.0), axis=1)
+            codes_sum += tl.sum(raw, axis=1)
+            aims += tl.sum(aim, axis=1)
+            both += tl.sum(raw * aim, axis=1)
+            squares += tl.sum(raw * raw, axis=1)
+        wins = cost < paid
+        best, best_shift, paid = tl.where(wins, now, best), tl.where(wins, shift, best_shift), tl.minimum(cost, paid)
+        beta *= growth
+        if zero_ptr is not None:
+            slope = (both - codes_sum * aims / L) / (squares - codes_sum * codes_sum / L)
+            shift = (codes_sum - aims / slope) / L
+            shift = whole(tl.minimum(tl.maximum(tl.where((shift <= 0.0) | (shift > 0.0), shift, 0.0), low), high))
+        along, across = both - shift * aims, squares - 2.0 * shift * codes_sum + shift * shift * L
+        wanted = along / across
+        fits = (wanted > 0.0) & (wanted < float("inf"))
+        now = kept(tl.where(fits, wanted, now), least, most, EVEN, HALF)
+    tl.store(best_ptr + rows, best.to(best_ptr.dtype.element_ty), mask=rows < n)
+    if shift_ptr is not None:
+        tl.store(shift_ptr + rows, best_shift.to(tl.int8), mask=rows < n)
+
+
+@torch.library.custom_op("quantkit::fitted_by_turns", mutates_args=())
+def fitted_by_turns(
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    ends: list[float],
+    bounds: list[float],
+    dropped: list[int],
+    norm: float,
+    beta: float,
+    growth: float,
+    turns: int,
+) -> tuple[Tensor, Tensor]:
+    """Scale [n] and zero point [n] int8 (of symmetric grids [0]) of groups, by half-quadratic splitting.
+
+    Args:
+        weight: [n, L] float32.
+        scale, zero: where it begins; zero is int8 or None.
+        ends: smallest and largest code.
+        bounds, dropped: as of `search_integers`.
+        norm, beta, growth, turns: as of `half_quadratic`.
+    """
+    require_contiguous(weight, scale, zero)
+    best, shift = torch.empty_like(scale), scale.new_empty(0 if zero is None else zero.shape, dtype=torch.int8)
+    number, length = weight.shape
+    fit_by_turns[(triton.cdiv(number, FIT_ROWS),)](
+        weight, scale, zero, best, None if zero is None else shift, *ends, *bounds, norm, beta, growth, turns,
+        number, length, EVEN=dropped[0], HALF=dropped[1], ROWS=FIT_ROWS, PIECE=FIT_PIECE, num_warps=FIT_WARPS,
+    )  # fmt: skip
+    return best, shift
+
+
+@fitted_by_turns.register_fake
+def _(weight, scale, zero, ends, bounds, dropped, norm, beta, growth, turns):
+    return torch.empty_like(scale), scale.new_empty(0 if zero is None else zero.shape, dtype=torch.int8)

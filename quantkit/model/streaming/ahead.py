@@ -33,14 +33,14 @@ class ReadAhead:
         return self._stream.visits
 
     def load(self, index: int) -> nn.Module:
-        """Block `index`; from here on the one after it is on its way."""
+        """Block `index`; from here on the one after it is on its way, or still is, where a block is done again."""
         coming, self._coming = self._coming, None
-        if coming is not None and coming[0] == index:
-            block = coming[1].result()
-        else:
-            block = self._lane.submit(self._stream.load, index).result()
+        here = coming is not None and coming[0] == index
+        block = (coming[1] if coming and here else self._lane.submit(self._stream.load, index)).result()
         self._lane.taken([*block.parameters(), *block.buffers()])
-        if index + 1 < len(self.block_names):
+        if coming is not None and coming[0] == index + 1:
+            self._coming = coming
+        elif index + 1 < len(self.block_names):
             self._coming = index + 1, self._lane.submit(self._stream.load, index + 1)
         return block
 

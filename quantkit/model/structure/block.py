@@ -13,7 +13,7 @@ from quantkit.formats.base.activation import InputScale, Moved
 from quantkit.model.streaming.cache import QuantizedCache
 from quantkit.model.streaming.inputs import QuantizedInput
 from quantkit.model.structure import fold as folds
-from quantkit.model.structure.fold import Fold
+from quantkit.model.structure.fold import Fold, Ways
 from quantkit.model.structure.traced import SharedInput, Structure, set_parameter, set_weight, weight_of
 from quantkit.scheme import WeightScheme
 
@@ -169,12 +169,13 @@ class Block:
     def _moved(self, linear: str) -> Moved | None:
         return self.inputs[linear].moved if linear in self.inputs else None
 
-    def fold(self, group: SharedInput, scales: Tensor) -> Tensor:
-        """Multiply the group's inputs' columns by `scales` [channels] and divide the producer by them.
+    def fold(self, group: SharedInput, scales: Tensor, ways: Ways | None = None) -> Tensor:
+        """Multiply the group's inputs' columns by `scales` [K] and divide the producer by them.
 
         Args:
             group: one with an entry in `folds`.
-            scales: one for each of the producer's output channels.
+            scales: one for each input; inputs from one of the producer's channels have the same.
+            ways: as of `folds.apply`.
 
         Returns:
             the scales that were applied (a norm's weight is rounded to its stored dtype first).
@@ -182,8 +183,8 @@ class Block:
         fold = self.folds[self.group_name(group)]
         whole = next(each for each in self.structure.groups if each.name == fold.group)
         if self.original is not None:  # or its inputs would be others, not the same in better precision
-            folds.apply(self.original, fold, whole, scales, self.dtype)
-        return folds.apply(self.module, fold, whole, scales, self.dtype)
+            folds.apply(self.original, fold, whole, scales, self.dtype, ways)
+        return folds.apply(self.module, fold, whole, scales, self.dtype, ways)
 
     def group_name(self, group: SharedInput) -> str:
         """The name of the shared input as tracing found it, of which `group` may hold only some members."""

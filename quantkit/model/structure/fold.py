@@ -10,13 +10,15 @@ only part of the producer's outputs commutes (the value part of a fused q/k/v, t
 single channels finds that part.
 
 Proved: on every block, in float64, with random scales in 0.25..4, the block's outputs before and after agree within
-1e-10. What does not hold is declined with its reason.
+1e-10. What does not hold is declined with its reason. On a GPU, a block that computes what an earlier one did
+(`computed.py`) is not run for it: there they were also proved with all weights moved at random, none of which is zero,
+so that they hold for that function and not only for those weights.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,6 +45,7 @@ class Fold:
             one channel, which ties their scales.
         channels: how many outputs the producer has.
         form: a linear's rows, a norm's `weight`, or a norm that multiplies by `1 + weight`.
+        tied: whether any two inputs come from one channel.
     """
 
     group: str
@@ -50,6 +53,7 @@ class Fold:
     index: Tensor
     channels: int
     form: Form
+    tied: bool = True
 
 
 class InDouble(TorchDispatchMode):
@@ -73,44 +77,77 @@ def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[-1])])
 
 
-def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def spread(scales: Tensor, index: Tensor, channels: int) -> Tensor:
+    """Scales of inputs [K] as those of the channels behind them [channels], 1 where no input comes from."""
+    return torch.ones(channels, dtype=scales.dtype, device=scales.device).index_copy_(0, index, scales)
+
+
+def absorbed(
+    weight: Tensor, scales: Tensor, index: Tensor, offset: float, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """A norm's weight [channels] divided by the scales of the inputs behind it, and those [K] once it is stored.
+
+    Args:
+        scales: [K], non-zero, of each input; inputs from one channel have the same.
+        index: [K], the channel behind each input; a channel that no input comes from keeps its weight.
+        offset: added to the weight where it is used.
+        dtype: what the weight will be stored in, if it is to be rounded to it.
+    """
+    wide = spread(scales, index, len(weight))
+    # a weight whose scale is 1 stays what it is, to the last bit
+    new = torch.where(wide == 1, weight, (weight + offset) / wide - offset)
+    if dtype is not None:
+        new = new.to(dtype).to(new.dtype)
+        usable = (new + offset).abs() > 0
+        wide = torch.where(usable, (weight + offset) / (new + offset), wide)
+    return new, wide[index]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What computes `spread` and `absorbed`: those, or kernels that are their twins."""
+
+    spread: Callable[[Tensor, Tensor, int], Tensor] = spread
+    absorbed: Callable[[Tensor, Tensor, Tensor, float, torch.dtype | None], tuple[Tensor, Tensor]] = absorbed
+
+
+@torch.no_grad()
+def apply(
+    block: nn.Module,
+    fold: Fold,
+    group: SharedInput,
+    scales: Tensor,
+    dtype: torch.dtype | None = None,
+    ways: Ways | None = None,
+) -> Tensor:
     """Divide the producer by `scales`, multiply the consumers' input columns by them, in place.
 
     Args:
-        scales: [channels] > 0 (or non-zero), one for each of the producer's outputs; channels that no input comes from
-            keep 1.
+        scales: [K] > 0 (or non-zero), one for each input; inputs from one channel have the same.
         dtype: what a norm's weight will be stored in. Its new values are rounded to it first and the scales adapted, so
             that the fold is exact in the stored model.
+        ways: twins of what computes channels' scales and a norm's weight here.
 
     Returns:
-        the scales that were applied, [channels].
+        the scales that were applied, [K].
     """
     producer = block.get_submodule(fold.producer)
-    weight = producer.weight.detach()  # type: ignore[operator, union-attr]
-    reached = torch.zeros(fold.channels, dtype=torch.bool, device=weight.device)
-    reached[fold.index] = True
-    scales = torch.where(reached, scales.to(weight), 1.0)  # type: ignore[union-attr]
-    with torch.no_grad():
-        if fold.form == "linear":
-            shape = (1, -1) if is_transposed(producer) else (-1, 1)
-            set_parameter(producer, "weight", weight / scales.reshape(shape))  # type: ignore[operator]
-        else:
-            offset = 1.0 if fold.form == "one_plus_weight" else 0.0
-            # a weight whose scale is 1 stays what it is, to the last bit
-            new = torch.where(scales == 1, weight, (weight + offset) / scales - offset)  # type: ignore[operator]
-            if dtype is not None:
-                new = new.to(dtype).to(new.dtype)
-                usable = (new + offset).abs() > 0
-                scales = torch.where(usable & reached, (weight + offset) / (new + offset), scales)  # type: ignore[operator]
-            set_parameter(producer, "weight", new)
-        bias = getattr(producer, "bias", None)
-        if bias is not None:
-            set_parameter(producer, "bias", bias.detach() / scales)
-        for member in group.members:
-            module = block.get_submodule(member)
-            columns = scales[fold.index]
-            shape = (-1, 1) if is_transposed(module) else (1, -1)
-            set_parameter(module, "weight", module.weight.detach() * columns.reshape(shape))  # type: ignore[operator, union-attr]
+    weight: Tensor = producer.weight.detach()  # type: ignore[operator, union-attr, assignment]
+    bias = getattr(producer, "bias", None)
+    scales, ways = scales.to(weight), ways or Ways()
+    if fold.form == "linear":
+        wide = ways.spread(scales, fold.index, fold.channels)
+        set_parameter(producer, "weight", weight / wide.reshape((1, -1) if is_transposed(producer) else (-1, 1)))
+    else:
+        new, scales = ways.absorbed(weight, scales, fold.index, 1.0 if fold.form == "one_plus_weight" else 0.0, dtype)
+        set_parameter(producer, "weight", new)
+        wide = scales if bias is None else ways.spread(scales, fold.index, fold.channels)
+    if bias is not None:
+        set_parameter(producer, "bias", bias.detach() / wide)
+    for member in group.members:
+        module = block.get_submodule(member)
+        columns = scales.reshape((-1, 1) if is_transposed(module) else (1, -1))
+        set_parameter(module, "weight", module.weight.detach() * columns)  # type: ignore[operator, union-attr]
     return scales
 
 
@@ -140,8 +177,20 @@ def prove(block: nn.Module, structure: Structure, fold: Fold, call: Call, seed: 
 
 
 @torch.no_grad()
-def prove_all(block: nn.Module, structure: Structure, folds: Mapping[str, Fold], call: Call, seed: int = 0) -> float:
+def prove_all(
+    block: nn.Module,
+    structure: Structure,
+    folds: Mapping[str, Fold],
+    call: Call,
+    seed: int = 0,
+    *,
+    whatever_weights: bool = False,
+) -> float:
     """How far a block's outputs move when folds are applied with random scales in 0.25..4, in float64.
+
+    Args:
+        whatever_weights: move all weights at random first: a bias that is zero, or a channel that is dead, may hide
+            that a fold holds for these weights only.
 
     Returns:
         the relative disagreement; the folds hold if it is at most 1e-10.
@@ -149,6 +198,10 @@ def prove_all(block: nn.Module, structure: Structure, folds: Mapping[str, Fold],
     exact = in_double(block)
     twice = call.double()
     generator = torch.Generator().manual_seed(seed)
+    for value in exact.parameters() if whatever_weights else ():
+        if value.is_floating_point():
+            moved = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+            value.add_(moved * value.square().mean().sqrt().clamp(min=0.01) / 2)
     groups = {group.name: group for group in structure.groups}
     with InDouble():  # type: ignore[no-untyped-call]
         before = twice(exact)
@@ -156,7 +209,7 @@ def prove_all(block: nn.Module, structure: Structure, folds: Mapping[str, Fold],
             scales = torch.exp2(torch.rand(fold.channels, generator=generator, dtype=torch.float64) * 4 - 2)
             if name not in groups or groups[name].features != fold.index.numel():
                 return float("inf")
-            apply(exact, fold, groups[name], scales)
+            apply(exact, fold, groups[name], scales.to(fold.index.device)[fold.index])
         return disagreement(before, twice(exact))
 
 
@@ -185,10 +238,11 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
                 reason = "no producer's channels reach it unmixed"
                 continue
             index, channels = found
+            tied = bool((index.sort().values.diff() == 0).any())
             forms: tuple[Form, ...] = ("linear",) if is_linear(producer) else ("weight", "one_plus_weight")
             errors = []
             for form in forms:
-                fold = Fold(group.name, name, index, channels, form)
+                fold = Fold(group.name, name, index, channels, form, tied)
                 error = prove(block, structure, fold, call)
                 if error <= TOLERANCE:
                     folds[group.name] = fold

@@ -62,6 +62,7 @@ def search_scales(
     grid: int = 20,
     producers: Tensor | None = None,
     channels: int | None = None,
+    tied: bool = True,
     importance: Tensor | None = None,
 ) -> AwqScales:
     """The scales, among powers of the inputs' magnitude, with which rounding to nearest costs least.
@@ -74,6 +75,7 @@ def search_scales(
         producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
             one channel (grouped heads repeat them) share a scale. None: each its own.
         channels: how many that module has; None looks for the last one in `producers`.
+        tied: whether any two come from one channel; on a device sizes are not shared where not.
         importance: [K], `Factor.importance`, when GPTQ assigns the codes: the cost is then `sum_k a_k |d_k|²`, what
             is left of an error after GPTQ made up for it. None: codes are rounded to nearest, the cost is
             `tr(D H Dᵀ)`.
@@ -86,23 +88,36 @@ def search_scales(
     if not at_once:
         check_finite(hessian)
     with one_thread(hessian):
-        target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         rows = [weight.shape[0] for weight in weights]
-        size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers, channels)
         costs = hessian.float() if importance is None else importance.float()
-        exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
         if at_once:
-            exponents = exponents.to(hessian.device, non_blocking=True)
-            powers = _powers(size, exponents)
-            lost = _costs(target, rows, powers, costs, scheme)
-        else:
-            tried = [torch.ones_like(size), *(_power(size, alpha) for alpha in exponents[1:].tolist())]
-            lost = torch.tensor([_cost(target, rows, scales, costs, scheme) for scales in tried], dtype=torch.float64)
-            powers = torch.stack(tried)
-        # the first of equals
-        best = lost.argmin().reshape(1)
-        scales, alpha, cost = (each.index_select(0, best).squeeze(0) for each in (powers, exponents, lost))
-        return AwqScales(scales, alpha, cost, lost.select(0, 0))
+            return _search_at_once(weights, rows, hessian, costs, scheme, grid, producers if tied else None)
+        target = torch.cat([weight.float() for weight in weights]).T.contiguous()
+        size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers, channels)
+        exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
+        tried = [torch.ones_like(size), *(_power(size, alpha) for alpha in exponents[1:].tolist())]
+        lost = torch.tensor([_cost(target, rows, scales, costs, scheme) for scales in tried], dtype=torch.float64)
+        best = int(lost.argmin())  # the first of equals
+        return AwqScales(tried[best], exponents[best], lost[best], lost[0])
+
+
+def _search_at_once(
+    weights: Sequence[Tensor],
+    rows: list[int],
+    hessian: Tensor,
+    costs: Tensor,
+    scheme: WeightScheme,
+    grid: int,
+    producers: Tensor | None,
+) -> AwqScales:
+    """`search_scales` in a launch a step."""
+    from quantkit.kernels.solving.losses import cheapest, powers, sizes
+
+    squares = hessian.diagonal().float()
+    tried = powers(squares if producers is None else sizes(squares, producers), grid + 1)
+    target = torch.cat([weight.float().T for weight in weights], dim=1).contiguous()
+    scales, found = cheapest(_costs(target, rows, tried, costs, scheme), tried)
+    return AwqScales(scales, *found.unbind())
 
 
 def transformed(hessian: Tensor, scales: Tensor) -> Tensor:
@@ -148,46 +163,25 @@ def _power(size: Tensor, alpha: float) -> Tensor:
     return torch.where(seen, scales / centre, torch.ones_like(scales))
 
 
-def _powers(size: Tensor, exponents: Tensor) -> Tensor:
-    """`_power` for each of some exponents, [A, K], without waiting for what was ever seen."""
-    scales = torch.maximum(size, 1e-4 * size.amax() + 1e-30).pow(exponents.float().unsqueeze(1))
-    seen = size > 0
-    top = torch.where(seen, scales, 0.0).amax(dim=1, keepdim=True)
-    centre = (top * torch.where(seen, scales, torch.inf).amin(dim=1, keepdim=True)).sqrt()
-    return torch.where(seen, scales / centre, 1.0)
-
-
 def _shared(size: Tensor, producers: Tensor | None, channels: int | None) -> Tensor:
     """The magnitude of each input's producer: the root mean square over the inputs that come from it."""
     if producers is None:
         return size.float()
-    if device.launched(size) and channels is not None:
-        return _shared_in_order(size, producers, channels)
     count = int(producers.max()) + 1 if channels is None else channels
     total = size.new_zeros(count).index_add_(0, producers, size.float().square())
     times = size.new_zeros(count).index_add_(0, producers, torch.ones_like(size))
     return (total / times.clamp(min=1)).sqrt()[producers]
 
 
-def _shared_in_order(size: Tensor, producers: Tensor, channels: int) -> Tensor:
-    """The same on a device, where sums by index are atomic, in an order of their own each time."""
-    places, order = producers.sort(stable=True)
-    before = torch.nn.functional.pad(size.double().square()[order].cumsum(0), (1, 0))
-    numbers = torch.arange(channels, device=size.device)
-    first, end = torch.searchsorted(places, numbers), torch.searchsorted(places, numbers, right=True)
-    mean = (before[end] - before[first]) / (end - first).clamp(min=1)
-    return mean.clamp(min=0).sqrt().float()[producers]
-
-
 def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, scheme: WeightScheme) -> Tensor:
-    """`_cost` of each of some scalings [A, K], in as few launches as memory allows: [A] float64."""
+    """`_cost` of each of some scalings [A, K], in as few launches as memory allows: [A, parts], to be added up."""
     from quantkit.kernels.solving.losses import losses
 
     form, columns = ranges.integer_format(scheme), target.shape[0]
     _, bounds, dropped = device.kept_by_bits(scheme)
     grid = (columns // groups_of(columns, scheme), form.low, form.high, scheme.symmetric, bounds, dropped)
     whole = scheme.granularity == "tensor"
-    total = torch.zeros(len(powers), dtype=torch.float64, device=target.device)
+    lost = []
     for part in torch.split(target, rows, dim=1) if whole else [target]:
         part, given = part.contiguous(), None  # noqa: PLW2901
         if whole:
@@ -196,7 +190,7 @@ def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, sch
             scale, zero = form.parameters(low.min, high.max, scheme)
             given = torch.stack([scale.float(), torch.zeros_like(low.min) if zero is None else zero.float()], dim=1)
         if hessian.dim() == 1:
-            total += losses(part, powers, hessian.contiguous(), given, *grid).sum(dim=1, dtype=torch.float64)
+            lost.append(losses(part, powers, hessian.contiguous(), given, *grid))
             continue
         paid, step = [], max(1, _MEMORY // (2 * part.numel() * part.element_size()))
         starts = range(0, len(powers), step)
@@ -204,8 +198,8 @@ def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, sch
             error = losses(part, some, None, None if given is None else given[start : start + step], *grid)
             flat = error.flatten(1)
             paid.append((hessian @ flat).mul_(flat).view_as(error).sum(dim=(0, 2), dtype=torch.float64))
-        total += torch.cat(paid)
-    return total
+        lost.append(torch.cat(paid).unsqueeze(1))
+    return lost[0] if len(lost) == 1 else torch.cat(lost, dim=1)
 
 
 def _cost(target: Tensor, rows: list[int], scales: Tensor | None, hessian: Tensor, scheme: WeightScheme) -> float:

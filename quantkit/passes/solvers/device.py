@@ -13,6 +13,7 @@ import torch
 from quantkit.formats.base import grid
 from quantkit.formats.base.integers import IntegerFormat, exact_bits
 from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.model.structure.fold import Ways
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,15 @@ def precision() -> str:
 def known(form: GridFormat) -> bool:
     """Whether the kernels know the grid of a format: whole numbers, or scaled elements of up to eight bits."""
     return isinstance(form, IntegerFormat | ScaledFormat)
+
+
+def folding(scales: Tensor) -> Ways | None:
+    """What folds scales: on a device a launch for each producer, and one for each of its readers."""
+    if not launched(scales):
+        return None
+    from quantkit.kernels.solving.losses import absorbed_at_once, spread_at_once
+
+    return Ways(spread_at_once, absorbed_at_once)
 
 
 def table(form: GridFormat, where: torch.device) -> tuple[Tensor | None, Tensor | None]:

@@ -32,6 +32,8 @@ class Factor:
             which is not waited for, they are not finite if there is no factor.
         damping: the share of the mean diagonal that was added.
         raised: how often it had to be raised for the factor to exist.
+        laid: the Hessian's diagonal and `importance`, one value behind the other; on a device, where laying them is a
+            launch.
     """
 
     hessian: Tensor
@@ -40,6 +42,12 @@ class Factor:
     pivots: Tensor
     damping: float
     raised: int
+    laid: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def diagonal(self) -> Tensor:
+        """Of the damped Hessian, [K] in the order of the weights."""
+        return self.hessian.diagonal() if self.laid is None else self.laid[0]
 
     @property
     def importance(self) -> Tensor:
@@ -48,6 +56,8 @@ class Factor:
         It is the diagonal to measure ranges and scales by when GPTQ assigns the codes: without the part that it takes
         back, and without a product with the whole Hessian.
         """
+        if self.laid is not None:
+            return self.laid[1]
         spread = torch.empty_like(self.pivots)
         spread[self.order] = self.pivots
         return spread
@@ -148,13 +158,13 @@ def _unawaited(hessian: Tensor, share: float, shrink: float | Tensor, act_order:
     from quantkit.kernels.solving.factored import damped, unit_of
 
     diagonal = hessian.diagonal().float()
-    order = (
-        diagonal.argsort(descending=True, stable=True)
-        if act_order
-        else torch.arange(len(diagonal), device=diagonal.device)
-    )
+    if act_order:
+        diagonal, order = diagonal.sort(descending=True, stable=True)
+        chosen: Tensor | None = order
+    else:
+        diagonal, chosen, order = diagonal.contiguous(), None, torch.arange(len(diagonal), device=diagonal.device)
     taken = (shrink, 0.0) if isinstance(shrink, torch.Tensor) else (None, float(shrink))
-    whole, turned = damped(hessian.float(), order, diagonal.mean(), *taken, share)
+    whole, turned, costs = damped(hessian.float(), chosen, diagonal, *taken, share)
     lower, info = torch.linalg.cholesky_ex(turned)
-    unit, pivots = unit_of(lower, info)
-    return Factor(whole, order, unit, pivots, share, raised)
+    unit, pivots, importance = unit_of(lower, info, chosen)
+    return Factor(whole, order, unit, pivots, share, raised, (costs, importance))

@@ -198,9 +198,9 @@ def _place(
 ) -> tuple[Tensor, Tensor | None]:
     """Effective scale and zero [G, N] float32 of weights of so many `rows`, that lie side by side in target [K, N]."""
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
-    importance = solved.hessian.diagonal().contiguous() if kind == "hessian" else None
+    importance = solved.diagonal.contiguous() if kind == "hessian" else None
     if scheme.granularity not in ("tensor", "block"):
-        scale, zero = ranges.transposed(target, group, scheme, importance, search)
+        scale, zero = ranges.transposed(target, group, scheme, importance, search, wide=True)
         return scale.float(), None if zero is None else zero.float()
     scales, zeros = [], []
     for part in torch.split(target, rows, dim=1):
@@ -508,7 +508,12 @@ def corrected(
         for part, lag in zip(added.split(rows), lags or [None] * len(rows), strict=True):
             if lag is not None:
                 part.add_(lag)
-        root = solved.unit * solved.pivots.sqrt()  # H = root rootᵀ
-        added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
-        added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
+        if device.launched(added):  # H = unit pivots unitᵀ, without another matrix
+            each = {"left": False, "unitriangular": True}
+            added = torch.linalg.solve_triangular(solved.unit.T, added, upper=False, **each).div_(solved.pivots)
+            added = torch.linalg.solve_triangular(solved.unit, added, upper=True, **each)
+        else:
+            root = solved.unit * solved.pivots.sqrt()  # H = root rootᵀ
+            added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
+            added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
         return list(whole.add_(added, alpha=share / (1 + ridge)).split(rows))

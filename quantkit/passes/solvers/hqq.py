@@ -63,6 +63,13 @@ def half_quadratic(
     scale, zero = ranges.minmax(weight, scheme)
     rows = weight.float().reshape(scale.numel(), -1)
     flat, shift = scale.reshape(-1), None if zero is None else zero.reshape(-1)
+    if device.launched(rows) and rows.shape[1] <= ranges.LONGEST:
+        from quantkit.kernels.solving.search import fitted_by_turns
+
+        _, bounds, dropped = device.kept_by_bits(scheme)
+        ends = [float(form.low), float(form.high)]
+        flat, shifts = fitted_by_turns(rows, flat, shift, ends, bounds, dropped, norm, beta, growth, iterations)
+        return flat.reshape(scale.shape), None if zero is None else shifts.reshape(zero.shape)
     step = max(1, (_PIECE if device.launched(rows) else _CHUNK) // rows.shape[1])
     with one_thread(rows):
         for start in range(0, len(rows), step):

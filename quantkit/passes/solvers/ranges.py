@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 17
 # a program of the kernel has a whole group: longer ones leave too few programs, and a Hessian is a matrix product then
-_LONGEST, _LONGEST_BLOCK = 1 << 15, 512
+LONGEST, _LONGEST_BLOCK = 1 << 15, 512
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,7 @@ def transposed(
     importance: Tensor | None,
     search: Search,
     global_scale: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`searched` for weights that lie transposed, as the solvers hold them: every step is then one vector operation.
 
@@ -172,6 +173,7 @@ def transposed(
         scheme: symmetry and scale type.
         importance: [K] float32, or the blocks of a Hessian [K / length, length, length], or None.
         global_scale: [], of formats that have one; None is that of all of target.
+        wide: whether both are wanted in float32; a kernel then gives them so.
 
     Returns:
         effective scale [K / length, N], and zero of that shape, int8, None when symmetric.
@@ -180,12 +182,12 @@ def transposed(
     groups, columns = target.shape[0] // length, target.shape[1]
     blocks_of_hessian = importance is not None and importance.dim() == 3
     at_once = (
-        device.launched(target) and device.known(form) and length <= (_LONGEST_BLOCK if blocks_of_hessian else _LONGEST)
+        device.launched(target) and device.known(form) and length <= (_LONGEST_BLOCK if blocks_of_hessian else LONGEST)
     )
     if at_once:
         target, importance = target.contiguous(), None if importance is None else importance.contiguous()
     if at_once and isinstance(form, IntegerFormat):
-        return _whole_numbers_at_once(target, length, form, scheme, importance, search)
+        return _whole_numbers_at_once(target, length, form, scheme, importance, search, wide)
     whole = form.global_scale(target.abs().amax(), scheme) if global_scale is None else global_scale
     parts = target.unflatten(0, (groups, length))
     low, high = parts.amin(dim=1), parts.amax(dim=1)
@@ -214,7 +216,13 @@ def transposed(
 
 
 def _whole_numbers_at_once(
-    target: Tensor, length: int, form: IntegerFormat, scheme: WeightScheme, importance: Tensor | None, search: Search
+    target: Tensor,
+    length: int,
+    form: IntegerFormat,
+    scheme: WeightScheme,
+    importance: Tensor | None,
+    search: Search,
+    wide: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`transposed` in one launch."""
     from quantkit.kernels.solving.search import search_integers
@@ -227,7 +235,8 @@ def _whole_numbers_at_once(
         form.low,
         form.high,
         scheme.symmetric,
-        dtype,
+        torch.float32 if wide else dtype,
+        torch.float32 if wide else torch.int8,
         bounds,
         dropped,
         search.smallest,

@@ -31,6 +31,7 @@ from quantkit.model.streaming.stream import BlockStream
 from quantkit.model.structure import experts, fold
 from quantkit.model.structure import traced as structure
 from quantkit.model.structure.block import Block
+from quantkit.model.structure.computed import Computed
 from quantkit.model.structure.fold import Fold
 from quantkit.model.structure.skip import skips
 from quantkit.model.structure.traced import Structure
@@ -92,37 +93,60 @@ class Known:
     """What was found on a block, for those like it.
 
     Args:
-        folds: see `Found`; proved on each block again.
+        folds: see `Found`; proved on each block again, except on those that compute what `computed` says.
         skips: what each linear's output is added to (`model/structure/skip.py`). It is found by comparing values, which
             a GPU would be waited for, so that there the blocks of one structure share it.
         structure: of the block that `skips` was found on.
+        computed: what the block computes that `folds` were proved on, for whatever weights (`structure/computed.py`);
+            known on a GPU only, where a proof is hundreds of launches and a wait.
     """
 
     folds: Found = field(default_factory=lambda: ({}, {}))
     skips: Mapping[str, str] = field(default_factory=dict)
     structure: Structure | None = None
+    computed: Sequence[Any] = ()
 
 
 class _ProvedFolds(Mapping[str, Fold]):
     """The folds of a block, found and proved when first asked for: most recipes need none.
 
     Blocks are alike, so what held on the last one is proved here all at once; only if that fails are they searched for.
+
+    Args:
+        computed: what the block computes, if that is known.
     """
 
-    def __init__(self, module: nn.Module, traced: Structure, call: Call, like: Found) -> None:
-        self._module, self._structure, self._call, self._like = module, traced, call, like
+    def __init__(
+        self, module: nn.Module, traced: Structure, call: Call, known: Known, computed: Sequence[Any] = ()
+    ) -> None:
+        self._module, self._structure, self._call, self._known = module, traced, call, known
+        self._computed = computed
         self.asked = False
 
     @cached_property
     def found(self) -> Found:
         """Folds, and reasons where there are none."""
         self.asked = True
-        folds, reasons = self._like
+        folds, reasons = self._known.folds
         alike = bool(folds) and {*folds, *reasons} == {group.name for group in self._structure.groups}
+        if alike and self._computed and self._computed == self._known.computed:
+            return self._known.folds
         with experts.all_running(self._module):
-            if alike and fold.prove_all(self._module, self._structure, folds, self._call) <= fold.TOLERANCE:
-                return self._like
-            return fold.find(self._module, self._structure, self._call)
+            found = self._known.folds
+            if not (alike and self._proved(folds)):
+                found = fold.find(self._module, self._structure, self._call)
+            if self._computed and not self._proved(found[0], whatever_weights=True):
+                self._computed = ()  # the next block is proved by itself
+            return found
+
+    def known(self, before: Known) -> Known:
+        """What is known for the next block, of which this one is no model if fewer of its folds hold."""
+        if not self.asked or len(self.found[0]) < len(before.folds[0]):
+            return before
+        return replace(before, folds=self.found, computed=self._computed)
+
+    def _proved(self, folds: Mapping[str, Fold], **how: bool) -> bool:
+        return fold.prove_all(self._module, self._structure, folds, self._call, **how) <= fold.TOLERANCE
 
     def __getitem__(self, name: str) -> Fold:
         return self.found[0][name]
@@ -337,13 +361,14 @@ class _Loop:
             failed = stats.failed()
             if not failed:
                 return worked, stats, known
-            for doubt in sorted(failed, key=lambda each: each.again):
-                where = worked.block.full_name(doubt.group)
+            for doubt in failed:
                 if not doubt.again:
-                    raise nonfinite(where, "NaN or infinite inputs")
-                raised[doubt.group] = raised.get(doubt.group, 0) + 1
-                if raised[doubt.group] >= ATTEMPTS:
-                    raise no_factor(f"raised tenfold {ATTEMPTS - 1} times", where)
+                    raise nonfinite(worked.block.full_name(doubt.group), "NaN or infinite inputs")
+            for group in dict.fromkeys(doubt.group for doubt in failed):
+                raised[group] = raised.get(group, 0) + 1
+                if raised[group] >= ATTEMPTS:
+                    raise no_factor(f"raised tenfold {ATTEMPTS - 1} times", worked.block.full_name(group))
+            del worked, stats  # or the block would be there twice
 
     def _once(
         self, index: int, states: _States, known: Known, raised: Mapping[str, int]
@@ -352,11 +377,11 @@ class _Loop:
         stage, hidden = states.stage, states.hidden
         call = states.probe.call(stage)
         with experts.all_running(module):
-            traced = _traced(module, call)
+            traced, computed = _traced(module, call)
         counts: dict[str, int] = {}
         if states.calls is not None and hidden is not None:
             counts = routing.count(module, states.calls, stage, hidden)
-        folds = _ProvedFolds(module, traced, call, known.folds)
+        folds = _ProvedFolds(module, traced, call, known, computed)
         name = self.stream.block_names[index]
         prefix = f"{name}." if name else ""
         block = Block(
@@ -370,7 +395,10 @@ class _Loop:
             dtype=self.dtype,
             seed=self.seed,
             fuses=self.fuses,
-            original=copy.deepcopy(module) if states.original is not None else None,
+            # it shares what no pass has replaced: none writes into a parameter
+            original=copy.deepcopy(module, {id(each): each for each in module.parameters()})
+            if states.original is not None
+            else None,
             inputs=inputs.attach(
                 module,
                 {name: self.activations[prefix + name] for name in traced.linears if prefix + name in self.activations},
@@ -401,22 +429,24 @@ class _Loop:
                     reason = "no calibration token reached it; it stays in high precision"
                     worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
         routing.force(module, [])
-        # a block where fewer folds hold is no model for the next
-        if folds.asked and len(folds.found[0]) >= len(known.folds[0]):
-            known = replace(known, folds=folds.found)
-        return worked, stats, known
+        return worked, stats, folds.known(known)
 
 
-def _traced(module: nn.Module, call: Call) -> Structure:
-    """The structure of a block; on a GPU nothing is launched for it, unless a value decides what runs."""
+def _traced(module: nn.Module, call: Call) -> tuple[Structure, Sequence[Any]]:
+    """The structure of a block; on a GPU nothing is launched for it, unless a value decides what runs, and what it
+    computes is known too."""
     if call.hidden.is_cuda:
         shapes = call.shapes()
         values = {name: shape_of(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
+        seen = Computed(values, (shapes.hidden, *shapes.given.leaves()))
+
+        def run() -> None:
+            with seen:
+                seen.gives(shapes(lambda *args, **kw: functional_call(module, values, args, kw)))
+
         with suppress(RuntimeError):
-            return structure.trace(
-                module, lambda: shapes(lambda *args, **kw: functional_call(module, values, args, kw))
-            )
-    return structure.trace(module, lambda: call(module))
+            return structure.trace(module, run), seen.steps
+    return structure.trace(module, lambda: call(module)), ()
 
 
 def _again(calls: Calls, module: nn.Module, stage: int, visits: Sequence[int], hidden: Tensor) -> Tensor:
@@ -431,6 +461,7 @@ def _again(calls: Calls, module: nn.Module, stage: int, visits: Sequence[int], h
 def _about_scales(block: Block, scales: Scales) -> list[Decision]:
     """What lies beyond the fixed scales of a block, as one decision, and a cache that nothing was written to."""
     found = []
+    scales.look()
     if scales.saturated:
         worst = max(scales.saturated, key=lambda each: each.beyond / each.total)
         beyond, total = (sum(getattr(each, name) for each in scales.saturated) for name in ("beyond", "total"))

@@ -9,10 +9,13 @@ While blocks are solved, these are there together:
                   them (6 [N, K])
     searching     what a pass that looks for folds tries at once, 4 GB at most
     a sequence    the widest activation, `ALIVE` times
+    suspended     of a model whose own forward stands still at each block: what lies outside the blocks, and what a
+                  forward of each sequence holds meanwhile (three hidden states, what is beside them, a mask)
 
 While models are scored: embedding and head of both in float32 (`ends`), a block of each, and a few sequences. The
 larger of the two has to fit. What is left beside the first goes to hidden states of the whole set (`hidden`, before a
-block and behind it), if all of them fit, then to sequences that go through at once.
+block and behind it), if all of them fit, then to sequences that go through at once. Where forwards stand still, hidden
+states stay there in any case, and sequences go through one by one.
 """
 
 from __future__ import annotations
@@ -95,10 +98,17 @@ def fit(spec: CompileSpec, free: float) -> Fit:
         "hidden": hidden,
     }
     solved = parts["blocks"] + parts["solving"] + parts["searching"] + sequence
+    if spec.live:
+        outside, tokens = model.embeddings + model.others + head, spec.length
+        held = spec.sequences * copies * tokens * (3 * model.hidden + spec.beside + tokens)
+        parts["suspended"] = 4.0 * (copies * outside + held)
+        solved += parts["suspended"] + hidden
     scored = parts["ends"] + 2 * parts["blocks"] / (2 + copies) + SCORED_TOGETHER * sequence
     needed = max(solved, scored)
     if needed > USABLE * free:
         return Fit(needed, free, 0, False, parts)
+    if spec.live:
+        return Fit(needed, free, 1, True, parts)
     left = USABLE * free - solved + sequence
     resident = hidden + sequence <= left
     chunk = max(1, int((left - hidden * resident) // sequence))

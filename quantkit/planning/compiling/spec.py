@@ -34,6 +34,7 @@ class CompileSpec:
         timed: seconds that timing may take; 0 where nothing is timed.
         baseline: whether the float model has to be made as a graph, to be timed against.
         beside: values that blocks are given for a token besides its hidden states: per-layer embeddings.
+        live: whether the model's own forward stands still at each block, one for every sequence (`model/streaming`).
     """
 
     architecture: Architecture
@@ -47,6 +48,7 @@ class CompileSpec:
     timed: float = 0.0
     baseline: bool = False
     beside: int = 0
+    live: bool = False
 
     @property
     def tokens(self) -> int:

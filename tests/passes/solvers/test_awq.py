@@ -4,7 +4,6 @@ from reference.gptq_oracle import cost
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
-from quantkit.passes.solvers import awq
 from quantkit.passes.solvers import awq as solver
 from quantkit.passes.solvers.awq import clip, search_scales, transformed
 from quantkit.passes.solvers.factor import factor
@@ -139,10 +138,3 @@ def test_the_cost_does_not_depend_on_how_it_is_cut_into_pieces(choice, monkeypat
     parts = search_scales([weight, weight[:7]], inputs.T @ inputs, choice, grid=4)
     assert parts.alpha == whole.alpha
     assert float(parts.cost) == pytest.approx(float(whole.cost), rel=1e-5)
-
-
-def test_the_magnitude_of_a_shared_channel_is_the_same_in_order() -> None:
-    generator = torch.Generator().manual_seed(0)
-    size, producers = torch.rand(96, generator=generator), torch.randint(0, 40, (96,), generator=generator)
-    expected = awq._shared(size, producers, 48)
-    assert torch.allclose(awq._shared_in_order(size, producers, 48), expected, rtol=1e-6, atol=0)

@@ -18,7 +18,7 @@ from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.layout import against
 from quantkit.passes.solvers import awq, device, ranges
 from quantkit.passes.solvers.factor import Factor, factor
-from quantkit.passes.solvers.gptq import gptq_rows, gptq_shared
+from quantkit.passes.solvers.gptq import corrected, gptq_rows, gptq_shared
 from quantkit.passes.solvers.hqq import half_quadratic
 from quantkit.scheme import WeightScheme
 
@@ -177,6 +177,40 @@ def test_awq_finds_what_the_cpu_finds(name: str, gptq: bool, by_kernel: Any, mon
         assert float(ours.plain) == pytest.approx(float(expected.plain), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["int4 zeros g32", "int4 g64", "int3 channel", "int8 zeros channel"])
+def test_hqq_finds_what_the_cpu_finds(name: str, by_kernel: Any) -> None:
+    """Groups that no piece divides, one of zeros; under the norm that the turns are for."""
+    choice, (weight, _) = scheme(name), problem(9, 192, seed=5)
+    weight[:, 7] *= 5
+    expected = half_quadratic(weight, choice)
+    with by_kernel():
+        found = half_quadratic(weight, choice)
+
+    def paid(grid: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+        form = load_format(choice.format)
+        values = form.dequantize(form.nearest(weight, *grid, choice))
+        return (weight - values).abs().pow(0.7).reshape(grid[0].numel(), -1).sum(dim=1)
+
+    ours, theirs = paid(found), paid(expected)
+    assert found[0].dtype == expected[0].dtype and found[0].shape == expected[0].shape
+    # a code between two may go either way, and the turns after it with it
+    assert torch.isclose(ours, theirs, rtol=1e-4, atol=1e-6).float().mean() > 0.8
+    assert float(ours.sum()) == pytest.approx(float(theirs.sum()), rel=2e-3)
+
+
+def test_weights_make_up_for_a_drift_as_on_the_cpu(by_kernel: Any) -> None:
+    weight, hessian = problem(22, 48, seed=4)
+    generator = torch.Generator().manual_seed(8)
+    drift, lag = (torch.randn(*shape, generator=generator) for shape in ((48, 48), (9, 48)))
+    weights, lags = [weight[:13], weight[13:]], [None, lag]
+    expected = corrected(weights, hessian, drift, lags)
+    with by_kernel():
+        found = corrected(weights, hessian, drift, lags)
+    for ours, theirs, as_it_was in zip(found, expected, weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(ours, as_it_was, atol=1e-3)
+
+
 # --- a GPU that is not there ------------------------------------------------------------------------------------------
 
 
@@ -228,8 +262,7 @@ def test_awq_is_few_launches_and_never_waits(name: str) -> None:
             assert awq.clip(weights[0], hessian, choice).device.type == "cuda"
     assert not watch.waits
     assert watch.operators["losses"] == (4 if choice.granularity == "tensor" else 2)
-    # the magnitudes of shared channels are added up in order
-    assert plain <= (100 if choice.granularity == "tensor" else 55)
+    assert plain <= (60 if choice.granularity == "tensor" else 12)
 
 
 @pytest.mark.parametrize("name", ["int4 zeros g32", "int3 channel", "int4 tensor"])
@@ -238,6 +271,8 @@ def test_hqq_never_waits(name: str) -> None:
         scale, zero = half_quadratic(empty(64, 384), WeightScheme.model_validate(WIDE[name]))
         assert scale.device.type == "cuda" and (zero is None or zero.device.type == "cuda")
     assert not watch.waits
+    if name != "int4 tensor":  # one group of all weights is no work for one program
+        assert watch.operators.total() <= 6
 
 
 def test_rows_with_hessians_of_their_own_never_wait() -> None:
