@@ -18,8 +18,7 @@ import torch
 from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.exporters.check import counted, decided, judged, prompt, worst
-from quantkit.exporters.onnx.ends import Storage, with_ends
-from quantkit.exporters.onnx.exporter import HEAD_ROWS, TABLE
+from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, Storage, with_ends
 from quantkit.exporters.onnx.integers import check as check_w8a8
 from quantkit.exporters.values import Values
 from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxModel

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from quantkit.exporters.values import Values
 
+# in a graph's metadata: how its token embeddings are stored, and rows of the head in 8 bits, where there are any
+TABLE, HEAD_ROWS = "quantkit.embedding", "quantkit.head_rows"
 Storage = Literal["float", "int8", "shared", "refined"]
 # codes of its own are in the largest of these blocks that divides a row
 _BLOCKS = (64, 32, 16)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from quantkit.target import State, Target
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
-# in a graph's metadata: how its token embeddings are stored, and rows of the head in 8 bits, where there are any
-TABLE, HEAD_ROWS = "quantkit.embedding", "quantkit.head_rows"
 # their second input is the weight
 _PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat")
 # with one of these a processor multiplies bytes several times as fast as floats
@@ -129,7 +127,7 @@ class Onnx(Exporter):
         demand_packages("an ONNX export")
         from quantkit.exporters.carried import carry
         from quantkit.exporters.onnx.dialect import OrtDialect, PromptDialect
-        from quantkit.exporters.onnx.ends import ends, head_of
+        from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, ends, head_of
         from quantkit.exporters.onnx.genai import genai_config
         from quantkit.exporters.onnx.integers.prefill import both, many_rows
         from quantkit.exporters.trace.rewrite import keep_few, save

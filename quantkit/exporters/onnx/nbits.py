@@ -141,6 +141,21 @@ class PackedWeights:
         """float32 [N, blocks]."""
         return np.concatenate([self._spread(self.weights.grid(name)[0], name) for name in self.names])
 
+    def steps(self) -> Array:
+        """float32 [N]: the step of each row in 8 bits, max |W| / 127."""
+        found = []
+        for name in self.names:
+            scale, zero = self.weights.grid(name)
+            codes = self.weights.codes(name).astype(np.float32)
+            scheme = self.weights.linears[name].scheme
+            assert scheme is not None
+            group = (scheme.group or codes.shape[1]) if scale.shape[1] > 1 else 1
+            zero = np.zeros_like(scale) if zero is None else zero
+            point, step = (np.repeat(each, group, axis=1)[:, : codes.shape[1]] for each in (zero, scale))
+            largest = np.abs((codes - point) * step).max(axis=1) / np.float32(127)
+            found.append(np.maximum(largest, np.finfo(np.float32).tiny).astype(np.float32))
+        return np.concatenate(found)
+
     def zeros(self) -> Array:
         """uint8 [N, ceil(blocks·bits/8)]: zero points from 0, packed as codes are."""
         found = []

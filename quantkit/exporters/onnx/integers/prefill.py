@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.exporters.onnx.integers.products import Integers
+from quantkit.exporters.onnx.integers.products import MICROSOFT, Integers
 from quantkit.exporters.onnx.nbits import InputCodes, PackedWeights, WeightsByName
 from quantkit.formats import load_format
 from quantkit.scheme import ActivationScheme
@@ -25,7 +25,6 @@ from quantkit.scheme import ActivationScheme
 # from so many rows on, tokens of all sequences together
 ROWS = 16
 _BY_TOKEN = InputCodes(ActivationScheme(format="int8", granularity="token"))
-_LARGEST = 127.0
 
 
 def many_rows(weights: WeightsByName, head: str) -> WeightsByName:
@@ -59,44 +58,29 @@ class Expanded(Integers):
         """Codes [K, N] and scales [N], both from what is stored."""
         packed, (codes, scales, *zeros) = self.packed(names, name)
         rows, columns = sum(self.weights.linears[each].rows for each in names), packed.columns
-        count, bits, half = -(-columns // packed.block), packed.bits, 1 << (packed.bits - 1)
+        steps = self.new(f"{name}.bytes.scales", (rows,), np.float32, packed.steps)
 
-        def at(kind: str, inputs: list[ir.Value | None], output: str, **attributes: Any) -> ir.Value:
+        def at(kind: str, inputs: list[ir.Value | None], output: str, domain: str = "", **attributes: Any) -> ir.Value:
             value = ir.Value(name=f"{name}/bytes/{output}")
             given = ir.convenience.convert_attributes(attributes)
-            self.nodes.append(ir.Node("", kind, inputs, given, outputs=[value]))
+            self.nodes.append(ir.Node(domain, kind, inputs, given, outputs=[value]))
             return value
 
         def whole(*lengths: int) -> ir.Value:
             return self.constant(f"shape/{'x'.join(map(str, lengths))}", lengths, np.int64)
 
-        def words(stored: ir.Value, shape: ir.Value, what: str) -> ir.Value:
-            """Stored words one by one, float32."""
-            if bits == 4:
-                low = at("BitwiseAnd", [stored, self.constant("nibble", 15, np.uint8)], f"{what}/low")
-                high = at("BitShift", [stored, self.constant("four", 4, np.uint8)], f"{what}/high", direction="RIGHT")
-                pair = [at("Unsqueeze", [each, whole(-1)], f"{what}/{n}") for n, each in enumerate((low, high))]
-                stored = at("Concat", list(pair), f"{what}/pairs", axis=-1)
-            flat = at("Reshape", [stored, shape], f"{what}/words")
-            return at("Cast", [flat], f"{what}/floats", to=int(ir.DataType.FLOAT))
-
-        found = words(codes, whole(rows, count, packed.block), "codes")
-        point = self.constant(f"middle.{half}", float(half), np.float32)
-        if zeros:
-            filled = words(zeros[0], whole(rows, -1), "zeros")
-            ends = [whole(0), whole(count), whole(1)]
-            point = at("Unsqueeze", [at("Slice", [filled, *ends], "zeros/cut"), whole(2)], "zeros/each")
-        steps = at("Unsqueeze", [scales, whole(2)], "scales/each")
-        dense = at("Mul", [at("Sub", [found, point], "centred"), steps], "blocks")
-        dense = at("Reshape", [dense, whole(rows, -1)], "rows")
-        dense = at("Slice", [dense, whole(0), whole(columns), whole(1)], "dense")
-        largest = at("ReduceMax", [at("Abs", [dense], "sizes"), whole(1)], "largest", keepdims=1)
-        step = at("Div", [largest, self.constant("bytes/largest", _LARGEST, np.float32)], "step")
-        step = at("Max", [step, self.constant("tiny", np.finfo(np.float32).tiny, np.float32)], "step/positive")
-        rounded = at("Round", [at("Div", [dense, step], "units")], "rounded")
-        signed = at("Cast", [rounded], "signed", to=int(ir.DataType.INT8))
-        turned = at("Transpose", [signed], "codes", perm=[1, 0])
-        return turned, at("Reshape", [step, whole(-1)], "scales"), None
+        # in units of the channel's step, so that 16 bits are enough; in as few operators as can be, since a session
+        # holds what each of them gives until it is made
+        units = at("Div", [scales, at("Unsqueeze", [steps, whole(1)], "steps")], "units")
+        halves = at("Cast", [units], "halves", to=int(ir.DataType.FLOAT16))
+        flat = at("Reshape", [codes, whole(rows, -1)], "rows")
+        every = self.constant(f"rows/{rows}", np.arange(rows), np.int64)
+        options = {"bits": packed.bits, "block_size": packed.block, "gather_axis": 0, "quantize_axis": 1}
+        found = at("GatherBlockQuantized", [flat, every, halves, *zeros], "values", MICROSOFT, **options)
+        if columns % packed.block:
+            found = at("Slice", [found, whole(0), whole(columns), whole(1)], "values/cut")
+        rounded = at("Cast", [at("Round", [found], "rounded")], "signed", to=int(ir.DataType.INT8))
+        return at("Transpose", [rounded], "codes", perm=[1, 0]), steps, None
 
 
 def both(few: ir.Model, many: ir.Model, constants: Sequence[ir.Node], rows: int = ROWS) -> ir.Model:
