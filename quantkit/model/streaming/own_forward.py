@@ -194,11 +194,10 @@ def own_forward(
         runs: gives the part of the model whose forward runs.
         placed: where its blocks are, if not in memory.
     """
-    with quiet_loading():
+    with machine.briefly(), quiet_loading():
         model = source.load(blocks, placed)
         found = _watched(model, path, flow, ids, runs(model))
-    del model
-    machine.let_go()
+        del model
     return found
 
 
