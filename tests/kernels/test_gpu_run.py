@@ -302,6 +302,11 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
         # what a stage wrote, but for one thing
         *({"sections": wrong} for wrong in ([], {"device": []}, {"correct": [1]}, {"correct": [{}]})),
         *({"seconds": math.nan}, {"error": {}}, {"settings": None}),
+        # deep inside a row
+        {"sections": {"rows": [{"name": "latency.op", "runtime": "quantkit", "settings": {"variant": "a"}, "op": 1}]}},
+        {"sections": {"ceilings": [{"name": "a", "value": 1, "unit": "s", "settings": [], "flags": []}]}},
+        {"sections": {"timings": [{"variant": "a", "candidate": "quantkit", "shape": 3}]}},
+        {"sections": {"settles": [{"line": ["a"], "holds": True, "by": "it"}]}},
     ],
 )
 @pytest.mark.parametrize("resume", [True, False])
