@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -211,25 +211,6 @@ def let_go() -> None:
 
     gc.collect()
     trim_heap()
-
-
-@contextlib.contextmanager
-def briefly() -> Iterator[None]:
-    """`let_go` at the end, of what was made within: the heap of torch and transformers takes a third of a second.
-
-    What was there before is set aside meanwhile, unless the caller has done so for good.
-    """
-    import gc
-
-    aside = gc.get_freeze_count() == 0
-    if aside:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        let_go()
-        if aside:
-            gc.unfreeze()
 
 
 def has(package: str) -> bool:

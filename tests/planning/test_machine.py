@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -116,32 +114,3 @@ def test_the_peak_is_not_that_of_whoever_started_the_process() -> None:
     command = [sys.executable, "-c", "from quantkit.machine import peak_bytes; print(peak_bytes())"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert 1_000_000 < int(done.stdout) < 0.75 * len(held)
-
-
-class Held:
-    """What holds itself, as a model does that a library has hooked into."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-@pytest.mark.parametrize("set_aside", [False, True])
-def test_what_is_made_briefly_is_gone_and_the_rest_is_where_it_was(set_aside: bool) -> None:
-    before = gc.get_freeze_count()
-    assert before, "each test begins with a heap that is set aside"
-    if not set_aside:
-        gc.unfreeze()
-    known = gc.get_freeze_count()
-    gc.disable()
-    try:
-        old = weakref.ref(Held())
-        with machine.briefly():
-            made = weakref.ref(Held())
-            assert (gc.get_freeze_count() > known) != set_aside
-        assert made() is None
-        assert gc.get_freeze_count() == known
-        gc.collect()
-        assert old() is None
-    finally:
-        gc.enable()
-        gc.freeze()

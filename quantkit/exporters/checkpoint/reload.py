@@ -162,7 +162,7 @@ def reload(
         blocks: only the first so many layers, so that memory stays bounded; None is all.
     """
     cached = wanted.run_time.cache is not None
-    with machine.briefly(), quiet_loading():
+    with quiet_loading():
         model_class = loading.model_class(folder)
         forgets = run_time.expands_at_load(folder)
         try:
@@ -198,8 +198,9 @@ def reload(
         if not forgets:
             _quantize_at_run_time(reference, wanted.run_time)
         expected = loading.logits(reference, inputs, cached=cached)
-        depth = getattr(reference.config.get_text_config(), "num_hidden_layers", FEW)
-        del reference
+    depth = getattr(reference.config.get_text_config(), "num_hidden_layers", FEW)
+    del reference
+    machine.let_go()
     limit = kernel_limit(depth) if wanted.layout is not None and wanted.layout.kernels else LIMIT
     return _judge("reload.transformers", _difference(found, expected), "logits", limit)
 

@@ -194,10 +194,11 @@ def own_forward(
         runs: gives the part of the model whose forward runs.
         placed: where its blocks are, if not in memory.
     """
-    with machine.briefly(), quiet_loading():
+    with quiet_loading():
         model = source.load(blocks, placed)
         found = _watched(model, path, flow, ids, runs(model))
-        del model
+    del model
+    machine.let_go()
     return found
 
 

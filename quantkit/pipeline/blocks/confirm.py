@@ -103,12 +103,13 @@ def _given(source: Source, like: StreamedModel, ids: Tensor, *, cached: bool = F
     from quantkit.model.streaming.calls import forward, uncached
     from quantkit.model.streaming.stream import answer
 
-    with machine.briefly(), quiet_loading():
+    with quiet_loading():
         model = source.load()
         with torch.no_grad(), nullcontext() if cached else uncached(model):
             runs = like.runs(model)
             found = answer(runs(input_ids=ids) if cached else forward(runs, ids)).float()
-        del model, runs
+    del model
+    machine.let_go()
     return found
 
 
