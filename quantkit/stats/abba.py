@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import MissingDependency
+from quantkit.stats.bootstrap import draws
 from quantkit.stats.clustered import student
 
 Array = NDArray[Any]
@@ -180,32 +181,20 @@ def _resampled(
     subject: Array, baseline: Array, groups: Array, resamples: int, generator: np.random.Generator
 ) -> tuple[list[float], Array, tuple[Interval, Interval]]:
     """(both ratios, draws of the first [resamples], both intervals)."""
-    try:
-        from scipy import stats
-    except ImportError:
-        raise MissingDependency("scipy", extra="onnx", purpose="a bootstrap interval") from None
     above, below = (side[groups].reshape(len(groups), -1) for side in (baseline, subject))
 
-    def ratios(index: Array, axis: int = -1) -> Array:
+    def ratios(index: Array) -> Array:
         drawn = [np.sort(side[index].reshape(*index.shape[:-1], -1)) for side in (above, below)]
         high, low = (np.stack([_of_sorted(side, q) for q in (0.5, 0.99)]) for side in drawn)
         result: Array = high / low
         return result
 
-    found = stats.bootstrap(
-        (np.arange(len(groups)),),
-        ratios,
-        vectorized=True,
-        confidence_level=1 - 2 * _tail(len(groups)),
-        n_resamples=resamples,
-        method="percentile",
-        rng=generator,
-        batch=200,
-    )
-    low, high = found.confidence_interval
+    drawn = draws(ratios, len(groups), resamples, 200, generator)
+    tail = _tail(len(groups))
+    low, high = np.quantile(drawn, [tail, 1 - tail], axis=-1)
     point = [_quantiles(baseline)[q] / _quantiles(subject)[q] for q in ("p50", "p99")]
     intervals = [(float(min(low[i], point[i])), float(max(high[i], point[i]))) for i in (0, 1)]
-    return point, found.bootstrap_distribution[0], (intervals[0], intervals[1])
+    return point, drawn[0], (intervals[0], intervals[1])
 
 
 def resampled_groups(blocks: int, rounds: Sequence[int] = ()) -> Array:

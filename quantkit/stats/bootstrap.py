@@ -9,6 +9,7 @@ chapter 14.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,6 @@ def _per_cluster(values: Array, clusters: Array | None) -> tuple[Array, Array]:
 def _interval(above: Array, below: Array, level: float, resamples: int, seed: int) -> tuple[float, float]:
     if above.size < 2:
         raise ValueError("a bootstrap needs at least two clusters")
-    try:
-        from scipy import stats
-    except ImportError:
-        raise MissingDependency("scipy", extra="compile", purpose="a bootstrap interval") from None
     shares = above / below
     if np.ptp(shares) <= 1e-12 * np.max(np.abs(shares)):
         # every resample gives the same number, and BCa would divide by its spread
@@ -80,22 +77,49 @@ def _interval(above: Array, below: Array, level: float, resamples: int, seed: in
         return point, point
 
     # clusters of one size: what a resample is divided by need not be drawn
-    same = np.ptp(below) == 0
+    whole = below[0] * below.size if np.ptp(below) == 0 else None
 
-    def ratio(a: Array, b: Array | None = None, axis: int = -1) -> Array:
-        result: Array = a.sum(axis=axis) / (below[0] * a.shape[axis] if b is None else b.sum(axis=axis))
+    def ratio(index: Array) -> Array:
+        result: Array = above[index].sum(axis=-1) / (below[index].sum(axis=-1) if whole is None else whole)
         return result
 
-    found = stats.bootstrap(
-        (above,) if same else (above, below),
-        ratio,
-        paired=not same,
-        vectorized=True,
-        confidence_level=level,
-        n_resamples=resamples,
-        method="BCa",
-        rng=np.random.default_rng(seed),
-        # as many resamples at a time as a few hundred MB hold
-        batch=max(1, min(1000, _DRAWS // above.size)),
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    # as many resamples at a time as a few hundred MB hold
+    batch = max(1, min(1000, _DRAWS // above.size))
+    drawn = draws(ratio, above.size, resamples, batch, np.random.default_rng(seed))
+    # each cluster left out once: of sums, without drawing any
+    without = (above.sum() - above) / (below.sum() - below)
+    low, high = np.quantile(drawn, _bca(drawn, float(ratio(np.arange(above.size))), without, level))
+    return float(low), float(high)
+
+
+def draws(
+    statistic: Callable[[Array], Array], count: int, resamples: int, batch: int, generator: np.random.Generator
+) -> Array:
+    """[..., resamples]: a statistic of indices [some, count], which draw `count` things with replacement.
+
+    scipy.stats.bootstrap draws the same; importing it takes longer than most of what is drawn here.
+    """
+    parts = [min(batch, resamples - start) for start in range(0, resamples, batch)]
+    return np.concatenate([statistic(generator.integers(0, count, (part, count))) for part in parts], axis=-1)
+
+
+def _bca(drawn: Array, point: float, without: Array, level: float) -> Array:
+    """The two quantiles of the draws that bound a BCa interval.
+
+    Args:
+        drawn: [resamples].
+        point: the statistic of all.
+        without: [clusters], of all but one each.
+        level: of the interval.
+    """
+    try:
+        from scipy.special import ndtr, ndtri
+    except ImportError:
+        raise MissingDependency("scipy", extra="compile", purpose="a bootstrap interval") from None
+    below = ((drawn < point).mean() + (drawn <= point).mean()) / 2
+    bias = ndtri(np.clip(below, 0.5 / drawn.size, 1 - 0.5 / drawn.size))
+    spread = without.mean() - without
+    skew = (spread**3).sum() / (6 * (spread**2).sum() ** 1.5)
+    ends = bias + ndtri(np.array([1 - level, 1 + level]) / 2)
+    result: Array = ndtr(bias + ends / (1 - skew * ends))
+    return result

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from bitsandbytes import functional
 
 from quantkit.formats import load_format
 from quantkit.formats.nf4 import VALUES, doubled, dynamic_values, undoubled
@@ -24,6 +24,14 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def functional() -> Any:
+    """Of bitsandbytes, whose import brings torch's compiler: not for every process that collects tests."""
+    from bitsandbytes import functional
+
+    return functional
+
+
 def weights(dtype: torch.dtype, size: float) -> torch.Tensor:
     """[16, 4096] with a group of zeros, one of a single size, and values at the midpoints of the codebook."""
     weight = torch.randn(16, 4096, generator=torch.Generator().manual_seed(3)) * size
@@ -37,7 +45,7 @@ def weights(dtype: torch.dtype, size: float) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [32, 64, 256, 4096])
 @pytest.mark.parametrize("scale", ["float32", "double"])
-def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype, group: int, scale: str) -> None:
+def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype, group: int, scale: str, functional: Any) -> None:
     for size in (0.02, 1.0, 30.0):
         weight = weights(dtype, size)
         packed, state = functional.quantize_4bit(
@@ -58,7 +66,7 @@ def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype, group: int, scale: s
 
 
 @pytest.mark.parametrize("scale", ["float32", "double"])
-def test_zeros_are_those_of_bitsandbytes(scale: str) -> None:
+def test_zeros_are_those_of_bitsandbytes(scale: str, functional: Any) -> None:
     """Blocks, rows and a whole matrix of them, some below scales that are small beside others."""
     holey = weights(torch.float32, 0.02)
     holey[3], holey[5, 64:512], holey[7] = 0.0, 0.0, 1e-6 * holey[7]
@@ -73,7 +81,7 @@ def test_zeros_are_those_of_bitsandbytes(scale: str) -> None:
         assert not values[weight == 0].any()
 
 
-def test_the_types_are_those_of_bitsandbytes() -> None:
+def test_the_types_are_those_of_bitsandbytes(functional: Any) -> None:
     assert torch.equal(dynamic_values(), functional.create_dynamic_map())
     assert torch.equal(NF4.element.codebook(), functional.get_4bit_type("nf4", device="cpu"))
 

@@ -28,6 +28,20 @@ def tree(module: str) -> ast.Module:
     return ast.parse(files()[module].read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(module: str) -> tuple[ast.AST, ...]:
+    """Every node of a module's tree, walked once for all rules."""
+    return tuple(ast.walk(tree(module)))
+
+
+@cache
+def words(module: str) -> frozenset[str]:
+    """The text literals of a module."""
+    return frozenset(
+        node.value for node in nodes(module) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
 def imports(module: str, *, types: bool = True) -> Iterator[tuple[int, str]]:
     """(line, module of quantkit) that a module imports anywhere in it, also inside functions.
 
@@ -35,7 +49,8 @@ def imports(module: str, *, types: bool = True) -> Iterator[tuple[int, str]]:
         module: dotted name.
         types: also what is imported for annotations alone.
     """
-    for node in _nodes(tree(module), types=types):
+    skipped = set() if types else _typing_alone(module)
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             names = [each.name for each in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -43,12 +58,11 @@ def imports(module: str, *, types: bool = True) -> Iterator[tuple[int, str]]:
             names = [each if each in files() else node.module for each in within]
         else:
             continue
-        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "quantkit")
+        if node not in skipped:
+            yield from ((node.lineno, name) for name in names if name.split(".")[0] == "quantkit")
 
 
-def _nodes(node: ast.AST, *, types: bool) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if not types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from _nodes(child, types=types)
+def _typing_alone(module: str) -> set[ast.AST]:
+    """What stands under `if TYPE_CHECKING`."""
+    found = (node for node in nodes(module) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    return {inner for node in found for inner in ast.walk(node)}

@@ -118,30 +118,28 @@ def test_one_file_adds_one_thing(tmp_path: Path, byte_tokenizer: Any) -> None:
         encoding="utf-8",
     )
     words = ["compile", "./model", "--recipe", "./recipe.yaml", "--target", "./target.yaml", "--out", "out", "--json"]
-    command = [sys.executable, "-m", "quantkit", *words]
+    new = {"formats": "int6", "passes": "plain", "exporters": "listing", "runtimes": "slow"}
+    # all in one process: the compile, then each list
+    asked = [words, *(["list", kind, "--json"] for kind in new)]
+    program = f"from quantkit.cli import run; print([run(each) for each in {asked!r}])"
     done = subprocess.run(
-        command, cwd=tmp_path, env=_environment(package.parent), capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=_environment(package.parent),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    result = json.loads(done.stdout)["result"]
+    compiled, *lines, codes = done.stdout.splitlines()
+    assert codes == "[0, 0, 0, 0, 0]", done.stderr + done.stdout
+    result = json.loads(compiled)["result"]
     checks = {check["name"]: check["ok"] for check in result["checks"]}
     assert checks["listing.names"] and all(checks.values())
     scored = {row["runtime"] for row in result["measurements"] if row["name"] == "accuracy.kl"}
     assert scored == {"torch", "slow"}
     layers = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))["layers"]
     assert {layer["scheme"]["format"] for layer in layers} == {"int6"}
-    new = {"formats": "int6", "passes": "plain", "exporters": "listing", "runtimes": "slow"}
-    program = "import sys; from quantkit.cli import run; print([run(['list', it, '--json']) for it in sys.argv[1:]])"
-    listed = subprocess.run(
-        [sys.executable, "-c", program, *new],
-        cwd=tmp_path,
-        env=_environment(package.parent),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    *lines, codes = listed.stdout.splitlines()
-    assert codes == "[0, 0, 0, 0]"
     for name, line in zip(new.values(), lines, strict=True):
         assert name in line
 

@@ -6,14 +6,13 @@ import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quantkit
-from house.source import files, tree
+from house.source import files, nodes, tree
 from quantkit import plugins
 from quantkit.plugins import Kind
 
@@ -21,11 +20,6 @@ PACKAGE = Path(quantkit.__file__).parent
 LOADERS = {"load_format", "load_pass", "load_exporter", "load_runtime", "load_layout", "load_grid"}
 KINDS = {"FORMATS", "PASSES", "EXPORTERS", "RUNTIMES", "LAYOUTS"}
 PROTOCOLS = {"Format", "GridFormat", "Pass", "Exporter", "Runtime", "Layout"}
-
-
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for module in files():
-        yield module, tree(module)
 
 
 def loads(node: ast.AST) -> bool:
@@ -58,21 +52,21 @@ def asked(tree: ast.Module) -> list[str]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
-        names = held(function)
-        for node in ast.walk(function):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in ("hasattr", "getattr")
-            ):
-                about = node.args[0]
-                if loads(about) or (isinstance(about, ast.Name) and about.id in names):
-                    found.append(ast.unparse(node))
+        calls = [
+            node
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr")
+        ]
+        names = held(function) if calls else set()  # few functions ask anything
+        for node in calls:
+            about = node.args[0]
+            if loads(about) or (isinstance(about, ast.Name) and about.id in names):
+                found.append(ast.unparse(node))
     return found
 
 
 def test_no_plugin_is_asked_what_it_can_do() -> None:
-    found = {module: calls for module, whole in sources() if (calls := asked(whole))}
+    found = {module: calls for module in files() if (calls := asked(tree(module)))}
     assert not found, "a Protocol names every member of its plug-ins; give this one a default there"
 
 
@@ -85,9 +79,11 @@ def test_the_rule_sees_what_it_forbids() -> None:
 def test_every_loader_is_typed() -> None:
     loose = [
         module
-        for module, whole in sources()
-        for node in ast.walk(whole)
-        if isinstance(node, ast.Subscript) and ast.unparse(node) == "Kind[Any]"
+        for module in files()
+        for node in nodes(module)
+        if isinstance(node, ast.Subscript)
+        and getattr(node.value, "id", "") == "Kind"
+        and ast.unparse(node) == "Kind[Any]"
     ]
     assert not loose, "a loader gives out a Protocol"
 

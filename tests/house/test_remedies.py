@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from house.source import files, tree
+from house.source import files, nodes
 from quantkit import content, plugins
 from quantkit.cli.frame import app
 from quantkit.errors import InputError
@@ -45,13 +45,12 @@ def told() -> tuple[tuple[str, str], ...]:
     """(module, literal), placeholders as one character."""
     found = []
     for module in files():
-        whole = tree(module)
-        inner = {id(part) for node in ast.walk(whole) if isinstance(node, ast.JoinedStr) for part in node.values}
+        inner = {id(part) for node in nodes(module) if isinstance(node, ast.JoinedStr) for part in node.values}
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        for node in ast.walk(whole):
+        for node in nodes(module):
             if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
                 inner.add(id(node.body[0].value))  # type: ignore[attr-defined]
-        for node in ast.walk(whole):
+        for node in nodes(module):
             if id(node) in inner:
                 continue
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

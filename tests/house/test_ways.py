@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from house.source import files, tree
+from house.source import files, nodes
 
 # what they read is the package's own, the cache's, the system's, or was hashed
 OURS = {
@@ -26,7 +26,7 @@ OURS = {
 @cache
 def calls(module: str) -> list[tuple[int, str]]:
     """(line, dotted name) of everything that a module calls by a dotted name."""
-    called = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
+    called = (node for node in nodes(module) if isinstance(node, ast.Call))
     return [(node.lineno, ast.unparse(node.func)) for node in called if isinstance(node.func, ast.Attribute)]
 
 

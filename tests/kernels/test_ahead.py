@@ -31,32 +31,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # every case on the newest; on the others the one most in use
 WANTED = [(90, name) for name in CASES] + [(80, "int4"), (80, "w8a8 int8"), (89, "w8a8 fp8")]
+# every kernel on the newest, with whole numbers and with the largest table; all others are in kernel_resources.py
+SOLVERS = [
+    *((90, f"choose, {grid}") for grid in ("int4 zeros", "256 values")),
+    *((90, name) for name in ("descend, int4 zeros g64", "search, int4 zeros, hessian")),
+    *((90, "losses, int4 zeros, hessian"), (80, "choose, int4 zeros")),
+]
 PROGRAM = """
 import json, sys
 from quantkit.kernels import ahead
 from quantkit.kernels.configs import Config
+from quantkit.kernels.solving.ahead import BLOCK, compiled, compiled_of_block, variants
+products, solvers = json.load(sys.stdin)
 found = []
-for sm, made, words in json.load(sys.stdin):
+for sm, made, words in products:
     m = words.pop("block_m", 16)
     unroll = 4 if made == "native" else 2
     config = Config(64, 16, unroll, 4, 4, 3) if m == 16 else Config(128, m, 2, 1, 8, 3)
     got = getattr(ahead, made)(sm=sm, config=config, **words)
     waits = [got.count(name, loop=False) for name in ("PREEXIT", "ACQBULK")]
     found.append({"registers": got.registers, "spills": got.spill_bytes, "loop": got.loop, "waits": waits})
-print(json.dumps(found))
+solved, known = [], variants()
+for sm, name in solvers:
+    kernel, words = known[name]
+    got = compiled(kernel, sm, **words)
+    products = got.count("FFMA", "HMMA", "HGMMA", loop=False)
+    solved.append([sm, name, got.spill_bytes, got.registers, got.shared_bytes, products])
+for name in BLOCK:
+    got = compiled_of_block(name, 90)
+    solved.append([90, name, got.spill_bytes, got.registers, got.shared_bytes, 1])
+print(json.dumps([found, solved]))
 """
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], dict[str, Any]]:
-    asked = json.dumps([(sm, *CASES[name]) for sm, name in WANTED])
+def machine_code(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """(of products, of solvers), compiled in one process."""
+    asked = json.dumps([[(sm, *CASES[name]) for sm, name in WANTED], SOLVERS])
     cache = str(tmp_path_factory.mktemp("triton"))
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=asked, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(WANTED, json.loads(done.stdout), strict=True))
+    products, solvers = json.loads(done.stdout)
+    return products, solvers
+
+
+@pytest.fixture(scope="module")
+def compiled(machine_code: tuple[Any, Any]) -> dict[tuple[int, str], dict[str, Any]]:
+    return dict(zip(WANTED, machine_code[0], strict=True))
 
 
 def count(found: dict[str, Any], *starts: str) -> int:
@@ -112,3 +136,12 @@ def test_the_raw_twin_loads_and_multiplies_the_same(compiled: Any) -> None:
         # a row's zero points: the twin needs them once a group, decoding once a tile
         same = ours if names != ("LDG",) else {}
         assert all(theirs[name] == n for name, n in same.items())
+
+
+def test_no_solver_spills(machine_code: tuple[Any, Any]) -> None:
+    assert len(machine_code[1]) > len(SOLVERS)
+    for sm, name, spills, registers, shared, products in machine_code[1]:
+        assert spills == 0, (sm, name)
+        # two programs of eight warps have room: of 65,536 registers, and of the shared memory of an A100
+        assert registers <= 168 and shared <= 80 * 1024, (sm, name)
+        assert products > 0, (sm, name)

@@ -139,9 +139,8 @@ def test_an_alias_has_a_calibration_set_of_its_kind(name: str) -> None:
     assert card.preprocess == alias.preprocess
 
 
-def test_the_shipped_network_knows_clothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The alias end to end: conversion, graph, the images of its own set."""
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+def test_the_shipped_network_knows_clothing() -> None:
+    """The alias end to end: conversion (in the run's cache, once for all tests), graph, the images of its own set."""
     alias = ALIASES["fashion-mnist-cnn"]
     session = onnxruntime.InferenceSession(materialize(alias) / "model.onnx")
     shape = (None, 1, 28, 28)
@@ -153,9 +152,8 @@ def test_the_shipped_network_knows_clothing(tmp_path: Path, monkeypatch: pytest.
 
 @installed
 @pytest.mark.slow
-def test_smollm2_knows_its_capital(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shipped model, end to end: conversion, tokenizer, weights."""
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+def test_smollm2_knows_its_capital() -> None:
+    """The shipped model, end to end: conversion (in the run's cache, once for all tests), tokenizer, weights."""
     source = open_model(SMOLLM2)
     assert json.loads((source.path / "provenance.json").read_text())["was"] == source.was == "gguf Q4_1"
     tokenizer = source.tokenizer()

@@ -7,13 +7,26 @@ from scipy import stats
 from quantkit.stats.bootstrap import mean_interval, ratio_interval
 
 
-def test_mean_is_what_scipy_gives():
+def test_mean_and_ratio_are_what_scipy_gives_of_the_same_draws():
+    """To the last digits: the same draws, bias and skew."""
     values = np.random.default_rng(0).gamma(2.0, size=80)
-    oracle = stats.bootstrap((values,), np.mean, n_resamples=9999, method="BCa", rng=np.random.default_rng(5))
-    found = mean_interval(values, seed=1)
-    # two draws of resamples differ by about 1 % of the width
-    width = found[1] - found[0]
-    assert found == pytest.approx(oracle.confidence_interval, abs=0.05 * width)
+    words = {"n_resamples": 9999, "method": "BCa", "batch": 1000}
+    oracle = stats.bootstrap((values,), np.mean, **words, rng=np.random.default_rng(5))
+    assert mean_interval(values, seed=5) == pytest.approx(oracle.confidence_interval, rel=1e-12)
+    below = 1 + np.random.default_rng(1).random(80)
+
+    def ratio(a, b, axis):
+        return a.sum(axis) / b.sum(axis)
+
+    oracle = stats.bootstrap((values, below), ratio, paired=True, **words, rng=np.random.default_rng(6))
+    assert ratio_interval(values, below, seed=6) == pytest.approx(oracle.confidence_interval, rel=1e-12)
+
+
+def test_sides_of_one_size_are_drawn_alone():
+    """As if what they are divided by were drawn with them."""
+    values = np.random.default_rng(0).gamma(2.0, size=40)
+    alone = mean_interval(values, seed=1, resamples=999)
+    assert ratio_interval(values, np.full(40, 2.0), seed=1, resamples=999) == pytest.approx(np.array(alone) / 2)
 
 
 def test_seed_fixes_it():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,10 @@ from quantkit.kernels.dispatch import HUMMING, LAYERS, KernelTiming, fastest
 RUN = set(LAYERS) - {HUMMING}
 # of which each stage says the same, once
 _ONCE = ("device", "versions")
-_LISTS = ("correct", "race", "solvers", "ceilings", "rows", "configs", "skipped", "compile", "profile", "model")
-# the fields of a stage's file, and of the entries of sections what is read of them
+_CHECKS = ("correct", "race", "solvers")
+_LISTS = (*_CHECKS, "ceilings", "rows", "configs", "skipped", "compile", "profile", "model")
+# the fields of a stage's file
 _FIELDS = {"stage": str, "state": str, "seconds": int | float, "settings": dict, "sections": dict}
-_READ = {
-    **dict.fromkeys(_LISTS, ()),
-    **dict.fromkeys(("correct", "race", "solvers"), ("ok",)),
-    **{"ceilings": ("name", "value", "unit", "settings", "flags"), "rows": ("name", "runtime", "settings")},
-    **{"timings": ("variant", "candidate", "shape"), "settles": ("line", "holds", "by")},
-    **{"device": ("name",), "versions": ()},
-}
 
 
 def kept(path: Path) -> dict[str, Any] | None:
@@ -33,11 +27,11 @@ def kept(path: Path) -> dict[str, Any] | None:
         json.dumps(found, allow_nan=False)
         fits = all(isinstance(found[name], kind) for name, kind in _FIELDS.items())
         fits = fits and (found["error"] is None or isinstance(found["error"]["value"], str))
-        for section, entries in found["sections"].items():
-            fits = fits and isinstance(entries, list) and bool(entries)
-            # an entry's fields: what is no object has none
-            fits = fits and all(entry.keys() >= set(_READ[section]) for entry in entries if section in _READ)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        fits = fits and all(isinstance(entries, list) and bool(entries) for entries in found["sections"].values())
+        # what a stage has written can be told, to the last field of an entry that is read
+        for _ in lines(_joined([found])) if fits else ():
+            pass
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
     return found if fits else None
 
@@ -49,19 +43,22 @@ def merged(folder: Path, names: Iterable[str]) -> dict[str, Any]:
         folder: of the results.
         names: of the stages, in their order.
     """
+    found = _joined(stage for name in names if (stage := kept(folder / f"{name}.json")) is not None)
+    return found | {"gpus": machine.gpus()[0]}
+
+
+def _joined(stages: Iterable[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"schema": 2, "stages": [], **{name: [] for name in _LISTS}}
-    found |= {"settles": {}, "clocks": [], "drift": [], "throttled": False, "gpus": machine.gpus()[0]}
+    found |= {"settles": {}, "clocks": [], "drift": [], "throttled": False, "gpus": []}
     timings: list[dict[str, Any]] = []
-    for name in names:
-        if (stage := kept(folder / f"{name}.json")) is None:
-            continue
+    for stage in stages:
         found["stages"].append({key: stage[key] for key in ("stage", "state", "seconds", "settings", "error")})
         for section, entries in stage["sections"].items():
             if section in _ONCE:
                 found.setdefault(section, entries[0])
             elif section == "settles":
                 # what a later stage finds holds
-                found["settles"] |= {each["line"]: {**each, "stage": name} for each in entries}
+                found["settles"] |= {each["line"]: {**each, "stage": stage["stage"]} for each in entries}
             elif section == "throttled":
                 found["throttled"] = found["throttled"] or any(entries)
             elif section == "timings":
@@ -79,6 +76,43 @@ def _table(timings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return fastest(KernelTiming(**{**each, "shape": tuple(each["shape"])}) for each in named).as_dict()
 
 
+def _wrong(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for name in _CHECKS for row in found[name] if row["ok"] is False]
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """A short table of what `merged` found."""
+    wrong, checks = _wrong(found), sum(len(found[name]) for name in _CHECKS)
+    name = found.get("device", {}).get("name") or ", ".join(each["name"] for each in found["gpus"]) or "a CPU"
+    yield f"{name}: {checks} checks, {len(wrong)} wrong"
+    for row in wrong[:10]:
+        shown = {key: row[key] for key in row if key != "ok"}
+        yield f"  wrong: {shown}"
+    for row in found["ceilings"]:
+        kind, flags = row["settings"].get("compute_type", ""), "; ".join(row["flags"])
+        yield f"  {row['name']} {kind} {row['value']} {row['unit']} {flags}"
+    yield "  N x K, format, M: candidate, us, times as fast as the baseline, bound us"
+    for row in found["rows"]:
+        if row["name"] == "latency.op" and row["runtime"] != "torch.linear":
+            op, variant = row["op"], row["settings"]["variant"]
+            bound = "" if op["bound_s"] is None else f"{1e6 * op['bound_s']:.2f}"
+            figures = f"{1e6 * row['value']:.2f} {row['baseline']['ratio']:.2f} {bound}"
+            yield f"  {op['N']}x{op['K']} {variant} {op['M']}: {row['runtime']} {figures}"
+    yield "  whole model, batch: ms, times as fast as 16 bits, of which ms not explained by its linears"
+    for row in found["rows"]:
+        if row["name"] == "latency.decode_step":
+            rest = row["settings"]["residual_s"]
+            unexplained = "" if rest is None else f"{1e3 * rest:.2f}"
+            figures = f"{1e3 * row['value']:.2f} {row['baseline']['ratio']:.2f} {unexplained}"
+            yield f"  {row['settings']['variant']} {row['batch']}: {figures}"
+    for row in found["model"]:
+        shown = {key: row[key] for key in row if key not in ("warnings", "stages", "error")}
+        yield f"  model: {shown}"
+    for line, each in found["settles"].items():
+        yield f"  {line}: {'holds' if each['holds'] else 'DOES NOT HOLD'}, {each['by']}"
+    yield f"  {len(found['skipped'])} skipped; clocks fell: {found['throttled']}"
+
+
 def report(found: dict[str, Any], ended: Mapping[str, dict[str, Any]]) -> int:
     """A short table; the exit status.
 
@@ -86,39 +120,13 @@ def report(found: dict[str, Any], ended: Mapping[str, dict[str, Any]]) -> int:
         found: of `merged`.
         ended: stages of this run.
     """
-    checks = [row for name in ("correct", "race", "solvers") for row in found[name]]
-    wrong = [row for row in checks if row["ok"] is False]
-    name = found.get("device", {}).get("name") or ", ".join(each["name"] for each in found["gpus"]) or "a CPU"
-    print(f"{name}: {len(checks)} checks, {len(wrong)} wrong")
-    for row in wrong[:10]:
-        print("  wrong:", {key: row[key] for key in row if key != "ok"})
-    for row in found["ceilings"]:
-        kind, flags = row["settings"].get("compute_type", ""), "; ".join(row["flags"])
-        print(f"  {row['name']} {kind} {row['value']} {row['unit']} {flags}")
-    print("  N x K, format, M: candidate, us, times as fast as the baseline, bound us")
-    for row in found["rows"]:
-        if row["name"] == "latency.op" and row["runtime"] != "torch.linear":
-            op, variant = row["op"], row["settings"]["variant"]
-            bound = "" if op["bound_s"] is None else f"{1e6 * op['bound_s']:.2f}"
-            figures = f"{1e6 * row['value']:.2f} {row['baseline']['ratio']:.2f} {bound}"
-            print(f"  {op['N']}x{op['K']} {variant} {op['M']}: {row['runtime']} {figures}")
-    print("  whole model, batch: ms, times as fast as 16 bits, of which ms not explained by its linears")
-    for row in found["rows"]:
-        if row["name"] == "latency.decode_step":
-            rest = row["settings"]["residual_s"]
-            unexplained = "" if rest is None else f"{1e3 * rest:.2f}"
-            figures = f"{1e3 * row['value']:.2f} {row['baseline']['ratio']:.2f} {unexplained}"
-            print(f"  {row['settings']['variant']} {row['batch']}: {figures}")
-    for row in found["model"]:
-        print("  model:", {key: row[key] for key in row if key not in ("warnings", "stages", "error")})
-    for line, each in found["settles"].items():
-        print(f"  {line}: {'holds' if each['holds'] else 'DOES NOT HOLD'}, {each['by']}")
-    print(f"  {len(found['skipped'])} skipped; clocks fell: {found['throttled']}")
+    for line in lines(found):
+        print(line)
     for each, stage in ended.items():
         said = f": {stage['error']['value']}" if stage["error"] else ""
         print(f"  {each} {stage['state']} {stage['seconds']:.0f} s{said}")
     ends = {stage["state"] for stage in ended.values()}
-    if wrong:
+    if _wrong(found):
         return 1
     if "lost" in ends:
         return 2

@@ -270,9 +270,8 @@ class _Quantized(_OneProduct):
         tried = []
         for name, config in ways:
             side = self._way(name, config, self.held, M)
-            step = side.ready()
-            tried.append((_tried(step), _Chosen(side.name, config, side, step)))
-        best = min(tried, key=lambda pair: pair[0])[1]
+            tried.append(_Chosen(side.name, config, side, side.ready()))
+        best = tried[_fastest_of(len(tried), lambda number: tried[number].step)]
         self._check(best, M)
         return best
 
@@ -281,8 +280,8 @@ class _Quantized(_OneProduct):
         wide = width(M)
         if wide not in self.widths:
             able = candidates(M, native=self.variant.native)[: 1 if self.device.dry else None]
-            tried = [(_tried(self._way(OURS, config, self.held, M).ready()), config) for config in able]
-            self.widths[wide] = min(tried, key=lambda pair: pair[0])[1]
+            best = _fastest_of(len(able), lambda number: self._way(OURS, able[number], self.held, M).ready())
+            self.widths[wide] = able[best]
         return self.widths[wide]
 
     def _way(self, name: str, config: Config | None, held: Sequence[PackedWeight], M: int) -> timing.Implementation:
@@ -329,6 +328,11 @@ class _Twin(_OneProduct):
         if M not in self.ready:
             self.ready[M] = self.of.twin(M)
         return self.ready[M]
+
+
+def _fastest_of(count: int, ready: Callable[[int], Step]) -> int:
+    """The number of the fastest step, each made ready when its turn comes; one alone is not timed."""
+    return 0 if count == 1 else int(np.argmin([_tried(ready(number)) for number in range(count)]))
 
 
 def _tried(step: Callable[[], Any]) -> float:

@@ -1,0 +1,134 @@
+"""What is made before `benchmarks/gpu/run_all.py`: its kernels compiled, and what is carried to a bare machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")  # Linux alone has it
+
+HERE = Path(__file__).parents[2] / "benchmarks/gpu"
+
+
+@pytest.fixture(autouse=True)
+def _its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run imports by its own names."""
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+COMPILED = """
+import json, sys, time
+import torch
+from parts import precompile
+from parts.shapes import WHOLE_MODEL, settings
+from quantkit.kernels.layout import KINDS
+from quantkit.kernels.matmul import weight_only
+from quantkit.measurement.cuda.weights import known
+from triton import knobs
+
+config = settings(known()["int4.g128"], 1)[0]
+wanted = [one for one in precompile.launches(["sweep"], "fp16")
+          if (one.what, one.variant, one.config, one.decode) == ("product", "int4.g128", config, True)]
+assert len(wanted) == 1
+done = precompile.compiled(wanted, 90, time.monotonic() + 600)
+hits = []
+knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])
+small = precompile._weight(known()["int4.g128"], True)
+from quantkit.kernels import matmul
+
+# what a kernel's launch asks of its input on a GPU is answered as there
+class OnGpu(torch.Tensor):
+    is_cuda = True
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+for rows, columns in WHOLE_MODEL:
+    big = {"words": torch.empty(rows // 16, columns // KINDS["int4"].columns, 128, dtype=torch.int32),
+           "scale": torch.empty(columns // 128, rows, dtype=torch.float16), "shape": (rows, columns)}
+    packed = type(small)(**{**small.__dict__, **big})
+    for batch in (1, 16):
+        # as in another process: nothing is known but the files
+        matmul.weight_only_matmul.device_caches.clear()
+        weight_only(torch.empty(batch, columns, dtype=torch.float16).as_subclass(OnGpu), packed, config)
+
+# a solver's kernel, looked for by its operator at shapes of a block, whose memory nobody touches
+solving = [one for one in precompile.launches(["solvers", "model"], "fp16") if one.what in ("solver", "block")]
+wanted = [one for one in solving if (one.variant, one.solver) == ("nf4 g64", "gptq")]
+found, hits = hits, []
+solved = precompile.compiled(wanted, 90, time.monotonic() + 600)
+hits.clear()
+from quantkit.kernels.solving import choose
+
+for rows, columns in WHOLE_MODEL[:2]:
+    target, row = torch.empty(columns, rows), torch.empty(columns)
+    order = torch.empty(columns, dtype=torch.int64)
+    for group in (64, columns):
+        choose.choose_rows.device_caches.clear()
+        scale = torch.empty(columns // group, rows)
+        choose.choose(target, torch.empty(columns, columns), row, order, scale, None, row[:16], row[:16],
+                      -1.0, 1.0, group, "ieee")
+print(json.dumps([done, found, solved, hits, len(solving)]))
+"""
+
+
+def test_what_is_compiled_before_is_what_the_stages_look_for(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    made, hits, solved, found, count = json.loads(done.stdout)
+    assert made == [1, []]
+    assert hits == [True] * 8
+    # three schemes by GPTQ, its sweeps and ranges, one by AWQ's two searches as well; a factor; what a compile has
+    assert count == 3 * 3 + 2 + 1 + 4
+    assert solved == [1, []]
+    # of two weights, in groups of 64 and by channels: one kernel
+    assert found == [True] * 4
+
+
+def test_the_bundle_is_made_once_and_never_beyond_its_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    carried = import_module("carried")
+    needed, peers = carried.wanted()
+    # the tested versions, of all that is needed
+    assert all("==" in requirement for requirement in needed)
+    asked: list[str] = []
+
+    def fetch(requirement: str, folder: Path) -> None:
+        asked.append(requirement)
+        folder.mkdir(exist_ok=True)
+        if requirement == peers[0]:
+            raise carried.InputError("wheel-missing", where=requirement, value="no such wheel")
+        name = requirement.partition("=")[0]
+        (folder / f"{name}.whl").write_bytes(bytes(90 if requirement == peers[1] else 10))
+
+    def describe(folder: Path) -> None:
+        (folder / "ids.jsonl").write_bytes(bytes(20))
+
+    limit = 20 + 10 * len(needed) + 10 * (len(peers) - 2)
+    out = tmp_path / "bundle"
+    found = carried.build(out, limit, fetch, describe)
+    # one that is too large does not keep out those after it
+    assert set(found["left_out"]) == set(peers[:2])
+    wheels = {each.partition("=")[0] for each in (*needed, *peers[2:])}
+    assert {path.stem for path in (out / "wheels").iterdir()} == wheels
+    assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file() and path.name != "bundle.json") == limit
+
+    asked.clear()
+    assert carried.build(out, limit, fetch, describe) == found
+    assert asked == []
+    (out / "wheels" / f"{needed[0].partition('=')[0]}.whl").unlink()
+    carried.build(out, limit, fetch, describe)
+    assert asked == [*needed, *peers]
+
+    with pytest.raises(carried.InputError, match="over-limit") as refused:
+        carried.build(out, 25, fetch, describe)
+    assert refused.value.remedy.startswith("largest: ids.jsonl")
+    # what was there is there, and nothing half-made
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert len(list((out / "wheels").iterdir())) == len(wheels)
