@@ -44,7 +44,10 @@ def check(bundle: Path, source: Source | None, stream: StreamedModel | None, res
     values = with_ends(values, *_stored(folder))
     error, where = numbers(folder, values)
     found.append(judged("reload.onnxruntime", error, LIMIT, where))
-    return found + check_w8a8.check(folder, values, prompt(values)) if found[-1].ok else found
+    if not found[-1].ok:
+        return found
+    ids = prompt(values)
+    return [*found, *check_w8a8.check(folder, values, ids), *check_w8a8.prompts(folder, values, ids)]
 
 
 def sound(folder: Path, name: str = MODEL) -> list[Check]:

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.errors import InputError
-from quantkit.exporters.onnx.integers.prefill import Expanded
+from quantkit.exporters.onnx.integers.prefill import Bytes
 from quantkit.exporters.onnx.integers.products import Codes, Integers
 from quantkit.exporters.onnx.nbits import Array, PackedWeights, block_size, pack
 from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting
@@ -463,27 +463,11 @@ class OrtDialect(Rewriting):
 class PromptDialect(OrtDialect):
     """The same for many rows: products of weights in fewer bits multiply in integers (`integers/prefill.py`).
 
-    The weights say so (`prefill.many_rows`); `constants` are the nodes that make their bytes.
+    The weights say so (`prefill.many_rows`).
     """
 
     def __post_init__(self) -> None:
-        self._integers = self._expanded = Expanded(
-            self._node, self._new, self._constant, self.weights, "int8", packed=self._stored
-        )
-
-    @property
-    def constants(self) -> list[ir.Node]:
-        """Nodes that depend on constants alone, in the order in which they run; of the finished graph, those in use."""
-        return [node for node in self._expanded.nodes if node.graph is self.graph]
-
-    def _stored(self, names: Sequence[str], name: str) -> tuple[PackedWeights, list[ir.Value]]:
-        scheme = self.weights.linears[names[0]].scheme
-        assert scheme is not None
-        return self._packed_weights(names, name, scheme)
-
-    def _products(self) -> None:
-        super()._products()
-        self.graph.insert_before(next(iter(self.graph)), self._expanded.nodes)
+        self._integers = Bytes(self._node, self._new, self._constant, self.weights, "int8")
 
 
 def _product(value: ir.Value) -> tuple[ir.Node, ir.Value | None] | None:

@@ -53,9 +53,9 @@ class OnnxOptions(Closed):
             signed in any case, exact everywhere, and what processors without VNNI multiply fastest.
         embedding: how token embeddings are stored (`exporters/onnx/ends.py`): `float`; `int8`; or, where a
             quantized head is tied to them, in its codes (`shared`), or in these and 2 bits more (`refined`).
-        prefill: how prompts multiply, and batches of 16 rows and more: as steps do (`same`), or in integers of 8 bits a
-            channel that a session makes of the same codes (`int8`: `integers/prefill.py`); `auto` is `int8` where the
-            target's processor multiplies bytes fast.
+        prefill: how prompts multiply, and batches of 16 rows and more: as steps do (`same`), or in integers, the codes
+            rounded again to 8 bits a channel, which the file holds besides (`int8`: `integers/prefill.py`); `auto` is
+            `int8` where the target's processor multiplies bytes fast.
         head_rows: of a head in fewer bits, the first so many rows get 8: those of the most frequent words.
     """
 
@@ -166,8 +166,7 @@ class Onnx(Exporter):
         if prompts is not None:
             many = prompts.apply()
             keep_few(many, optional=True)
-            if prompts.constants:
-                model = both(model, many, prompts.constants)
+            model = both(model, many)
         folder.mkdir(parents=True, exist_ok=True)
         save(model, folder / MODEL, DATA)
         carry(source, folder)

@@ -78,6 +78,20 @@ class WeightsByName:
     grid: Callable[[str], tuple[Array, Array | None]]
     ends: Ends | None = None
 
+    def dense(self, linear: str) -> Array:
+        """What a quantized linear's codes stand for, [N, K] float32."""
+        of = self.linears[linear]
+        assert of.scheme is not None
+        codes = self.codes(linear).astype(np.float32)
+        scale, zero = self.grid(linear)
+        group = (of.scheme.group or codes.shape[1]) if scale.shape[1] > 1 else codes.shape[1]
+        step, point = (
+            np.repeat(each, group, axis=1)[:, : codes.shape[1]]
+            for each in (scale, np.zeros_like(scale) if zero is None else zero)
+        )
+        found: Array = ((codes - point) * step)[:, : of.columns]
+        return found
+
 
 def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
     """The block in which MatMulNBits can hold a scheme: a power of two that divides the group.
@@ -140,21 +154,6 @@ class PackedWeights:
     def scales(self) -> Array:
         """float32 [N, blocks]."""
         return np.concatenate([self._spread(self.weights.grid(name)[0], name) for name in self.names])
-
-    def steps(self) -> Array:
-        """float32 [N]: the step of each row in 8 bits, max |W| / 127."""
-        found = []
-        for name in self.names:
-            scale, zero = self.weights.grid(name)
-            codes = self.weights.codes(name).astype(np.float32)
-            scheme = self.weights.linears[name].scheme
-            assert scheme is not None
-            group = (scheme.group or codes.shape[1]) if scale.shape[1] > 1 else 1
-            zero = np.zeros_like(scale) if zero is None else zero
-            point, step = (np.repeat(each, group, axis=1)[:, : codes.shape[1]] for each in (zero, scale))
-            largest = np.abs((codes - point) * step).max(axis=1) / np.float32(127)
-            found.append(np.maximum(largest, np.finfo(np.float32).tiny).astype(np.float32))
-        return np.concatenate(found)
 
     def zeros(self) -> Array:
         """uint8 [N, ceil(blocks·bits/8)]: zero points from 0, packed as codes are."""

@@ -104,8 +104,7 @@ def _scales(links: Links, product: Any, last: Any) -> tuple[str, str]:
 
 def one_way(model: onnx.ModelProto) -> None:
     """Of a graph that multiplies in two ways, by the number of rows, leave the one for few, in place."""
-    graph = model.graph
-    node = next((each for each in graph.node if each.op_type == "If" and list(each.input) == ["rows/few"]), None)
+    graph, node = model.graph, _by_rows(model)
     if node is None:
         return
     few = next(attribute.g for attribute in node.attribute if attribute.name == "then_branch")
@@ -117,3 +116,15 @@ def one_way(model: onnx.ModelProto) -> None:
             each.output[place] = names.get(name, name)
     del graph.node[:]
     graph.node.extend(few.node)
+
+
+def many_way(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """The nodes that run for many rows, of a graph that multiplies in two ways; none of another."""
+    node = _by_rows(model)
+    branches = node.attribute if node is not None else ()
+    return [inner for attribute in branches if attribute.name == "else_branch" for inner in attribute.g.node]
+
+
+def _by_rows(model: onnx.ModelProto) -> onnx.NodeProto | None:
+    """The If between both ways (`exporters/onnx/integers/prefill.py`)."""
+    return next((each for each in model.graph.node if each.op_type == "If" and list(each.input) == ["rows/few"]), None)

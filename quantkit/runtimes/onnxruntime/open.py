@@ -92,8 +92,9 @@ def _changed(path: Path, level: int | None, shown: Sequence[str]) -> bytes:
     from quantkit.runtimes.onnxruntime.float_products import float_products, one_way
 
     model = onnx.load(str(path), load_external_data=False)
-    if level == 0:
+    if level == 0 or shown:
         one_way(model)
+    if level == 0:
         float_products(model)
     for node in model.graph.node:
         for attribute in node.attribute:

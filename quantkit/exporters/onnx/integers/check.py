@@ -19,23 +19,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from quantkit.bundle import Check
+from quantkit.exporters.onnx.integers.prefill import BYTES
 from quantkit.exporters.onnx.integers.products import LINEARS
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.formats.base import activation
 from quantkit.graph import integer
 from quantkit.graph.integer import QuantizedSite
-from quantkit.runtimes.onnxruntime.float_products import Links
+from quantkit.runtimes.onnxruntime.float_products import Links, many_way, one_way
 from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 
 Array = NDArray[Any]
 LIMIT = 1e-4
 SHARE = 0.95
+# of a step of 8 bits, with the rounding of float32; of logits, whose inputs are rounded to 8 bits in every product
+HALF, PROMPTS = 0.501, 0.25
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,11 @@ def products(folder: Path) -> list[GraphProduct]:
     """The products in integers of `onnx/`."""
     import onnx
 
-    graph = onnx.load(str(folder / MODEL), load_external_data=False).graph
-    links = Links(graph)
+    model = onnx.load(str(folder / MODEL), load_external_data=False)
+    one_way(model)
+    links = Links(model.graph)
     found = []
-    for node in graph.node:
+    for node in model.graph.node:
         noted = {entry.key: entry.value for entry in node.metadata_props}
         if LINEARS in noted:
             *_, last = links.chain(node)
@@ -86,6 +91,47 @@ def check(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
     written = products(folder)
     missing = sorted(set(values.inputs) - {linear for each in written for linear in each.linears})
     return [_numbers(folder, values, ids, written, missing), _kernels(folder, values, written, missing)]
+
+
+def prompts(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
+    """Of a graph that multiplies many rows in another way (`prefill.py`), two checks: `onnx.bytes`, how far a weight's
+    bytes lie from what its codes stand for, in steps of its row; `reload.prompts`, |logits - expected| / |expected|.
+
+    Args:
+        ids: [B, S] of a prompt, `prefill.ROWS` tokens and more.
+    """
+    import onnx
+    from onnx import numpy_helper
+
+    model = onnx.load(str(folder / MODEL))
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    worst, where = 0.0, ""
+    for node in many_way(model):
+        noted = {entry.key: entry.value for entry in node.metadata_props}
+        if LINEARS not in noted or not node.input[1].endswith(BYTES):
+            continue
+        step = numpy_helper.to_array(stored[node.input[3]])[:, None]
+        dense = numpy_helper.to_array(stored[node.input[1]]).T * step
+        exact = torch.cat([_stands_for(values, linear) for linear in noted[LINEARS].split()]).numpy()
+        off = float(np.abs((dense - exact) / step).max()) if dense.shape == exact.shape else math.inf
+        worst, where = (off, noted[LINEARS]) if off > worst else (worst, where)
+    if not where:
+        return []
+    found = [Check(name="onnx.bytes", value=worst, limit=HALF, ok=worst <= HALF, where=where)]
+    expected = values.stream.answers(ids).all().float().numpy()
+    running = OnnxModel(folder, threads=torch.get_num_threads())
+    given = running.run(running.state(*ids.shape), ids.numpy())
+    error = float(np.linalg.norm(given - expected) / np.linalg.norm(expected))
+    ok = math.isfinite(error) and error <= PROMPTS
+    value = error if math.isfinite(error) else None
+    return [*found, Check(name="reload.prompts", value=value, limit=PROMPTS, ok=ok, where="a prompt")]
+
+
+def _stands_for(values: Values, linear: str) -> torch.Tensor:
+    tensor = values.quantized(linear)
+    shape = values.skeleton.get_parameter(f"{linear}.weight").shape
+    dense: torch.Tensor = load_format(tensor.scheme.format).dequantize(tensor)
+    return dense[:, : shape[0] if values.linears()[linear] else shape[1]]
 
 
 def _numbers(
