@@ -1,0 +1,149 @@
+"""Graphs whose embeddings are in codes, whose head has more bits for some rows, and that multiply in two ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import small_onnx
+import torch
+import zoo
+from onnx import numpy_helper
+
+from quantkit.exporters.onnx.check import check
+from quantkit.exporters.onnx.exporter import EXPORT
+from quantkit.exporters.onnx.integers.prefill import ROWS
+from quantkit.exporters.values import Values
+from quantkit.model import finished
+from quantkit.model.finished import Finished
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.passes.assign import nearest
+from quantkit.runtimes.onnxruntime.session import OnnxModel
+from quantkit.scheme import WeightScheme
+from quantkit.target import Target
+
+SCHEME = WeightScheme(format="int4", granularity="group", group=32, symmetric=False)
+CHANGES = {"vocab_size": 258, "num_hidden_layers": 1}
+Exported = Callable[..., tuple[Path, Values, list[str]]]
+
+
+def linears(stream: StreamedModel) -> list[str]:
+    return [name.removesuffix(".weight") for name in stream.files if name.endswith(("_proj.weight", "lm_head.weight"))]
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Exported:
+    """A tiny model with linears rounded to nearest, as a graph: its bundle, the values and the decisions' codes."""
+
+    def export(name: str, *, head: bool = True, **options: Any) -> tuple[Path, Values, list[str]]:
+        zoo.tiny(name, **CHANGES).save_pretrained(tmp_path / name)  # type: ignore[operator]
+        stream = StreamedModel(open_model(str(tmp_path / name)))
+        names = [
+            each for each in stream.files if each.endswith(("_proj.weight", *(["lm_head.weight"] if head else [])))
+        ]
+        codes = {each.removesuffix(".weight"): nearest(stream.tensor(each), SCHEME) for each in names}
+        finished.save(tmp_path / f"{name}.codes", codes, {})
+        results = Finished([tmp_path / f"{name}.codes"], dict.fromkeys(codes, SCHEME))
+        values = Values.of_results(stream.source, stream, results)
+        bundle = tmp_path / "-".join([name, *map(str, options.values())])
+        with small_onnx.traced_once(name, CHANGES):
+            taken = EXPORT.export(bundle / "onnx", values, options)
+        for each in check(bundle, stream.source, stream, results):
+            assert each.ok, each
+        return bundle, values, [each.code for each in taken]
+
+    return export
+
+
+def embedded(bundle: Path) -> np.ndarray:
+    """What the graph looks up for every id, by ONNX Runtime."""
+    model = onnx.load(str(bundle / "onnx" / "model.onnx"), load_external_data=False)
+    names = {name for node in model.graph.node for name in node.output}
+    name = next(each for each in ("embedding/sum", "embedding/head", "embedding/own") if each in names)
+    running = OnnxModel(bundle / "onnx", threads=1, shown=[name])
+    ids = np.arange(60)[None]
+    return np.asarray(running.session.run([name], running.prompt(ids))[0])[0]
+
+
+def test_a_tied_table_is_read_from_the_heads_codes_and_two_bits_more(exported: Exported) -> None:
+    sizes, errors = {}, {}
+    for storage in ("float", "int8", "shared", "refined"):
+        bundle, values, taken = exported("llama-tied", embedding=storage)
+        assert not taken
+        sizes[storage] = (bundle / "onnx" / "model.onnx.data").stat().st_size
+        if storage != "float":
+            exact = values.tensor("model.embed_tokens.weight").numpy()[:60]
+            errors[storage] = float(np.square(embedded(bundle) - exact).sum() / np.square(exact).sum())
+    assert sizes["shared"] < sizes["refined"] < sizes["int8"] < sizes["float"]
+    # half a step of 4 bits, what two bits leave of it, and of 8 bits
+    assert 2e-3 < errors["shared"] < 2e-2
+    assert errors["refined"] < errors["shared"] / 4
+    assert errors["int8"] < 1e-4
+
+
+def test_what_a_table_cannot_be_read_from_is_said(exported: Exported) -> None:
+    assert exported("llama", embedding="refined")[2] == ["embedding-own"]  # a head of its own: 8 bits
+    assert exported("llama-tied", head=False, embedding="shared")[2] == ["embedding-float"]
+
+
+def test_first_rows_of_a_head_have_more_bits(exported: Exported) -> None:
+    rows = 40
+    bundle, values, _ = exported("llama-tied", head_rows=rows)
+    running = OnnxModel(bundle / "onnx", threads=1, accuracy_level=0)
+    ids = np.arange(3, 15)[None]
+    found = torch.from_numpy(np.asarray(running.run(running.state(1, 12), ids)[0]))
+    with torch.no_grad():
+        x = torch.stack([values.stream.answers(torch.from_numpy(ids)).given("lm_head", 0)])[0]
+    weight = values.before("lm_head.weight")  # type: ignore[misc]
+    error = (found - x @ weight.T).square().mean(0)
+    assert float(error[:rows].mean()) < float(error[rows:].mean()) / 50
+
+
+def test_many_rows_multiply_in_integers_and_few_as_before(exported: Exported) -> None:
+    plain, _, _ = exported("llama", embedding="float")
+    bundle, _, _ = exported("llama", prefill="int8")
+    one, both = OnnxModel(plain / "onnx", threads=1), OnnxModel(bundle / "onnx", threads=1)
+    ids = np.random.default_rng(0).integers(3, 90, (1, 2 * ROWS))
+
+    def logits(model: OnnxModel, step: int) -> np.ndarray:
+        state = model.state(1, ids.shape[1])
+        parts = [model.run(state, ids[:, at : at + step]).copy() for at in range(0, ids.shape[1], step)]
+        return np.concatenate(parts, axis=1)
+
+    few = logits(one, ROWS // 2)
+    assert np.array_equal(logits(both, ROWS // 2), few)
+    many = logits(both, ROWS)
+    off = float(np.linalg.norm(many - few) / np.linalg.norm(few))
+    assert 1e-4 < off < 0.1  # another way, of the same weights
+
+
+def test_bytes_that_are_not_the_codes_are_found(exported: Exported, tmp_path: Path) -> None:
+    bundle, _, _ = exported("llama", prefill="int8")
+    path = bundle / "onnx" / "model.onnx"
+    model = onnx.load(str(path))
+    tensor = next(each for each in model.graph.initializer if each.name.endswith(".bytes"))
+    array = numpy_helper.to_array(tensor).copy()
+    array[0, 0] ^= 16
+    tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    onnx.save_model(model, str(path), save_as_external_data=True, location="model.onnx.data", size_threshold=1024)
+    stream = StreamedModel(open_model(str(tmp_path / "llama")))
+    results = Finished([tmp_path / "llama.codes"], dict.fromkeys(linears(stream), SCHEME))
+    wrong = [each.name for each in check(bundle, stream.source, stream, results) if not each.ok]
+    assert wrong == ["onnx.bytes"]
+
+
+@pytest.mark.parametrize(
+    ("isa", "way"), [(["avx512_vnni", "avx2"], "int8"), (["avx2"], "same"), (["neon_i8mm"], "int8")]
+)
+def test_how_prompts_multiply_follows_the_target(isa: list[str], way: str) -> None:
+    target = Target.load("cpu-x86")
+    target = target.model_copy(update={"arch": target.arch.model_copy(update={"isa": isa})})
+    options, said = EXPORT.for_target({"prefill": "auto"}, target)
+    assert options["prefill"] == way
+    assert said
+    assert EXPORT.for_target({"prefill": "same"}, target) == ({"prefill": "same"}, "")
