@@ -132,7 +132,7 @@ def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list
         return None, [decision("onnx", _FLOAT, name, reason, storage, "float")]
     why = ""
     if storage != "int8":
-        why = _not_of(scheme, shape[1]) if head else "the head has a weight of its own"
+        why = _not_of(scheme, shape[1]) if head else "no head shares its weight"
     if storage == "int8" or why:
         own = _rounded(values, name, WeightScheme(format="int8", granularity="group", group=block))
         taken = [decision("onnx", _OWN, name, why, storage, "int8")] if why else []

@@ -14,6 +14,7 @@ from typing import Any
 from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.planning.model.architecture import Architecture, Matrix
 from quantkit.planning.model.assigned import ROLES, Assigned, assign_sizes
 from quantkit.planning.model.stored import (
@@ -249,6 +250,8 @@ def _graph(
     others = 4.0 * (_elsewhere(architecture) - architecture.ends) + _rotary(architecture)
     if any("moved" in plugins.PASSES.of(step).ensures for step in recipe.passes):
         others += sum(8.0 * columns for columns in _shared_inputs(filled))  # a shift and a scale a channel
+    if head is not None and head.scheme is not None and load_format(head.scheme.format).bits < 8:
+        others += options.head_rows * head.matrix.K * (1 + 4.0 / 64)
     block, rest = _GRAPH[architecture.kind]
     return Storage(
         "float32",
