@@ -110,7 +110,7 @@ def _width(dtype: str) -> int:
 def _files() -> list[Path]:
     """The code that shapes a float graph, and a little more."""
     folder = Path(__file__).parent.parent / "exporters"
-    return sorted([folder / "values.py", *folder.glob("onnx/*.py"), *folder.glob("trace/*.py")])
+    return sorted([folder / "values.py", *folder.glob("onnx/**/*.py"), *folder.glob("trace/*.py")])
 
 
 def _code() -> str:

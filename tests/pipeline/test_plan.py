@@ -41,7 +41,8 @@ def test_formats_and_recipes_side_by_side() -> None:
 
 
 def test_what_an_override_stores_has_a_cell_too() -> None:
-    cells = plan(PlanQuestion("smollm2-135m", ("int4-cpu",), "cpu-x86")).candidates[0].cells
+    wide = ["overrides=[{match: lm_head, weights: {format: int8, symmetric: true}}]"]
+    cells = plan(PlanQuestion("smollm2-135m", ("int4-cpu",), "cpu-x86", changes=wide)).candidates[0].cells
     assert [(cell.format, cell.state) for cell in cells] == [("int4", "native"), ("int8", "native")]
 
 

@@ -66,7 +66,7 @@ class EmbeddingTable:
 
 
 @dataclass(frozen=True)
-class Ends:
+class GraphEnds:
     """What is stored otherwise than the passes decided, or with more.
 
     Args:
@@ -80,7 +80,7 @@ class Ends:
     rows: QuantTensor | None = None
 
 
-def ends(values: Values, storage: Storage, rows: int) -> tuple[Ends, list[Decision]]:
+def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[Decision]]:
     """Both ends, as far as that can be.
 
     Args:
@@ -91,17 +91,20 @@ def ends(values: Values, storage: Storage, rows: int) -> tuple[Ends, list[Decisi
     head = head_of(values.skeleton)
     scheme = values.schemes.get(head)
     if not rows or scheme is None or load_format(scheme.format).bits >= 8:
-        return Ends(table), taken
+        return GraphEnds(table), taken
     shape = values.skeleton.get_parameter(f"{head}.weight").shape
     block = next((block for block in _BLOCKS if shape[1] % block == 0), 0)
     why = "a bundle no longer has them as they were" if values.before is None else ""
     why = why or ("its scales are not of single rows" if not scheme.rows_apart else "")
     why = why or (f"rows of {shape[1]} are not divided by {_BLOCKS[-1]}" if not block else "")
     if why or values.before is None:
-        return Ends(table), [*taken, decision("onnx", _ROWS, head, f"its first rows get no more bits: {why}", rows, 0)]
+        return GraphEnds(table), [
+            *taken,
+            decision("onnx", _ROWS, head, f"its first rows get no more bits: {why}", rows, 0),
+        ]
     weight = values.before(f"{head}.weight")[: min(rows, shape[0] - 1)]
     own = nearest(weight, WeightScheme(format="int8", granularity="group", group=block))
-    return Ends(table, head, own), taken
+    return GraphEnds(table, head, own), taken
 
 
 def with_ends(values: Values, storage: Storage, rows: int) -> Values:

@@ -133,6 +133,7 @@ class Onnx(Exporter):
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
         from quantkit.model.source.weights import write_json
+        from quantkit.passes import decision
 
         chosen, source = OnnxOptions(**options), values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"
@@ -149,6 +150,9 @@ class Onnx(Exporter):
         if chosen.prefill == "int8" and kind == "decoder":
             again = trace(values.skeleton, kind)  # onnx-ir clones no graph whose weights have no values yet
             prompts = PromptDialect(again, many_rows(weights, head_of(values.skeleton)), **settings)
+        elif chosen.prefill == "int8":
+            reason = "an encoder has no steps: all its rows go one way"
+            taken.append(decision("onnx", "prefill-same", MODEL, reason, "int8", "same"))
         dialect = OrtDialect(traced, weights, **settings)
         model = dialect.apply()
         if kind == "decoder":

@@ -16,7 +16,7 @@ from quantkit.errors import InputError
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 if TYPE_CHECKING:
-    from quantkit.exporters.onnx.ends import Ends
+    from quantkit.exporters.onnx.ends import GraphEnds
 
 Array = NDArray[Any]
 BITS = (2, 4, 8)
@@ -76,7 +76,7 @@ class WeightsByName:
     tensor: Callable[[str], Array]
     codes: Callable[[str], Array]
     grid: Callable[[str], tuple[Array, Array | None]]
-    ends: Ends | None = None
+    ends: GraphEnds | None = None
 
     def dense(self, linear: str) -> Array:
         """What a quantized linear's codes stand for, [N, K] float32."""
