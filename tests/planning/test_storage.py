@@ -175,6 +175,7 @@ def test_a_tied_head_in_a_graph_is_a_table_or_codes_of_its_own() -> None:
     codes = 49152 * 576 * (0.5 + (4 + 0.5) / 32)  # int4: a scale and half a byte for a zero point a block
     assert apart.parts["head"] == pytest.approx(codes, rel=0.01)
     assert apart.parts["embeddings"] == pytest.approx(49152 * 576 * (0.25 + 4 / 64), rel=0.01)  # two bits more
+    assert sum(apart.parts.values()) == pytest.approx(90.34e6, rel=0.01)  # as a compile has written it
     more = apart.parts["others"] - shared.parts["others"]
     assert more == pytest.approx(2048 * 576 * (1 + 4 / 64), rel=0.01)  # first rows in 8 bits
 

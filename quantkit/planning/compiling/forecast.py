@@ -20,7 +20,7 @@ from quantkit.planning.compiling import graph
 from quantkit.planning.compiling.graph import GraphSpec
 from quantkit.planning.compiling.result import Compiling, Disk, Machine, Rates, shipped
 from quantkit.planning.compiling.spec import CompileSpec, elements, needs, stores
-from quantkit.planning.compiling.work import CONFIRMED, WHOLE, counted, held, packed_bytes
+from quantkit.planning.compiling.work import CONFIRMED, WHOLE, counted, held, packed_bytes, table_saved
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import assign_sizes
 from quantkit.recipe import Recipe
@@ -149,6 +149,8 @@ def disk(spec: CompileSpec) -> Disk:
         what = stores(name)
         # a graph is in 32-bit floats, an engine in 16, and beside the network that it is built from
         bytes_each, copies = {"tensors": (width, 1), "graph": (4, 1), "engine": (2, 2)}[what]
+        if what == "graph":
+            bundle -= table_saved(spec)
         bundle += copies * (packed + bytes_each * (model.parameters - coded)) + _TOKEN * (model.vocabulary or 0)
         if what != "engine":
             bundle += _ITEM * spec.scored

@@ -40,6 +40,7 @@ from quantkit.formats import stored_bits
 from quantkit.planning.compiling.spec import OUTWARD, CompileSpec, elements, needs, shared, stores, storing
 from quantkit.planning.model.architecture import Architecture, BlockShapes
 from quantkit.planning.model.assigned import solves
+from quantkit.planning.model.storage import table_bytes
 from quantkit.planning.model.stored import LAYOUTS
 from quantkit.recipe import PassStep
 from quantkit.scheme import WeightScheme
@@ -470,7 +471,17 @@ def _scored(spec: CompileSpec, *, cache: bool) -> dict[str, float]:
 
 def _session(spec: CompileSpec) -> dict[str, float]:
     """Of ONNX Runtime: packed weights, and the rest in 32-bit floats."""
-    return {"packed": packed_bytes(spec), "floats": 4.0 * _kept(spec) + _table(spec)}
+    return {"packed": packed_bytes(spec), "floats": 4.0 * _kept(spec) + _table(spec) - table_saved(spec)}
+
+
+def table_saved(spec: CompileSpec) -> float:
+    """Bytes that a graph's token embeddings take less than in 32-bit floats."""
+    model, graph = spec.architecture, storing("graph")
+    stored = next(
+        (step.options.get("embedding", "float") for step in spec.recipe.export if step.name == graph), "float"
+    )
+    coded = model.head is not None and model.head.name in spec.schemes
+    return 4.0 * model.embeddings - table_bytes(model, stored, coded=coded)
 
 
 def _table(spec: CompileSpec) -> float:

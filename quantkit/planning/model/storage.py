@@ -258,16 +258,20 @@ def _graph(
         filled,
         in_graph(head, options) if head is not None else None,
         False,
-        _table(architecture, head, options),
+        table_bytes(architecture, options.embedding, coded=head is not None and head.scheme is not None),
         others,
         float(block * len(architecture.layers) + rest),
     )
 
 
-def _table(architecture: Architecture, head: StoredLinear | None, options: Any) -> float:
-    """Bytes of the token embeddings of a graph, as `embedding` says (`exporters/onnx/embedding.py`)."""
-    stored, tied = options.embedding, architecture.tied and head is not None
-    coded = head is not None and head.scheme is not None
+def table_bytes(architecture: Architecture, stored: str, *, coded: bool) -> float:
+    """Bytes of the token embeddings of a graph.
+
+    Args:
+        stored: as the export's `embedding` says (`exporters/onnx/ends.py`).
+        coded: whether the head is quantized.
+    """
+    tied = architecture.tied and architecture.head is not None
     if stored == "float" or (tied and not coded):
         return 4.0 * architecture.embeddings
     own = 1.0 if stored == "int8" or not tied else {"shared": 0.0, "refined": 0.25}[stored]
