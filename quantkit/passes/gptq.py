@@ -176,6 +176,7 @@ class Gptq(Pass):
         from quantkit.passes.solvers import one_thread
         from quantkit.passes.solvers.factor import awaited
         from quantkit.passes.solvers.gptq import gptq, gptq_rows
+        from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
         if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):
             return nearest(weight, scheme)
@@ -198,6 +199,9 @@ class Gptq(Pass):
             hessians = moments.hessian.repeat_interleave(parts.shape[1], 0)
             codes, scale = gptq_rows(parts.flatten(0, 1).float(), hessians, scheme, damping=damping, shrink=shrink)
             return QuantTensor(codes, scale[:, None], None, scheme)
+        bounds = moments.neighbours
+        if bounds is None and settings.unsaturated and bounded(scheme):
+            bounds = neighbours(width).to(weight.device)
         found = []
         for number, (part, hessian) in enumerate(zip(parts.float(), moments.hessian, strict=True)):
 
@@ -212,7 +216,7 @@ class Gptq(Pass):
                 range=settings.range,
                 sweeps=settings.sweeps,
                 refit=settings.refit,
-                neighbours=moments.neighbours,
+                neighbours=bounds,
             )
             found.append(result.tensor)
         return joined(found)

@@ -40,15 +40,13 @@ def linears(stream: StreamedModel) -> list[str]:
 def exported(tmp_path: Path) -> Exported:
     """A tiny model with linears rounded to nearest, as a graph: its bundle, the values and the decisions' codes."""
 
-    def export(name: str, *, head: bool = True, **options: Any) -> tuple[Path, Values, list[str]]:
+    def export(name: str, *, head: bool = True, codes: bool = True, **options: Any) -> tuple[Path, Values, list[str]]:
         zoo.tiny(name, **CHANGES).save_pretrained(tmp_path / name)  # type: ignore[operator]
         stream = StreamedModel(open_model(str(tmp_path / name)))
-        names = [
-            each for each in stream.files if each.endswith(("_proj.weight", *(["lm_head.weight"] if head else [])))
-        ]
-        codes = {each.removesuffix(".weight"): nearest(stream.tensor(each), SCHEME) for each in names}
-        finished.save(tmp_path / f"{name}.codes", codes, {})
-        results = Finished([tmp_path / f"{name}.codes"], dict.fromkeys(codes, SCHEME))
+        names = [each for each in linears(stream) if codes and (head or each != "lm_head")]
+        found = {each: nearest(stream.tensor(f"{each}.weight"), SCHEME) for each in names}
+        finished.save(tmp_path / f"{name}.codes", found, {})
+        results = Finished([tmp_path / f"{name}.codes"], dict.fromkeys(found, SCHEME))
         values = Values.of_results(stream.source, stream, results)
         bundle = tmp_path / "-".join([name, *map(str, options.values())])
         with small_onnx.traced_once(name, CHANGES):
@@ -135,6 +133,24 @@ def test_bytes_that_are_not_the_codes_are_found(exported: Exported, tmp_path: Pa
     results = Finished([tmp_path / "llama.codes"], dict.fromkeys(linears(stream), SCHEME))
     wrong = [each.name for each in check(bundle, stream.source, stream, results) if not each.ok]
     assert wrong == ["onnx.bytes"]
+
+
+def test_caches_that_prompts_hand_on_are_held_too(exported: Exported, tmp_path: Path) -> None:
+    bundle, _, _ = exported("llama", prefill="int8")
+    path = bundle / "onnx" / "model.onnx"
+    model = onnx.load(str(path), load_external_data=False)
+    node = next(each for each in model.graph.node if each.op_type == "If")
+    branch = next(each.g for each in node.attribute if each.name == "else_branch")
+    attention = next(each for each in branch.node if each.op_type == "GroupQueryAttention")
+    attention.output[1], attention.output[2] = attention.output[2], attention.output[1]
+    path.write_bytes(model.SerializeToString())
+    stream = StreamedModel(open_model(str(tmp_path / "llama")))
+    results = Finished([tmp_path / "llama.codes"], dict.fromkeys(linears(stream), SCHEME))
+    assert "reload.many" in [each.name for each in check(bundle, stream.source, stream, results) if not each.ok]
+
+
+def test_what_has_no_second_way_says_so(exported: Exported) -> None:
+    assert exported("llama", head=False, codes=False, prefill="int8")[2] == ["prefill-same"]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[D
         rows: of the head, the first so many in 8 bits; of one that is stored in fewer.
     """
     table, taken = coded(values, storage)
-    head = head_of(values.skeleton)
+    head = values.stream.head or ""
     scheme = values.schemes.get(head)
     if not rows or scheme is None or load_format(scheme.format).bits >= 8:
         return GraphEnds(table), taken
@@ -126,7 +126,7 @@ def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list
     if not name:
         return None, [decision("onnx", _FLOAT, "embedding", "no table of token embeddings was found")]
     block = next((block for block in _BLOCKS if shape[1] % block == 0), 0)
-    head = _tied(values.skeleton, name)
+    head = _tied(values, name)
     scheme = values.schemes.get(head)
     if head and scheme is None:
         return None, [decision("onnx", _FLOAT, name, f"{head} reads it as it is, in floats", storage, "float")]
@@ -176,16 +176,9 @@ def _table(skeleton: nn.Module) -> tuple[str, tuple[int, int]]:
     return f"{found}.weight", (weight.shape[0], weight.shape[1])
 
 
-def head_of(skeleton: nn.Module) -> str:
-    """The linear that makes logits; "" where none does."""
-    from quantkit.model.streaming.stream import find_head
-
-    return find_head(skeleton) or ""
-
-
-def _tied(skeleton: nn.Module, table: str) -> str:
+def _tied(values: Values, table: str) -> str:
     """The head that shares the table's weight; "" where none does."""
-    head = head_of(skeleton)
+    head, skeleton = values.stream.head or "", values.skeleton
     return head if head and skeleton.get_parameter(f"{head}.weight") is skeleton.get_parameter(table) else ""
 
 

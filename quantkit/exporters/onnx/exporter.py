@@ -7,7 +7,7 @@ weights, one tensor in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -105,14 +105,16 @@ class Onnx(Exporter):
         return "native"
 
     def for_target(self, options: Mapping[str, Any], target: Target) -> tuple[Mapping[str, Any], str]:
-        """`prefill: auto`, by what the target's processor has."""
-        if OnnxOptions(**options).prefill != "auto":
+        """`prefill: auto`, by what the target's processor has; `int8` against its advice is said."""
+        asked, given = OnnxOptions(**options).prefill, target.arch.isa
+        fast = _fast(machine.isa_features() if given == "auto" else given or [])
+        if asked == "same" or (asked == "int8" and fast):
             return options, ""
-        given = target.arch.isa
-        found = machine.isa_features() if given == "auto" else given or []
-        fast = [name for name in found if name in _BYTES]
+        if asked == "int8":
+            saturates = "without VNNI x86 processors saturate where they multiply signed bytes"
+            return options, f"prompts multiply in integers, and the target has none of {', '.join(_BYTES)}: {saturates}"
         if fast:
-            return {**options, "prefill": "int8"}, f"prompts multiply in integers of 8 bits: the target has {fast[0]}"
+            return {**options, "prefill": "int8"}, f"prompts multiply in integers of 8 bits: the target has {fast}"
         reason = f"prompts multiply as steps do: the target has none of {', '.join(_BYTES)}"
         return {**options, "prefill": "same"}, reason
 
@@ -127,7 +129,7 @@ class Onnx(Exporter):
         demand_packages("an ONNX export")
         from quantkit.exporters.carried import carry
         from quantkit.exporters.onnx.dialect import OrtDialect, PromptDialect
-        from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, ends, head_of
+        from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, ends
         from quantkit.exporters.onnx.genai import genai_config
         from quantkit.exporters.onnx.integers.prefill import both, many_rows
         from quantkit.exporters.trace.rewrite import keep_few, save
@@ -147,12 +149,16 @@ class Onnx(Exporter):
             "codes": chosen.weight_codes,
         }
         prompts = None
-        if chosen.prefill == "int8" and kind == "decoder":
+        many = many_rows(weights, values.stream.head or "")
+        why = "an encoder has no steps: all its rows go one way" if kind != "decoder" else ""
+        why = why or ("inputs are quantized: products multiply in integers already" if values.inputs else "")
+        why = why or ("no product has codes of 4 or 8 bits" if many.linears == weights.linears else "")
+        asked = chosen.prefill == "int8" or (chosen.prefill == "auto" and _fast(machine.isa_features()) != "")
+        if asked and why:
+            taken.append(decision("onnx", "prefill-same", MODEL, why, "int8", "same"))
+        elif asked:
             again = trace(values.skeleton, kind)  # onnx-ir clones no graph whose weights have no values yet
-            prompts = PromptDialect(again, many_rows(weights, head_of(values.skeleton)), **settings)
-        elif chosen.prefill == "int8":
-            reason = "an encoder has no steps: all its rows go one way"
-            taken.append(decision("onnx", "prefill-same", MODEL, reason, "int8", "same"))
+            prompts = PromptDialect(again, many, **settings)
         dialect = OrtDialect(traced, weights, **settings)
         model = dialect.apply()
         if kind == "decoder":
@@ -168,9 +174,9 @@ class Onnx(Exporter):
             }
         )
         if prompts is not None:
-            many = prompts.apply()
-            keep_few(many, optional=True)
-            model = both(model, many)
+            other = prompts.apply()
+            keep_few(other, optional=True)
+            model = both(model, other)
         folder.mkdir(parents=True, exist_ok=True)
         save(model, folder / MODEL, DATA)
         carry(source, folder)
@@ -201,6 +207,11 @@ class Onnx(Exporter):
         from quantkit.exporters.onnx.check import check
 
         return check(bundle, source, stream, results)
+
+
+def _fast(isa: Sequence[str]) -> str:
+    """Of a processor's instruction sets the first that multiplies bytes fast; "" where none does."""
+    return next((name for name in isa if name in _BYTES), "")
 
 
 def demand_packages(purpose: str) -> None:

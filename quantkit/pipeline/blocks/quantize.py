@@ -87,12 +87,12 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
             finished=_finished(prepared, build),
         ):
             index = worked.block.index
-            if index == count - 1:
-                # before its last block is, or a resume would have nothing to calibrate it on
-                _finish_head(prepared, build, worked, progress)
             now = time.process_time()
             if written is not None:
                 written.result()
+            if index == count - 1:
+                # before its last block is, or a resume would have nothing to calibrate it on
+                _finish_head(prepared, build, worked, progress)
             write = functools.partial(_commit, prepared, build, worked, now - begun, keeping.after(worked))
             if device.is_cpu:
                 write()

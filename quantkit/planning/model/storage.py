@@ -251,7 +251,10 @@ def _graph(
     if any("moved" in plugins.PASSES.of(step).ensures for step in recipe.passes):
         others += sum(8.0 * columns for columns in _shared_inputs(filled))  # a shift and a scale a channel
     if head is not None and head.scheme is not None and load_format(head.scheme.format).bits < 8:
-        others += options.head_rows * head.matrix.K * (1 + 4.0 / 64)
+        others += min(options.head_rows, head.matrix.N - 1) * head.matrix.K * (1 + 4.0 / 64)
+    if options.prefill == "int8" and architecture.kind == "decoder":  # the same weights once more, in 8 bits
+        coded = (each.matrix for each in filled if each.scheme is not None and each.activations is None)
+        others += sum(matrix.count * matrix.N * (matrix.K + 4.0) for matrix in coded)
     block, rest = _GRAPH[architecture.kind]
     return Storage(
         "float32",

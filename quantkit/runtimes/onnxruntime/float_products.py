@@ -102,20 +102,21 @@ def _scales(links: Links, product: Any, last: Any) -> tuple[str, str]:
     return scales, product.input[3] if len(product.input) > 3 else ""
 
 
-def one_way(model: onnx.ModelProto) -> None:
-    """Of a graph that multiplies in two ways, by the number of rows, leave the one for few, in place."""
+def one_way(model: onnx.ModelProto, *, many: bool = False) -> None:
+    """Of a graph that multiplies in two ways, by the number of rows, leave the one for few, or for many, in place."""
     graph, node = model.graph, _by_rows(model)
     if node is None:
         return
-    few = next(attribute.g for attribute in node.attribute if attribute.name == "then_branch")
-    names = {inner.name: outer for inner, outer in zip(few.output, node.output, strict=True)}
-    for each in few.node:
+    branch = "else_branch" if many else "then_branch"
+    left = next(attribute.g for attribute in node.attribute if attribute.name == branch)
+    names = {inner.name: outer for inner, outer in zip(left.output, node.output, strict=True)}
+    for each in left.node:
         for place, name in enumerate(each.input):
             each.input[place] = names.get(name, name)
         for place, name in enumerate(each.output):
             each.output[place] = names.get(name, name)
     del graph.node[:]
-    graph.node.extend(few.node)
+    graph.node.extend(left.node)
 
 
 def many_way(model: onnx.ModelProto) -> list[onnx.NodeProto]:

@@ -41,7 +41,13 @@ def _options(threads: int, level: int | None = None) -> onnxruntime.SessionOptio
 
 
 def open_graph(
-    path: Path, threads: int, *, profile: str | None = None, level: int | None = None, shown: Sequence[str] = ()
+    path: Path,
+    threads: int,
+    *,
+    profile: str | None = None,
+    level: int | None = None,
+    shown: Sequence[str] = (),
+    many: bool = False,
 ) -> onnxruntime.InferenceSession:
     """A session.
 
@@ -50,6 +56,7 @@ def open_graph(
         profile: a folder for the profile.
         level: accuracy level, instead of what the file says; with 0 all products are in float32.
         shown: values inside the graph that become outputs too.
+        many: with a level of 0 and a graph that multiplies in two ways, the one for many rows.
 
     Raises:
         MissingDependency: onnxruntime.
@@ -64,7 +71,7 @@ def open_graph(
     what: str | bytes = str(path)
     try:
         if level is not None or shown:
-            what = _changed(path, level, shown)
+            what = _changed(path, level, shown, many)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
         return onnxruntime.InferenceSession(what, options, providers=["CPUExecutionProvider"])
     except Exception as problem:
@@ -85,7 +92,7 @@ def _unreadable(path: Path, problem: Exception) -> InputError:
     )
 
 
-def _changed(path: Path, level: int | None, shown: Sequence[str]) -> bytes:
+def _changed(path: Path, level: int | None, shown: Sequence[str], many: bool) -> bytes:
     """The graph with another accuracy level, or with more outputs; its weights stay where they are."""
     import onnx
 
@@ -93,7 +100,7 @@ def _changed(path: Path, level: int | None, shown: Sequence[str]) -> bytes:
 
     model = onnx.load(str(path), load_external_data=False)
     if level == 0 or shown:
-        one_way(model)
+        one_way(model, many=many)
     if level == 0:
         float_products(model)
     for node in model.graph.node:

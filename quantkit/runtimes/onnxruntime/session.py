@@ -83,6 +83,7 @@ class OnnxModel:
         profile: write a profile; see `used`.
         accuracy_level: of MatMulNBits, instead of what the file says; with 0 no input of a product is rounded.
         shown: values inside the graph that the session gives as outputs too.
+        many: of a graph that multiplies in two ways, with level 0, the one for many rows alone.
 
     Raises:
         MissingDependency: onnxruntime.
@@ -97,6 +98,7 @@ class OnnxModel:
         profile: bool = False,
         accuracy_level: int | None = None,
         shown: Sequence[str] = (),
+        many: bool = False,
     ) -> None:
         self.folder = folder
         self.threads = threads or machine.cores()
@@ -105,7 +107,9 @@ class OnnxModel:
             tempfile.TemporaryDirectory(prefix="quantkit-profile-", ignore_cleanup_errors=True) if profile else None
         )
         place = self._profile.name if self._profile else None
-        self.session = open_graph(folder / MODEL, self.threads, profile=place, level=accuracy_level, shown=shown)
+        self.session = open_graph(
+            folder / MODEL, self.threads, profile=place, level=accuracy_level, shown=shown, many=many
+        )
         # inputs with a value of their own, such as `logits_to_keep`, are listed apart
         given = (*self.session.get_inputs(), *self.session.get_overridable_initializers())
         self.inputs = {value.name: value for value in given}

@@ -15,22 +15,26 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from quantkit.bundle import Check
-from quantkit.exporters.onnx.integers.prefill import BYTES
+from quantkit.exporters.check import judged
+from quantkit.exporters.check import worst as compared
+from quantkit.exporters.onnx.integers.prefill import BYTES, expandable
 from quantkit.exporters.onnx.integers.products import LINEARS
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.formats.base import activation
 from quantkit.graph import integer
 from quantkit.graph.integer import QuantizedSite
+from quantkit.model.streaming.stream import set_tensor
 from quantkit.runtimes.onnxruntime.float_products import Links, many_way, one_way
 from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
@@ -94,8 +98,11 @@ def check(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
 
 
 def prompts(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
-    """Of a graph that multiplies many rows in another way (`prefill.py`), two checks: `onnx.bytes`, how far a weight's
-    bytes lie from what its codes stand for, in steps of its row; `reload.prompts`, |logits - expected| / |expected|.
+    """Of a graph that multiplies many rows in another way (`prefill.py`), three checks; none of another graph.
+
+    `onnx.bytes`: how far a weight's bytes lie from what its codes stand for, in steps of its row. `reload.many`: that
+    way with its products in float32, prompt, steps and a padded batch, against the model with these weights.
+    `reload.prompts`: |logits - expected| / |expected| as it really multiplies.
 
     Args:
         ids: [B, S] of a prompt, `prefill.ROWS` tokens and more.
@@ -104,27 +111,65 @@ def prompts(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
     from onnx import numpy_helper
 
     model = onnx.load(str(folder / MODEL))
+    nodes = many_way(model)
+    if not nodes:
+        return []
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    worst, where = 0.0, ""
-    for node in many_way(model):
+    off: dict[str, float] = {}
+    dense: dict[str, torch.Tensor] = {}
+    for node in nodes:
         noted = {entry.key: entry.value for entry in node.metadata_props}
         if LINEARS not in noted or not node.input[1].endswith(BYTES):
             continue
-        step = numpy_helper.to_array(stored[node.input[3]])[:, None]
-        dense = numpy_helper.to_array(stored[node.input[1]]).T * step
-        exact = torch.cat([_stands_for(values, linear) for linear in noted[LINEARS].split()]).numpy()
-        off = float(np.abs((dense - exact) / step).max()) if dense.shape == exact.shape else math.inf
-        worst, where = (off, noted[LINEARS]) if off > worst else (worst, where)
-    if not where:
-        return []
-    found = [Check(name="onnx.bytes", value=worst, limit=HALF, ok=worst <= HALF, where=where)]
-    expected = values.stream.answers(ids).all().float().numpy()
-    running = OnnxModel(folder, threads=torch.get_num_threads())
+        step = torch.from_numpy(numpy_helper.to_array(stored[node.input[3]]).copy())[:, None]
+        found = torch.from_numpy(numpy_helper.to_array(stored[node.input[1]]).copy()).T * step
+        linears = noted[LINEARS].split()
+        exact = [_stands_for(values, linear) for linear in linears]
+        parts = found.split([len(each) for each in exact])
+        for linear, part, own, wide in zip(linears, parts, exact, step.split([len(x) for x in exact]), strict=True):
+            off[linear], dense[linear] = float(((part - own) / wide).abs().max()), part
+    head = values.stream.head
+    wanted = {name for name, scheme in values.schemes.items() if name != head and expandable(scheme.format)}
+    wrong = [f"{name}: {error:.3g}" for name, error in off.items() if not error <= HALF]
+    wrong += [f"{name}: not in the graph" for name in sorted(wanted - set(off))]
+    worst = max(off.values(), default=0.0)
+    value = worst if math.isfinite(worst) else None
+    checks = [Check(name="onnx.bytes", value=value, limit=HALF, ok=not wrong, where="; ".join(wrong[:3]))]
+    if wrong:
+        return checks
+    threads = torch.get_num_threads()
+    rounded = values.stream.on(values.stream.device, values.stream.place)
+    rounded.transforms.append(_Weights(rounded.block_names, dense, values.linears()))
+    again = replace(values, stream=rounded)
+    error, where = compared(OnnxModel(folder, threads=threads, accuracy_level=0, many=True), again)
+    checks.append(judged("reload.many", error, LIMIT, where))
+    expected = rounded.answers(ids).all().float().numpy()
+    running = OnnxModel(folder, threads=threads)
     given = running.run(running.state(*ids.shape), ids.numpy())
-    error = float(np.linalg.norm(given - expected) / np.linalg.norm(expected))
-    ok = math.isfinite(error) and error <= PROMPTS
-    value = error if math.isfinite(error) else None
-    return [*found, Check(name="reload.prompts", value=value, limit=PROMPTS, ok=ok, where="a prompt")]
+    return [
+        *checks,
+        judged("reload.prompts", float(np.linalg.norm(given - expected) / np.linalg.norm(expected)), PROMPTS, ""),
+    ]
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Puts weights [N, K] in the place of linears' inside the blocks."""
+
+    blocks: Sequence[str]
+    dense: Mapping[str, torch.Tensor]
+    turned: Mapping[str, bool]
+
+    def block(self, index: int, block: nn.Module) -> None:
+        """Replace those of a block."""
+        prefix = f"{self.blocks[index]}."
+        for name, weight in self.dense.items():
+            if name.startswith(prefix):
+                own = weight.T if self.turned[name] else weight
+                set_tensor(block, f"{name.removeprefix(prefix)}.weight", own.contiguous())
+
+    def rest(self, model: nn.Module) -> None:
+        """Nothing."""
 
 
 def _stands_for(values: Values, linear: str) -> torch.Tensor:

@@ -34,14 +34,15 @@ def many_rows(weights: WeightsByName, head: str) -> WeightsByName:
     """The same, with inputs in 8 bits for every product of codes that takes more rows in a prompt than in a step."""
     linears = {
         name: replace(linear, input=_BY_TOKEN)
-        if linear.scheme is not None and linear.input is None and name != head and _expandable(linear.scheme.format)
+        if linear.scheme is not None and linear.input is None and name != head and expandable(linear.scheme.format)
         else linear
         for name, linear in weights.linears.items()
     }
     return replace(weights, linears=linears)
 
 
-def _expandable(form: str) -> bool:
+def expandable(form: str) -> bool:
+    """Whether weights of a format are rounded again to 8 bits for many rows."""
     return form.startswith("int") and load_format(form).bits in (4, 8)
 
 
