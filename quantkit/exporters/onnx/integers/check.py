@@ -109,25 +109,30 @@ def prompts(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
     """
     import onnx
     from onnx import numpy_helper
+    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
-    model = onnx.load(str(folder / MODEL))
+    model = onnx.load(str(folder / MODEL), load_external_data=False)
     nodes = many_way(model)
     if not nodes:
         return []
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
+
+    def read(name: str) -> torch.Tensor:
+        copied = onnx.TensorProto()
+        copied.CopyFrom(stored[name])  # one weight in memory at a time
+        if uses_external_data(copied):
+            load_external_data_for_tensor(copied, str(folder))
+        return torch.from_numpy(numpy_helper.to_array(copied).copy())
+
     off: dict[str, float] = {}
-    dense: dict[str, torch.Tensor] = {}
     for node in nodes:
         noted = {entry.key: entry.value for entry in node.metadata_props}
         if LINEARS not in noted or not node.input[1].endswith(BYTES):
             continue
-        step = torch.from_numpy(numpy_helper.to_array(stored[node.input[3]]).copy())[:, None]
-        found = torch.from_numpy(numpy_helper.to_array(stored[node.input[1]]).copy()).T * step
-        linears = noted[LINEARS].split()
-        exact = [_stands_for(values, linear) for linear in linears]
-        parts = found.split([len(each) for each in exact])
-        for linear, part, own, wide in zip(linears, parts, exact, step.split([len(x) for x in exact]), strict=True):
-            off[linear], dense[linear] = float(((part - own) / wide).abs().max()), part
+        linears, step = noted[LINEARS].split(), read(node.input[3])[:, None]
+        exact = torch.cat([_stands_for(values, linear) for linear in linears])
+        worst_off = float(((read(node.input[1]).T * step - exact) / step).abs().max())
+        off |= dict.fromkeys(linears, worst_off)
     head = values.stream.head
     wanted = {name for name, scheme in values.schemes.items() if name != head and expandable(scheme.format)}
     wrong = [f"{name}: {error:.3g}" for name, error in off.items() if not error <= HALF]
@@ -139,7 +144,7 @@ def prompts(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
         return checks
     threads = torch.get_num_threads()
     rounded = values.stream.on(values.stream.device, values.stream.place)
-    rounded.transforms.append(_Weights(rounded.block_names, dense, values.linears()))
+    rounded.transforms.append(_Rounded(rounded.block_names, frozenset(wanted), values.linears()))
     again = replace(values, stream=rounded)
     error, where = compared(OnnxModel(folder, threads=threads, accuracy_level=0, many=True), again)
     checks.append(judged("reload.many", error, LIMIT, where))
@@ -153,20 +158,23 @@ def prompts(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """Puts weights [N, K] in the place of linears' inside the blocks."""
+class _Rounded:
+    """Rounds weights of linears inside the blocks to 8 bits a row, as they load."""
 
     blocks: Sequence[str]
-    dense: Mapping[str, torch.Tensor]
+    linears: frozenset[str]
     turned: Mapping[str, bool]
 
     def block(self, index: int, block: nn.Module) -> None:
-        """Replace those of a block."""
+        """Round those of a block."""
         prefix = f"{self.blocks[index]}."
-        for name, weight in self.dense.items():
-            if name.startswith(prefix):
-                own = weight.T if self.turned[name] else weight
-                set_tensor(block, f"{name.removeprefix(prefix)}.weight", own.contiguous())
+        for name in (each for each in self.linears if each.startswith(prefix)):
+            parameter = f"{name.removeprefix(prefix)}.weight"
+            weight = block.get_parameter(parameter).detach()
+            rows = weight.T if self.turned[name] else weight
+            step = (rows.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+            own = torch.round(rows / step) * step
+            set_tensor(block, parameter, (own.T if self.turned[name] else own).contiguous())
 
     def rest(self, model: nn.Module) -> None:
         """Nothing."""
