@@ -20,6 +20,7 @@ from quantkit.errors import InputError
 from quantkit.exporters.check import counted, decided, judged, prompt, worst
 from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, Storage, with_ends
 from quantkit.exporters.onnx.integers import check as check_w8a8
+from quantkit.exporters.onnx.integers import check_prefill
 from quantkit.exporters.values import Values
 from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxModel
 
@@ -47,7 +48,7 @@ def check(bundle: Path, source: Source | None, stream: StreamedModel | None, res
     if not found[-1].ok:
         return found
     ids = prompt(values)
-    return [*found, *check_w8a8.check(folder, values, ids), *check_w8a8.prompts(folder, values, ids)]
+    return [*found, *check_w8a8.check(folder, values, ids), *check_prefill.check(folder, values, ids)]
 
 
 def sound(folder: Path, name: str = MODEL) -> list[Check]:

@@ -93,7 +93,7 @@ def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[D
     if not rows or scheme is None or load_format(scheme.format).bits >= 8:
         return GraphEnds(table), taken
     shape = values.skeleton.get_parameter(f"{head}.weight").shape
-    block = next((block for block in _BLOCKS if shape[1] % block == 0), 0)
+    block = _block(shape[1])
     why = "a bundle no longer has them as they were" if values.before is None else ""
     why = why or ("its scales are not of single rows" if not scheme.rows_apart else "")
     why = why or (f"rows of {shape[1]} are not divided by {_BLOCKS[-1]}" if not block else "")
@@ -125,7 +125,7 @@ def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list
     name, shape = _table(values.skeleton)
     if not name:
         return None, [decision("onnx", _FLOAT, "embedding", "no table of token embeddings was found")]
-    block = next((block for block in _BLOCKS if shape[1] % block == 0), 0)
+    block = _block(shape[1])
     head = _tied(values, name)
     scheme = values.schemes.get(head)
     if head and scheme is None:
@@ -180,6 +180,11 @@ def _tied(values: Values, table: str) -> str:
     """The head that shares the table's weight; "" where none does."""
     head, skeleton = values.stream.head or "", values.skeleton
     return head if head and skeleton.get_parameter(f"{head}.weight") is skeleton.get_parameter(table) else ""
+
+
+def _block(columns: int) -> int:
+    """The largest block that divides a row; 0 where none does."""
+    return next((block for block in _BLOCKS if columns % block == 0), 0)
 
 
 def _not_of(scheme: WeightScheme | None, columns: int) -> str:

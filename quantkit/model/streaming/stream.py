@@ -347,13 +347,15 @@ class StreamedModel:
         head = Head(model, self.path, self._learn(model, ids), self.runs(model))
         return Answers(head, ids.to(self.device), hidden)
 
-    def answers_behind(self, calls: Calls, hidden: Tensor, ids: Tensor) -> Answers:
-        """What the model gives once all blocks have run on `ids`, with `hidden` the last one's output."""
-        return self.answers_of(calls, ids) if calls.live else self.answers(ids, hidden=hidden)
+    def answers_of(self, calls: Calls, ids: Tensor, hidden: Tensor | None = None) -> Answers:
+        """What the model gives for `ids` [samples, tokens], once all blocks have run.
 
-    def answers_of(self, calls: Calls, ids: Tensor) -> Answers:
-        """What the model gives, once all blocks have run; `hidden` of the calls is the last one's output."""
-        return Answers(calls, ids.to(self.device)) if calls.live else self.answers(ids, hidden=calls.hidden)
+        Args:
+            hidden: the last one's output, [samples, tokens, width]; None: that of the calls.
+        """
+        if calls.live:
+            return Answers(calls, ids.to(self.device))
+        return self.answers(ids, hidden=calls.hidden if hidden is None else hidden)
 
 
 class Head:

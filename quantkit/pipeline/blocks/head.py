@@ -33,8 +33,9 @@ def settings_of(steps: Sequence[PassRun]) -> dict[str, Any]:
 
 def needs(steps: Sequence[PassRun]) -> frozenset[str]:
     """The statistics that the pass needs which gives the head its codes."""
-    found = assigner(settings_of(steps))
-    return found.needs_with(settings_of(steps)[found.name]) if found is not None else frozenset()
+    passes = settings_of(steps)
+    found = assigner(passes)
+    return found.needs_with(passes[found.name]) if found is not None else frozenset()
 
 
 def moments_of(
@@ -52,10 +53,10 @@ def moments_of(
     """
     if not needs(steps) or worked.hidden is None or worked.calls is None:
         return None
-    found = stream.answers_behind(worked.calls, worked.hidden, ids)
+    found = stream.answers_of(worked.calls, ids, worked.hidden)
     before: Answers | None = None
     if "original_inputs" in needs(steps) and worked.original is not None and worked.originals is not None:
-        before = stream.answers_behind(worked.originals, worked.original, ids)
+        before = stream.answers_of(worked.originals, ids, worked.original)
     seen = InputStats(name=head)
     for index in range(len(ids)):
         seen.add(found.given(head, index)[None], None if before is None else before.given(head, index)[None])

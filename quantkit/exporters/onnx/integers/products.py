@@ -16,9 +16,9 @@ Operators: https://onnx.ai/onnx/operators and ONNX Runtime's docs/ContribOperato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -36,21 +36,8 @@ _HALF = 128
 _SMALL = "int7"
 # of a symmetric scale: half of the 255 steps between the smallest code and the largest
 _REACH, _STEPS = 127.5, 255
-
-
-class Node(Protocol):
-    """`OrtDialect._node`: a new node before another one; its outputs."""
-
-    def __call__(
-        self,
-        before: ir.Node,
-        kind: str,
-        inputs: Iterable[ir.Value | None],
-        outputs: Sequence[str],
-        domain: str = "",
-        **attributes: Any,
-    ) -> list[ir.Value]:
-        """Outputs of the new node."""
+# `Rewriting._node`: a new node before another one, of a kind, with inputs and names of outputs; its outputs
+Node = Callable[..., list[ir.Value]]
 
 
 @dataclass(frozen=True)
