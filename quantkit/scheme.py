@@ -39,9 +39,10 @@ class WeightScheme(Closed):
             of consecutive inputs ([N, K/group]), or a `block` of group x group weights ([⌈N/group⌉, ⌈K/group⌉]).
             `[4096, 4096]` in groups of 128 has scale `[4096, 32]`, in blocks of 128 `[32, 32]`.
         group: inputs per group, or the side of a block; only with these two.
-        symmetric: without a zero point.
+        symmetric: without a zero point or offset.
         scale: what the scale is stored as; `e8m0` is a power of two, `fp8_e4m3` goes with one more factor for the whole
-            tensor, `double` are 8-bit codes with a float32 for every 256. A bfloat16 model stores bfloat16 scales
+            tensor, `double` are 8-bit codes with a float32 for every 256, `super` are whole numbers of 4 to 8 bits
+            with a float16 for every 256 weights. A bfloat16 model stores bfloat16 scales
             instead of float16 ones, because its runtimes read them so.
     """
 
@@ -49,7 +50,7 @@ class WeightScheme(Closed):
     granularity: Literal["tensor", "channel", "group", "block"] = "channel"
     group: int | None = Field(default=None, gt=0)
     symmetric: bool = True
-    scale: Literal["float32", "float16", "bfloat16", "e8m0", "fp8_e4m3", "double"] = "float16"
+    scale: Literal["float32", "float16", "bfloat16", "e8m0", "fp8_e4m3", "double", "super"] = "float16"
 
     @model_validator(mode="before")
     @classmethod
@@ -83,9 +84,16 @@ class WeightScheme(Closed):
             raise ValueError(f"{self.format} has scales of type {_either(rules.scales)}, not {self.scale}")
         return self
 
+    @property
+    def multiple(self) -> int:
+        """What K is a multiple of: a group, or several that are stored together."""
+        if self.granularity != "group" or self.group is None:
+            return 1
+        return plugins.FORMATS.load(self.format).rules.multiple or self.group
+
     def padding(self, columns: int) -> int:
         """Columns that fill up the last group of K = `columns`; blocks are cut off at the edge instead."""
-        return -columns % self.group if self.granularity == "group" and self.group else 0
+        return -columns % self.multiple
 
     @property
     def rows_apart(self) -> bool:

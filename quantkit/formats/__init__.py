@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from quantkit.lazy import torch
@@ -34,8 +35,25 @@ class Nested:
 
 
 @dataclass(frozen=True)
+class SuperBlocks:
+    """Scales and offsets as whole numbers, 256 weights under one d and dmin: `scale = d * sc`, `offset = -dmin * mn`.
+
+    Args:
+        d: [N, K / 256] float16.
+        sc: [N, G] int8.
+        dmin: [N, K / 256] float16; None where there are no offsets.
+        mn: [N, G] int8, not negative.
+    """
+
+    d: Tensor
+    sc: Tensor
+    dmin: Tensor | None = None
+    mn: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class QuantTensor:
-    """A quantized matrix: `w[n, k] = value(codes[n, k]) * scale[n, g(k)] * global_scale`.
+    """A quantized matrix: `w[n, k] = value(codes[n, k]) * scale[n, g(k)] * global_scale + offset[n, g(k)]`.
 
     `value` is `codes - zero` of integers, `codebook[codes]` where there is a codebook, and the codes themselves where
     they are floating-point numbers. For weights [4096, 4096] in groups of 128: codes [4096, 4096], scale and zero
@@ -49,6 +67,8 @@ class QuantTensor:
         codebook: [2^bits] float32, what each code stands for.
         global_scale: [] float32, one more factor for the whole matrix.
         nested: the stored form of scales that are quantized themselves.
+        offset: [N, G], what code 0 stands for, float16 or the effective float32 values; None: nothing is added.
+        super_blocks: the stored form of scales and offsets that are whole numbers under a float16.
     """
 
     codes: Tensor
@@ -58,6 +78,8 @@ class QuantTensor:
     codebook: Tensor | None = None
     global_scale: Tensor | None = None
     nested: Nested | None = None
+    offset: Tensor | None = None
+    super_blocks: SuperBlocks | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -80,12 +102,21 @@ def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
         return first
     if any(part.scheme != first.scheme for part in parts) or not first.scheme.rows_apart:
         raise ValueError("only matrices of one scheme, with scales for every row, can be joined")
-    zeros = [part.zero for part in parts if part.zero is not None]
-    return first.replace(
-        codes=torch.cat([part.codes for part in parts]),
-        scale=torch.cat([part.scale for part in parts]),
-        zero=torch.cat(zeros) if zeros else None,
-    )
+    return _each(parts, torch.cat)
+
+
+def _each(parts: Sequence[QuantTensor], make: Callable[[list[Tensor]], Tensor]) -> QuantTensor:
+    """The tensor whose every field with rows is made of that field of all parts."""
+
+    def fields(holders: Sequence[object], names: Sequence[str]) -> dict[str, Tensor]:
+        found = {name: [getattr(each, name) for each in holders] for name in names}
+        return {name: make(values) for name, values in found.items() if values[0] is not None}
+
+    changes: dict[str, object] = {**fields(parts, ("codes", "scale", "zero", "offset"))}
+    stored = [part.super_blocks for part in parts if part.super_blocks is not None]
+    if stored:
+        changes["super_blocks"] = replace(stored[0], **fields(stored, ("d", "sc", "dmin", "mn")))
+    return parts[0].replace(**changes)
 
 
 def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
@@ -100,11 +131,12 @@ def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
     if tensor.nested is not None or height not in (1, tensor.shape[0]):
         raise ValueError("only a matrix with scales for every row, or one for all of them, can be cut")
 
-    def cut(part: Tensor | None) -> Sequence[Tensor | None]:
-        return [part] * len(rows) if part is None or height == 1 else part.split(list(rows))
+    ends = list(accumulate(rows))
 
-    parts = zip(tensor.codes.split(list(rows)), cut(tensor.scale), cut(tensor.zero), strict=True)
-    return [tensor.replace(codes=codes, scale=scale, zero=zero) for codes, scale, zero in parts]
+    def cut(start: int, stop: int) -> QuantTensor:
+        return _each([tensor], lambda value: value[0] if len(value[0]) == 1 < ends[-1] else value[0][start:stop])
+
+    return [cut(stop - count, stop) for count, stop in zip(rows, ends, strict=True)]
 
 
 class Format(FormatFacts, Protocol):

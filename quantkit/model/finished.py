@@ -15,13 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.formats import Nested, QuantTensor, load_format
+from quantkit.formats import Nested, QuantTensor, SuperBlocks, load_format
 from quantkit.formats.base.activation import InputScale, Moved
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # a linear's tensors are stored as NAME::FIELD; what has no field is a parameter
-_MARK, _CODES, _NESTED = "::", "codes", "nested."
-_FIELDS = ("codes", "scale", "zero", "codebook", "global_scale")
+_MARK, _CODES = "::", "codes"
+_FIELDS = ("codes", "scale", "zero", "codebook", "global_scale", "offset")
+# how scales are stored that are quantized themselves: `nested.codes`, `super_blocks.d`, ...
+_PARTS: dict[str, type[Nested] | type[SuperBlocks]] = {"nested": Nested, "super_blocks": SuperBlocks}
 _SHIFT, _CHANNELS = "moved.shift", "moved.scale"
 _INPUT, _KEYS, _VALUES = "input.", "keys.", "values."
 
@@ -44,8 +46,9 @@ def save(
     flat: dict[str, Tensor] = {name: value.contiguous() for name, value in changed.items()}
     for name, tensor in tensors.items():
         found = {field: getattr(tensor, field) for field in _FIELDS}
-        if tensor.nested is not None:
-            found |= {_NESTED + field.name: getattr(tensor.nested, field.name) for field in fields(Nested)}
+        for part, kind in _PARTS.items():
+            if (stored := getattr(tensor, part)) is not None:
+                found |= {f"{part}.{each.name}": getattr(stored, each.name) for each in fields(kind)}
         # linears may have a scale in common, and safetensors wants memory of its own for each; codes are the large ones
         copied = {
             field: value.contiguous() if field == _CODES else value.clone()
@@ -107,9 +110,10 @@ class Finished:
             else None
             for field in _FIELDS
         }
-        if linear + _MARK + _NESTED + _CODES in self._places:
-            parts = (self.tensor(linear + _MARK + _NESTED + field.name) for field in fields(Nested))
-            found["nested"] = Nested(*parts)
+        for part, kind in _PARTS.items():
+            keys = {each.name: f"{linear}{_MARK}{part}.{each.name}" for each in fields(kind)}
+            if stored := {field: self.tensor(key) for field, key in keys.items() if key in self._places}:
+                found[part] = kind(**stored)
         return QuantTensor(**found, scheme=self.schemes[linear])
 
     def input_scale(self, linear: str) -> InputScale | None:

@@ -179,6 +179,7 @@ class Rules:
         groups: the group sizes there are; empty: any.
         codes: whether there are codes for a pass to assign; a plain floating-point number has none.
         activations: whether inputs, keys and values can be in it, under any scale.
+        multiple: of how many weights a row is a multiple, where that is more than a group.
     """
 
     granularities: Mapping[str, int | None]
@@ -187,6 +188,7 @@ class Rules:
     groups: tuple[int, ...] = ()
     codes: bool = True
     activations: bool = False
+    multiple: int | None = None
 
 
 class Named(Protocol):

@@ -1,4 +1,7 @@
-"""What every format with scales promises, for all that the registry lists and every granularity that each has."""
+"""What every format with scales promises, for all that the registry lists and every granularity that each has.
+
+Blocks of GGUF are rounded as ggml rounds them, not to the nearest: `test_blocks.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from hypothesis import strategies as st
 
 from quantkit import plugins
 from quantkit.formats import apart, joined, load_format
+from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import GridFormat
 from quantkit.formats.base.layout import against, by_row, extremes, scale_shape, split
 from quantkit.scheme import WeightScheme
 
 FORMATS: dict[str, GridFormat] = {
-    name: found for name in plugins.FORMATS.names() if isinstance(found := load_format(name), GridFormat)
+    name: found
+    for name in plugins.FORMATS.names()
+    if isinstance(found := load_format(name), GridFormat) and not isinstance(found, BlockFormat)
 }
 
 

@@ -54,13 +54,16 @@ def test_round_trip(tmp_path: Path) -> None:
         {"format": "nf4", "group": 32, "scale": "double"},
         {"format": "mxfp4"},
         {"format": "nvfp4"},
+        {"format": "q4_1"},
+        {"format": "q4_k"},
+        {"format": "q6_k"},
     ],
     ids=lambda written: str(written["format"]),
 )
 def test_whatever_a_format_stores_comes_back(tmp_path: Path, written: dict[str, object]) -> None:
     """Two linears of one format: a codebook that they have in common is stored with each."""
     scheme = WeightScheme.model_validate(written)
-    tensors = {name: quantized(scheme, (20, 64), seed) for seed, name in enumerate("ab")}
+    tensors = {name: quantized(scheme, (20, 256), seed) for seed, name in enumerate("ab")}
     finished.save(tmp_path / "0", tensors, {})
     found = Finished([tmp_path / "0"], dict.fromkeys("ab", scheme))
     assert found.changed == []
@@ -78,6 +81,9 @@ def test_whatever_a_format_stores_comes_back(tmp_path: Path, written: dict[str, 
             assert torch.equal(back.nested.codes, tensor.nested.codes)
             assert torch.equal(back.nested.absmax, tensor.nested.absmax)
             assert torch.equal(back.nested.offset, tensor.nested.offset)
+        if tensor.super_blocks is not None and back.super_blocks is not None:
+            assert torch.equal(back.super_blocks.d, tensor.super_blocks.d)
+            assert torch.equal(back.super_blocks.sc, tensor.super_blocks.sc)
 
 
 def test_nothing_decided_is_nothing_found(tmp_path: Path) -> None:

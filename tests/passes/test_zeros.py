@@ -11,6 +11,7 @@ from torch import nn
 
 from quantkit import Pipeline, plugins
 from quantkit.formats import load_format
+from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import GridFormat
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.model.structure.traced import weight_of
@@ -49,7 +50,7 @@ def places() -> dict[str, Any]:
         (name, each)
         for name in FORMATS
         for each in ASSIGNERS
-        if each != "hqq" or isinstance(FORMATS[name], IntegerFormat)
+        if (each != "hqq" or isinstance(FORMATS[name], IntegerFormat)) and not isinstance(FORMATS[name], BlockFormat)
     ],
     ids=str,
 )

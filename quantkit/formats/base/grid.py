@@ -186,7 +186,12 @@ def load_grid(name: str) -> GridFormat:
 
 def storage(scheme: WeightScheme) -> torch.dtype:
     """The dtype in which `QuantTensor.scale` is held."""
-    own = {"e8m0": torch.float8_e8m0fnu, "fp8_e4m3": torch.float8_e4m3fn, "double": torch.float32}
+    own = {
+        "e8m0": torch.float8_e8m0fnu,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "double": torch.float32,
+        "super": torch.float32,
+    }
     return own.get(scheme.scale) or getattr(torch, scheme.scale)
 
 

@@ -28,12 +28,13 @@ def groups_of(columns: int, scheme: WeightScheme) -> int:
     group = scheme.group or columns
     if scheme.granularity == "block":
         return -(-columns // group)
-    if columns % group:
-        fitting = [size for size in (256, 192, 128, 96, 64, 48, 32, 16) if columns % size == 0 and size <= group]
+    if columns % scheme.multiple:
+        sizes = (256, 192, 128, 96, 64, 48, 32, 16) if scheme.multiple == group else ()
+        fitting = [size for size in sizes if columns % size == 0 and size <= group]
         use = f"use {fitting[0]}, or " if fitting else "use "
         raise InputError(
             "group-indivisible",
-            value=f"group {group}, K {columns}",
+            value=f"group {scheme.multiple}, K {columns}",
             rule="group divides K",
             remedy=f"{use}on_indivisible: keep or pad",
         )

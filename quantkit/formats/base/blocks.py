@@ -1,0 +1,191 @@
+"""Blocks of 32 weights as GGUF files have them: a float16 scale, and in some a float16 offset.
+
+    w = d q         q = -2^(b-1) ... 2^(b-1) - 1      q4_0, q5_0, q8_0; d of either sign
+    w = d q + m     q = 0 ... 2^b - 1                 q4_1, q5_1
+    w = d v[q]      v sixteen whole numbers           iq4_nl; d of either sign
+
+The lowest value reaches further than the highest, so that a scale has the sign that puts the largest weight there.
+`quantize` rounds as ggml's own reference does, to the last bit (`ggml-quants.c`, `quantize_row_*_ref`; the `gguf`
+package): codes are chosen under the exact scale, which is then rounded to float16. `nearest` and `laid` choose them
+under the scale that is stored. A row is whole blocks: nothing fills them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quantkit.formats import QuantTensor, SuperBlocks
+from quantkit.formats.base.grid import GridFormat
+from quantkit.formats.base.layout import against, extremes, packed_bits, split, unpacked_bits
+from quantkit.lazy import torch
+from quantkit.plugins import Rules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.scheme import WeightScheme
+
+_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """What the values of codes are multiplied by and added to, as it is stored.
+
+    Args:
+        scale: effective, [N, G] float32.
+        offset: [N, G] float32, or None.
+        super_blocks: what scale and offset were computed from, if they are whole numbers.
+    """
+
+    scale: Tensor
+    offset: Tensor | None
+    super_blocks: SuperBlocks | None = None
+
+
+@dataclass(frozen=True)
+class BlockFormat(GridFormat):
+    """Whole numbers from `lowest` up, in blocks.
+
+    Args:
+        lowest: 0 where there are offsets, else negative.
+    """
+
+    lowest: int
+
+    @property
+    def rules(self) -> Rules:  # type: ignore[override]
+        """Blocks of one size."""
+        return Rules({"group": _BLOCK}, (not self.has_offset,), ("float16",), groups=(_BLOCK,))
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether something is added."""
+        return self.lowest == 0
+
+    @property
+    def low(self) -> float:
+        """The smallest value."""
+        return self.lowest
+
+    @property
+    def high(self) -> float:
+        """The largest value."""
+        return self.lowest + int(2**self.bits) - 1
+
+    def codebook(self) -> Tensor | None:
+        """[2^bits] float32, rising: what codes stand for; None where they are the values themselves."""
+        return None
+
+    def parameters(
+        self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scale, and offset (None where there is none), float32, that span `low` to `high`, zero included."""
+        if not self.has_offset:
+            return torch.where(-low >= high, low, high).float() / self.low, None
+        low, high = low.float().clamp(max=0.0), high.float().clamp(min=0.0)
+        return (high - low) / self.high, low
+
+    def held(self, scale: Tensor, offset: Tensor | None) -> BlockGrid:
+        """Wanted scales and offsets [N, G] as the nearest that can be stored."""
+        return BlockGrid(float16(scale).float(), None if offset is None else float16(offset).float())
+
+    def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
+        """The nearest that can be stored, of any shape where blocks stand alone; of either sign, and zero."""
+        return self.held(scale.float(), None).scale
+
+    def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
+        """The nearest values, of weights less their offset in units of the scale."""
+        return units.float().round().clamp(self.low, self.high)
+
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Nearest codes, in `scale` from the offset `zero`."""
+        shifted = weight.float() if zero is None else weight.float() - zero.float()
+        scale = scale.float()
+        # a block of zeros has scale 0
+        return self.coded(self.snap(torch.where(scale == 0, 0.0, shifted / scale)))
+
+    def coded(self, values: Tensor) -> Tensor:
+        """The codes of values on the grid, in units of the scale."""
+        return values.to(torch.int8)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Value times scale, and then the offset `zero`, each rounded to float32 as ggml does."""
+        values = codes.float() * scale.float()
+        return values if zero is None else values + zero.float()
+
+    def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
+        """As ggml's reference rounds: half a step up from the lowest code is the next one.
+
+        Raises:
+            InputError: `group-indivisible`.
+        """
+        parts = split(weight.float(), scheme)
+        if self.has_offset:
+            low, high = extremes(weight, scheme)
+            scale, offset = (high - low) / self.high, low
+            parts = parts - offset.unsqueeze(2)
+        else:
+            largest = parts.abs().argmax(dim=2, keepdim=True)
+            scale, offset = parts.gather(2, largest).squeeze(2) / self.low, None
+        inverse = torch.where(scale == 0, 0.0, 1 / scale).unsqueeze(2)
+        codes = torch.floor(parts * inverse + (0.5 - self.low)).clamp(0, self.high - self.low) + self.low
+        return self.on(self.coded(codes.reshape(weight.shape)), self.held(scale, offset), scheme)
+
+    def nearest(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        scheme: WeightScheme,
+        global_scale: Tensor | None = None,
+    ) -> QuantTensor:
+        """Round [N, K] to the nearest codes under the nearest scales and offsets [N, G] that can be stored.
+
+        Raises:
+            InputError: `group-indivisible`.
+        """
+        return self.laid(weight, self.held(scale.float(), None if zero is None else zero.float()), scheme)
+
+    def laid(self, weight: Tensor, grid: BlockGrid, scheme: WeightScheme) -> QuantTensor:
+        """Round [N, K] to the nearest codes on a grid."""
+        shape = (weight.shape[0], weight.shape[1])
+        offset = None if grid.offset is None else against(grid.offset, shape, scheme)
+        codes = self.encode(split(weight, scheme), against(grid.scale, shape, scheme), offset)
+        return self.on(codes.reshape(shape), grid, scheme)
+
+    def on(self, codes: Tensor, grid: BlockGrid, scheme: WeightScheme) -> QuantTensor:
+        """Codes [N, K] with their grid."""
+        return QuantTensor(codes, zero=None, scheme=scheme, **self._fields(grid, codes.device))
+
+    def _fields(self, grid: BlockGrid, where: torch.device) -> dict[str, Any]:
+        """Of a `QuantTensor`, what holds the grid."""
+        offset = None if grid.offset is None else grid.offset.to(torch.float16)
+        book = self.codebook()
+        book = None if book is None else book.to(where, non_blocking=True)
+        return {"scale": grid.scale.to(torch.float16), "offset": offset, "codebook": book}
+
+    def dequantize(self, tensor: QuantTensor) -> Tensor:
+        """[N, K] float32."""
+        shift = None if tensor.offset is None else against(tensor.offset, tensor.shape, tensor.scheme)
+        scale = against(tensor.scale, tensor.shape, tensor.scheme)
+        return self.decode(split(tensor.codes, tensor.scheme), scale, shift).reshape(tensor.shape)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Codes less the lowest, least significant bit first: int8 [N, K] as uint8 [N, ceil(K * bits / 8)]."""
+        return packed_bits(codes.to(torch.int16) - self.lowest, self.bits)
+
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
+        """The inverse of `pack`."""
+        return (unpacked_bits(packed, self.bits, columns).to(torch.int16) + self.lowest).to(torch.int8)
+
+    def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
+        """q4_0 4.5, q4_1 5, q8_0 8.5."""
+        return self.bits + (32 if self.has_offset else 16) / _BLOCK
+
+
+def float16(values: Tensor) -> Tensor:
+    """The nearest float16, never infinite."""
+    limit = torch.finfo(torch.float16).max
+    return values.clamp(-limit, limit).to(torch.float16)

@@ -1,0 +1,6 @@
+"""4-bit integers in blocks of 32 with a float16 scale and offset: GGUF Q4_1."""
+
+from quantkit.formats import Format
+from quantkit.formats.base.blocks import BlockFormat
+
+FORMAT: Format = BlockFormat("q4_1", 4, 0)
