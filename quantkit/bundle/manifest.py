@@ -226,14 +226,30 @@ class Check(_Closed):
         return f"{'at least' if least else 'at most'} {self.limit}"
 
 
+class PromptVerdict(_Closed):
+    """How prompts of a decoder fare: the lengths that were measured, in tokens, by what was found; ascending.
+
+    `open`: noise hides which, or the two are alike.
+    """
+
+    faster: list[int] = Field(default_factory=list)
+    slower: list[int] = Field(default_factory=list)
+    open: list[int] = Field(default_factory=list)
+
+
 class Verdict(_Closed):
-    """Whether it was worth it, on the target."""
+    """Whether it was worth it, on the target; of a decoder, decode steps answer that, and `prompts` stand beside them.
+
+    `instead`: what to use where it is slower; empty where it is slower nowhere.
+    """
 
     answer: str
     batch: int | None = None
     format: str | None = None
     because: list[str] = Field(default_factory=list)
     forecast: bool = False
+    prompts: PromptVerdict | None = None
+    instead: str = ""
 
     def _repr_html_(self) -> str:
         """In a notebook: the answer, and what decided it."""

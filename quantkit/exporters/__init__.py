@@ -13,7 +13,7 @@ from quantkit.errors import InputError
 from quantkit.plugins import ExporterFacts, Kind, Stores
 
 if TYPE_CHECKING:
-    from quantkit.bundle import Check, Decision
+    from quantkit.bundle import Check, Decision, LayerEntry
     from quantkit.exporters.values import Values
     from quantkit.model.finished import Finished
     from quantkit.model.source.open import Source
@@ -89,6 +89,10 @@ class Exporter(ExporterFacts, Protocol):
     def for_target(self, options: Mapping[str, Any], target: Target) -> tuple[Mapping[str, Any], str]:
         """The options with what depends on the target settled, and a word on that; "" where nothing does."""
         return options, ""
+
+    def for_prompts(self, options: Mapping[str, Any], target: Target, layers: Sequence[LayerEntry]) -> str:
+        """What to set, `PATH=VALUE`, for prompts and large batches to be faster than with these layers; ""."""
+        return ""
 
     def caveat(self, options: Mapping[str, Any], runtime: str) -> str:
         """What a runtime needs beside itself to read the export, or does otherwise than is stored; "" where nothing."""

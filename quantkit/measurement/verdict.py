@@ -92,7 +92,7 @@ def verdict(
         raise InputError(
             "not-measured",
             where=subject.format,
-            value=f"no latency at batch {_listed(wanted)}",
+            value=f"no latency at batch {listed(wanted)}",
             rule="a verdict rests on measured rows",
             remedy="quantkit measure, or other batches",
         )
@@ -175,7 +175,7 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
     answer, limit = _answer(states, traffic)
     # what decides is chosen by its weight and told in the order of the batches
     deciding = sorted(_deciding(answer, limit, worst, states, timed), key=lambda row: (row.batch or 0, _context(row)))
-    because = [_sentence(row) for row in deciding]
+    because = [sentence(row) for row in deciding]
     because[-1] += _few_steps(deciding)
     if answer == "intervals":
         because[0] = f"wins at batch {_ranges(states)}. {because[0]}"
@@ -184,7 +184,7 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
     if missing := [batch for batch, found in states.items() if found == "missing"]:
         why = sorted({flag for row in rows if row.batch in missing and row.value is None for flag in row.flags})
         reason = f" ({', '.join(why)})" if why else ""
-        because[-1] = f"{because[-1]}. Not measured: batch {_listed(missing)}{reason}"
+        because[-1] = f"{because[-1]}. Not measured: batch {listed(missing)}{reason}"
     if answer == "inconclusive":
         because.append(AGAIN)
     if forecast:
@@ -266,7 +266,7 @@ def _p99_worse(row: Row) -> bool:
     return tail is not None and tail[2] < 1 and (row.n or 0) >= P99_FROM
 
 
-def _sentence(row: Row) -> str:
+def sentence(row: Row) -> str:
     """`batch 8, context 128: 11.3 ms a step against 30.1 ms, 2.66 times as fast (2.60 to 2.70)`."""
     speed = speed_up(row)
     assert speed is not None and row.baseline is not None
@@ -360,7 +360,8 @@ def _ranges(states: Mapping[int, State]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _listed(batches: Sequence[int]) -> str:
+def listed(batches: Sequence[int]) -> str:
+    """`1, 4, 16`."""
     return ", ".join(map(str, batches))
 
 

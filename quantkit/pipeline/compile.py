@@ -184,7 +184,8 @@ def _compiled(subject: Subject, build: Build, progress: Progress, stages: Stages
         weights=work.weights(decisions),
         compiled_on=subject.device.as_dict(),
     )
-    manifest = manifest.model_copy(update={"verdict": decide(rows, manifest.checks, layers, request.target)})
+    found = decide(rows, manifest.checks, layers, request.target, manifest.recipe.get("export") or [])
+    manifest = manifest.model_copy(update={"verdict": found})
     manifest = with_documents(manifest, rows, notes, bundle)
     finished = build.finish(manifest)
     ended = stages.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from quantkit import limits, machine
 from quantkit.bundle import Check, Decision, LayerEntry, Manifest, Verdict
 from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
+from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import NAME, stored
+from quantkit.measurement.prompts import with_prompts
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.measurement.verdict import MeasuredFormat, verdict
@@ -29,7 +31,7 @@ RUNTIME = "onnxruntime"
 HARM = "harm.json"
 REPORT = "report.html"
 # a compile looks at a few shapes; `quantkit measure` at all of them
-QUICK = TimingPlan(batches=(1, 4, 16), contexts=(128,), prefills=(256,), seconds=40.0, cell_seconds=60.0, rounds=4)
+QUICK = TimingPlan(batches=(1, 4, 16), contexts=(128,), prefills=(256, 1024), seconds=60.0, cell_seconds=60.0, rounds=4)
 # of a model that does not decode: one text and many, as short as a query and as long as a passage
 _TEXTS, _LENGTHS = (1, 32), (32, 128)
 Report = Callable[[float, str], None]
@@ -122,9 +124,19 @@ def of_original(rows: Sequence[Row], source: str) -> list[Row]:
 
 
 def decide(
-    rows: Sequence[Row], checks: Sequence[Check], layers: Sequence[LayerEntry], target: Target
+    rows: Sequence[Row],
+    checks: Sequence[Check],
+    layers: Sequence[LayerEntry],
+    target: Target,
+    exports: Sequence[Mapping[str, Any]] = (),
 ) -> Verdict | None:
-    """The verdict on the batches of the target that were measured; None where nothing was, or nothing is quantized."""
+    """The verdict on the batches of the target that were measured; None where nothing was, or nothing is quantized.
+
+    Of a decoder it rests on its steps, and says of its prompts what holds beside that.
+
+    Args:
+        exports: of the recipe, as the manifest has them.
+    """
     if not layers:
         return None
     timed = [row for row in rows if row.runtime == RUNTIME]
@@ -137,7 +149,17 @@ def decide(
     failed = [check for check in checks if not check.ok]
     if not batches and not failed:
         return None
-    return verdict(MeasuredFormat(format_of(layers), timed, checks), batches or target.batches)
+    found = verdict(MeasuredFormat(format_of(layers), timed, checks), batches or target.batches)
+    return with_prompts(found, timed, setting=_setting(exports, target, layers)) if steps and not failed else found
+
+
+def _setting(exports: Sequence[Mapping[str, Any]], target: Target, layers: Sequence[LayerEntry]) -> str:
+    """Of what is exported for the runtime that is timed, how prompts are made faster; "" where it has no way."""
+    for name, options in (each for step in exports for each in step.items()):
+        exporter = load_exporter(name)
+        if RUNTIME in exporter.runtimes and (found := exporter.for_prompts(options or {}, target, layers)):
+            return found
+    return ""
 
 
 def page(

@@ -14,6 +14,7 @@ import torch
 import zoo
 from onnx import numpy_helper
 
+from quantkit.bundle import LayerEntry
 from quantkit.exporters.onnx.check import check
 from quantkit.exporters.onnx.exporter import EXPORT
 from quantkit.exporters.onnx.integers.prefill import ROWS
@@ -163,3 +164,20 @@ def test_how_prompts_multiply_follows_the_target(isa: list[str], way: str) -> No
     assert options["prefill"] == way
     assert said
     assert EXPORT.for_target({"prefill": "same"}, target) == ({"prefill": "same"}, "")
+
+
+def test_faster_prompts_are_offered_where_the_target_and_the_codes_have_them() -> None:
+    target = Target.load("cpu-x86")
+    fast, slow = (
+        target.model_copy(update={"arch": target.arch.model_copy(update={"isa": isa})})
+        for isa in (["avx512_vnni"], ["avx2"])
+    )
+
+    def layers(form: str, **more: Any) -> list[LayerEntry]:
+        return [LayerEntry(name="x", shape=[8, 8], scheme={"format": form}, bits_per_weight=4.0, **more)]
+
+    assert EXPORT.for_prompts({}, fast, layers("int4")) == "onnx.prefill=int8"
+    assert EXPORT.for_prompts({}, slow, layers("int4")) == ""
+    assert EXPORT.for_prompts({"prefill": "int8"}, fast, layers("int4")) == ""
+    assert EXPORT.for_prompts({}, fast, layers("int2")) == ""
+    assert EXPORT.for_prompts({}, fast, layers("int8", activations={"format": "int8"})) == ""

@@ -138,6 +138,24 @@ def test_a_verdict_is_on_the_batches_of_the_target_that_were_measured() -> None:
     assert instead.answer == "ship_it"
 
 
+def test_prompts_stand_beside_the_steps_and_are_offered_what_the_exporter_has() -> None:
+    fast = HERE.model_copy(update={"arch": HERE.arch.model_copy(update={"isa": ["avx512_vnni"]})})
+    timed = [
+        row.model_copy(update={"baseline": row.baseline.model_copy(update={"ratio": 0.5, "ratio_ci95": (0.49, 0.51)})})
+        if row.name == "latency.prefill" and row.baseline
+        else row
+        for row in rows(job(), lambda batch: 2.0)
+    ]
+    found = verdict.decide(timed, [], LAYERS, fast, [{"onnx": {"head_rows": 8}}])
+    assert found is not None
+    assert found.prompts is not None
+    assert (found.answer, found.prompts.slower) == ("ship_it", [8])
+    assert "`--set onnx.prefill=int8`" in found.instead
+    without = verdict.decide(timed, [], LAYERS, fast, [{"checkpoint": None}])
+    assert without is not None
+    assert "--set" not in without.instead
+
+
 def test_without_times_or_without_codes_there_is_no_verdict() -> None:
     assert verdict.decide([], [], LAYERS, HERE) is None
     assert verdict.decide(rows(job(), lambda batch: 2.0), [], [], HERE) is None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from quantkit import machine
-from quantkit.bundle import Check, Decision
+from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
 from quantkit.exporters import Exporter, LayerSpec
@@ -106,8 +106,7 @@ class Onnx(Exporter):
 
     def for_target(self, options: Mapping[str, Any], target: Target) -> tuple[Mapping[str, Any], str]:
         """`prefill: auto`, by what the target's processor has; `int8` against its advice is said."""
-        asked, given = OnnxOptions(**options).prefill, target.arch.isa
-        fast = _fast(machine.isa_features() if given == "auto" else given or [])
+        asked, fast = OnnxOptions(**options).prefill, _fast_of(target)
         if asked == "same" or (asked == "int8" and fast):
             return options, ""
         if asked == "int8":
@@ -117,6 +116,13 @@ class Onnx(Exporter):
             return {**options, "prefill": "int8"}, f"prompts multiply in integers of 8 bits: the target has {fast}"
         reason = f"prompts multiply as steps do: the target has none of {', '.join(_BYTES)}"
         return {**options, "prefill": "same"}, reason
+
+    def for_prompts(self, options: Mapping[str, Any], target: Target, layers: Sequence[LayerEntry]) -> str:
+        """`prefill: int8`, where the target gains by it and it is not asked for yet."""
+        from quantkit.exporters.onnx.integers.prefill import expandable
+
+        taken = [layer for layer in layers if layer.activations is None and expandable(str(layer.scheme["format"]))]
+        return "onnx.prefill=int8" if _fast_of(target) and taken and OnnxOptions(**options).prefill == "same" else ""
 
     def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
         """Trace, rewrite, and write everything.
@@ -212,6 +218,11 @@ class Onnx(Exporter):
 def _fast(isa: Sequence[str]) -> str:
     """Of a processor's instruction sets the first that multiplies bytes fast; "" where none does."""
     return next((name for name in isa if name in _BYTES), "")
+
+
+def _fast_of(target: Target) -> str:
+    given = target.arch.isa
+    return _fast(machine.isa_features() if given == "auto" else given or [])
 
 
 def demand_packages(purpose: str) -> None:

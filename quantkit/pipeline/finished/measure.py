@@ -367,7 +367,8 @@ def _keep(
             progress.note(f"{target.name} is another machine: no verdict follows from what was timed here")
         # what was timed before stands as it was judged then
         counts = here if timed else manifest.verdict is not None
-        judged = worth.decide(shown if counts else [], manifest.checks, manifest.layers, target)
+        exports = manifest.recipe.get("export") or []
+        judged = worth.decide(shown if counts else [], manifest.checks, manifest.layers, target, exports)
         manifest = manifest.model_copy(update={"verdict": judged})
     documents, decisions = worth.documents(manifest, shown, bundle.path)
     for each in decisions:

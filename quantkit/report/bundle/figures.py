@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from quantkit.bundle import Check, Decision, Manifest, WeightsEntry
+from quantkit.bundle import Check, Decision, Manifest, PromptVerdict, WeightsEntry
 from quantkit.bundle.manifest import CalibrationEntry
 from quantkit.errors import MissingDependency
 from quantkit.measurement.accuracy.positions import standard_error
@@ -351,7 +351,17 @@ def verdict(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
     text = text.format(batch=given.batch, format=given.format)
     if given.answer == "use_instead" and given.batch is not None:
         text += f", up to batch {given.batch}"
+    text += "".join(f"; {said}" for said in _prompts(given.prompts))
     return (f"forecast: {text}" if given.forecast else text), [reason.rstrip(". ") for reason in given.because]
+
+
+def _prompts(found: PromptVerdict | None) -> list[str]:
+    """`prompts of 64 tokens are faster`, and so on, as far as there are any."""
+    if found is None:
+        return []
+    states = ((found.faster, "are faster"), (found.slower, "are slower"), (found.open, "show no difference"))
+    said = [f"of {words.listed(lengths)} tokens {verb}" for lengths, verb in states if lengths]
+    return [f"prompts {', '.join(said)}"] if said else []
 
 
 def tone(manifest: Manifest) -> str:
