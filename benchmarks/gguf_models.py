@@ -1,6 +1,6 @@
 """The models that are converted from GGUF compute what llama.cpp computes on the same file: token ids and logits.
 
-    python benchmarks/decode_peers.py                       once: makes .peers/decode, with llama.cpp in it
+    python benchmarks/decode_peers.py --prepare             once: makes .peers/decode, with llama.cpp in it
     python benchmarks/gguf_models.py
     python benchmarks/gguf_models.py --models gemma-3-270m --python PATH-TO-A-PYTHON-WITH-LLAMA-CPP
 
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from decode_peers import PYTHON
+from harness.decode_prepared import PYTHON
 from harness.process import helper
 from harness.record import record, show, verdicts
 

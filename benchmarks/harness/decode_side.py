@@ -1,12 +1,16 @@
-"""One side of `decode_peers.py`: a process that keeps a model loaded and decodes at batch 1 when it is told to.
+"""One side of `decode_peers.py`: a process that keeps a model loaded and decodes at batch 1 or scores, as it is told.
 
     PYTHON decode_side.py KIND PATH THREADS
     KIND: quantkit (a bundle, by its own runtime), onnxruntime (a bundle or a folder with `model.onnx`, by I/O binding),
-          genai (such a folder with a `genai_config.json`, by its generator), llama.cpp (a GGUF)
+          genai (such a folder with a `genai_config.json`, by its generator), llama.cpp (a GGUF), transformers (a
+          folder; the reference of scores, in float32)
     one JSON object a line, in -> out:
     {"do": "load", "prompt": [ids], "room": tokens that may follow} -> {"versions", "settings"}
     {"do": "run", "steps": n, "warm": k} -> {"seconds": [n], "tokens": [n]}
     {"do": "profile", "steps": n} -> {"operators": {type: seconds a step}, "counts", "step"}; of the ONNX
+    {"do": "logits", "ids": [S], "to": file} -> {}; of transformers: logits [S, V] as .npy
+    {"do": "score", "ids": [S], "reference": file, "piece": p} -> {"kl", "top1", "nll", "nll_reference"}: means over the
+        S - 1 positions that a token follows, in nats, p tokens at a time (0: all at once)
     and in every answer "cpu": the processor seconds that it took
 
 Every run starts behind the same prompt: the cache is cut back to it. A step is a token id in, the likeliest next id
@@ -30,6 +34,7 @@ from typing import Any
 import numpy as np
 
 Json = dict[str, Any]
+Array = np.ndarray[Any, Any]
 
 
 def versions(*packages: str) -> Json:
@@ -54,6 +59,13 @@ class Quantkit:
 
     def _run(self, ids: list[int]) -> int:
         return int(self.model.run(self.state, np.asarray([ids]), keep=1)[0, -1].argmax())
+
+    def logits(self, ids: list[int], piece: int) -> Array:
+        """Of every position, [S, V]; `piece` tokens at a time, 0: all at once."""
+        state = self.model.state(1, len(ids))
+        step = piece or len(ids)
+        parts = [self.model.run(state, np.asarray([ids[at : at + step]]))[0] for at in range(0, len(ids), step)]
+        return np.concatenate(parts)
 
     def start(self) -> int:
         """Cut the cache back to the prompt; the first token behind it."""
@@ -94,7 +106,7 @@ class OnnxRuntime:
         self.prompt, self.filled = prompt, 0
         length = len(prompt) + room
         inputs = {one.name: one for one in self.session.get_inputs()}
-        self.kept = np.ones(1, dtype=np.int64)
+        self.kept = np.ones(1, dtype=np.int64)  # 0 is all
         self.prunes = "logits_to_keep" in inputs
         if self.prunes:
             self._bind(self.binding.bind_input, "logits_to_keep", self.kept)
@@ -122,15 +134,25 @@ class OnnxRuntime:
         bind(name, "cpu", 0, array.dtype.type, shape or array.shape, array.ctypes.data)
 
     def _run(self, ids: list[int]) -> int:
+        return int(self._logits(ids)[-1].argmax())
+
+    def logits(self, ids: list[int], piece: int) -> Array:
+        """Of every position, [S, V]; `piece` tokens at a time, 0: all at once."""
+        self.prefill(ids[:1], len(ids))
+        self.filled, self.kept[0] = 0, 0
+        step = piece or len(ids)
+        return np.concatenate([self._logits(ids[at : at + step]) for at in range(0, len(ids), step)])
+
+    def _logits(self, ids: list[int]) -> Array:
         count, total = len(ids), self.filled + len(ids)
         given = np.asarray([ids], dtype=np.int64)
-        logits = np.empty((1, 1 if self.prunes else count, self.vocabulary), dtype=np.float32)
+        logits = np.empty((1, 1 if self.prunes and self.kept[0] else count, self.vocabulary), dtype=np.float32)
         self._bind(self.binding.bind_input, "input_ids", given)
         self._bind(self.binding.bind_input, "attention_mask", self.mask, (1, total))
         self._bind(self.binding.bind_output, "logits", logits)
         self.session.run_with_iobinding(self.binding)
         self.filled = total
-        return int(logits[0, -1].argmax())
+        return logits[0]
 
     def start(self) -> int:
         """Cut the cache back to the prompt; the first token behind it."""
@@ -170,6 +192,23 @@ class LlamaCpp:
         self.memory = self.lib.llama_get_memory(self.context)
         self.prompt = prompt
         self._run(prompt)
+
+    def logits(self, ids: list[int], piece: int) -> Array:
+        """Of every position, [S, V]; all at once, whatever `piece` says."""
+        self.prefill(ids[:1], len(ids))
+        self.lib.llama_memory_clear(self.memory, True)
+        batch = self.lib.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for at, token in enumerate(ids):
+            batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, at, 1
+            batch.seq_id[at][0], batch.logits[at] = 0, True
+        if status := self.lib.llama_decode(self.context, batch):
+            raise RuntimeError(f"llama_decode: {status}")
+        self.lib.llama_batch_free(batch)
+        found = self.lib.llama_get_logits(self.context)
+        logits = np.array(np.ctypeslib.as_array(found, (len(ids), self.vocabulary)))
+        self.lib.llama_free(self.context)
+        return logits
 
     def _run(self, ids: list[int]) -> int:
         array = (self.lib.llama_token * len(ids))(*ids)
@@ -214,6 +253,11 @@ class GenAi:
         self.prompt = prompt
         self.generator.append_tokens(np.asarray(prompt, dtype=np.int32))
 
+    def logits(self, ids: list[int], piece: int) -> Array:
+        """Of every position, [S, V]; all at once, whatever `piece` says."""
+        self.prefill(ids, 1)
+        return np.array(self.generator.get_output("logits"), dtype=np.float32)[0]
+
     def start(self) -> int:
         """Cut the cache back to the prompt; the first token behind it."""
         self.generator.rewind_to(len(self.prompt) - 1)
@@ -226,7 +270,33 @@ class GenAi:
         return int(self.generator.get_next_tokens()[0])
 
 
-KINDS: dict[str, Any] = {"quantkit": Quantkit, "onnxruntime": OnnxRuntime, "genai": GenAi, "llama.cpp": LlamaCpp}
+class Transformers:
+    """The reference: the model's own class, in float32, whole sequences at once."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        self.torch = torch
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True
+        ).eval()
+
+    def logits(self, ids: list[int], piece: int) -> Array:
+        """Of every position, [S, V]; all at once, whatever `piece` says."""
+        with self.torch.no_grad():
+            found: Array = self.model(self.torch.tensor([ids]), use_cache=False).logits[0].numpy()
+        return found
+
+
+KINDS: dict[str, Any] = {
+    "quantkit": Quantkit,
+    "onnxruntime": OnnxRuntime,
+    "genai": GenAi,
+    "llama.cpp": LlamaCpp,
+    "transformers": Transformers,
+}
 
 
 def run(side: Any, steps: int, warm: int) -> Json:
@@ -240,6 +310,24 @@ def run(side: Any, steps: int, warm: int) -> Json:
         seconds.append(time.perf_counter() - began)
         tokens.append(token)
     return {"seconds": seconds, "tokens": tokens}
+
+
+def score(reference: Array, logits: Array, ids: list[int]) -> Json:
+    """How far logits [S, V] are from a reference's, at the positions that a token follows: means, in nats.
+
+    KL(p || q) = Σ p (log p − log q), p the reference's probabilities.
+    """
+    kl, agree, own, others = [], [], [], []
+    for at, following in enumerate(ids[1:]):
+        p, q = (each[at].astype(np.float64) for each in (reference, logits))
+        p, q = (each - each.max() for each in (p, q))
+        p, q = (each - np.log(np.exp(each).sum()) for each in (p, q))
+        kl.append(float((np.exp(p) * (p - q)).sum()))
+        agree.append(bool(p.argmax() == q.argmax()))
+        own.append(float(-q[following]))
+        others.append(float(-p[following]))
+    found = {"kl": kl, "top1": agree, "nll": own, "nll_reference": others}
+    return {name: statistics.fmean(values) for name, values in found.items()}
 
 
 def profile(path: Path, threads: int, prompt: list[int], steps: int) -> Json:
@@ -280,6 +368,12 @@ def main() -> None:
             answer = {"versions": side.versions, "settings": side.settings}
         elif asked["do"] == "run":
             answer = run(side, asked["steps"], asked["warm"])
+        elif asked["do"] == "logits":
+            np.save(asked["to"], side.logits(asked["ids"], 0))
+            answer = {}
+        elif asked["do"] == "score":
+            reference = np.load(asked["reference"], mmap_mode="r")
+            answer = score(reference, side.logits(asked["ids"], asked["piece"]), asked["ids"])
         else:
             answer = profile(path, threads, prompt, asked["steps"])
         answers.write(json.dumps({**answer, "cpu": time.process_time() - began}) + "\n")
