@@ -4,8 +4,8 @@ What is compared with it, or with its numbers, is then exact but for the order o
 
     MatMulNBits                                       accuracy level 0
     QuantizeLinear, DequantizeLinear of an input      left out
-    an input quantized as the model runs, an integer product, its scales
-                                                      DequantizeLinear of the weight, MatMul
+    an integer product of an input that is quantized, and its scales where they follow
+                                                      DequantizeLinear of the weight, MatMul, Add of its bias
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     import onnx
 
 INTEGER = ("MatMulInteger", "MatMulIntegerToFloat")
+# the scale of 1 that stands for those of an input where they are multiplied in behind the product
+LATER = "one.0"
+# where MatMulIntegerToFloat takes one
+BIAS = 6
 _QUANTIZES = ("QuantizeLinear", "DynamicQuantizeLinear")
 # what may stand between an input and its product, or a product and what it makes
 _BETWEEN = ("Reshape", "DequantizeLinear", "Cast")
@@ -54,6 +58,8 @@ class Links:
     def chain(self, product: Any) -> Iterator[Any]:
         """An integer product, and what follows until its scales are multiplied in; a float product alone."""
         yield product
+        if product.op_type == "MatMulIntegerToFloat" and product.input[2] != LATER:
+            return
         while product.op_type in (*INTEGER, "Cast", "Sub"):
             (product,) = self.readers[product.output[0]]
             yield product
@@ -88,7 +94,10 @@ def float_products(model: onnx.ModelProto) -> None:
         dense = f"{node.output[0]}/weight"
         inputs = [node.input[1], scales, *([zeros] if zeros else [])]
         nodes.append(helper.make_node("DequantizeLinear", inputs, [dense], axis=1))
-        nodes.append(helper.make_node("MatMul", [links.source(node), dense], [last.output[0]]))
+        output, biases = last.output[0], node.input[BIAS:] if node.op_type == "MatMulIntegerToFloat" else []
+        product = f"{output}/product" if biases else output
+        nodes.append(helper.make_node("MatMul", [links.source(node), dense], [product]))
+        nodes.extend(helper.make_node("Add", [product, bias], [output]) for bias in biases)
     del graph.node[:]
     graph.node.extend(nodes)
 

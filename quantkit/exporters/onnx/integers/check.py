@@ -1,8 +1,8 @@
 """Products of 8-bit weights and inputs: does each compute what was decided on, and does the runtime use integers?
 
-    reload.integers   ||y - x̂ Wᵀ|| / ||x̂ Wᵀ|| <= 1e-4 of every product, in the median of its tokens, from the input x
-                      that it really got; x̂ is x rounded as the recipe says (`formats._activation`), W what the codes
-                      stand for
+    reload.integers   ||y - b - x̂ Wᵀ|| / ||x̂ Wᵀ|| <= 1e-4 of every product, in the median of its tokens, from the
+                      input x that it really got; x̂ is x rounded as the recipe says (`formats._activation`), W what the
+                      codes stand for, b the bias where the product adds it
     integer.macs      the share of the products' multiply-accumulates that ONNX Runtime runs in integer kernels on this
                       machine, from the graph that it has optimized (`graph.integer`): at least 0.95, and every product
 
@@ -29,7 +29,7 @@ from quantkit.formats import load_format
 from quantkit.formats.base import activation
 from quantkit.graph import integer
 from quantkit.graph.integer import QuantizedSite
-from quantkit.runtimes.onnxruntime.float_products import Links, one_way
+from quantkit.runtimes.onnxruntime.float_products import BIAS, Links, one_way
 from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 
@@ -46,12 +46,14 @@ class GraphProduct:
         linears: whose weights it has, below each other.
         weight: the initializer with their codes.
         source, output: the values that it is made from, and that it makes.
+        biased: whether it adds the linears' biases.
     """
 
     linears: Sequence[str]
     weight: str
     source: str
     output: str
+    biased: bool = False
 
     @property
     def name(self) -> str:
@@ -72,7 +74,8 @@ def products(folder: Path) -> list[GraphProduct]:
         if LINEARS in noted:
             *_, last = links.chain(node)
             weight, source = links.weight(node), links.source(node)
-            found.append(GraphProduct(noted[LINEARS].split(), weight, source, last.output[0]))
+            biased = node.op_type == "MatMulIntegerToFloat" and len(node.input) > BIAS
+            found.append(GraphProduct(noted[LINEARS].split(), weight, source, last.output[0], biased))
     return found
 
 
@@ -125,7 +128,8 @@ def _error(product: GraphProduct, values: Values, seen: Mapping[str, Array]) -> 
     rounded = activation.fake_quantize(x, how.scheme, static).double()
     weights = [_weight(values, linear)[:, : x.shape[-1]] for linear in product.linears]
     expected = rounded @ torch.cat(weights).double().T
-    difference = torch.from_numpy(seen[product.output]).double() - expected
+    biases = [values.tensor(f"{linear}.bias").double() for linear in product.linears if product.biased]
+    difference = torch.from_numpy(seen[product.output]).double() - expected - (torch.cat(biases) if biases else 0)
     errors = difference.norm(dim=-1) / expected.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     return float(errors.flatten().median()) if bool(torch.isfinite(errors).all()) else math.inf
 

@@ -1,6 +1,6 @@
 """Products whose weights and inputs are both in 8 bits, as ONNX Runtime multiplies them in integers.
 
-    fixed scale     QuantizeLinear, DequantizeLinear, MatMul                fused to MatMulIntegerToFloat
+    fixed scale     QuantizeLinear, MatMulIntegerToFloat with the bias
       moved         Sub, Mul by channel before that; the rest is in the weight and the bias (`passes/center.py`)
     by tensor       DynamicQuantizeLinear, MatMulInteger, Cast, Mul         fused to DynamicQuantizeMatMul
     by token        s = max|x| / 127.5; QuantizeLinear, MatMulIntegerToFloat with a scale of 1, Mul by s
@@ -25,6 +25,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantkit.exporters.onnx.nbits import InputCodes, WeightsByName
+from quantkit.runtimes.onnxruntime.float_products import LATER
 
 Array = NDArray[Any]
 Codes = Literal["uint8", "int8"]
@@ -42,7 +43,7 @@ Node = Callable[..., list[ir.Value]]
 
 @dataclass(frozen=True)
 class ProductInput:
-    """An input as products take it: `codes` of float scale and zero point, or `values` that stand for them.
+    """An input as products take it: `codes` of float scale and zero point.
 
     `shift` is what tokens' own zero points are beyond `zero`, [..., 1].
     """
@@ -50,7 +51,6 @@ class ProductInput:
     codes: ir.Value
     scale: ir.Value
     zero: ir.Value
-    values: ir.Value | None = None
     shift: ir.Value | None = None
 
 
@@ -71,8 +71,14 @@ class Integers:
     codes: Codes
     _inputs: dict[tuple[ir.Value, InputCodes], ProductInput] = field(default_factory=dict)
 
-    def product(self, before: ir.Node, source: ir.Value, names: Sequence[str], name: str) -> ir.Value:
-        """The product of `source` [..., K] with the weights of linears below each other: [..., N]."""
+    def product(
+        self, before: ir.Node, source: ir.Value, names: Sequence[str], name: str, bias: ir.Value | None = None
+    ) -> ir.Value:
+        """The product of `source` [..., K] with the weights of linears below each other: [..., N].
+
+        Args:
+            bias: [N], added to it; of inputs with a fixed scale.
+        """
         how = self.weights.linears[names[0]].input
         assert how is not None
         codes, scales, zeros = self._weight(names, name)
@@ -81,11 +87,11 @@ class Integers:
         def at(kind: str, inputs: list[ir.Value | None], output: str, domain: str = "", **attributes: Any) -> ir.Value:
             return self.node(before, kind, inputs, [f"{name}/{output}"], domain, **attributes)[0]
 
-        if x.values is not None:
-            dense = at("DequantizeLinear", [codes, scales, zeros], "weight", axis=1)
-            return _named(at("MatMul", [x.values, dense], "output"), names)
+        if how.scale is not None:
+            inputs = [x.codes, codes, x.scale, scales, x.zero, zeros, *([bias] if bias is not None else [])]
+            return _named(at("MatMulIntegerToFloat", inputs, "output", MICROSOFT), names)
         if how.scheme.granularity == "token":
-            inputs = [x.codes, codes, self.constant("one.0", 1.0, np.float32), scales, x.zero, zeros]
+            inputs = [x.codes, codes, self.constant(LATER, 1.0, np.float32), scales, x.zero, zeros]
             sums = _named(at("MatMulIntegerToFloat", inputs, "sums", MICROSOFT), names)
             if x.shift is not None:
                 sums = at("Sub", [sums, at("Mul", [x.shift, self._totals(names, name)], "shift")], "centred")
@@ -182,8 +188,7 @@ class Integers:
         scale = self.constant(f"{source.name}.scale", how.scale, np.float32)
         zero = self.constant(f"{source.name}.zero", how.zero + _HALF, np.uint8)
         (codes,) = add("QuantizeLinear", [source, scale, zero], ["codes"])
-        (values,) = add("DequantizeLinear", [codes, scale, zero], ["values"])
-        return ProductInput(codes, scale, zero, values)
+        return ProductInput(codes, scale, zero)
 
     @property
     def _half(self) -> ir.Value:
