@@ -309,6 +309,32 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str | None, code: str) -> 
     assert caught.value.code == code and caught.value.where == str(tmp_path / "mine.py")
 
 
+ROUNDS = """
+from pydantic import BaseModel
+from quantkit.passes import Pass
+
+class Mine(Pass):
+    name = "mine"
+    requires, ensures, on_graphs = frozenset({"unassigned"}), frozenset({"codes"}), %r
+    class Settings(BaseModel): ...
+
+PASS = Mine()
+"""
+
+
+def test_one_that_promises_codes_of_products_and_gives_none_is_refused_before_any_work(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    (tmp_path / "r.yaml").write_text(
+        yaml.safe_dump({"summary": "x", "scheme": SCHEME, "passes": ["./mine.py"]}), encoding="utf-8"
+    )
+    path.write_text(ROUNDS % "", encoding="utf-8")
+    with pytest.raises(InputError, match="without product") as caught:
+        Recipe.load(tmp_path / "r.yaml", allow_code=True)
+    assert (caught.value.code, caught.value.where) == ("plugin-broken", str(path))
+    path.write_text(ROUNDS % "blocks alone", encoding="utf-8")
+    Recipe.load(tmp_path / "r.yaml", allow_code=True)
+
+
 @pytest.mark.parametrize(("returned", "said"), [("", "None"), ("return 1", "an int")])
 def test_one_that_returns_nothing_is_named(place: Path, returned: str, said: str) -> None:
     path = place / "my_pass.py"

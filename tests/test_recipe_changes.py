@@ -96,3 +96,19 @@ def test_apply_change_leaves_its_input_alone() -> None:
     assert data["scheme"]["weights"]["format"] == "int4"
     assert changed["scheme"]["weights"]["format"] == "int8"
     assert apply_change(data, "rtn.range=minmax", keys=[])["passes"] == [{"rtn": {"range": "minmax"}}]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("onnx.prefill=x", "prefill: Input should be 'same', 'int8' or 'auto'"),
+        ("onnx.embedding=x", "embedding: Input should be 'float', 'int8', 'shared' or 'refined'"),
+        ("onnx.head_rows=-1", "head_rows: Input should be greater than or equal to 0"),
+        ("onnx.head_rows=1e9", "head_rows: Input should be less than or equal to 1048576"),
+    ],
+)
+def test_settings_of_a_graph_that_are_none_are_one_line(text: str, said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Recipe.load("int4-cpu", changes=[text])
+    assert caught.value.code == "recipe-invalid"
+    assert caught.value.line().endswith(said)

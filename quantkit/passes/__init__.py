@@ -120,6 +120,17 @@ class Pass(Protocol):
         raise AssertionError(f"{self.name} assigns no codes")
 
 
+def unkept(found: Pass) -> str:
+    """The method that a pass declares to have and has not; "" where it has all."""
+    on_graphs = "unassigned" in found.requires and "codes" in found.ensures and not found.on_graphs
+    inherited = getattr(type(found), "product", None) is Pass.product
+    return (
+        "product, which assigns codes on graphs and to heads; or say in on_graphs why not"
+        if on_graphs and inherited
+        else ""
+    )
+
+
 load_pass = Kind[Pass]("passes").load
 # of a step of a recipe
 pass_of = Kind[Pass]("passes").of

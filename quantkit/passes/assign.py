@@ -22,6 +22,7 @@ from quantkit.plugins.outside import demand_returned
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quantkit.bundle import Decision
     from quantkit.model.structure.block import Block
     from quantkit.passes import Pass
     from quantkit.scheme import WeightScheme
@@ -46,6 +47,8 @@ class Moments:
         halves: `hessian` over every other batch, and over the rest; one, where there was one batch.
         by_row: whether every group is a few inputs alone, as in a depthwise convolution; all are solved at once then.
         neighbours: [K], by which codes are bounded (`solvers.unsaturated`); None: they are not.
+        name: of the product.
+        decisions: what a pass did with them otherwise than it was asked; it adds to them.
     """
 
     hessian: Tensor
@@ -53,6 +56,8 @@ class Moments:
     halves: tuple[Tensor, ...] = ()
     by_row: bool = False
     neighbours: Tensor | None = None
+    name: str = ""
+    decisions: list[Decision] = field(default_factory=list, repr=False, compare=False)
     _solved: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Any, make: Callable[[], Found]) -> Found:

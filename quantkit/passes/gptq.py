@@ -125,6 +125,7 @@ class Gptq(Pass):
                         shrink=seen.noise if settings.shrink == "auto" else settings.shrink,
                         act_order=settings.act_order,
                         raised=raised,
+                        where=block.full_name(whole.name),
                     )
                     stats.doubt(solved.pivots, whole.name, again=True)
                     if solved.raised:
@@ -207,7 +208,19 @@ class Gptq(Pass):
 
             def solved(hessian: Tensor = hessian) -> Factor:
                 with one_thread(hessian):
-                    return awaited(hessian.float(), damping=damping, shrink=shrink, act_order=settings.act_order)
+                    found = awaited(
+                        hessian.float(),
+                        damping=damping,
+                        shrink=shrink,
+                        act_order=settings.act_order,
+                        where=moments.name,
+                    )
+                if found.raised:
+                    reason = "the Hessian of its inputs had no Cholesky factor"
+                    moments.decisions.append(
+                        decision(self.name, "damping-raised", moments.name, reason, damping, found.damping)
+                    )
+                return found
 
             result = gptq(
                 part,

@@ -137,7 +137,8 @@ class Kind(Generic[Plugin_co]):
 
     def _whole(self, found: Any, name: str, origin: str) -> Plugin_co:
         home = importlib.import_module(f"quantkit.{self.folder}")
-        outside.demand_whole(found, name, origin, getattr(home, self.singular.title()), self.singular)
+        unkept = getattr(home, "unkept", lambda _: "")
+        outside.demand_whole(found, name, origin, getattr(home, self.singular.title()), self.singular, unkept)
         plugin: Plugin_co = found
         return plugin
 

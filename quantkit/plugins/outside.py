@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -150,8 +150,17 @@ def _offers(group: str, path: tuple[str, ...]) -> dict[str, list[OfferedPlugin]]
     return found
 
 
-def demand_whole(found: Any, name: str, origin: str, protocol: type, singular: str) -> None:
-    """Refuse a plug-in that has not what its kind promises. Raises InputError `plugin-broken`."""
+def demand_whole(
+    found: Any, name: str, origin: str, protocol: type, singular: str, unkept: Callable[[Any], str] = lambda _: ""
+) -> None:
+    """Refuse a plug-in that has not what its kind promises, or what it promises itself.
+
+    Args:
+        unkept: what it declares and does not have; "" where it has all.
+
+    Raises:
+        InputError: `plugin-broken`.
+    """
     members = {
         each
         for base in protocol.__mro__
@@ -165,6 +174,8 @@ def demand_whole(found: Any, name: str, origin: str, protocol: type, singular: s
         value = f"{one(type(found).__name__)} without {missing[0]}"
     elif found.name != name:
         value = f"its name is {found.name!r}"
+    elif broken := unkept(found):
+        value = f"{one(type(found).__name__)} without {broken}"
     if value:
         raise InputError(
             "plugin-broken",

@@ -18,7 +18,8 @@ from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.passes import assign
-from quantkit.passes.assign import in_pieces
+from quantkit.passes.assign import Moments, in_pieces
+from quantkit.passes.gptq import Gptq
 from quantkit.passes.rtn import Rtn
 from quantkit.passes.solvers import ranges
 from quantkit.passes.solvers.gptq import gptq
@@ -202,3 +203,25 @@ def test_a_head_is_solved_on_what_the_quantized_blocks_put_out(
         for each in (stored, load_format("int4").dequantize(nearest))
     ]
     assert lost[0] < 0.8 * lost[1]
+
+
+def test_a_head_whose_damping_is_raised_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs in one direction alone have no Cholesky factor, as they are."""
+    scheme = SCHEMES["int4 asymmetric"]
+    weight = torch.randn(101, 96, generator=torch.Generator().manual_seed(0))
+    moments = Moments(torch.ones(1, 96, 96, dtype=torch.float64), name="lm_head")
+    monkeypatch.setattr(assign, "PIECE", 96 * 7)
+    in_pieces(weight, moments, scheme, {"gptq": Gptq.Settings(damping=0.0, shrink=0.0)})
+    assert [(each.code, each.where, each.from_) for each in moments.decisions] == [("damping-raised", "lm_head", 0.0)]
+    solved = Moments(torch.eye(96, dtype=torch.float64)[None], name="lm_head")
+    in_pieces(weight, solved, scheme, {"gptq": Gptq.Settings()})
+    assert solved.decisions == []
+
+
+@pytest.mark.parametrize(("wrong", "code"), [(-1e4, "hessian-not-positive"), (float("nan"), "hessian-nonfinite")])
+def test_errors_of_a_head_name_it(wrong: float, code: str) -> None:
+    moments = Moments(torch.full((1, 96, 96), wrong, dtype=torch.float64), name="lm_head")
+    moments.hessian.diagonal(dim1=1, dim2=2).fill_(1.0)
+    with pytest.raises(InputError) as caught:
+        in_pieces(torch.ones(5, 96), moments, SCHEMES["int4 asymmetric"], {"gptq": Gptq.Settings(shrink=0.3)})
+    assert (caught.value.code, caught.value.where) == (code, "lm_head")

@@ -112,6 +112,16 @@ def test_a_machine_that_was_not_measured_has_memory_but_no_time() -> None:
     assert found.recommendation.label == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("embedding", "bytes_each"), [("float", 4.0), ("int8", 1 + 4 / 64), ("shared", 0.0), ("refined", 0.25 + 4 / 64)]
+)
+def test_a_graph_s_table_is_held_as_it_is_stored(embedding: str, bytes_each: float) -> None:
+    changes = [f"onnx.embedding={embedding}"]
+    (found,) = plan(PlanQuestion("smollm2-135m", ("int4-cpu",), "cpu-x86", changes=changes)).candidates
+    assert found.memory is not None
+    assert found.memory.parts["embeddings"] == 49152 * 576 * bytes_each
+
+
 def test_emulated_weights_are_read_as_floats() -> None:
     floats, emulated = plan(PlanQuestion("llama-3-8b", ("bf16", "int4"), "h100", runtime="torch")).candidates
     assert emulated.cells[0].state == "emulated"

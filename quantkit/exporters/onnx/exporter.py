@@ -64,7 +64,8 @@ class OnnxOptions(Closed):
     merge: bool = True
     weight_codes: Literal["uint8", "int8"] = "uint8"
     embedding: Literal["float", "int8", "shared", "refined"] = "float"
-    head_rows: int = Field(default=0, ge=0)
+    # no vocabulary has more
+    head_rows: int = Field(default=0, ge=0, le=1 << 20)
     prefill: Literal["same", "int8", "auto"] = "same"
 
 

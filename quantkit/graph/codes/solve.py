@@ -175,7 +175,7 @@ def solved(
             seen = _seen(site, own, given, behind, rows, other)
             weight = torch.from_numpy(site.matrix().copy())
             tensor = product(weight, seen, scheme, passes)
-            taken = []
+            taken = list(seen.decisions)
             if rows is not None:
                 tensor, reason = _learned(site, seen, tensor, rows, passes[Round.name], other, seed + done)
                 if reason:
@@ -221,7 +221,9 @@ def _seen(
         counts[number % 2] += x.shape[1]
     means = [each.double() / sum(counts) for each in sums]
     apart = tuple(half.double() / count for half, count in zip(halves, counts[: len(halves)], strict=True))
-    return Seen(means[0], means[1], apart, site.depthwise, other, mean=means[2], wanted=means[3], alone=means[4])
+    return Seen(
+        means[0], means[1], apart, site.depthwise, other, site.name, mean=means[2], wanted=means[3], alone=means[4]
+    )
 
 
 def _learned(

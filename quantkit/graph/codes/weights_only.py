@@ -22,6 +22,8 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from quantkit.bundle import Decision
+
 Report = Callable[[float, str], None]
 
 
@@ -33,7 +35,7 @@ def rounded(
     passes: Mapping[str, Any],
     *,
     again: Mapping[str, QuantTensor] | None = None,
-    keep: Callable[[str, QuantTensor], None] | None = None,
+    keep: Callable[[str, QuantTensor, Sequence[Decision]], None] | None = None,
     report: Report | None = None,
 ) -> dict[str, QuantTensor]:
     """Site -> its weight [N, K] in codes.
@@ -44,7 +46,7 @@ def rounded(
         scheme: of weights.
         passes: that choose codes, name -> settings; the feeds are looked at for one that needs a Hessian.
         again: site -> its codes, of those that a call just like this one had come to before it was interrupted.
-        keep: given the codes of each site once they are chosen.
+        keep: given the codes of each site once they are chosen, and what was done otherwise than asked.
     """
     again = again or {}
     left = [site for site in sites if site.name not in again]
@@ -57,9 +59,10 @@ def rounded(
             found[site.name] = again[site.name]
             continue
         matrix = torch.from_numpy(site.matrix().copy())
-        found[site.name] = product(matrix, moments.get(site.name), scheme, passes)
+        seen = moments.get(site.name)
+        found[site.name] = product(matrix, seen, scheme, passes)
         if keep is not None:
-            keep(site.name, found[site.name])
+            keep(site.name, found[site.name], [] if seen is None else seen.decisions)
         if report is not None:
             report((done + 1) / len(sites), site.name)
     return found
@@ -80,4 +83,4 @@ def _moments(model: ir.Model, sites: Sequence[Site], left: Sequence[Site], feeds
             part = (rows.transpose(1, 2) @ rows).double() / rows.shape[1]
             sums[site.name] = sums[site.name] + part if site.name in sums else part
     alive = {name for name, total in sums.items() if bool((total.diagonal(dim1=1, dim2=2).sum(1) > 0).all())}
-    return {name: Moments(total) for name, total in sums.items() if name in alive}
+    return {name: Moments(total, name=name) for name, total in sums.items() if name in alive}

@@ -63,11 +63,12 @@ class Factor:
         return spread
 
 
-def check_finite(hessian: Tensor) -> None:
+def check_finite(hessian: Tensor, where: str = "") -> None:
     """Refuse a Hessian that holds NaN or infinity. Raises InputError (`hessian-nonfinite`)."""
     if not bool(torch.isfinite(hessian).all()):
         raise InputError(
             "hessian-nonfinite",
+            where=where,
             value=f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite",
             rule="the activations of the calibration text have to be finite",
             remedy="compute in float32, or leave this layer in high precision with an override",
@@ -93,7 +94,13 @@ def no_factor(damping: str, where: str = "") -> InputError:
 
 
 def factor(
-    hessian: Tensor, *, damping: float = 0.01, shrink: float | Tensor = 0.3, act_order: bool = True, raised: int = 0
+    hessian: Tensor,
+    *,
+    damping: float = 0.01,
+    shrink: float | Tensor = 0.3,
+    act_order: bool = True,
+    raised: int = 0,
+    where: str = "",
 ) -> Factor:
     """Shrink, damp and factor a Hessian; on a CPU damping is raised tenfold until that succeeds.
 
@@ -108,13 +115,14 @@ def factor(
             a finite sample are too large. At 1 nothing is made up for: that is plain rounding.
         act_order: choose columns in order of falling diagonal (ties in order of index), else from left to right.
         raised: how often damping was raised before; on a GPU.
+        where: whose inputs they are, for errors.
 
     Raises:
         InputError: on a CPU `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
     """
     if hessian.is_cuda:
         return _unawaited(hessian, raised_damping(damping, raised), shrink, act_order, raised)
-    check_finite(hessian)
+    check_finite(hessian, where)
     diagonal = hessian.diagonal().float()
     mean = float(diagonal.mean())
     if mean <= 0:  # no input was ever seen: plain rounding is the best there is, and what an identity yields
@@ -137,20 +145,20 @@ def factor(
             pivots = upper.diagonal()
             whole.diagonal().add_(added)
             return Factor(whole, order, upper / pivots, pivots.square(), share, times)
-    raise no_factor(f"up to {share:g}")
+    raise no_factor(f"up to {share:g}", where)
 
 
-def awaited(hessian: Tensor, *, damping: float, shrink: float, act_order: bool) -> Factor:
+def awaited(hessian: Tensor, *, damping: float, shrink: float, act_order: bool, where: str = "") -> Factor:
     """`factor`, also of a GPU with damping raised until it succeeds; the GPU is waited for.
 
     Raises:
         InputError: `hessian-nonfinite` on a CPU; `hessian-not-positive`.
     """
     for raised in range(ATTEMPTS):
-        found = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, raised=raised)
+        found = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, raised=raised, where=where)
         if not hessian.is_cuda or bool(torch.isfinite(found.pivots).all()):
             return found
-    raise no_factor(f"raised tenfold {ATTEMPTS - 1} times")
+    raise no_factor(f"raised tenfold {ATTEMPTS - 1} times", where)
 
 
 def _unawaited(hessian: Tensor, share: float, shrink: float | Tensor, act_order: bool, raised: int) -> Factor:

@@ -62,7 +62,7 @@ def moments_of(
         seen.add(found.given(head, index)[None], None if before is None else before.given(head, index)[None])
     hessian = seen.hessian.double()
     cross = None if seen.drift is None else (hessian + seen.drift.double())[None]
-    return Moments(hessian[None], cross, tuple(half.double()[None] for half in seen.halves))
+    return Moments(hessian[None], cross, tuple(half.double()[None] for half in seen.halves), name=head)
 
 
 def quantize_head(

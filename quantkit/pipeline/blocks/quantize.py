@@ -193,7 +193,9 @@ def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Pro
     tensor, entry = quantize_head(prepared.stream, layers, settings_of(steps), moments)
     result = build.temporary("head.safetensors")
     finished.save(result, {entry.name: tensor}, {})
-    record = {"layers": [entry.model_dump(mode="json")], "cpu_seconds": time.process_time() - begun}
+    taken = [] if moments is None else [each.as_dict() for each in moments.decisions]
+    seconds = time.process_time() - begun
+    record = {"layers": [entry.model_dump(mode="json")], "decisions": taken, "cpu_seconds": seconds}
     build.commit("head", record, {result: build.steps / "head.safetensors"})
 
 

@@ -211,6 +211,7 @@ class Network:
             keep=products.keep,
             report=lambda done, words: self.progress.at("codes", done, words),
         )
+        self.decisions += [each for taken in products.decisions.values() for each in taken]
         return self._products(tensors, {})
 
     def _tensor(self, codes: Any) -> QuantTensor:

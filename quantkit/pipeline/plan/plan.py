@@ -26,7 +26,7 @@ from quantkit.planning.compiling.result import Compiling
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import Assigned, assign_sizes
-from quantkit.planning.model.storage import storage
+from quantkit.planning.model.storage import Storage, storage
 from quantkit.planning.outlook import (
     Outlook,
     PlannedBatch,
@@ -206,10 +206,10 @@ def _candidate(
     except InputError as problem:
         return PlannedRecipe(label, label, problem=problem)
     served = _served(chosen, assigned, architecture, target, samples)
-    footprint = _footprint(served, chosen, assigned)
     try:
-        devices, needed = _devices(footprint, workload, question.devices, label)
         kept = storage(architecture, chosen.recipe, _export(chosen))
+        footprint = _footprint(served, chosen, assigned, kept)
+        devices, needed = _devices(footprint, workload, question.devices, label)
     except InputError as problem:
         return PlannedRecipe(label, label, problem=problem)
     served = replace(served, devices=devices)
@@ -288,8 +288,10 @@ def _cache(chosen: Chosen, target: Target) -> Cache:
     return cache_of(scheme if native else None, FLOATS[target.baseline])
 
 
-def _footprint(served: Served, chosen: Chosen, assigned: Assigned) -> Footprint:
-    target, head = served.target, served.architecture.head
+def _footprint(served: Served, chosen: Chosen, assigned: Assigned, kept: Storage) -> Footprint:
+    target, head, read = served.target, served.architecture.head, _export(chosen)
+    # a graph is run as it is stored; of a checkpoint a runtime holds floats in the dtype that it computes in
+    graph = read is not None and load_exporter(read).stores == "graph"
     return Footprint(
         served.architecture,
         served.products,
@@ -300,6 +302,8 @@ def _footprint(served: Served, chosen: Chosen, assigned: Assigned) -> Footprint:
         taken_by(chosen.runtime, target.kind),
         target.memory.capacity.number,
         groups={name: each.group for name, each in assigned.schemes.items() if each.group is not None},
+        tables=kept.embeddings if graph else None,
+        others=kept.others if graph else None,
     )
 
 

@@ -103,6 +103,8 @@ class Footprint:
         capacity: bytes of a device; None: nothing is bounded.
         chunk: tokens of prompts that run at once; None: all of them.
         groups: linear -> inputs that share a scale, of those in groups.
+        tables: bytes of the tables of tokens and positions as a file holds them; None: elements of `width`.
+        others: bytes of what belongs to no linear and no table, likewise; None: the norms.
     """
 
     architecture: Architecture
@@ -114,11 +116,13 @@ class Footprint:
     capacity: float | None
     chunk: int | None = CHUNK
     groups: Mapping[str, int] = field(default_factory=dict)
+    tables: float | None = None
+    others: float | None = None
     # a search for the largest batch asks for the same weights again and again
     _known: dict[int, dict[str, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def parts(self, batch: int, context: int, *, prompt: int | None = None, devices: int = 1) -> dict[str, float]:
-        """Bytes on each device: `weights`, `embeddings`, `others` (norms), `cache`, `activations`, `logits`, `runtime`.
+        """Bytes on each device: `weights`, `embeddings`, `others`, `cache`, `activations`, `logits`, `runtime`.
 
         Args:
             context: tokens of each, prompt and output.
@@ -210,11 +214,9 @@ class Footprint:
             weights += whole * self._share(matrix, devices)
         architecture = self.architecture
         norms = architecture.others + sum(layer.others for layer in architecture.layers)
-        return {
-            "weights": weights,
-            "embeddings": self.width * architecture.embeddings / devices,
-            "others": float(self.width * norms),
-        }
+        tables = self.width * architecture.embeddings if self.tables is None else self.tables
+        others = float(self.width * norms) if self.others is None else self.others
+        return {"weights": weights, "embeddings": tables / devices, "others": others}
 
     def _is_head(self, matrix: Matrix) -> bool:
         head = self.architecture.head
