@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from quantkit.formats import Format, QuantTensor
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 # dense around zero, as weights are; `kvalues_iq4nl` of ggml
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# the middle of two is a whole number of halves: the place of all that lies above one half and up to the next
+_HALVES = [sum(half > low + high for low, high in pairwise(VALUES)) for half in range(-256, 257)]
 
 
 class Iq4Nl(BlockFormat):
@@ -37,16 +41,15 @@ class Iq4Nl(BlockFormat):
 
     def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
         """The nearest values."""
-        return self._values(units)[self.coded(units).int()]
+        return _looked_up(_tables()[0], _half(units))
 
     def coded(self, values: Tensor) -> Tensor:
         """The nearest places; halfway between two, the lower one."""
-        table = self._values(values)
-        return torch.bucketize(values.float(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+        return _looked_up(_tables()[1], _half(values))
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """A look-up, times the scale."""
-        return self._values(codes)[codes.int()] * scale.float()
+        return _looked_up(self.codebook(), codes.int()) * scale.float()
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
         """Nearest codes, the largest weight on the first value. (ggml's reference fits the scale: see solvers.)
@@ -64,8 +67,23 @@ class Iq4Nl(BlockFormat):
         """The inverse of `pack`."""
         return unpacked_bits(packed, self.bits, columns)
 
-    def _values(self, like: Tensor) -> Tensor:
-        return self.codebook().to(like.device, non_blocking=True)
+
+def _half(units: Tensor) -> Tensor:
+    """The half that units lie below or on, from 0."""
+    return units.float().mul(2).clamp_(-256, 256).ceil_().add_(256).int()
+
+
+@cache
+def _tables() -> tuple[Tensor, Tensor]:
+    """Of each half the value and the place."""
+    places = torch.tensor(_HALVES)
+    return torch.tensor(VALUES, dtype=torch.float32)[places], places.to(torch.uint8)
+
+
+def _looked_up(table: Tensor, places: Tensor) -> Tensor:
+    # without waiting for what the device does at the time
+    values = table.to(places.device, non_blocking=True)
+    return values.index_select(0, places.reshape(-1)).reshape(places.shape)
 
 
 FORMAT: Format = Iq4Nl("iq4_nl", 4, VALUES[0])

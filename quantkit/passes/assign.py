@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from quantkit.formats import QuantTensor, apart, joined
+from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import load_grid
 from quantkit.passes import load_pass
-from quantkit.passes.solvers import device, ranges
+from quantkit.passes.solvers import blocks, device, one_thread, ranges
 from quantkit.plugins.outside import demand_returned
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def assign(block: Block, linear: str, tensor: QuantTensor) -> Tensor:
     scales of their own."""
     codes, scale = tensor.codes, tensor.scale
     known = tensor.scheme.rows_apart and not codes.is_floating_point() and scale.dtype.itemsize > 1
+    known = known and tensor.offset is None
     if not (known and device.launched(codes)):
         return block.assign(linear, tensor)
     from quantkit.kernels.solving.quotient import quotient
@@ -129,6 +131,10 @@ def nearest(
     form = load_grid(scheme.format)
     if range == "minmax":
         return form.quantize(weight, scheme)
+    if isinstance(form, BlockFormat):
+        costs = None if importance is None else filled(importance, weight.shape[1])
+        with one_thread(weight):
+            return form.laid(weight, blocks.placed(weight.float().T.contiguous(), form, costs), scheme)
     if importance is None:
         return form.nearest(weight, *ranges.searched(weight, scheme), scheme)
     importance = filled(importance, weight.shape[1])

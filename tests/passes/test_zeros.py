@@ -11,7 +11,6 @@ from torch import nn
 
 from quantkit import Pipeline, plugins
 from quantkit.formats import load_format
-from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import GridFormat
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.model.structure.traced import weight_of
@@ -21,9 +20,12 @@ FORMATS = {name: form for name in plugins.FORMATS.names() if isinstance(form := 
 ASSIGNERS: list[Any] = [{"rtn": {"range": "minmax"}}, "rtn", {"rtn": {"range": "importance"}}, "gptq", "hqq"]
 
 
-def holey() -> nn.Module:
+def holey(multiple: int | None) -> nn.Module:
     """A Llama of one block; what v puts out, and so what o is given, is zero as well."""
-    model = zoo.tiny("llama", num_hidden_layers=1)
+    widths = (
+        {} if multiple is None else {"hidden_size": multiple, "intermediate_size": multiple, "head_dim": multiple // 4}
+    )
+    model = zoo.tiny("llama", num_hidden_layers=1, **widths)
     with torch.no_grad():
         weights = {name: weight_of(model.get_submodule(f"{LAYER}.{name}_proj")) for name in places()}
         for name, place in places().items():
@@ -50,7 +52,7 @@ def places() -> dict[str, Any]:
         (name, each)
         for name in FORMATS
         for each in ASSIGNERS
-        if (each != "hqq" or isinstance(FORMATS[name], IntegerFormat)) and not isinstance(FORMATS[name], BlockFormat)
+        if each != "hqq" or isinstance(FORMATS[name], IntegerFormat)
     ],
     ids=str,
 )
@@ -62,7 +64,7 @@ def test_zeros_stay_zero_and_all_else_finite(name: str, assigner: Any) -> None:
         if granularity in ("group", "block"):
             weights["group"] = group
         pipeline = Pipeline([assigner], weights=weights)
-        model = pipeline.apply(holey(), zoo.ids(4, 12))
+        model = pipeline.apply(holey(form.rules.multiple), zoo.ids(4, 12))
         for linear, tensor in pipeline.tensors.items():
             values = form.dequantize(tensor)
             assert values.isfinite().all()

@@ -17,11 +17,6 @@ plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization",
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 
-GPTQ of rows that each have a Hessian of their own, all at once: the filters of a depthwise convolution.
-
-One row is a few numbers, and a thousand solves of nine numbers each are a thousand times the overhead of one. The
-algebra is that of `gptq`, with a leading axis of rows.
-
 Weights that make up for what the quantized layers before them get wrong.
 
 The inputs X that a linear receives are not the originals X + Δ: what comes before it is quantized already. It should
@@ -44,11 +39,12 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor, apart
+from quantkit.formats.base.blocks import BlockFormat, BlockGrid
 from quantkit.formats.base.grid import GridFormat, effective, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import by_row, groups_of
 from quantkit.formats.base.scaled import ScaledFormat
-from quantkit.passes.solvers import device, one_thread, ranges, unsaturated
+from quantkit.passes.solvers import blocks, device, one_thread, ranges, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
 
 if TYPE_CHECKING:
@@ -143,7 +139,13 @@ def gptq_shared(
             else torch.cat([weight.float() for weight in weights]).T
         ).contiguous()
         whole = None if isinstance(form, IntegerFormat) else form.global_scale(target.abs().amax(), scheme)
-        if neighbours is None:
+        grid: BlockGrid | None = None
+        if isinstance(form, BlockFormat):
+            grid = blocks.placed(target, form, solved.diagonal if range == "hessian" else None)
+            scale, zero = grid.scale.T.contiguous(), None
+            if grid.offset is not None:  # what is left of the weights lies on a grid that begins at zero
+                target = target - grid.offset.T.repeat_interleave(group, dim=0)
+        elif neighbours is None:
             lots = [sum(rows)] if form.shares_scale(scheme) else rows
             scale, zero = _place(target, lots, group, scheme, solved, range)
         else:
@@ -152,7 +154,9 @@ def gptq_shared(
         if sweeps:
             free = refit and isinstance(form, IntegerFormat) and scheme.granularity in ("group", "channel")
             errors = _descend(target, codes, delta, solved.hessian, scale, zero, group, form, scheme, sweeps, free)
-        if scheme.rows_apart:
+        if isinstance(form, BlockFormat) and grid is not None:
+            tensors = apart(form.on(form.coded(codes.T.contiguous()), grid, scheme), rows)
+        elif scheme.rows_apart:
             tensors = apart(_tensor(form, codes, scale, zero, group, scheme, whole), rows)
         else:
             shifts = [None] * len(rows) if zero is None else zero.split(rows, dim=1)
@@ -231,7 +235,7 @@ def _choose(
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
     groups = (solved.order // group).tolist()
     # a group of zeros may have a scale of zero
-    inverse = scale.clamp(min=_TINY).reciprocal().unbind(0)
+    inverse = _inverse(scale).unbind(0)
     steps = scale.unbind(0)
     snap = _snap(form, zero, len(steps))
     codes, delta = torch.empty_like(ordered), torch.empty_like(ordered)
@@ -254,6 +258,11 @@ def _choose(
         missed = ordered[start:stop].add(delta[start:stop]).sub_(pending).square_()
         cost += solved.pivots[start:stop] @ missed
     return codes[back], cost, delta[back]
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """A group of zeros may have a scale of zero; one of either sign is at least as large as the smallest number."""
+    return scale.clamp(min=_TINY).reciprocal() if bool((scale >= 0).all()) else torch.where(scale == 0, 0.0, 1 / scale)
 
 
 def _choose_at_once(
@@ -289,7 +298,8 @@ def _snap(form: GridFormat, zero: Tensor | None, groups: int) -> Callable[[Tenso
     if values is not None and bool((values.diff() > 0).all()):
         middles = (values[1:] + values[:-1]) / 2
         return lambda units, _, out: torch.index_select(values, 0, torch.bucketize(units, middles), out=out)
-    if not isinstance(form, IntegerFormat):
+    whole = isinstance(form, IntegerFormat) or (isinstance(form, BlockFormat) and form.codebook() is None)
+    if not whole:
         return lambda units, place, out: out.copy_(form.snap(units, None if zero is None else zero[place]))
     lowest: Sequence[Any] = [float(form.low)] * groups if zero is None else (form.low - zero).unbind(0)
     highest: Sequence[Any] = [float(form.high)] * groups if zero is None else (form.high - zero).unbind(0)
@@ -344,7 +354,7 @@ def _descend(
             # what each column would add to its error if it could: -gradient / curvature
             wish = local / hessian.diagonal()[block].unsqueeze(1)
             inside = pull[block, block]
-            inverse = scale[place].clamp(min=_TINY).reciprocal()
+            inverse = _inverse(scale[place])
             for offset, slope in enumerate(wish.unbind(0)):
                 column = start + offset
                 code, error = codes[column], delta[column]
@@ -395,76 +405,6 @@ def _descend_at_once(
         device.precision(),
     )
     return (hessian @ delta).mul_(delta).sum(dim=0)
-
-
-# shares of the largest weight that a scale is tried for
-_SHARES = tuple(torch.linspace(1.0, 0.6, 81).tolist())
-_ATTEMPTS = 6
-
-
-def gptq_rows(
-    weight: Tensor, hessian: Tensor, scheme: WeightScheme, *, damping: float = 0.01, shrink: float = 0.3
-) -> tuple[Tensor, Tensor]:
-    """Codes [N, K] int8 and scales [N] float32.
-
-    Args:
-        weight: [N, K].
-        hessian: [N, K, K], of each row's inputs; one that saw nothing is taken for the identity.
-        scheme: integers without zero points, one scale a row.
-        damping, shrink: as of `factor`; a row whose Hessian then has no Cholesky factor is damped more.
-    """
-    with one_thread(weight):
-        form = load_grid(scheme.format)
-        columns = weight.shape[1]
-        eye = torch.eye(columns, device=weight.device)
-        diagonal = hessian.diagonal(dim1=1, dim2=2).float()
-        empty = diagonal.mean(1) <= 0
-        hessian = torch.where(empty[:, None, None], eye, hessian.float())
-        diagonal = torch.where(empty[:, None], 1.0, diagonal)
-        scale = _scales(weight, diagonal, scheme)
-        order = diagonal.argsort(dim=1, descending=True, stable=True)
-        unit = _unit(hessian, diagonal, order, damping, shrink)
-        wanted = weight.gather(1, order)
-        codes, delta = torch.empty_like(wanted), torch.zeros_like(wanted)
-        for column in range(columns):
-            aim = wanted[:, column] - (delta[:, :column] * unit[:, :column, column]).sum(1)
-            codes[:, column] = form.snap(aim / scale)
-            delta[:, column] = codes[:, column] * scale - wanted[:, column]
-        return torch.empty_like(codes).scatter_(1, order, codes).to(torch.int8), scale
-
-
-def _scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
-    """[N]: of some shares of each row's largest weight, that with the least weighted squared error."""
-    form = load_grid(scheme.format)
-    top = weight.abs().amax(1, keepdim=True)
-    best, least = form.parameters(-top, top, scheme)[0].float(), torch.full_like(top, torch.inf)
-    for share in _SHARES:
-        scale = form.parameters(-top * share, top * share, scheme)[0].float()
-        error = (importance * (form.snap(weight / scale) * scale - weight).square()).sum(1, keepdim=True)
-        better = error < least
-        best = torch.where(better, scale, best)
-        least = torch.where(better, error, least)
-    return best[:, 0]
-
-
-def _unit(hessian: Tensor, diagonal: Tensor, order: Tensor, damping: float, shrink: float) -> Tensor:
-    """[N, K, K] upper triangular with unit diagonal; see `factor`."""
-    mean = diagonal.mean(1, keepdim=True)
-    backwards = order.flip(1)
-    whole = hessian * (1 - shrink)
-    share = torch.full_like(mean, damping)
-    rows = torch.arange(len(hessian), device=hessian.device)[:, None, None]
-    for _ in range(_ATTEMPTS):
-        raised = diagonal + share * mean + torch.where(diagonal <= 0, mean, 0.0)
-        damped = whole - torch.diag_embed(whole.diagonal(dim1=1, dim2=2)) + torch.diag_embed(raised)
-        lower, info = torch.linalg.cholesky_ex(damped[rows, backwards[:, :, None], backwards[:, None, :]])
-        # what has its factor finds the same once more, where looking would be waiting
-        if not device.launched(hessian) and not bool(info.any()):
-            break
-        share = torch.where(info[:, None] > 0, (share * 10).clamp(min=1e-4), share)
-    lower = torch.where(info[:, None, None] > 0, torch.eye(diagonal.shape[1], device=lower.device), lower)
-    upper = lower.flip(1, 2)
-    return upper / upper.diagonal(dim1=1, dim2=2)[:, None, :]
 
 
 def corrected(

@@ -1,0 +1,214 @@
+"""Where to put the grid of a GGUF block: its scale and offset, and the whole numbers that these are in super-blocks.
+
+    minimise over s, m   sum_k a_k (s v_k + m - w_k)²        v_k the nearest value to (w_k - m) / s
+
+Some scales are tried, of either sign where the grid is longer on one side. For the values that each gives, the best
+scale and offset have a closed form: a weighted regression of the weights on them. The best of all is kept; so does ggml
+(`make_qx_quants`, `make_qkx3_quants`). Here `a_k` is the Hessian's diagonal alone, and what follows is chosen for what
+is stored: scale and offset are rounded, values chosen again, then fitted once more, and nothing is taken that costs
+more. In super-blocks d and dmin are tried and fitted likewise, over all groups under them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.formats import SuperBlocks
+from quantkit.formats.base.blocks import BlockFormat, BlockGrid, float16
+from quantkit.formats.base.super_blocks import SUPER_BLOCK, SuperBlockFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
+_CHUNK = 1 << 18
+# lengths of the grid that are tried, as shares of that which just spans the weights
+_SHARES = tuple(torch.linspace(0.65, 1.25, 25).tolist())
+# of d and dmin, as shares of those under which the largest scale is the largest number
+_STEPS = (1.0, 0.9, 0.94, 0.97, 1.03, 1.07)
+_REFINEMENTS = 3
+
+
+def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) -> BlockGrid:
+    """The grid with the least weighted squared rounding error among those tried.
+
+    Args:
+        target: [K, N] float32, the weights transposed.
+        importance: [K], not negative: how much an error of each input costs; None is 1 for all.
+
+    Returns:
+        scale and offset [N, G], and what they are stored as.
+    """
+    length = form.rules.groups[0]
+    unit = form.rules.multiple or length
+    columns, rows = target.shape
+    costs = target.new_ones(columns) if importance is None else importance.float()
+    # an input that is never seen is still rounded to nearest
+    costs = costs + 1e-6 * costs.mean() + torch.finfo(torch.float32).tiny
+    step = max(unit, _CHUNK // rows // unit * unit)
+    parts = zip(target.split(step), costs.split(step), strict=True)
+    found = [_placed(_Weights(form, w.unflatten(0, (-1, length)), a.reshape(-1, length, 1))) for w, a in parts]
+    scale, offset, *stored = (torch.cat(each).T.contiguous() for each in zip(*found, strict=True))
+    if not stored:
+        return BlockGrid(scale, offset if form.has_offset else None)
+    assert isinstance(form, SuperBlockFormat)
+    d, dmin = (each.to(torch.float16) for each in stored[::2])
+    sc, mn = (each.to(torch.int8) for each in stored[1::2])
+    return form.grid(SuperBlocks(d, sc, dmin, mn) if form.has_offset else SuperBlocks(d, sc))
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Weights [G, L, N], and what an error of each costs [G, L, 1]; scales and offsets are [G, N]."""
+
+    form: BlockFormat
+    exact: Tensor
+    costs: Tensor
+
+    def total(self, values: Tensor) -> Tensor:
+        """`sum_k a_k values_k`."""
+        return (self.costs.transpose(1, 2) @ values).squeeze(1)
+
+    def nearest(self, scale: Tensor, offset: Tensor) -> Tensor:
+        """The nearest values [G, L, N], in units of the scale."""
+        shifted = self.exact - offset.unsqueeze(1) if self.form.has_offset else self.exact
+        return self.form.snap(shifted * _quotient(1.0, scale).unsqueeze(1))
+
+    def cost(self, values: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+        """Of values under a scale and offset."""
+        return self.total((values * scale.unsqueeze(1) + offset.unsqueeze(1)).sub_(self.exact).square_())
+
+    def fitted(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best scale and offset for values, and by how much they lower the cost of zeros."""
+        squares, products = self.total(values.square()), self.total(values * self.exact)
+        scale = _quotient(products, squares)
+        if not self.form.has_offset:
+            return scale, torch.zeros_like(scale), scale * products
+        count, along, sums = self.costs.sum(1), self.total(self.exact), self.total(values)
+        slope = _quotient(count * products - along * sums, count * squares - sums.square())
+        offset = (along - slope * sums) / count
+        if isinstance(self.form, SuperBlockFormat):  # whose offsets are below zero
+            slope, offset = torch.where(offset > 0, scale, slope), offset.clamp(max=0)
+        return slope, offset, slope * products + offset * along
+
+
+@dataclass
+class _Best:
+    """The best of some grids that can be stored, its values and their cost."""
+
+    weights: _Weights
+    together: int = 1
+    grid: tuple[Tensor, ...] = ()
+    values: Tensor = field(init=False)
+    cost: Tensor = field(init=False)
+
+    def offer(self, scale: Tensor, offset: Tensor, grid: tuple[Tensor, ...], *, apart: bool = True) -> None:
+        """Take it where it costs less.
+
+        Args:
+            grid: as it is stored: numbers of groups [G, N], or of super-blocks [S, N].
+            apart: each group by itself; else the groups of a super-block together.
+        """
+        values = self.weights.nearest(scale, offset)
+        cost = self.weights.cost(values, scale, offset)
+        if not self.grid:
+            self.grid, self.values, self.cost = grid, values, cost
+            return
+        wins = cost < self.cost
+        if not apart:
+            lost = (cost - self.cost).unflatten(0, (-1, self.together)).sum(1)
+            wins = (lost < 0).repeat_interleave(self.together, dim=0)
+        small = wins[:: self.together]
+        self.grid = tuple(
+            torch.where(small if len(new) == len(small) else wins, new, old)
+            for new, old in zip(grid, self.grid, strict=True)
+        )
+        self.values = torch.where(wins.unsqueeze(1), values, self.values)
+        self.cost = torch.where(wins, cost, self.cost)
+
+
+def _placed(weights: _Weights) -> tuple[Tensor, ...]:
+    """Scale, offset [G, N], and d, sc, dmin, mn of super-blocks."""
+    scale, offset = _free(weights)
+    if isinstance(weights.form, SuperBlockFormat):
+        return _super_blocks(weights, weights.form, scale, offset)
+    best = _Best(weights)
+    for _ in range(_REFINEMENTS + 1):
+        grid = (float16(scale).float(), float16(offset).float())
+        best.offer(*grid, grid)
+        scale, offset, _ = weights.fitted(best.values)
+    return best.grid
+
+
+def _free(weights: _Weights) -> tuple[Tensor, Tensor]:
+    """The best scale and offset of those tried, in float32."""
+    form = weights.form
+    low, high = weights.exact.amin(1), weights.exact.amax(1)
+    if form.has_offset:
+        low = low.clamp(max=0) if isinstance(form, SuperBlockFormat) else low
+        ends = [(high - low) / form.high]
+    else:
+        largest, low = torch.where(-low >= high, low, high), torch.zeros_like(low)
+        ends = [largest / end for end in dict.fromkeys((-abs(form.low), form.high))]
+    best, least = (ends[0], low), torch.full_like(low, -torch.inf)
+    for scale in (end * share for end in ends for share in _SHARES):
+        *grid, gain = weights.fitted(weights.nearest(scale, low))
+        wins = gain > least
+        best = (torch.where(wins, grid[0], best[0]), torch.where(wins, grid[1], best[1]))
+        least = torch.maximum(gain, least)
+    return best
+
+
+def _super_blocks(weights: _Weights, form: SuperBlockFormat, scale: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
+    """Wanted scales and offsets as whole numbers under d and dmin [S, N], which are tried, then fitted in turns."""
+    low, high = form.scales
+    together = SUPER_BLOCK // form.group
+    best = _Best(weights, together)
+
+    def inside(values: Tensor) -> Tensor:
+        found: Tensor = values.unflatten(0, (-1, together))
+        return found
+
+    def spread(values: Tensor) -> Tensor:
+        return values.repeat_interleave(together, dim=0)
+
+    def whole(wanted: Tensor, step: Tensor, lowest: int) -> Tensor:
+        return _quotient(wanted, spread(step)).round().clamp(lowest, high)
+
+    def offer(d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *, apart: bool = False) -> None:
+        best.offer(spread(d) * sc, -(spread(dmin) * mn), (d, sc, dmin, mn), apart=apart)
+
+    largest = inside(scale).gather(1, inside(scale).abs().argmax(1, keepdim=True)).squeeze(1)
+    deepest = inside(-offset).amax(1)
+    for end in (high,) if form.has_offset else (low, high):
+        for share in _STEPS:
+            d, dmin = float16(largest / end * share).float(), float16(deepest / high * share).float()
+            offer(d, whole(scale, d, low), dmin, whole(-offset, dmin, 0))
+    for _ in range(_REFINEMENTS):
+        # of each group the best whole numbers for its values
+        d, _, dmin, _ = best.grid
+        sc = whole(weights.fitted(best.values)[0], d, low)
+        over = weights.total(best.values * (spread(d) * sc).unsqueeze(1) - weights.exact) / weights.costs.sum(1)
+        offer(d, sc, dmin, whole(over, dmin, 0), apart=True)
+        # of each super-block the best d and dmin for these: w = d u - dmin mn, u = sc v
+        _, sc, _, mn = best.grid
+        units = best.values * sc.unsqueeze(1)
+        uu, uw = (inside(weights.total(units * each)).sum(1) for each in (units, weights.exact))
+        um, wm = (inside(weights.total(each) * mn).sum(1) for each in (units, weights.exact))
+        mm = inside(weights.costs.sum(1) * mn.square()).sum(1)
+        rest = uu * mm - um.square()
+        # where there is no offset, or all of it lies along the scales, the scales alone are fitted
+        alone = rest <= 1e-6 * uu * mm
+        d = torch.where(alone, _quotient(uw + um * dmin, uu), _quotient(uw * mm - wm * um, rest))
+        dmin = torch.where(alone, dmin, _quotient(uw * um - wm * uu, rest).clamp(min=0))
+        offer(float16(d).float(), sc, float16(dmin).float(), mn)
+    d, sc, dmin, mn = best.grid
+    return spread(d) * sc, -(spread(dmin) * mn), d, sc, dmin, mn
+
+
+def _quotient(over: Tensor | float, under: Tensor) -> Tensor:
+    """0 where there is nothing to divide by."""
+    return torch.where(under == 0, 0.0, over / under)

@@ -1,0 +1,115 @@
+"""Grids of GGUF's blocks: against trying everything, and never worse than what only spans the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import plain_blocks
+
+from quantkit.formats import load_format
+from quantkit.formats.base.blocks import BlockFormat
+from quantkit.formats.base.super_blocks import SuperBlockFormat
+from quantkit.passes.solvers.blocks import placed
+from quantkit.passes.solvers.factor import factor
+from quantkit.passes.solvers.gptq import gptq, gptq_shared
+from quantkit.scheme import WeightScheme
+
+NAMES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+
+
+def form_of(name: str) -> BlockFormat:
+    found = load_format(name)
+    assert isinstance(found, BlockFormat)
+    return found
+
+
+def drawn(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [N, K] with a few large ones, and what errors cost [K]."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * 0.05
+    weight[:, ::29] *= 3
+    return weight, torch.rand(columns, generator=generator).square() + 0.01
+
+
+def cost(name: str, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+    """Of every block [N, G], on the grid that is found."""
+    form, scheme = form_of(name), WeightScheme(format=name)
+    grid = placed(weight.T.contiguous(), form, importance)
+    error = form.dequantize(form.laid(weight, grid, scheme)) - weight
+    return (importance * error.square()).unflatten(1, (-1, scheme.group or 0)).sum(2)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "iq4_nl", "q4_1", "q3_k", "q4_k"])
+def test_little_is_left_of_what_trying_everything_finds(name: str) -> None:
+    """Of single blocks; those of super-blocks have scales that are rounded."""
+    form = form_of(name)
+    rows = 1 if form.has_offset else 3
+    weight, importance = drawn(rows, 256)
+    found = cost(name, weight, importance)
+    length = form.rules.groups[0]
+    book = form.codebook()
+    values = list(range(int(form.low), int(form.high) + 1)) if book is None else book.tolist()
+    least = torch.tensor(
+        [
+            [
+                plain_blocks.least_cost(
+                    weight[row, at : at + length].tolist(),
+                    importance[at : at + length].tolist(),
+                    values,
+                    form.has_offset,
+                    below=isinstance(form, SuperBlockFormat),
+                    steps=50 if form.has_offset else 400,
+                )
+                for at in range(0, 256, length)
+            ]
+            for row in range(rows)
+        ]
+    )
+    assert float(found.sum()) < 1.1 * float(least.sum())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_better_than_what_spans_the_weights(name: str) -> None:
+    form, scheme = form_of(name), WeightScheme(format=name)
+    weight, importance = drawn(37, 512, 1)
+    before = weight.clone()
+    found = cost(name, weight, importance).sum()
+    assert torch.equal(weight, before)
+    spanned = form.dequantize(form.quantize(weight, scheme))
+    assert float(found) < float((importance * (spanned - weight).square()).sum())
+    # what is weighed counts
+    alike = placed(weight.T.contiguous(), form)
+    error = form.dequantize(form.laid(weight, alike, scheme)) - weight
+    assert float(found) < float((importance * error.square()).sum())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_and_what_was_never_seen_stay_finite(name: str) -> None:
+    form, scheme = form_of(name), WeightScheme(format=name)
+    weight, importance = drawn(3, 512)
+    weight[0], weight[1, :64], importance[:256] = 0.0, 0.0, 0.0
+    values = form.dequantize(form.laid(weight, placed(weight.T.contiguous(), form, importance), scheme))
+    assert not values[0].any() and not values[1, :64].any()
+    assert bool(values.isfinite().all())
+    assert float((values - weight).square().mean()) < 0.2 * float(weight.square().mean())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_solved_codes_cost_less_than_nearest_ones(name: str) -> None:
+    """What the solver counts is `tr(D H Dᵀ)` of what is read back, and it is less than rounding on the same grid."""
+    form, scheme = form_of(name), WeightScheme(format=name)
+    weight, _ = drawn(24, 256, 2)
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(600, 256, generator=generator) @ torch.randn(256, 256, generator=generator)
+    solved = factor(inputs.T @ inputs, shrink=0.0)
+    found = gptq(weight, solved, scheme)
+    lost = form.dequantize(found.tensor) - weight
+    assert ((lost @ solved.hessian) * lost).sum(1) == pytest.approx(found.costs, rel=2e-3)
+    plain = form.dequantize(form.laid(weight, placed(weight.T.contiguous(), form, solved.diagonal), scheme)) - weight
+    assert float(found.error) < 0.7 * float(((plain @ solved.hessian) * plain).sum())
+    swept = gptq(weight, solved, scheme, sweeps=1)
+    assert float(swept.error) <= float(found.error) * (1 + 1e-5)
+    # two weights that share an input, each as if it were alone
+    both = gptq_shared([weight[:7], weight[7:]], solved, scheme)
+    values = torch.cat([form.dequantize(each.tensor) for each in both])
+    assert torch.equal(values, form.dequantize(found.tensor))
