@@ -198,9 +198,40 @@ def _check_zero_point(name: str, symmetric: bool) -> None:
         raise ValueError(f"{name} has no zero point; use `symmetric: true`")
 
 
-class Scheme(Closed):
-    """The default for the linears inside blocks."""
+# a file of GGUF, as users know it by name -> the format of most of its matrices
+MIXTURES = {
+    "q3_k_m": "q3_k",
+    "q4_0": "q4_0",
+    "iq4_nl": "iq4_nl",
+    "q4_k_m": "q4_k",
+    "q5_k_m": "q5_k",
+    "q8_0": "q8_0",
+}
 
+
+class Scheme(Closed):
+    """The default for the linears inside blocks.
+
+    Args:
+        mixture: a file of GGUF by its name, such as `q4_k_m`: each linear gets the type that llama.cpp gives it there
+            (`planning/model/mixtures.py`). `weights` is then that of most of them, and not written.
+    """
+
+    mixture: Literal["q3_k_m", "q4_0", "iq4_nl", "q4_k_m", "q5_k_m", "q8_0"] | None = None
     weights: WeightScheme | None = None
     activations: ActivationScheme | None = None
     kv_cache: CacheScheme | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_of_the_mixture(cls, data: Any) -> Any:
+        name = data.get("mixture") if isinstance(data, dict) else None
+        if name not in MIXTURES or data.get("weights") is not None:
+            return data
+        return {**data, "weights": {"format": MIXTURES[name]}}
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> Self:
+        if self.mixture is not None and self.weights != WeightScheme(format=MIXTURES[self.mixture]):
+            raise ValueError("`mixture` says how weights are stored; leave `weights` out, or `mixture`")
+        return self

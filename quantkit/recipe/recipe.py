@@ -375,17 +375,20 @@ class Recipe(Closed):
             "export": [{step.name: step.options} for step in self.export],
         }
 
-    def weights_for(self, layer: str, role: str | None = None) -> WeightScheme | None:
+    def weights_for(
+        self, layer: str, role: str | None = None, mixed: WeightScheme | None = None
+    ) -> WeightScheme | None:
         """The weight scheme of a layer by its full name; the last override that matches wins; None keeps it.
 
         Args:
             layer: its name.
             role: another name that overrides may call it by: `lm_head`.
+            mixed: what a mixture gives it; None is the default of the recipe.
 
         Raises:
             InputError: `recipe-invalid`, overrides that each make sense, but not one upon the other.
         """
-        return self._overridden(self.scheme.weights, WeightScheme, layer, role)
+        return self._overridden(mixed or self.scheme.weights, WeightScheme, layer, role)
 
     def activations_for(self, layer: str) -> ActivationScheme | None:
         """How the input of a layer, by its full name, is quantized; the last override that matches wins.

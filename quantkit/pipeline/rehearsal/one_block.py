@@ -74,7 +74,9 @@ def alone(recipe: Recipe, prepared: Prepared, index: int) -> Recipe:
     if layers.head is not None and layers.schemes[layers.head] != default:
         overrides.append(Override(match="lm_head", weights=layers.schemes[layers.head].model_dump(mode="json")))
     keep = [each for each in recipe.keep if each in ("embeddings", "lm_head", "norms")]
-    return recipe.model_copy(update={"overrides": overrides, "keep": keep})
+    # by which a layer is what its number says
+    plain = recipe.scheme.model_copy(update={"mixture": None})
+    return recipe.model_copy(update={"overrides": overrides, "keep": keep, "scheme": plain})
 
 
 def renamed(name: str, block: str) -> str:

@@ -14,6 +14,7 @@ from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.planning.model.architecture import Architecture, Matrix
+from quantkit.planning.model.mixtures import instead, mixed
 from quantkit.recipe import PassStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -112,6 +113,8 @@ def assign(
         if name in schemes:
             reason = f"its weight is that of {other} too: one set of codes cannot follow the inputs of both"
             decisions.append(decision("recipe", SHARED, name, reason, schemes.pop(name).format))
+    if recipe.scheme.mixture is not None:
+        schemes = _fallen_back(recipe.scheme.mixture, shapes, schemes, decisions)
     schemes = _divisible(recipe, shapes, schemes, decisions)
     schemes = _storable(schemes, dtype, decisions)
     _check_formats(schemes)
@@ -184,15 +187,50 @@ def _assigned(
     recipe: Recipe, shapes: Mapping[str, tuple[int, int]], head: str | None, decisions: list[Decision]
 ) -> dict[str, WeightScheme]:
     schemes = {}
+    mixture = recipe.scheme.mixture
+    mix = {} if mixture is None else mixed(mixture, shapes, head)
     for name in shapes:
         glob = next((glob for glob in recipe.keep if glob not in ROLES and fnmatchcase(name, glob)), None)
-        scheme = None if glob else recipe.weights_for(name, HEAD if name == head else None)
+        scheme = None if glob else recipe.weights_for(name, HEAD if name == head else None, mix.get(name))
         if scheme is not None:
             schemes[name] = scheme
         elif recipe.scheme.weights is not None:
             reason = f"keep: {glob}" if glob else "an override says so"
             decisions.append(decision("recipe", AS_ASKED, name, reason, recipe.scheme.weights.format))
     return schemes
+
+
+def _fallen_back(
+    mixture: str,
+    shapes: Mapping[str, tuple[int, int]],
+    schemes: Mapping[str, WeightScheme],
+    decisions: list[Decision],
+) -> dict[str, WeightScheme]:
+    """Schemes with what stands in for super-blocks that K does not fill; one decision a kind, one for all bits."""
+    found = {name: instead(scheme, shapes[name][1]) for name, scheme in schemes.items()}
+    kinds: dict[tuple[str, str, int], list[str]] = {}
+    for name, scheme in schemes.items():
+        if found[name] != scheme:
+            kinds.setdefault((scheme.format, found[name].format, shapes[name][1]), []).append(name)
+    for (before, after, columns), names in kinds.items():
+        bits = [load_format(each).bits_per_weight((1, 256), WeightScheme(format=each)) for each in (before, after)]
+        reason = f"256 does not divide K {columns}: {bits[1]:.4g} bits a weight instead of {bits[0]:.4g}"
+        others = f" (and {len(names) - 1} other layers)" if len(names) > 1 else ""
+        decisions.append(decision("recipe", "type-fallback", f"{names[0]}{others}", reason, before, after))
+    if kinds:
+        meant, stored = _bits(schemes, shapes), _bits(found, shapes)
+        reason = f"with what stands in for other types this {mixture} takes {stored:.2f} bits a weight, not {meant:.2f}"
+        decisions.append(
+            decision("recipe", "mixture-bits", "scheme.mixture", reason, round(meant, 4), round(stored, 4))
+        )
+    return found
+
+
+def _bits(schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> float:
+    """A weight of all of them, on the mean; as if K were whole groups."""
+    sizes = {name: shapes[name][0] * shapes[name][1] for name in schemes}
+    each = {name: load_format(how.format).bits_per_weight((1, 256), how) for name, how in schemes.items()}
+    return sum(each[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
 
 
 def _divisible(
@@ -204,13 +242,13 @@ def _divisible(
     wrong = [name for name, scheme in schemes.items() if scheme.padding(shapes[name][1])]
     if not wrong or recipe.on_indivisible == "pad":
         for name in wrong:
-            columns, group = shapes[name][1], schemes[name].group or 1
-            reason = f"K {columns} in groups of {group}"
-            decisions.append(decision("recipe", "padded", name, reason, columns, columns + -columns % group))
+            columns, scheme = shapes[name][1], schemes[name]
+            reason = f"K {columns} in groups of {scheme.multiple}"
+            decisions.append(decision("recipe", "padded", name, reason, columns, columns + scheme.padding(columns)))
         return dict(schemes)
     if recipe.on_indivisible == "keep":
         for name in wrong:
-            reason = f"group {schemes[name].group} does not divide K {shapes[name][1]}"
+            reason = f"group {schemes[name].multiple} does not divide K {shapes[name][1]}"
             decisions.append(decision("recipe", "kept", name, reason, schemes[name].format))
         return {name: scheme for name, scheme in schemes.items() if name not in wrong}
     if recipe.on_indivisible == "shrink":
@@ -222,9 +260,12 @@ def _divisible(
         if not wrong:
             return _shrunk(schemes, kinds, sizes, decisions)
     first = wrong[0]
-    group, columns = schemes[first].group or 1, shapes[first][1]
+    group, columns = schemes[first].multiple, shapes[first][1]
     widths = sorted({shapes[name][1] for name in wrong})
-    sizes_of = load_format(schemes[first].format).rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
+    rules = load_format(schemes[first].format).rules
+    sizes_of = rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
+    if rules.multiple:  # of which a format has one
+        sizes_of = ()
     fitting = [size for size in sizes_of if all(width % size == 0 for width in widths)]
     # not all that reads groups reads other sizes than powers of two
     nearest = min(fitting, key=lambda size: (size & (size - 1) != 0, abs(size - group))) if fitting else None
@@ -241,7 +282,8 @@ def _divisible(
 
 def _power(name: str, group: int, columns: int) -> int | None:
     """The largest power of two up to `group` that divides K and that the format has."""
-    allowed = load_format(name).rules.groups or _POWERS
+    rules = load_format(name).rules
+    allowed = () if rules.multiple else rules.groups or _POWERS
     return next((size for size in _POWERS if size <= group and columns % size == 0 and size in allowed), None)
 
 
