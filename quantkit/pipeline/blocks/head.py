@@ -60,9 +60,14 @@ def moments_of(
     seen = InputStats(name=head)
     for index in range(len(ids)):
         seen.add(found.given(head, index)[None], None if before is None else before.given(head, index)[None])
+    return moments_of_sums(seen, head)
+
+
+def moments_of_sums(seen: InputStats, name: str = "") -> Moments:
+    """Of one product's inputs, as its solver takes them; errors call it by its name."""
     hessian = seen.hessian.double()
     cross = None if seen.drift is None else (hessian + seen.drift.double())[None]
-    return Moments(hessian[None], cross, tuple(half.double()[None] for half in seen.halves), name=head)
+    return Moments(hessian[None], cross, tuple(half.double()[None] for half in seen.halves), name=name)
 
 
 def quantize_head(
