@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from quantkit.model.source.unloadable import Obstacle
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+    from quantkit.stats.abba import Comparison
     from quantkit.target import State, Target
 
 
 # told the share that is done, and what is being done
 BuildReport = Callable[[float, str], None]
+# (a model, another one, values for the inputs of both) -> how many times as fast the first is on this machine
+Trial = Callable[[bytes, bytes, Mapping[str, Any]], "Comparison"]
 
 
 class Exporter(ExporterFacts, Protocol):
@@ -86,8 +89,15 @@ class Exporter(ExporterFacts, Protocol):
         """
         ...
 
-    def for_target(self, options: Mapping[str, Any], target: Target) -> tuple[Mapping[str, Any], str]:
-        """The options with what depends on the target settled, and a word on that; "" where nothing does."""
+    def for_target(
+        self, options: Mapping[str, Any], target: Target, asked: LayerSpec, trial: Trial | None = None
+    ) -> tuple[Mapping[str, Any], str]:
+        """The options with what depends on the target settled, and a word on that; "" where nothing does.
+
+        Args:
+            asked: the layers of the model.
+            trial: times graphs here; None where the target is another machine.
+        """
         return options, ""
 
     def for_prompts(self, options: Mapping[str, Any], target: Target, layers: Sequence[LayerEntry]) -> str:

@@ -33,7 +33,7 @@ NAMES = (
     *(f"accuracy.{x}" for x in ("perplexity", "kl", "top1_agreement", "next_word")),
     *(f"accuracy.{x}" for x in ("top1", "top5", "recall_at_1", "recall_at_5", "recall_at_10", "cosine")),
     "accuracy.relative_error",
-    *(f"size.{x}" for x in ("bytes", "bits_per_weight")),
+    *(f"size.{x}" for x in ("bytes", "bytes_read", "bits_per_weight")),
     *(f"latency.{x}" for x in ("prefill", "decode_step", "op")),
     *(f"throughput.{x}" for x in ("prefill", "decode")),
     *(f"bandwidth.{x}" for x in ("effective", "saved")),

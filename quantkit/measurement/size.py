@@ -7,7 +7,7 @@ Layers that stay in high precision (embeddings, head, norms) count in the bytes,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from quantkit import plugins
@@ -33,6 +33,27 @@ def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:
     # an engine has weights of its own: the graph that it is built from stays behind
     roles = {"engine"} if folder == "engine" else {"weights", "onnx", "gguf"}
     return sum(file.bytes for file in inside if file.role in roles)
+
+
+def read_rows(ways: Mapping[str, float], *, subject: str, folder: str) -> list[Row]:
+    """`size.bytes_read`: weights that each way to multiply reads, of an export that has two.
+
+    Args:
+        ways: way -> bytes.
+        subject: the bundle's `content_sha256`.
+    """
+    return [
+        Row(
+            name="size.bytes_read",
+            value=value,
+            unit="B",
+            stat="total",
+            better="lower",
+            subject=subject,
+            settings={"export": folder, "way": way},
+        )
+        for way, value in ways.items()
+    ]
 
 
 def size_rows(

@@ -6,13 +6,13 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from quantkit import content, given, machine, plugins
 from quantkit.errors import InputError, one
-from quantkit.exporters import load_exporter
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.graph.open import is_graph
 from quantkit.kinds import Kind
 from quantkit.model.device import CPU, demand_name
@@ -226,12 +226,19 @@ def with_own_runtime(request: Request, kind: str) -> Request:
     return replace(request, recipe=support.ask(recipe.model_copy(update={"export": steps}), target).recipe)
 
 
-def for_target(request: Request) -> tuple[Request, dict[str, str]]:
-    """The request with options of its exports settled that depend on the target; export -> how, of those."""
+def for_target(request: Request, asked: LayerSpec) -> tuple[Request, dict[str, str]]:
+    """The request with options of its exports settled that depend on the target; export -> how, of those.
+
+    Args:
+        asked: the layers of the model.
+    """
+    from quantkit.measurement.timing.graphs import compared
+
+    trial = partial(compared, threads=machine.cores()) if runs_here(request.target) else None
     steps: list[ExportStep] = []
     said: dict[str, str] = {}
     for step in request.recipe.export:
-        options, reason = load_exporter(step.name).for_target(step.options, request.target)
+        options, reason = load_exporter(step.name).for_target(step.options, request.target, asked, trial)
         steps.append(step.model_copy(update={"options": dict(options)}))
         said |= {step.name: reason} if reason else {}
     return replace(request, recipe=request.recipe.model_copy(update={"export": steps})), said

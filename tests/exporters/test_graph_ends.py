@@ -15,10 +15,14 @@ import zoo
 from onnx import numpy_helper
 
 from quantkit.bundle import LayerEntry
+from quantkit.calibrate.tokens.ids import TokenSet, ids_sha256
+from quantkit.exporters import LayerSpec
 from quantkit.exporters.onnx.check import check
 from quantkit.exporters.onnx.exporter import EXPORT
 from quantkit.exporters.onnx.integers.prefill import ROWS
 from quantkit.exporters.values import Values
+from quantkit.measurement.accuracy import score
+from quantkit.measurement.size import read_rows
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
@@ -121,6 +125,41 @@ def test_many_rows_multiply_in_integers_and_few_as_before(exported: Exported) ->
     assert 1e-4 < off < 0.1  # another way, of the same weights
 
 
+def test_both_ways_are_scored_each_by_itself(exported: Exported, tmp_path: Path) -> None:
+    plain, values, _ = exported("llama", embedding="float")
+    bundle, _, _ = exported("llama", prefill="int8")
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 90, (2, 2 * ROWS + 1)))
+    tokens = TokenSet(ids, "random", "eval", ids_sha256(ids.numpy()))
+    original = StreamedModel(open_model(str(tmp_path / "llama")))
+
+    def scored(folder: Path) -> dict[str | None, float]:
+        rows, _ = score.rows(original, OnnxModel(folder / "onnx"), tokens, subject="x", runtime="onnxruntime")
+        return {row.settings.get("way"): row.value for row in rows if row.name == "accuracy.kl"}  # type: ignore[misc]
+
+    one, both = scored(plain), scored(bundle)
+    assert [*both] == ["prompts", "steps"]
+    assert both["steps"] == pytest.approx(one[None], rel=1e-6)
+    assert abs(both["prompts"] / both["steps"] - 1) > 1e-4
+    running = OnnxModel(bundle / "onnx")
+    read = {row.settings["way"]: row.value for row in read_rows(running.ways, subject="x", folder="onnx")}
+    shapes = [each.shape for name, each in values.skeleton.named_parameters() if "_proj" in name]
+    # a byte a weight and a scale a row, instead of half a byte with a scale and a zero point for each 32
+    more = sum(rows * columns * (1 - 1 / 2 - 4.5 / 32) + 4 * rows for rows, columns in shapes)
+    assert read["prompts"] - read["steps"] == pytest.approx(more, rel=0.05)  # type: ignore[operator]
+    assert running.prompt_rows == ROWS
+
+
+def test_an_accuracy_level_reaches_both_ways(exported: Exported) -> None:
+    bundle, _, _ = exported("llama", prefill="int8")
+    ids = np.random.default_rng(0).integers(3, 90, (1, 4))
+    found = {}
+    for level in (None, 0, 1):
+        model = OnnxModel(bundle / "onnx", threads=1, accuracy_level=level)
+        found[level] = model.run(model.state(1, 4), ids)
+    assert np.allclose(found[1], found[0], atol=1e-5)
+    assert not np.allclose(found[None], found[0], atol=1e-5)
+
+
 def test_bytes_that_are_not_the_codes_are_found(exported: Exported, tmp_path: Path) -> None:
     bundle, _, _ = exported("llama", prefill="int8")
     path = bundle / "onnx" / "model.onnx"
@@ -160,10 +199,10 @@ def test_what_has_no_second_way_says_so(exported: Exported) -> None:
 def test_how_prompts_multiply_follows_the_target(isa: list[str], way: str) -> None:
     target = Target.load("cpu-x86")
     target = target.model_copy(update={"arch": target.arch.model_copy(update={"isa": isa})})
-    options, said = EXPORT.for_target({"prefill": "auto"}, target)
+    options, said = EXPORT.for_target({"prefill": "auto"}, target, LayerSpec())
     assert options["prefill"] == way
-    assert said
-    assert EXPORT.for_target({"prefill": "same"}, target) == ({"prefill": "same"}, "")
+    assert said.endswith("and was not timed")
+    assert EXPORT.for_target({"prefill": "same"}, target, LayerSpec()) == ({"prefill": "same"}, "")
 
 
 def test_faster_prompts_are_offered_where_the_target_and_the_codes_have_them() -> None:

@@ -16,6 +16,13 @@ def test_cost_counts_each_byte_once():
     assert cost.bytes(1, 8, 0) == 100 + 8 * (2 + 3)
 
 
+def test_many_rows_read_the_weights_of_their_way():
+    cost = StepCost("int4", 100.0, io_bytes_per_token=3.0, many_rows=16, many_bytes=180.0)
+    assert cost.bytes(batch=15, tokens=1, context=0) == 100 + 15 * 3
+    assert cost.bytes(batch=16, tokens=1, context=0) == 180 + 16 * 3
+    assert cost.bytes(batch=1, tokens=256, context=0) == 180 + 256 * 3
+
+
 def test_bound_is_the_slower_of_reading_and_computing():
     cost = StepCost("float32", 1e9, flops_per_token=1e9, head_flops=1e8)
     assert cost.bound(1, 1, 0, LIMITS) == pytest.approx(0.1)

@@ -18,7 +18,7 @@ from quantkit import machine
 from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
-from quantkit.exporters import Exporter, LayerSpec
+from quantkit.exporters import Exporter, LayerSpec, Trial
 from quantkit.exporters.onnx.refusals import refuse
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
 _PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat")
 # with one of these a processor multiplies bytes several times as fast as floats
 _BYTES = ("amx_int8", "avx512_vnni", "avx_vnni", "neon_i8mm")
+# of a prompt on which both ways are tried
+_TRIED = 256
 # these read little of their constants in a step, or none
 _FEW = ("Gather", "GatherBlockQuantized", "Reshape", "Slice", "GroupQueryAttention", "MultiHeadAttention")
 
@@ -55,7 +57,7 @@ class OnnxOptions(Closed):
             quantized head is tied to them, in its codes (`shared`), or in these and 2 bits more (`refined`).
         prefill: how prompts multiply, and batches of 16 rows and more: as steps do (`same`), or in integers, the codes
             rounded again to 8 bits a channel, which the file holds besides (`int8`: `integers/prefill.py`); `auto` is
-            `int8` where the target's processor multiplies bytes fast.
+            `int8` where the target's processor multiplies bytes fast and, if that is this machine, a timing says so.
         head_rows: of a head in fewer bits, the first so many rows get 8: those of the most frequent words.
     """
 
@@ -105,18 +107,34 @@ class Onnx(Exporter):
         refuse(weights, activations, cache)
         return "native"
 
-    def for_target(self, options: Mapping[str, Any], target: Target) -> tuple[Mapping[str, Any], str]:
-        """`prefill: auto`, by what the target's processor has; `int8` against its advice is said."""
-        asked, fast = OnnxOptions(**options).prefill, _fast_of(target)
-        if asked == "same" or (asked == "int8" and fast):
+    def for_target(
+        self, options: Mapping[str, Any], target: Target, asked: LayerSpec, trial: Trial | None = None
+    ) -> tuple[Mapping[str, Any], str]:
+        """`prefill: auto`, by what the target's processor has and, where it is this machine, by a timing of both ways.
+
+        `int8` against the processor's advice is said.
+        """
+        chosen, fast = OnnxOptions(**options), _fast_of(target)
+        if chosen.prefill == "same" or (chosen.prefill == "int8" and fast):
             return options, ""
-        if asked == "int8":
+        if chosen.prefill == "int8":
             saturates = "without VNNI x86 processors saturate where they multiply signed bytes"
             return options, f"prompts multiply in integers, and the target has none of {', '.join(_BYTES)}: {saturates}"
-        if fast:
-            return {**options, "prefill": "int8"}, f"prompts multiply in integers of 8 bits: the target has {fast}"
-        reason = f"prompts multiply as steps do: the target has none of {', '.join(_BYTES)}"
-        return {**options, "prefill": "same"}, reason
+        faster, why = fast != "", f"the target has {fast or 'none of ' + ', '.join(_BYTES)}, and was not timed"
+        if fast and trial is not None:
+            from quantkit.exporters.onnx.integers.trial import block_of, feeds, graphs
+
+            if linears := block_of(asked):
+                made = graphs(linears, chosen.accuracy_level)
+                found = trial(made["prompts"], made["steps"], feeds(linears, _TRIED))
+                low, high = found.ratio_ci95
+                faster = low > 1
+                why = (
+                    f"a block's products, timed here on {_TRIED} rows, are {found.ratio:.2f} times as fast in integers"
+                )
+                why += f" ({low:.2f} to {high:.2f})"
+        way = "in integers of 8 bits" if faster else "as steps do"
+        return {**options, "prefill": "int8" if faster else "same"}, f"prompts multiply {way}: {why}"
 
     def for_prompts(self, options: Mapping[str, Any], target: Target, layers: Sequence[LayerEntry]) -> str:
         """`prefill: int8`, where the target gains by it and it is not asked for yet."""
@@ -138,11 +156,13 @@ class Onnx(Exporter):
         from quantkit.exporters.onnx.dialect import OrtDialect, PromptDialect
         from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, ends
         from quantkit.exporters.onnx.genai import genai_config
-        from quantkit.exporters.onnx.integers.prefill import both, many_rows
+        from quantkit.exporters.onnx.integers.prefill import ROWS, both, many_rows
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
         from quantkit.model.source.weights import write_json
         from quantkit.passes import decision
+        from quantkit.runtimes.onnxruntime.ways import PROMPT_BYTES, STEP_BYTES
+        from quantkit.runtimes.onnxruntime.ways import ROWS as PROMPT_ROWS
 
         chosen, source = OnnxOptions(**options), values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"
@@ -183,6 +203,7 @@ class Onnx(Exporter):
         if prompts is not None:
             other = prompts.apply()
             keep_few(other, optional=True)
+            model.metadata_props.update({PROMPT_BYTES: _work(other)[STEP_BYTES], PROMPT_ROWS: str(ROWS)})
             model = both(model, other)
         folder.mkdir(parents=True, exist_ok=True)
         save(model, folder / MODEL, DATA)
@@ -287,7 +308,8 @@ def dialect_weights(values: Values) -> WeightsByName:
 def _work(model: ir.Model) -> dict[str, str]:
     """What a decode step must read and compute, for whoever draws its roofline; text, as the file wants it.
 
-    `quantkit.step_bytes`: weights that every step reads (of an embedding it reads a row: not counted);
+    `quantkit.step_bytes`: weights that every step reads (of an embedding it reads a row: not counted); of a graph that
+    multiplies in two ways, `quantkit.prompt_bytes` is the same of the other, from `quantkit.prompt_rows` rows on;
     `quantkit.float_bytes`: those of them that stay floats, of products;
     `quantkit.flops`: 2 N K of all products but the head; `quantkit.head_flops`; `quantkit.float_head_flops`: of a head
     that stays in floats; `quantkit.attention_flops`: for each new token and each token that it looks at.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,16 +61,24 @@ def counted(original: StreamedModel, tokens: TokenSet) -> tuple[int, str]:
 
 
 def score(
-    original: StreamedModel, candidate: Candidate, tokens: TokenSet, progress: Callable[[float], None] | None = None
+    original: StreamedModel,
+    candidate: Candidate,
+    tokens: TokenSet,
+    progress: Callable[[float], None] | None = None,
+    *,
+    at_once: int | None = None,
 ) -> Items:
     """Every position of `tokens` under both models.
 
     Memory is one block, two heads and a few positions of logits; of a candidate in a session, the session.
+
+    Args:
+        at_once: tokens that such a candidate is fed at a time, at most; None: as many as fit.
     """
     tell = progress or (lambda done: None)
     before = original_answers(original, tokens)
     tell(0.3)
-    found = _positions(candidate, tokens)
+    found = _positions(candidate, tokens, at_once)
     tell(0.6)
     accuracy = Accuracy()
     # final norm and head look at one position at a time, so a few at a time is enough
@@ -84,22 +93,23 @@ def score(
     return accuracy.items()
 
 
-def _positions(candidate: Candidate, tokens: TokenSet) -> Callable[[int, slice, Tensor], Tensor]:
+def _positions(candidate: Candidate, tokens: TokenSet, at_once: int | None) -> Callable[[int, slice, Tensor], Tensor]:
     """Logits [P, V] of consecutive positions of a sequence."""
     from quantkit.model.streaming.stream import StreamedModel
 
     if isinstance(candidate, StreamedModel):
         answers = candidate.answers(tokens.ids)
         return lambda index, part, ids: answers(index, part)
-    return _Session(candidate, tokens.ids.shape[1])
+    return _Session(candidate, tokens.ids.shape[1], at_once)
 
 
 class _Session:
     """A model with a cache: each part of a sequence goes on where the last one ended."""
 
-    def __init__(self, model: OnnxModel | decode.EngineModel, length: int) -> None:
+    def __init__(self, model: OnnxModel | decode.EngineModel, length: int, at_once: int | None) -> None:
         self.model = model
         self.length = length
+        self.at_once = at_once
         self.state: Any = None
 
     def __call__(self, index: int, part: slice, ids: Tensor) -> Tensor:
@@ -107,7 +117,8 @@ class _Session:
 
         if part.start == 0 or self.state is None:
             self.state = self.model.state(1, self.length)
-        return torch.from_numpy(self.model.run(self.state, ids.numpy())[0])  # type: ignore[arg-type]
+        few = ids.split(self.at_once or ids.shape[1], dim=1)
+        return torch.cat([torch.from_numpy(self.model.run(self.state, part.numpy())[0]) for part in few])  # type: ignore[arg-type]
 
 
 def cosine(original: StreamedModel, candidate: Candidate, tokens: TokenSet) -> Tensor:
@@ -123,6 +134,19 @@ def cosine(original: StreamedModel, candidate: Candidate, tokens: TokenSet) -> T
         after = torch.cat([torch.from_numpy(candidate.encode(ids.numpy())) for ids in tokens.ids.split(4)])
     pooled = before.mean(dim=1).double(), after.mean(dim=1).double().to(before.device)
     return torch.nn.functional.cosine_similarity(*pooled).cpu()
+
+
+def _ways(candidate: Candidate) -> dict[str, int | None]:
+    """Of a graph that multiplies in two ways: each, and how many tokens at a time go it at most; else empty."""
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
+
+    if not isinstance(candidate, OnnxModel):
+        return {}
+    return {way: candidate.prompt_rows - 1 if way == "steps" else None for way in candidate.ways}
+
+
+def _part(tell: Callable[[float], None], number: int, count: int, done: float) -> None:
+    tell((number + done) / count)
 
 
 def settings(candidate: Candidate) -> dict[str, Any]:
@@ -168,7 +192,11 @@ def rows(
     runtime: str,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[list[Row], Items | None]:
-    """The accuracy rows of a candidate, and what was found at each position (None for encoders)."""
+    """The accuracy rows of a candidate, and what was found at each position (None for encoders).
+
+    A graph that multiplies in two ways has rows for each, told apart by `settings.way`: first of whole sequences, as
+    prompts are, whose positions are what is given back, then of a few tokens at a time, as steps are.
+    """
     about = About(
         subject=subject,
         baseline=original.source.sha256,
@@ -179,8 +207,16 @@ def rows(
         settings=settings(candidate),
     )
     if original.source.kind == "decoder":
-        items = score(original, candidate, tokens, progress)
-        return items.rows(about), items
+        ways = _ways(candidate)
+        if not ways:
+            items = score(original, candidate, tokens, progress)
+            return items.rows(about), items
+        found, scored = [], []
+        for number, (way, at_once) in enumerate(ways.items()):
+            tell = partial(_part, progress or (lambda done: None), number, len(ways))
+            scored.append(score(original, candidate, tokens, tell, at_once=at_once))
+            found += scored[-1].rows(replace(about, settings={**about.settings, "way": way}))
+        return found, scored[0]
     about = replace(about, data=about.data.model_copy(update={"items": counted(original, tokens)[0]}))
     if tokens.pairs is not None:
         from quantkit.measurement.accuracy.embed import pair_rows

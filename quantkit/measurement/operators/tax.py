@@ -51,6 +51,9 @@ class StepCost:
         attention: the same of attention, and of what stays in floats.
         float_bytes: of `weight_bytes`, those of products that stay in floats.
         float_head_flops: `head_flops`, if the head stays in floats.
+        many_rows: of a model that multiplies in two ways: from so many rows on, tokens of all sequences, it reads
+            `many_bytes` of weights instead; 0 of others.
+        many_bytes: see there.
     """
 
     format: str
@@ -64,11 +67,17 @@ class StepCost:
     attention: str = "fp32"
     float_bytes: float = 0.0
     float_head_flops: float = 0.0
+    many_rows: int = 0
+    many_bytes: float = 0.0
+
+    def weights(self, rows: float) -> float:
+        """Bytes of weights that a step of so many rows reads."""
+        return self.many_bytes if 0 < self.many_rows <= rows else self.weight_bytes
 
     def bytes(self, batch: float, tokens: float, context: float) -> float:
         """Bytes that a step of `tokens` new tokens a sequence must move, with `context` tokens in the cache."""
         moved = (context + tokens) * self.kv_bytes_per_token + tokens * self.io_bytes_per_token
-        return self.weight_bytes + batch * moved
+        return self.weights(batch * tokens) + batch * moved
 
     def bound(self, batch: float, tokens: float, context: float, limits: Limits) -> float | None:
         """The least time in seconds, `max(bytes / β, operations / π)`; None if a ceiling is not known."""
@@ -83,7 +92,7 @@ class StepCost:
 
     def shares(self, batch: float, tokens: float, context: float, limits: Limits) -> dict[str, Interval] | None:
         """Seconds of a step by component, for `planning.bound.steps` to learn from; None if a ceiling is not known."""
-        inside = self.weight_bytes - self.float_bytes + batch * tokens * self.io_bytes_per_token
+        inside = self.weights(batch * tokens) - self.float_bytes + batch * tokens * self.io_bytes_per_token
         flops = batch * (tokens * self.flops_per_token + self.head_flops - self.float_head_flops)
         parts = [
             (steps.named(self.format, self.compute), inside, flops, self.compute),

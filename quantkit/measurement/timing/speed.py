@@ -248,6 +248,8 @@ def _cost(model: OnnxModel, part: SpeedSide) -> StepCost:
         float_bytes=noted("float_bytes"),
         float_head_flops=noted("float_head_flops"),
         io_bytes_per_token=4.0 * model.features,
+        many_rows=model.prompt_rows,
+        many_bytes=noted("prompt_bytes"),
         compute="int8" if model.accuracy_level == 4 else "fp32",
     )
 

@@ -116,7 +116,6 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
         )
     request = with_own_runtime(request, source.kind)
     added = len(request.recipe.export) > len(recipe.export)
-    request, settled = for_target(request)
     recipe = request.recipe
     stream = StreamedModel(source)
     if whole:  # finite, every one of them: now, not hours later
@@ -134,6 +133,8 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     asked = replace(
         layers.asked(partly=partly, cache=recipe.scheme.kv_cache), obstacles=obstacles(stream.skeleton, stream.files)
     )
+    request, settled = for_target(request, asked)
+    recipe = request.recipe
     for step in recipe.export:
         try:
             load_exporter(step.name).accepts(step.options, asked)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quantkit.bundle import Build, Check, Decision, FileEntry, LayerEntry
 from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.rows import Row
-from quantkit.measurement.size import folder_of, size_rows
+from quantkit.measurement.size import folder_of, read_rows, size_rows
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.confirm import confirm
@@ -54,6 +54,7 @@ def score_exports(
     from quantkit.measurement.accuracy import score
     from quantkit.measurement.accuracy.harm import through_depth
     from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
 
     exports = prepared.request.recipe.export
     source, scoring = prepared.source, prepared.scoring
@@ -80,6 +81,8 @@ def score_exports(
         else:
             candidate = load_runtime(runtime).open(build.bundle, torch_threads(), built=built)
             candidate = prepared.placed(candidate) if isinstance(candidate, StreamedModel) else candidate
+        if isinstance(candidate, OnnxModel):
+            rows += read_rows(candidate.ways, subject=subject, folder=folder_of(step.name))
         count, unit = score.counted(original, scoring)
         progress.at("score", number / len(exports), f"{count} {unit}s of {scoring.name}, {runtime}")
         found, items = score.rows(

@@ -21,7 +21,8 @@ from quantkit.pipeline.finished.measure import export_of, runtimes_of
 from quantkit.report.bundle import usage
 
 _ITEMS = "items.safetensors"
-# rows of one name that are about something else: a longer context, or some of the items
+# rows of one name that are about something else: a longer context, or some of the items; of two ways to multiply, the
+# positions that a bundle keeps are those of prompts
 _OTHER = {"kv_cache", "surer_than"}
 
 
@@ -100,6 +101,7 @@ class BundleSide:
             and (runtime is None or row.runtime == runtime)
             and (row.baseline is None or row.baseline.subject == self.original)
             and not _OTHER & set(row.settings)
+            and row.settings.get("way") != "steps"
         ]
 
     def data(self, runtime: str) -> Data | None:

@@ -24,6 +24,7 @@ from quantkit.errors import InputError, MissingDependency, QuantkitError
 from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.size import folder_of, size_rows
+from quantkit.measurement.size import read_rows as bytes_read
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.finished import inspect_engine
@@ -233,6 +234,7 @@ def _accuracy(
 ) -> tuple[list[Row], Items | None]:
     from quantkit.measurement.accuracy import score
     from quantkit.pipeline.blocks import tokens
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
 
     manifest = bundle.manifest
     recipe = Recipe.done(manifest.recipe)
@@ -255,6 +257,8 @@ def _accuracy(
         baseline_bytes=original.source.weights.total_bytes(),
         folder=folder_of(export_of(runtime)),
     )
+    if isinstance(candidate, OnnxModel):
+        rows += bytes_read(candidate.ways, subject=manifest.content_sha256, folder=folder_of(export_of(runtime)))
     return [_renamed(row, original.source.sha256, against.subject) for row in rows], items
 
 
@@ -417,7 +421,7 @@ def runtimes_of(manifest: Manifest) -> list[str]:
 def _kind(row: Row, against: str) -> tuple[Any, ...]:
     """Rows of one kind replace each other; those against another baseline, in another runtime, or timed on another
     machine stand beside each other. A row without baseline is one against `against`."""
-    export = tuple(row.settings.get(key) for key in ("export", "kv_cache", "output", "surer_than"))
+    export = tuple(row.settings.get(key) for key in ("export", "kv_cache", "output", "surer_than", "way"))
     baseline = row.baseline.subject if row.baseline else against
     device = row.device.id if row.device and worth.is_timing(row) else None
     return row.name, baseline, row.runtime, export, device, row.batch, tuple(sorted((row.shape or {}).items()))

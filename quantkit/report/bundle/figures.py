@@ -81,6 +81,10 @@ def _smaller(row: Row, value: float) -> tuple[str, str, str]:
     return before, words.size(value), remark
 
 
+def _bytes_read(row: Row, value: float) -> FigureLine:
+    return FigureLine(f"weights read by {row.settings.get('way')}", "", words.size(value), "")
+
+
 def _bits(row: Row, value: float) -> FigureLine:
     return FigureLine("bits per weight", "", words.figure(value, 3), "")
 
@@ -153,6 +157,7 @@ def _relative_error(row: Row, value: float) -> FigureLine:
 # in the order they are shown
 _MAKERS = {
     "size.bytes": _bytes,
+    "size.bytes_read": _bytes_read,
     "size.bits_per_weight": _bits,
     **{name: _share(label) for name, label in shares.NAMES.items()},
     "accuracy.perplexity": _perplexity,
@@ -181,6 +186,7 @@ def variant(row: Row) -> str:
         parts += [f"context {(row.shape or {}).get('context', 0):,}", f"{cache} cache"]
     if (output := row.settings.get("output")) is not None:
         parts.append(f"output {output}")
+    parts.append(str(row.settings.get("way", "")))
     return ", ".join(part for part in parts if part)
 
 

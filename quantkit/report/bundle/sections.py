@@ -103,6 +103,10 @@ def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
     if not panels:
         return []
     bits = next((row.value for row in rows if row.name == "size.bits_per_weight" and row.value), None)
+    read = [row for row in rows if row.name == "size.bytes_read" and row.value]
+    if read:
+        each = " and ".join(f"{row.settings.get('way')} read {words.size(row.value or 0.0)}" for row in reversed(read))
+        said.append(f"The graph holds weights for two ways to multiply: {each} of them.")
     if bits is not None:
         many = words.plural(len(manifest.layers), "quantized layer")
         said.append(f"{words.figure(bits, 3)} bits a weight in {many}, scales and zero points counted.")

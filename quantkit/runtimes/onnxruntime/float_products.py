@@ -109,32 +109,3 @@ def _scales(links: Links, product: Any, last: Any) -> tuple[str, str]:
     both = links.maker[last.input[1]]
     scales = next(name for name in both.input if name in links.constants)
     return scales, product.input[3] if len(product.input) > 3 else ""
-
-
-def one_way(model: onnx.ModelProto, *, many: bool = False) -> None:
-    """Of a graph that multiplies in two ways, by the number of rows, leave the one for few, or for many, in place."""
-    graph, node = model.graph, _by_rows(model)
-    if node is None:
-        return
-    branch = "else_branch" if many else "then_branch"
-    left = next(attribute.g for attribute in node.attribute if attribute.name == branch)
-    names = {inner.name: outer for inner, outer in zip(left.output, node.output, strict=True)}
-    for each in left.node:
-        for place, name in enumerate(each.input):
-            each.input[place] = names.get(name, name)
-        for place, name in enumerate(each.output):
-            each.output[place] = names.get(name, name)
-    del graph.node[:]
-    graph.node.extend(left.node)
-
-
-def many_way(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """The nodes that run for many rows, of a graph that multiplies in two ways; none of another."""
-    node = _by_rows(model)
-    branches = node.attribute if node is not None else ()
-    return [inner for attribute in branches if attribute.name == "else_branch" for inner in attribute.g.node]
-
-
-def _by_rows(model: onnx.ModelProto) -> onnx.NodeProto | None:
-    """The If between both ways (`exporters/onnx/integers/prefill.py`)."""
-    return next((each for each in model.graph.node if each.op_type == "If" and list(each.input) == ["rows/few"]), None)

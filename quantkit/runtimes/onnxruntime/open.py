@@ -11,6 +11,8 @@ from quantkit.errors import InputError, MissingDependency
 if TYPE_CHECKING:
     import onnxruntime
 
+    from quantkit.runtimes.onnxruntime.ways import Way
+
 # what is dequantized is multiplied as it is: the runtime makes MatMulNBits of level 4 of such products
 _IN_FLOAT = {"session.disable_quant_qdq": "1"}
 # what the library's message begins with when a file is older, newer or broken
@@ -47,7 +49,7 @@ def open_graph(
     profile: str | None = None,
     level: int | None = None,
     shown: Sequence[str] = (),
-    many: bool = False,
+    way: Way | None = None,
 ) -> onnxruntime.InferenceSession:
     """A session.
 
@@ -56,7 +58,7 @@ def open_graph(
         profile: a folder for the profile.
         level: accuracy level, instead of what the file says; with 0 all products are in float32.
         shown: values inside the graph that become outputs too.
-        many: with a level of 0 and a graph that multiplies in two ways, the one for many rows.
+        way: of a graph that multiplies in two ways, one alone; with level 0, or with `shown`, that of steps if None.
 
     Raises:
         MissingDependency: onnxruntime.
@@ -70,8 +72,8 @@ def open_graph(
         options.profile_file_prefix = str(Path(profile) / "run")
     what: str | bytes = str(path)
     try:
-        if level is not None or shown:
-            what = _changed(path, level, shown, many)
+        if level is not None or shown or way:
+            what = _changed(path, level, shown, way)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
         return onnxruntime.InferenceSession(what, options, providers=["CPUExecutionProvider"])
     except Exception as problem:
@@ -92,18 +94,19 @@ def _unreadable(path: Path, problem: Exception) -> InputError:
     )
 
 
-def _changed(path: Path, level: int | None, shown: Sequence[str], many: bool) -> bytes:
-    """The graph with another accuracy level, or with more outputs; its weights stay where they are."""
+def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | None) -> bytes:
+    """The graph with another accuracy level, with more outputs, or with one way; its weights stay where they are."""
     import onnx
 
-    from quantkit.runtimes.onnxruntime.float_products import float_products, one_way
+    from quantkit.runtimes.onnxruntime.float_products import float_products
+    from quantkit.runtimes.onnxruntime.ways import every_node, one_way
 
     model = onnx.load(str(path), load_external_data=False)
-    if level == 0 or shown:
-        one_way(model, many=many)
+    if level == 0 or shown or way:
+        one_way(model, way or "steps")
     if level == 0:
         float_products(model)
-    for node in model.graph.node:
+    for node in every_node(model.graph):
         for attribute in node.attribute:
             if attribute.name == "accuracy_level" and level is not None:
                 attribute.i = level

@@ -21,6 +21,7 @@ from quantkit import limits, machine
 from quantkit.errors import InputError
 from quantkit.runtimes.generate import no_cache, too_long
 from quantkit.runtimes.onnxruntime.open import open_graph
+from quantkit.runtimes.onnxruntime.ways import PROMPT_BYTES, ROWS, STEP_BYTES, WAYS, Way
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -83,7 +84,7 @@ class OnnxModel:
         profile: write a profile; see `used`.
         accuracy_level: of MatMulNBits, instead of what the file says; with 0 no input of a product is rounded.
         shown: values inside the graph that the session gives as outputs too.
-        many: of a graph that multiplies in two ways, with level 0, the one for many rows alone.
+        way: of a graph that multiplies in two ways, one alone; with level 0, or with `shown`, that of steps if None.
 
     Raises:
         MissingDependency: onnxruntime.
@@ -98,7 +99,7 @@ class OnnxModel:
         profile: bool = False,
         accuracy_level: int | None = None,
         shown: Sequence[str] = (),
-        many: bool = False,
+        way: Way | None = None,
     ) -> None:
         self.folder = folder
         self.threads = threads or machine.cores()
@@ -108,7 +109,7 @@ class OnnxModel:
         )
         place = self._profile.name if self._profile else None
         self.session = open_graph(
-            folder / MODEL, self.threads, profile=place, level=accuracy_level, shown=shown, many=many
+            folder / MODEL, self.threads, profile=place, level=accuracy_level, shown=shown, way=way
         )
         # inputs with a value of their own, such as `logits_to_keep`, are listed apart
         given = (*self.session.get_inputs(), *self.session.get_overridable_initializers())
@@ -135,6 +136,17 @@ class OnnxModel:
     def accuracy_level(self) -> int:
         """Of its quantized products: 4 rounds activations to int8, 0 computes in float32."""
         return int(self.meta.get("quantkit.accuracy_level", 0))
+
+    @cached_property
+    def ways(self) -> dict[str, float]:
+        """Of a graph that multiplies in two ways: each, and the bytes of weights that it reads; empty of another."""
+        read: dict[Way, str] = {"prompts": PROMPT_BYTES, "steps": STEP_BYTES}
+        return {way: float(self.meta[read[way]]) for way in WAYS} if PROMPT_BYTES in self.meta else {}
+
+    @cached_property
+    def prompt_rows(self) -> int:
+        """Rows from which on such a graph goes the way of prompts; 0 of a graph with one way."""
+        return int(self.meta.get(ROWS, 0))
 
     @cached_property
     def cache_bytes(self) -> int:

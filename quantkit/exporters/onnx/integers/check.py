@@ -29,9 +29,10 @@ from quantkit.formats import load_format
 from quantkit.formats.base import activation
 from quantkit.graph import integer
 from quantkit.graph.integer import QuantizedSite
-from quantkit.runtimes.onnxruntime.float_products import BIAS, Links, one_way
+from quantkit.runtimes.onnxruntime.float_products import BIAS, Links
 from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
+from quantkit.runtimes.onnxruntime.ways import one_way
 
 Array = NDArray[Any]
 LIMIT = 1e-4
@@ -66,7 +67,7 @@ def products(folder: Path) -> list[GraphProduct]:
     import onnx
 
     model = onnx.load(str(folder / MODEL), load_external_data=False)
-    one_way(model)
+    one_way(model, "steps")
     links = Links(model.graph)
     found = []
     for node in model.graph.node:

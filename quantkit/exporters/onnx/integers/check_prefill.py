@@ -25,8 +25,8 @@ from quantkit.exporters.onnx.integers.products import LINEARS
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.model.streaming.stream import set_tensor
-from quantkit.runtimes.onnxruntime.float_products import many_way
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
+from quantkit.runtimes.onnxruntime.ways import nodes_of
 
 LIMIT = 1e-4
 # of a step, with the rounding of float32
@@ -46,7 +46,7 @@ def check(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
     from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
     model = onnx.load(str(folder / MODEL), load_external_data=False)
-    nodes = many_way(model)
+    nodes = nodes_of(model, "prompts")
     if not nodes:
         return []
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -80,7 +80,7 @@ def check(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
     rounded = values.stream.on(values.stream.device, values.stream.place)
     rounded.transforms.append(_Rounded(rounded.block_names, frozenset(wanted), values.linears()))
     again = replace(values, stream=rounded)
-    error, where = worst(OnnxModel(folder, threads=threads, accuracy_level=0, many=True), again)
+    error, where = worst(OnnxModel(folder, threads=threads, accuracy_level=0, way="prompts"), again)
     checks.append(judged("reload.many", error, LIMIT, where))
     expected = rounded.answers(ids).all().float().numpy()
     running = OnnxModel(folder, threads=threads)

@@ -1,0 +1,95 @@
+"""The products of one block by themselves, as graphs that multiply in either way: for a trial on the machine at hand.
+
+Codes are random, since no processor's time depends on them. Linears whose inputs are equally wide share one, as they do
+in most blocks; what they have beyond so many rows of weights scales both times alike and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from quantkit.exporters.onnx.dialect import OrtDialect, PromptDialect
+from quantkit.exporters.onnx.integers.prefill import expandable, many_rows
+from quantkit.exporters.onnx.nbits import Array, LinearSpec, WeightsByName
+from quantkit.exporters.trace.rewrite import DOMAIN, Traced
+
+if TYPE_CHECKING:
+    from quantkit.exporters import LayerSpec
+    from quantkit.runtimes.onnxruntime.ways import Way
+
+# rows of a weight
+_MOST = 4096
+
+
+def block_of(asked: LayerSpec) -> dict[str, LinearSpec]:
+    """The linears of the first block that has any in codes which both ways can multiply; empty where none has."""
+    blocks: dict[str, dict[str, LinearSpec]] = {}
+    for name, scheme in asked.schemes.items():
+        numbers = [place for place, part in enumerate(name.split(".")) if part.isdecimal()]
+        if not numbers or name in asked.activations or not expandable(scheme.format) or name not in asked.shapes:
+            continue
+        rows, columns = asked.shapes[name]
+        block = ".".join(name.split(".")[: numbers[0] + 1])
+        blocks.setdefault(block, {})[name] = LinearSpec(min(rows, _MOST), columns, scheme)
+    return next(iter(blocks.values()), {})
+
+
+def graphs(linears: Mapping[str, LinearSpec], accuracy_level: int) -> dict[Way, bytes]:
+    """Each way as a model with inputs `x.K` of [B, S, K] float32, and as many outputs as linears."""
+    weights = _random(linears)
+    steps = OrtDialect(_placeholders(linears), weights, accuracy_level=accuracy_level)
+    prompts = PromptDialect(_placeholders(linears), many_rows(weights, ""), accuracy_level=accuracy_level)
+    made: dict[Way, ir.Model] = {"steps": steps.apply(), "prompts": prompts.apply()}
+    return {way: ir.to_proto(model).SerializeToString() for way, model in made.items()}
+
+
+def feeds(linears: Mapping[str, LinearSpec], rows: int) -> dict[str, Array]:
+    """Values for the inputs of both, [1, rows, K]."""
+    generator = np.random.default_rng(0)
+    return {
+        f"x.{width}": generator.standard_normal((1, rows, width), np.float32)
+        for width in sorted({linear.columns for linear in linears.values()})
+    }
+
+
+def _placeholders(linears: Mapping[str, LinearSpec]) -> Traced:
+    floats = ir.TensorType(ir.DataType.FLOAT)
+    inputs = {
+        width: ir.Value(name=f"x.{width}", shape=ir.Shape([1, "rows", width]), type=floats)
+        for width in sorted({linear.columns for linear in linears.values()})
+    }
+
+    def nodes() -> Iterator[ir.Node]:
+        for name, linear in linears.items():
+            output = ir.Value(name=name, shape=ir.Shape([1, "rows", linear.rows]), type=floats)
+            noted = ir.convenience.convert_attributes({"name": name})
+            yield ir.Node(DOMAIN, "Linear", [inputs[linear.columns]], noted, outputs=[output])
+
+    made = list(nodes())
+    outputs = [node.outputs[0] for node in made]
+    graph = ir.Graph(list(inputs.values()), outputs, nodes=made, name="block", opset_imports={"": 21, DOMAIN: 1})
+    return Traced(ir.Model(graph, ir_version=10), {}, decoder=False, layers=0)
+
+
+def _random(linears: Mapping[str, LinearSpec]) -> WeightsByName:
+    def codes(name: str) -> Array:
+        of, generator = linears[name], np.random.default_rng(list(name.encode()))  # asked for more than once
+        columns = of.columns + (of.scheme.padding(of.columns) if of.scheme is not None else 0)
+        found: Array = generator.integers(-8, 8, (of.rows, columns), dtype=np.int8)
+        return found
+
+    def grid(name: str) -> tuple[Array, Array | None]:
+        of = linears[name]
+        assert of.scheme is not None
+        groups = -(-of.columns // of.scheme.group) if of.scheme.group else 1
+        zero = None if of.scheme.symmetric else np.zeros((of.rows, groups), np.int8)
+        return np.full((of.rows, groups), 0.01, np.float32), zero
+
+    def none(name: str) -> Array:
+        raise KeyError(name)
+
+    return WeightsByName(dict(linears), {}, none, codes, grid)
