@@ -116,11 +116,17 @@ def is_timing(row: Row) -> bool:
 def of_original(rows: Sequence[Row], source: str) -> list[Row]:
     """The rows that set a bundle against the model of hash `source` that it was made from, not against others.
 
-    Of timings, those of the machine that timed last: two machines' times make no curve.
+    Of a runtime's timings, those of the device that it was timed on last: two devices' times make no curve.
     """
     found = [row for row in rows if row.baseline is None or row.baseline.subject == source]
-    last = next((row.device for row in reversed(found) if row.name.startswith("latency.")), None)
-    return [row for row in found if last is None or not is_timing(row) or row.device == last]
+    last = {row.runtime: row.device for row in found if row.name.startswith("latency.")}
+    # ceilings are of no runtime, and belong to whichever was timed there
+    counts = {runtime: [device] for runtime, device in last.items()}
+    return [
+        row
+        for row in found
+        if not last or not is_timing(row) or row.device in counts.get(row.runtime, list(last.values()))
+    ]
 
 
 def decide(

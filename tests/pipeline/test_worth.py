@@ -204,6 +204,15 @@ def test_of_two_machines_times_those_of_the_last_count() -> None:
     assert verdict.of_original([accuracy], "source") == [accuracy]
 
 
+def test_each_runtime_has_the_times_of_its_own_device() -> None:
+    ours = rows(job(), lambda batch: 2.0)
+    card = [
+        row.model_copy(update={"runtime": "torch"} if row.runtime else {})
+        for row in rows(job(), lambda batch: 3.0, device=ELSEWHERE)
+    ]
+    assert verdict.of_original([*ours, *card], "source") == [*ours, *card]
+
+
 # --- page and card ----------------------------------------------------------------------------------------------------
 
 

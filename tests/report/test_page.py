@@ -16,7 +16,7 @@ from plotly import graph_objects
 
 from quantkit.errors import MissingDependency
 from quantkit.measurement.rows import Row
-from quantkit.report.bundle import speed
+from quantkit.report.bundle import curves, speed
 from quantkit.report.bundle.accuracy import traps
 from quantkit.report.bundle.page import page
 from report.hurt import hurt
@@ -107,7 +107,7 @@ def test_the_policy_allows_these_scripts_alone(full: str) -> None:
 
 def test_figures_are_json_and_plotly_takes_them(full: str) -> None:
     found = re.findall(r'<script type="application/json">(.*?)</script>', full, re.DOTALL)
-    assert len(found) == full.count('class="plot"') == 15
+    assert len(found) == full.count('class="plot"') == 17
     for text in found:
         graph_objects.Figure(json.loads(text))
 
@@ -263,3 +263,30 @@ def test_what_to_beware_of_in_every_curve_is_told_once() -> None:
     (first, *others) = speed.sections(onnx_only(), rows)
     assert others
     assert not first.cautions
+
+
+def test_decode_and_prefill_of_every_runtime_stand_in_one_picture() -> None:
+    """Tokens a second are counted here from the rows: batch times new tokens over seconds."""
+    ours = [row for row in timed_rows() if row.name.startswith("latency.") and row.value]
+    card = [
+        row.model_copy(update={"runtime": "torch", "settings": {}, "value": (row.value or 0.0) / 2}) for row in ours
+    ]
+    (section,) = speed.overview(curves.series(judged(), [*ours, *card]))
+    assert section.title == "Every runtime at once"
+    assert [panel.title for panel in section.panels] == ["Decode with 128 tokens of context", "Prefill at batch 1"]
+    for panel, name in zip(section.panels, ("latency.decode_step", "latency.prefill"), strict=True):
+        drawn = {each["name"]: each["y"] for each in panel.figure["data"]}
+        cells = [(row.batch or 0, row.shape or {}, row) for row in ours if row.name == name]
+        cells = [(batch * shape["new_tokens"], shape, row) for batch, shape, row in cells if shape["context"] < 1024]
+        known = {
+            "int4, onnxruntime, level 4": [tokens / (row.value or 0.0) for tokens, _, row in cells],
+            "int4, torch": [2 * tokens / (row.value or 0.0) for tokens, _, row in cells],
+            "float32, torch": [tokens / row.baseline.value for tokens, _, row in cells if row.baseline],
+        }
+        known["float32, onnxruntime, level 4"] = known["float32, torch"]
+        assert drawn == {label: pytest.approx(rates) for label, rates in known.items()}
+
+
+def test_one_curve_alone_needs_no_other_picture() -> None:
+    rows = [row for row in timed_rows() if row.name == "latency.prefill"]
+    assert speed.overview(curves.series(judged(), rows)) == []

@@ -107,6 +107,11 @@ class CurvePoint:
         return tokens(self.row) * (self.row.batch or 1) / (self.row.value or 1.0)
 
     @property
+    def original_tokens_per_s(self) -> float | None:
+        """The same of the original."""
+        return tokens(self.row) * (self.row.batch or 1) / self.original if self.original else None
+
+    @property
     def share_read(self) -> float | None:
         """The effective bandwidth as a share of what the machine reads."""
         share = self.bandwidth.settings.get("share_of_ceiling") if self.bandwidth is not None else None

@@ -41,6 +41,7 @@ def page(
         MissingDependency: plotly, extra `report`.
     """
     answer, because = figures.verdict(manifest, rows)
+    timed = curves.series(manifest, rows)
     gates, checks = figures.gates(manifest.checks), figures.other_checks(manifest.checks)
     files = [[entry.path, words.size(entry.bytes), entry.role, entry.sha256] for entry in manifest.files]
     return shell.rendered(
@@ -54,9 +55,9 @@ def page(
         because=because,
         timed=figures.timed(rows),
         tiles=_tiles(manifest, rows),
-        speed=speed.sections(manifest, rows),
-        beware=curves.shared_cautions(curves.series(manifest, rows)),
-        explained=speed.explained(rows, curves.series(manifest, rows)),
+        speed=[*speed.overview(timed), *speed.sections(manifest, rows)],
+        beware=curves.shared_cautions(timed),
+        explained=speed.explained(rows, timed),
         accuracy=accuracy_sections.accuracy(manifest, rows),
         tables=accuracy_sections.accuracy_tables(rows),
         scored=figures.scored(rows),

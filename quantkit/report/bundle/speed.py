@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle
 
 from quantkit.bundle import Manifest
 from quantkit.measurement.rows import Row
@@ -15,6 +16,8 @@ from quantkit.report.kit.parts import Panel, Section, Sheet
 from quantkit.report.kit.words import Form, Interval
 
 _PROMISED = "muted"
+# of the runtimes' curves, one each
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
 
 
 def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
@@ -23,6 +26,62 @@ def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
     shared = curves.shared_cautions(found)
     made = [section(rows, series) for series in found]
     return [replace(each, cautions=[text for text in each.cautions if text not in shared]) for each in made]
+
+
+def overview(found: Sequence[Series]) -> list[Section]:
+    """Decode and prefill of every runtime in one place, each with its original beside it; none of a single curve.
+
+    Of several contexts, or batches of prompts, the first of each runtime: the others have figures of their own.
+    """
+    first: dict[tuple[str, str], Series] = {}
+    for series in found:
+        if len(series.cells) > 1:
+            first.setdefault((series.unit, figures.variant(series.cells[0].row)), series)
+    if len(first) < 2:
+        return []
+    by_unit = figures.by(first.items(), lambda entry: entry[0][0])
+    panels = [_together([series for _, series in entries]) for entries in by_unit.values()]
+    head = ["", "runtime", "at", "this", "original", "speed-up"]
+    body = [
+        [
+            series.title,
+            variant,
+            series.said(f"{cell.x:,}"),
+            words.figure(cell.tokens_per_s, 3),
+            words.or_dash(cell.original_tokens_per_s, lambda v: words.figure(v, 3)),
+            words.or_dash(cell.ratio, words.times),
+        ]
+        for (_, variant), series in first.items()
+        for cell in series.cells
+    ]
+    title = "Every runtime at once" if len({variant for _, variant in first}) > 1 else "Decode and prefill at once"
+    counted = f"{next(iter(first.values())).counted.capitalize()}s a second, of all sequences together."
+    return [Section([counted], panels, [], Sheet(head, body), title=title)]
+
+
+def _together(found: Sequence[Series]) -> Panel:
+    """Curves of one kind; those of a runtime have a symbol of their own."""
+    drawn = []
+    for series, symbol in zip(found, cycle(_SYMBOLS), strict=False):
+        runtime = f", {figures.variant(series.cells[0].row)}" if len(found) > 1 else ""
+        sides = [
+            (series.this, QUANTIZED, [(cell.x, cell.tokens_per_s) for cell in series.cells]),
+            (series.other, ORIGINAL, [(cell.x, rate) for cell in series.cells if (rate := cell.original_tokens_per_s)]),
+        ]
+        for name, colour, points in sides:
+            if points:
+                label, rates = f"{name}{runtime}", [rate for _, rate in points]
+                hover = [f"{label} {words.figure(rate, 3)} {series.counted}s/s" for rate in rates]
+                drawn.append(Curve(label, colour, [x for x, _ in points], rates, hover, symbol=symbol))
+    one = found[0]
+    values = [y for curve in drawn for y in curve.y]
+    form = f"{one.counted}s a second"
+    axis = axes.log_axis(f"{form}, p50", values, form=lambda v: f"{v:g}" if v < 1e4 else f"{v / 1e3:g}k")
+    across = axes.points_axis(_axis(one), [cell.x for series in found for cell in series.cells])
+    what = one.title.partition(",")[0] if len(found) > 1 else one.title
+    lines = words.listed([curve.label for curve in drawn])
+    alt = f"{what}: {form} against {_axis(one)}, of {lines}; both axes logarithmic"
+    return Panel(what, alt, charts.lines(drawn, across, axis))
 
 
 def section(rows: Sequence[Row], series: Series) -> Section:
