@@ -240,7 +240,7 @@ class PromptVerdict(_Closed):
 class Verdict(_Closed):
     """Whether it was worth it, on the target; of a decoder, decode steps answer that, and `prompts` stand beside them.
 
-    `instead`: what to use where it is slower; empty where it is slower nowhere.
+    `instead`: what to use where it gains nothing; empty where it gains everywhere, or nothing better is known.
     """
 
     answer: str

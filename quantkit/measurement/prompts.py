@@ -19,7 +19,7 @@ _GRAVEST: tuple[Standing, ...] = ("slower", "open", "faster")
 
 
 def with_prompts(found: Verdict, rows: Sequence[Row], *, setting: str = "") -> Verdict:
-    """A verdict on decode steps with what holds of prompts, and what to use where it is slower.
+    """A verdict on decode steps with what holds of prompts, and what to use where it gains nothing.
 
     Args:
         rows: those that the verdict rests on, and prefills among them.
@@ -32,7 +32,9 @@ def with_prompts(found: Verdict, rows: Sequence[Row], *, setting: str = "") -> V
     because = [*found.because, *(sentence(worst[length][0]) for length in ends)]
     lost = [f"batches above {found.batch}"] if found.answer == "ship_up_to" else []
     lost += ["the other batches"] if found.answer == "intervals" else []
-    lost += [f"prompts of {listed(by['slower'])} tokens"] if by["slower"] else []
+    # where there is a setting, what gains nothing is told of it too
+    behind = sorted([*by["slower"], *(by["open"] if setting else [])])
+    lost += [f"prompts of {listed(behind)} tokens"] if behind else []
     if not lost:
         return found.model_copy(update={"prompts": prompts, "because": because})
     other = f"compile with `--set {setting}`, or use " if setting else "use "

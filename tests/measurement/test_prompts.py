@@ -55,6 +55,12 @@ def test_where_it_is_slower_something_else_is_named() -> None:
     assert found.startswith("for batches above 4 and prompts of 256 tokens: compile with `--set onnx.prefill=int8`")
 
 
+def test_a_setting_is_named_for_prompts_that_gain_nothing_too() -> None:
+    level = [prompt(256, 1.0)]
+    assert with_prompts(STEPS, level).instead == ""
+    assert "prompts of 256 tokens" in with_prompts(STEPS, level, setting="onnx.prefill=int8").instead
+
+
 def test_what_is_slower_nowhere_needs_nothing_instead() -> None:
     found = with_prompts(STEPS, [prompt(256, 1.5)], setting="onnx.prefill=int8")
     assert (found.instead, found.because[-1][:19]) == ("", "batch 1, 256 tokens")

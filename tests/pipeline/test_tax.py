@@ -13,7 +13,7 @@ import zoo
 from safetensors.torch import save_file
 
 from quantkit import machine
-from quantkit.bundle import Bundle, content_sha256
+from quantkit.bundle import Bundle, LayerEntry, content_sha256
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Recorded
@@ -21,6 +21,7 @@ from quantkit.measurement.operators import run as ops_run
 from quantkit.pipeline.tax.cuda import Graphics
 from quantkit.pipeline.tax.question import Question, batch_range, prepare
 from quantkit.pipeline.tax.tax import TaxAnswer, judge, measure_tax, record
+from quantkit.report.kit import words
 
 
 def refused(code: str, **asked: Any) -> str:
@@ -69,6 +70,37 @@ def test_a_bundle_is_asked_about_in_its_own_format(tmp_path: Path) -> None:
     assert plan.subject.startswith("int4.g")
     assert list(plan.variants) == [plan.subject, "int8.dynamic"]
     assert sum(each.count for each in plan.shapes.linears) == len(manifest.layers)
+
+
+def test_a_bundle_s_head_and_its_second_way_are_timed_and_summed(tmp_path: Path, planted_run: list[Any]) -> None:
+    """Both ways of the blocks, and the head in its own: summed here from the planted rows."""
+
+    def layer(name: str, group: int, shape: tuple[int, int]) -> LayerEntry:
+        scheme = {"format": "int4", "granularity": "group", "group": group, "symmetric": False}
+        return LayerEntry(name=name, shape=list(shape), scheme=scheme, bits_per_weight=4.5)
+
+    layers = [layer(f"model.layers.{i}.mlp.up_proj", 64, (128, 64)) for i in range(3)]
+    recipe = {"name": "x", "export": [{"onnx": {"prefill": "int8"}}]}
+    manifest = planted.manifest(layers=[*layers, layer("lm_head", 32, (512, 64))], recipe=recipe)
+    (tmp_path / MANIFEST).write_bytes(manifest.as_bytes())
+    plan = prepare(Question(model=str(tmp_path), batches=[4, 64], threads=[2], seconds=1.0))
+    assert list(plan.variants) == ["int4.g64.level4", "int4.g32.level4", "int8.token"]
+    found = measure_tax(plan)
+
+    def seconds(size: tuple[int, int], batch: int, variant: str) -> float:
+        return next(
+            row.value or 0.0
+            for row in found.rows
+            if row.name == "latency.op" and row.op is not None and (*size, batch) == (row.op.K, row.op.N, row.op.M)
+            and row.settings["variant"] == variant
+        )  # fmt: skip
+
+    few, many = [note for note in found.notes if "as this bundle multiplies" in note]
+    for note, batch, way in ((few, 4, "int4.g64.level4"), (many, 64, "int8.token")):
+        head = seconds((64, 512), batch, "int4.g32.level4")
+        total = 3 * seconds((64, 128), batch, way) + head
+        assert note.startswith(f"batch {batch}, as this bundle multiplies ({way}): {words.moment(total)} of products")
+        assert note.endswith(f"the head (64x512, int4.g32.level4) takes {words.percent(head / total, 0)}")
 
 
 def test_formats_become_what_quantkit_exports_in_groups_that_fit() -> None:

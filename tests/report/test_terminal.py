@@ -115,7 +115,10 @@ def test_the_verdict_stands_first_with_its_reasons(monkeypatch: pytest.MonkeyPat
             {"answer": "ship_it", "prompts": {"faster": [64], "slower": [1024]}},
             "ship it; prompts of 64 tokens are faster, of 1,024 tokens are slower",
         ),
-        ({"answer": "ship_it", "prompts": {"open": [256]}}, "ship it; prompts of 256 tokens show no difference"),
+        (
+            {"answer": "ship_it", "prompts": {"open": [256]}},
+            "ship it; prompts of 256 tokens do not differ beyond noise",
+        ),
     ],
 )
 def test_every_verdict_is_a_sentence(given: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

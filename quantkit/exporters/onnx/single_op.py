@@ -3,6 +3,7 @@
     float32, float16       MatMul
     int8.static            QDQ: QuantizeLinear with a fixed scale, int8 weights by channel
     int8.dynamic           DynamicQuantizeLinear, MatMulInteger
+    int8.token             the same with a scale for each row of x: symmetric, s = max|x| / 127.5
     intB.gG.levelL         MatMulNBits of B bits in blocks of G; level 4 rounds activations to int8, level 0 computes in
                            float32
     int4.qdq               DequantizeLinear in blocks of W [K, N], which the runtime fuses into a MatMulNBits
@@ -99,7 +100,9 @@ def _scheme(name: str, group: int | None = None, symmetric: bool = True) -> Weig
 
 def _all() -> dict[str, StorageVariant]:
     found = [StorageVariant(BASELINE), StorageVariant("float16", limit=5e-3, activations="float16")]
-    found += [StorageVariant(f"int8.{how}", _scheme("int8"), "int8", limit=2e-2) for how in ("static", "dynamic")]
+    found += [
+        StorageVariant(f"int8.{how}", _scheme("int8"), "int8", limit=2e-2) for how in ("static", "dynamic", "token")
+    ]
     for name in _NBITS:
         for group in GROUPS:
             scheme = _scheme(name, group, symmetric=name == "int8")
@@ -353,6 +356,39 @@ def _dynamic(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored
     return stored, nodes
 
 
+def _by_token(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+    """As `integers/products.py` writes it into a model's graph."""
+    shared: dict[str, Array] = {
+        "last": np.array([-1], np.int64),
+        "reach": np.array(_CODES / 2, np.float32),
+        "tiny": np.array(np.finfo(np.float32).tiny, np.float32),
+        "one": np.array(1.0, np.float32),
+        "half": np.array(_HALF, np.uint8),
+    }
+    stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
+
+    def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
+        return [
+            _node("Abs", [x], [f"{y}/abs"]),
+            _node("ReduceMax", [f"{y}/abs", at["last"]], [f"{y}/absmax"], keepdims=1),
+            _node("Div", [f"{y}/absmax", at["reach"]], [f"{y}/step"]),
+            _node("Max", [f"{y}/step", at["tiny"]], [f"{y}/scale"]),
+            _node("Reshape", [f"{y}/scale", at["last"]], [f"{y}/scales"]),
+            _node("Shape", [f"{y}/scales"], [f"{y}/count"]),
+            _node("Expand", [at["half"], f"{y}/count"], [f"{y}/zeros"]),
+            _node("QuantizeLinear", [x, f"{y}/scales", f"{y}/zeros"], [f"{y}/codes"], axis=0),
+            _node(
+                "MatMulIntegerToFloat",
+                [f"{y}/codes", at["w"], at["one"], at["scale"], at["half"]],
+                [f"{y}/sums"],
+                "com.microsoft",
+            ),
+            _node("Mul", [f"{y}/sums", f"{y}/scale"], [y]),
+        ]
+
+    return stored | {name: _constant(value) for name, value in shared.items()}, nodes
+
+
 def _matmul_nbits(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     assert of.scheme is not None
     bits, block = load_format(of.scheme.format).bits, of.scheme.group or 0
@@ -431,6 +467,7 @@ def _bnb4(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], 
 _BUILDERS: Mapping[str, Callable[[StorageVariant, Any], tuple[dict[str, _Stored], Nodes]]] = {
     "int8.static": _qdq,
     "int8.dynamic": _dynamic,
+    "int8.token": _by_token,
     "int8": _matmul_nbits,
     "int4": _matmul_nbits,
     "int4.qdq": _blocks,

@@ -15,6 +15,7 @@ from quantkit.errors import InputError, did_you_mean, unknown_name
 from quantkit.model.source.alias import ALIASES
 from quantkit.pipeline.tax.cpu import Processor, demand_runtime
 from quantkit.pipeline.tax.cuda import Graphics
+from quantkit.pipeline.tax.ways import BundleWays, ways
 from quantkit.planning.model import shapes, shipped
 from quantkit.planning.model.shapes import LinearShapes
 from quantkit.target import Target
@@ -72,6 +73,7 @@ class TaxPlan:
         threads: one run each; 0 is a GPU.
         seconds: for all runs.
         seed: as asked.
+        ways: how the bundle multiplies, if one is asked about.
     """
 
     shapes: LinearShapes
@@ -84,6 +86,7 @@ class TaxPlan:
     threads: Sequence[int]
     seconds: float
     seed: int
+    ways: BundleWays | None = None
 
     @property
     def records(self) -> bool:
@@ -95,14 +98,18 @@ def prepare(asked: Question) -> TaxPlan:
     """Check all that is asked. Raises InputError, one line each."""
     on = _timed_on(asked)
     bundle = _bundle(asked)
-    found, own = _of_bundle(bundle, on) if bundle is not None else (_shapes(asked), "")
+    found, multiplies = _of_bundle(bundle, on) if bundle is not None else (_shapes(asked), None)
+    own = multiplies.body if multiplies is not None else ""
     batches = sorted({*(asked.batches or ([] if asked.traffic else on.target.batches)), *(asked.traffic or {})})
     if not batches or batches[0] < 1:
         raise InputError("usage", where="--batch", value=batches, rule="batches are numbers from 1 up")
     names = list(asked.formats) or ([own] if own else list(on.formats))
-    variants = _variants([*([own] if own else []), *names], found, on)
+    ours = [each for each in multiplies.variants if each == own or _fits(each, found, on)] if multiplies else []
+    variants = _variants([*ours, *names], found, on)
     threads = on.threads(asked.threads)
-    return TaxPlan(found, on, bundle, variants, own, batches, asked.traffic, threads, asked.seconds, asked.seed)
+    return TaxPlan(
+        found, on, bundle, variants, own, batches, asked.traffic, threads, asked.seconds, asked.seed, multiplies
+    )
 
 
 def batch_range(text: str) -> list[int]:
@@ -165,8 +172,8 @@ def _shapes(asked: Question) -> LinearShapes:
     return _of_folder(Path(asked.model).expanduser())
 
 
-def _of_bundle(bundle: Bundle, on: On) -> tuple[LinearShapes, str]:
-    """The quantized linears of a bundle, and the variant that its scheme is."""
+def _of_bundle(bundle: Bundle, on: On) -> tuple[LinearShapes, BundleWays]:
+    """The quantized linears of a bundle, and the variants that they are."""
     layers = bundle.manifest.layers
     if not layers:
         raise InputError(
@@ -174,8 +181,8 @@ def _of_bundle(bundle: Bundle, on: On) -> tuple[LinearShapes, str]:
         )
     stored = {f"{layer.name}.weight": layer.shape for layer in layers}
     found = shapes.from_tensors(stored, bundle.manifest.model.name)
-    schemes = [(layer.scheme, layer.activations) for layer in layers]
-    return found, on.own(*max(schemes, key=schemes.count))
+    own = [(layer.name, on.own(layer.scheme, layer.activations), (layer.shape[1], layer.shape[0])) for layer in layers]
+    return found, ways(bundle, own)
 
 
 def _of_folder(path: Path) -> LinearShapes:

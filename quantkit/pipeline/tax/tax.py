@@ -116,7 +116,9 @@ def measure_tax(plan: TaxPlan, progress: Report | None = None) -> TaxAnswer:
         found = ops_run.run(job, report)
         rows += found
         judged[threads], advice[threads] = judge(found, plan)
-    return TaxAnswer(plan, rows, judged, advice, _notes(rows))
+    first = [row for row in rows if row.settings.get("threads") in (None, plan.threads[0], 0)]
+    said = plan.ways.said(first, plan.shapes, plan.batches) if plan.ways is not None else []
+    return TaxAnswer(plan, rows, judged, advice, [*said, *_notes(rows)])
 
 
 def _timing(row: Row) -> KernelTiming:
