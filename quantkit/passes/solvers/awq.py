@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quantkit.formats.base.blocks import BlockFormat
+from quantkit.formats.base.grid import load_grid
 from quantkit.formats.base.layout import groups_of
 from quantkit.passes.solvers import device, one_thread, ranges
 from quantkit.passes.solvers.factor import check_finite
@@ -70,7 +72,7 @@ def search_scales(
     Args:
         weights: each [N_i, K], of any float dtype, that receive the same input; never modified.
         hessian: [K, K] of that input.
-        scheme: an integer format, any granularity and symmetry.
+        scheme: an integer format, any granularity and symmetry, or blocks of GGUF.
         grid: how many α above 0, up to 1, are tried.
         producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
             one channel (grouped heads repeat them) share a scale. None: each its own.
@@ -84,8 +86,8 @@ def search_scales(
         InputError: `hessian-nonfinite` (on a CPU: elsewhere looking would be waiting), `group-indivisible`,
             `format-not-integer`.
     """
-    at_once = device.launched(hessian)
-    if not at_once:
+    at_once = device.launched(hessian) and device.known(load_grid(scheme.format))
+    if not device.launched(hessian):
         check_finite(hessian)
     with one_thread(hessian):
         rows = [weight.shape[0] for weight in weights]
@@ -207,7 +209,9 @@ def _cost(target: Tensor, rows: list[int], scales: Tensor | None, hessian: Tenso
     scaled = target if scales is None else target * scales.unsqueeze(1)
     columns = target.shape[0]
     plain = ranges.Search(steps=0, refinements=0)
-    form = ranges.integer_format(scheme)
+    form = load_grid(scheme.format)
+    if not isinstance(form, BlockFormat):
+        form = ranges.integer_format(scheme)
     total = 0.0
     for part, original in zip(torch.split(scaled, rows, dim=1), torch.split(target, rows, dim=1), strict=True):
         if scheme.granularity == "tensor":

@@ -4,6 +4,7 @@ from reference.gptq_oracle import cost
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
+from quantkit.formats.base.layout import extremes
 from quantkit.passes.solvers import awq as solver
 from quantkit.passes.solvers.awq import clip, search_scales, transformed
 from quantkit.passes.solvers.factor import factor
@@ -48,6 +49,19 @@ def test_the_cost_is_the_outputs_squared_error_and_falls(choice):
         scaled += float((served - exact).square().sum())
     assert float(found.plain) == pytest.approx(plain, rel=1e-3)
     assert float(found.cost) == pytest.approx(scaled, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "iq4_nl", "q4_1", "q4_k"])
+def test_blocks_of_gguf_are_scaled_too(name):
+    """Their scales are not rounded while they are searched, which changes the cost a little."""
+    form, choice = load_format(name), WeightScheme(format=name)
+    weight, inputs = problem(columns=256)
+    found = search_scales([weight], inputs.T @ inputs, choice, grid=4)
+    assert found.alpha > 0 and found.cost < 0.8 * found.plain
+    ends = extremes(weight, choice)
+    values = form.dequantize(form.nearest(weight, *form.parameters(*ends, choice), choice))
+    plain = float((inputs.double() @ (values - weight).double().T).square().sum())
+    assert float(found.plain) == pytest.approx(plain, rel=0.05)
 
 
 def test_nothing_to_gain_leaves_ones():
