@@ -192,6 +192,7 @@ class LayerSpec:
         activations: linear -> how its input is quantized.
         cache: how keys and values are quantized.
         obstacles: what transformers would not load of it packed.
+        source: the model; None of a finished bundle.
     """
 
     schemes: Mapping[str, WeightScheme] = field(default_factory=dict)
@@ -204,6 +205,7 @@ class LayerSpec:
     activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
     cache: CacheScheme | None = None
     obstacles: Sequence[Obstacle] = ()
+    source: Source | None = None
 
     def demand_no_experts(self, export: str) -> None:
         """Raises InputError `layout-unsupported` for a mixture of experts, of which no one graph can be traced."""

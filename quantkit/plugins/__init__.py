@@ -239,8 +239,9 @@ class PassFacts(Protocol):
         ...
 
 
-# what becomes of a model: a checkpoint's tensors, an ONNX graph, or a network with an engine built from it
-Stores = Literal["tensors", "graph", "engine"]
+# what becomes of a model: a checkpoint's tensors, one file with everything, an ONNX graph, or a network with an engine
+# built from it
+Stores = Literal["tensors", "file", "graph", "engine"]
 
 
 class ExporterFacts(Protocol):

@@ -11,11 +11,13 @@ from quantkit.plugins import Kind
 if TYPE_CHECKING:
     from quantkit.bundle import Bundle
     from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.runtimes.generate import TextTokens
+    from quantkit.runtimes.llama_cpp.session import LlamaModel
     from quantkit.runtimes.onnxruntime.session import OnnxModel
     from quantkit.runtimes.tensorrt import decode
 
     # a model in a runtime: torch runs it block by block, a session or an engine runs it whole
-    Candidate = StreamedModel | OnnxModel | decode.EngineModel
+    Candidate = StreamedModel | OnnxModel | LlamaModel | decode.EngineModel
 
 
 class Runtime(Protocol):
@@ -59,6 +61,16 @@ class Runtime(Protocol):
         """The model of a bundle as the runtime's library runs it; settings are each runtime's own."""
         ...
 
+    def tokenizer(self, bundle: Bundle) -> TextTokens:
+        """Text to token ids and back; by default by the files in the folder that it reads.
+
+        Raises:
+            MissingDependency: tokenizers. InputError: `no-tokenizer`, and of `folder`.
+        """
+        from quantkit.runtimes.text import Tokenizer
+
+        return Tokenizer(self.folder(bundle))
+
     def generate(
         self,
         bundle: Bundle,
@@ -90,7 +102,7 @@ class Runtime(Protocol):
 
         return generated(
             bundle,
-            self.folder(bundle),
+            lambda: self.tokenizer(bundle),
             lambda: self.load(bundle),
             prompt,
             new_tokens=new_tokens,

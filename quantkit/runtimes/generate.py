@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, one
-from quantkit.runtimes.text import Tokenizer
 
 Array = NDArray[Any]
 
@@ -27,6 +25,30 @@ class Decoder(Protocol):
 
     def run(self, state: Any, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
         """Logits [B, S or keep, vocabulary] of tokens [B, S] that follow those of a state."""
+        ...
+
+
+class TextTokens(Protocol):
+    """A tokenizer: `text.Tokenizer` of files beside a model, `llama_cpp.library.Vocabulary` of a GGUF."""
+
+    @property
+    def generation(self) -> Mapping[str, Any]:
+        """How the model's makers sample."""
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end a text."""
+
+    def encode(self, text: str, /, *, special: bool = True) -> list[int]:
+        """Token ids."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Text, without special tokens."""
+        ...
+
+    def chat(self, prompt: str, /) -> str:
+        """One message of a user in the model's chat template."""
         ...
 
 
@@ -82,7 +104,7 @@ def too_long(where: str, tokens: int, rule: str, remedy: str = "") -> InputError
 
 def generated(
     bundle: Bundle,
-    folder: Path,
+    words: Callable[[], TextTokens],
     load: Callable[[], Decoder],
     prompt: str,
     *,
@@ -94,7 +116,7 @@ def generated(
     """Continue a prompt; see `runtimes.torch` for the arguments.
 
     Args:
-        folder: with the tokenizer.
+        words: the tokenizer.
         load: the model, once the prompt is found to be one.
 
     Returns:
@@ -105,7 +127,7 @@ def generated(
         InputError: `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
     """
     demand_decoder(bundle)
-    tokenizer = Tokenizer(folder)
+    tokenizer = words()
     ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt, special=not chat)
     demand_tokens(len(ids))
     model = load()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,42 +61,57 @@ class Tokenizer:
         return InputError("no-tokenizer", where=self._where, value=said, rule="a tokenizer.json of tokenizers")
 
     def chat(self, prompt: str) -> str:
-        """One message of a user in the model's chat template, rendered in Jinja's sandbox (CVE-2024-34359).
+        """One message of a user in the model's chat template.
 
         Raises:
             InputError: `no-chat-template`.
         """
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        text = self.config.get("chat_template")
+        template = self.config.get("chat_template")
         if self._template.is_file():
-            with reading(self._no_template):
-                text = limits.read(self._template).decode("utf-8")
-        if isinstance(text, list):  # several, by name
-            text = next((x.get("template") for x in text if isinstance(x, dict) and x.get("name") == "default"), None)
-        if not isinstance(text, str):
-            raise InputError("no-chat-template", where="--chat", value="the model has none", remedy="leave --chat out")
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
-        # as transformers has it: some templates write the date of the day
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+            with reading(_no_template):
+                template = limits.read(self._template).decode("utf-8")
+        if isinstance(template, list):  # several, by name
+            named = (x for x in template if isinstance(x, dict) and x.get("name") == "default")
+            template = next((each.get("template") for each in named), None)
         tokens = {
             name: value.get("content") if isinstance(value, dict) else value
             for name, value in self.config.items()
             if name.endswith("_token")
         }
-        with reading(self._no_template), limits.guarded("--chat"):
-            return environment.from_string(text).render(
-                messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **tokens
-            )
+        return rendered(template, prompt, tokens)
 
-    def _no_template(self, said: str) -> InputError:
-        return InputError("no-chat-template", where="--chat", value=said, remedy="leave --chat out")
+
+def rendered(template: Any, prompt: str, tokens: Mapping[str, Any]) -> str:
+    """One message of a user in a chat template, rendered in Jinja's sandbox (CVE-2024-34359).
+
+    Args:
+        template: text; anything else is none.
+        tokens: special tokens by the names that templates use: `bos_token`.
+
+    Raises:
+        InputError: `no-chat-template`.
+    """
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if not isinstance(template, str):
+        raise InputError("no-chat-template", where="--chat", value="the model has none", remedy="leave --chat out")
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = refuse
+    # as transformers has it: some templates write the date of the day
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    with reading(_no_template), limits.guarded("--chat"):
+        return environment.from_string(template).render(
+            messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **tokens
+        )
+
+
+def _no_template(said: str) -> InputError:
+    return InputError("no-chat-template", where="--chat", value=said, remedy="leave --chat out")
 
 
 def json_or_empty(path: Path) -> dict[str, Any]:

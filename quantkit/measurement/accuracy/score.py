@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from quantkit.model.streaming.stream import Answers, StreamedModel
     from quantkit.runtimes import Candidate
+    from quantkit.runtimes.llama_cpp.session import LlamaModel
     from quantkit.runtimes.onnxruntime.session import OnnxModel
     from quantkit.runtimes.tensorrt import decode
 
@@ -106,7 +107,7 @@ def _positions(candidate: Candidate, tokens: TokenSet, at_once: int | None) -> C
 class _Session:
     """A model with a cache: each part of a sequence goes on where the last one ended."""
 
-    def __init__(self, model: OnnxModel | decode.EngineModel, length: int, at_once: int | None) -> None:
+    def __init__(self, model: OnnxModel | LlamaModel | decode.EngineModel, length: int, at_once: int | None) -> None:
         self.model = model
         self.length = length
         self.at_once = at_once
@@ -152,13 +153,8 @@ def _part(tell: Callable[[float], None], number: int, count: int, done: float) -
 def settings(candidate: Candidate) -> dict[str, Any]:
     """Of the runtime a candidate is in, for its rows."""
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.runtimes.tensorrt import decode
 
-    if isinstance(candidate, StreamedModel):
-        return {"dtype": "float32"}
-    if isinstance(candidate, decode.EngineModel):
-        return candidate.settings
-    return {"accuracy_level": candidate.accuracy_level, "threads": candidate.threads}
+    return {"dtype": "float32"} if isinstance(candidate, StreamedModel) else candidate.settings
 
 
 def device_of(candidate: Candidate) -> dict[str, Any]:

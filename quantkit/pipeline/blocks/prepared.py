@@ -131,7 +131,9 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
     partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
     asked = replace(
-        layers.asked(partly=partly, cache=recipe.scheme.kv_cache), obstacles=obstacles(stream.skeleton, stream.files)
+        layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
+        obstacles=obstacles(stream.skeleton, stream.files),
+        source=source,
     )
     request, settled = for_target(request, asked)
     recipe = request.recipe

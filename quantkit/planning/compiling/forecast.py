@@ -148,13 +148,13 @@ def disk(spec: CompileSpec) -> Disk:
     for name in spec.exports:
         what = stores(name)
         # a graph is in 32-bit floats, an engine in 16, and beside the network that it is built from
-        bytes_each, copies = {"tensors": (width, 1), "graph": (4, 1), "engine": (2, 2)}[what]
+        bytes_each, copies = {"tensors": (width, 1), "file": (2, 1), "graph": (4, 1), "engine": (2, 2)}[what]
         if what == "graph":
             bundle -= table_saved(spec)
         bundle += copies * (packed + bytes_each * (model.parameters - coded)) + _TOKEN * (model.vocabulary or 0)
         if what != "engine":
             bundle += _ITEM * spec.scored
-        if what != "tensors":
+        if what in ("graph", "engine"):
             bundle += _LAYER * len(model.layers)
     if spec.schemes:
         bundle += _PAGE

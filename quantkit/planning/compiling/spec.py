@@ -93,6 +93,11 @@ def storing(what: Stores) -> str:
     return next(name for name in plugins.EXPORTERS.shipped() if stores(name) == what)
 
 
+def rated(export: str) -> str:
+    """The exporter whose rates are an export's: no compile with a file of everything has been fitted yet."""
+    return storing("tensors") if stores(export) == "file" else export
+
+
 def shared(layer: BlockShapes) -> list[list[Matrix]]:
     """The linears of a layer by the input that they share, in order, as far as their names tell."""
     groups: list[list[Matrix]] = []

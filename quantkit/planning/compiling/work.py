@@ -37,7 +37,7 @@ from typing import Any, Literal, Protocol, Self
 
 from quantkit import plugins
 from quantkit.formats import stored_bits
-from quantkit.planning.compiling.spec import OUTWARD, CompileSpec, elements, needs, shared, stores, storing
+from quantkit.planning.compiling.spec import OUTWARD, CompileSpec, elements, needs, rated, shared, stores, storing
 from quantkit.planning.model.architecture import Architecture, BlockShapes
 from quantkit.planning.model.assigned import solves
 from quantkit.planning.model.storage import table_bytes
@@ -276,6 +276,7 @@ def _export(spec: CompileSpec, name: str, *, dense: bool = False) -> WorkCounts:
     model = spec.architecture
     codes = 0.0 if dense else _stored(spec)
     kept = model.parameters - elements(list(model.inside()) if codes else [])
+    name = rated(name)
     found = WorkCounts({f"fixed:export {name}": 1, f"packed:{name}": codes, f"bytes:{name}": 4.0 * max(kept, 0.0)})
     if stores(name) != "tensors":
         found[f"layers:{name}"] += len(model.layers)
@@ -284,7 +285,7 @@ def _export(spec: CompileSpec, name: str, *, dense: bool = False) -> WorkCounts:
 
 def _check(spec: CompileSpec, name: str, *, dense: bool = False) -> WorkCounts:
     model = spec.architecture
-    codes = 0.0 if dense else _stored(spec)
+    codes, name = 0.0 if dense else _stored(spec), rated(name)
     found = WorkCounts({f"fixed:check {name}": 1, f"checked:{name}": codes})
     found[f"rest:check {name}"] += 4.0 * max(model.parameters - codes, 0.0)
     if stores(name) != "tensors":
@@ -305,7 +306,7 @@ def _score(spec: CompileSpec) -> dict[str, WorkCounts]:
         if stores(name) == "engine" and number:
             continue
         # an engine alone, whose GPU is elsewhere: the values that it was built from are scored, as a checkpoint's are
-        like = storing("tensors") if stores(name) == "engine" else name
+        like = storing("tensors") if stores(name) == "engine" else rated(name)
         found = WorkCounts({f"fixed:score {like}": 1, "logits": logits, f"elements:score {like}": inside}) + one_head
         if number == 0 and not spec.cached:
             found += run

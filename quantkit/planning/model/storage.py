@@ -25,12 +25,15 @@ from quantkit.planning.model.stored import (
     StoredLinear,
     header_bytes,
     in_engine,
+    in_file,
     in_graph,
     in_layout,
 )
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
+# bytes of a token in a file that holds the vocabulary: text, kind, score or merge; of an entry for a tensor
+_WORD, _TENSOR = 35, 64
 # bytes of an ONNX graph, of a block and of the rest, by the model's kind: read off exports (benchmarks/plan_storage.py)
 _GRAPH = {"decoder": (6_200, 3_000), "encoder": (5_000, 6_500), "network": (5_000, 6_500)}
 
@@ -119,6 +122,9 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
     elif exporter.stores == "engine":
         _refuse_experts(architecture)
         found = _engine(architecture, linears, head)
+    elif exporter.stores == "file":
+        _refuse_experts(architecture)
+        found = _file(architecture, linears, head, options)
     else:
         _refuse_tied(architecture, assigned)
         layout = None if options.layout == "dense" else LAYOUTS.load(options.layout.replace("-", "_"))
@@ -186,7 +192,7 @@ def _refuse_experts(architecture: Architecture) -> None:
                 where=each.name,
                 value="belongs to a mixture of experts",
                 rule="the graph is traced once, and which expert runs depends on the data",
-                remedy="leave `onnx` and `tensorrt` out of `export`",
+                remedy="leave `onnx`, `tensorrt` and `gguf` out of `export`",
             )
 
 
@@ -314,4 +320,28 @@ def _engine(architecture: Architecture, linears: Sequence[StoredLinear], head: S
         2.0 * _elsewhere(architecture),
         0.0,
         least=True,
+    )
+
+
+def _file(
+    architecture: Architecture, linears: Sequence[StoredLinear], head: StoredLinear | None, options: Any
+) -> Storage:
+    """Everything in one file: vectors in float32, and a tied head's codes are the embeddings'."""
+    dtype = options.high(architecture.dtype)
+    last = in_file(head, dtype) if head is not None else None
+    width = float(WIDTHS[dtype])
+    if architecture.tied and last is not None and last.scheme is not None:
+        width = 0.0
+    elif options.embedding is not None:
+        shape = (architecture.vocabulary or 1, architecture.hidden)
+        width = load_format(options.embedding.format).bits_per_weight(shape, options.embedding) / 8
+    tensors = 2 + sum(len(layer.matrices) + -(-layer.others // architecture.hidden) for layer in architecture.layers)
+    return Storage(
+        dtype,
+        [in_file(each, dtype) for each in linears],
+        last,
+        False,
+        width * architecture.embeddings,
+        4.0 * _elsewhere(architecture),
+        float(_TENSOR * tensors + _WORD * (architecture.vocabulary or 0)),
     )

@@ -5,6 +5,7 @@ checkpoint    what the recipe's layout lists of a linear (`model/layouts`: their
 onnx          codes in the blocks of MatMulNBits with float32 scales (`exporters/onnx/nbits.py`), or one scale a channel
               where its input is quantized too (`exporters/onnx/integers/products.py`)
 tensorrt      codes, with scales in 16 bits (`exporters/tensorrt/network/weights.py`)
+gguf          blocks of codes with their scales, as many bits as the format says (`exporters/gguf/blocks.py`)
 """
 
 from __future__ import annotations
@@ -154,6 +155,16 @@ def in_engine(each: StoredLinear) -> StoredLinear:
     width = 1 if scheme.scale == "fp8_e4m3" else 2
     codes = float(matrix.N * matrix.K) if scheme.format == "int7" else _exact(each)
     return replace(each, format=scheme.format, codes=codes, scales=float(rows * columns * width), bias=bias)
+
+
+def in_file(each: StoredLinear, dtype: str) -> StoredLinear:
+    """In a file of blocks; `dtype`: of weights without codes."""
+    matrix, scheme, bias = each.matrix, each.scheme, 4.0 * each.matrix.N * each.matrix.bias
+    if scheme is None:
+        return replace(_plain(each, dtype), bias=bias)
+    exact, shape = _exact(each), (matrix.N, matrix.K)
+    whole = load_format(scheme.format).bits_per_weight(shape, scheme) * matrix.N * matrix.K / 8
+    return replace(each, format=scheme.format, codes=exact, scales=whole - exact, bias=bias)
 
 
 def header_bytes(each: StoredLinear, layout: LayoutHeaders | None, digits: int) -> int:

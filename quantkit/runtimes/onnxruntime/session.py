@@ -118,6 +118,11 @@ class OnnxModel:
         self.meta = dict(self.session.get_modelmeta().custom_metadata_map)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """For rows."""
+        return {"accuracy_level": self.accuracy_level, "threads": self.threads}
+
+    @property
     def caches(self) -> list[str]:
         """The names of the cache inputs, in order."""
         return [name for name in self.inputs if name.startswith("past_key_values.")]

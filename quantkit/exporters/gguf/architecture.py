@@ -1,0 +1,219 @@
+"""What llama.cpp calls a model, and what it has to be told of it: tensors by its names, sizes, rotary embedding.
+
+Names come from the `gguf` package's own table (`get_tensor_name_map`). What a file says besides is what llama.cpp's
+converter writes (`conversion/base.py`, `TextModel.set_gguf_parameters`, and the class of each architecture), since
+llama.cpp computes by it. Three things differ between the two worlds:
+
+- rotary embedding of `llama` turns neighbouring rows (2i, 2i + 1) of a head, transformers' turns (i, i + d/2): the rows
+  of q and k are put in the other order, `W.reshape(heads, 2, d/2, K).swapaxes(1, 2)`, d = 4: rows 0 2 1 3;
+- Gemma's norms multiply by 1 + w, of which a file holds 1 + w;
+- tables of embeddings and heads that are tied are one tensor.
+
+Whatever of a config would make llama.cpp compute something else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    import gguf
+
+Config = Mapping[str, Any]
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of llama.cpp, as a class of transformers computes it.
+
+    Args:
+        name: llama.cpp's.
+        activation: of its feed-forward layers, which llama.cpp knows by the architecture alone.
+        turns_neighbours: rotary embedding turns rows (2i, 2i + 1) in the file.
+        adds_one: the file holds 1 + w of every norm.
+        more: what is said beyond what all say.
+        windows: whether layers see a window of the text, told by `more`.
+    """
+
+    name: str
+    activation: str = "silu"
+    turns_neighbours: bool = False
+    adds_one: bool = False
+    more: Callable[[gguf.GGUFWriter, Config], None] | None = None
+    windows: bool = False
+
+
+def _llama(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(_head_dim(config))
+
+
+def _gemma2(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_sliding_window(config["sliding_window"])
+
+
+def _gemma3(writer: gguf.GGUFWriter, config: Config) -> None:
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_sliding_window(config["sliding_window"])
+
+
+_GELU = "gelu_pytorch_tanh"
+_LLAMA = Architecture("llama", turns_neighbours=True, more=_llama)
+KNOWN = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": Architecture("qwen2"),
+    "Qwen3ForCausalLM": Architecture("qwen3"),
+    "Gemma2ForCausalLM": Architecture("gemma2", _GELU, adds_one=True, more=_gemma2, windows=True),
+    "Gemma3ForCausalLM": Architecture("gemma3", _GELU, adds_one=True, more=_gemma3, windows=True),
+}
+
+
+def architecture_of(class_name: str, config: Config, where: str = "config.json") -> Architecture:
+    """The architecture of a class, for a config that llama.cpp computes as transformers does.
+
+    Args:
+        config: with transformers' own defaults filled in.
+
+    Raises:
+        InputError: `layout-unsupported`.
+    """
+    found = KNOWN.get(class_name)
+    if found is None:
+        raise _refused(where, class_name, f"a GGUF file is written of {', '.join(KNOWN)}")
+    activation = config.get("hidden_activation") or config.get("hidden_act")
+    if activation != found.activation:
+        raise _refused(where, f"activation {activation}", f"llama.cpp computes {found.activation} in a {found.name}")
+    for key in ("mlp_bias", "use_bidirectional_attention"):
+        if config.get(key):
+            raise _refused(where, f"{key} {config[key]}", f"llama.cpp's {found.name} has no such thing")
+    window, context = config.get("sliding_window"), config["max_position_embeddings"]
+    used = config.get("use_sliding_window", True) and window is not None and window < context
+    if used and not found.windows:
+        value = f"sliding_window {window}, for texts of {context} tokens"
+        raise _refused(where, value, f"llama.cpp's {found.name} lets all tokens see all before them")
+    if found.windows:
+        _demand_windows(found, config, where)
+    rope = _rope(config)
+    if rope.get("rope_type", "default") not in ("default", "linear", "yarn", "llama3"):
+        raise _refused(where, f"rope_type {rope['rope_type']}", "default, linear, yarn or llama3 are written")
+    return found
+
+
+def _demand_windows(found: Architecture, config: Config, where: str) -> None:
+    """llama.cpp knows by the architecture which layers see a window, and how attention is scaled.
+
+    Gemma 2: every second layer; Gemma 3: five of six. Both scale by the head's size, but for Gemma's 27B.
+    """
+    every = 2 if found.name == "gemma2" else 6
+    count = config["num_hidden_layers"]
+    wanted = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(count)]
+    if list(config.get("layer_types") or wanted) != wanted:
+        raise _refused(where, "layer_types", f"in llama.cpp's {found.name} every {every}th layer sees all")
+    scaled = config.get("query_pre_attn_scalar", _head_dim(config))
+    if scaled != _head_dim(config):
+        value = f"query_pre_attn_scalar {scaled}, heads of {_head_dim(config)}"
+        raise _refused(where, value, "llama.cpp scales by the head's size")
+    if found.name == "gemma3" and config.get("attn_logit_softcapping"):
+        raise _refused(where, "attn_logit_softcapping", "llama.cpp's gemma3 has none")
+
+
+def _refused(where: str, value: str, rule: str) -> InputError:
+    return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy="leave `gguf` out of `export`")
+
+
+def add_parameters(writer: gguf.GGUFWriter, architecture: Architecture, config: Config) -> None:
+    """What llama.cpp has to know to compute the model."""
+    import gguf
+
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config.get("num_key_value_heads") or config["num_attention_heads"])
+    rope = _rope(config)
+    kinds = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
+    if (kind := rope.get("rope_type")) in kinds:
+        writer.add_rope_scaling_type(kinds[kind])
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(
+            rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        )
+        if rope.get("attention_factor") is not None:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if rope.get("beta_fast") is not None:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        if rope.get("beta_slow") is not None:
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if architecture.name != "gemma2":  # whose base llama.cpp knows
+        writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    local = (config.get("rope_parameters") or {}).get("sliding_attention")
+    if local is not None:
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim") is not None:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if architecture.more is not None:
+        architecture.more(writer, config)
+
+
+def _rope(config: Config) -> Config:
+    """Of rotary embedding, where layers differ that of those which see everything."""
+    found: Config = config.get("rope_parameters") or {}
+    return found.get("full_attention", found)
+
+
+def _head_dim(config: Config) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def rope_factors(config: Config) -> torch.Tensor | None:
+    """What Llama 3 divides each frequency of its rotary embedding by, [d / 2]; None where nothing is.
+
+    Long waves are stretched by `factor`, short ones stay, and between lies a straight line in the wave's length:
+    `rope_freqs` of the file, as `LlamaModel.generate_extra_tensors` of the converter has it.
+    """
+    rope, dim = _rope(config), _head_dim(config)
+    if rope.get("rope_type") != "llama3":
+        return None
+    steps = torch.arange(0, dim, 2, dtype=torch.float32)
+    frequencies = 1.0 / (rope["rope_theta"] ** (steps / dim))
+    factor, low, high = rope.get("factor", 8.0), rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
+    context = rope.get("original_max_position_embeddings", 8192)
+    found = []
+    for frequency in frequencies:
+        wave = 2 * math.pi / frequency
+        smooth = (context / wave - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        found.append(1 if wave < context / high else factor if wave > context / low else between)
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def turned_rows(name: str, rows: int, architecture: Architecture, config: Config) -> torch.Tensor | None:
+    """The order in which a file has the rows of a parameter, [N]; None: as they are.
+
+    Args:
+        name: of the parameter or of its linear.
+    """
+    role = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    heads = {
+        "q_proj": config["num_attention_heads"],
+        "k_proj": config.get("num_key_value_heads") or config["num_attention_heads"],
+    }
+    if not architecture.turns_neighbours or role not in heads:
+        return None
+    return torch.arange(rows).reshape(heads[role], 2, -1).swapaxes(1, 2).reshape(rows)

@@ -1,0 +1,131 @@
+"""Does a GGUF file hold what was decided on?
+
+Every tensor is read back by the `gguf` package and compared: exactly where it has codes, to the rounding of the file's
+floats where not. Then transformers reads the file with code of its own (names, order of rows, norms, sizes), and its
+logits are held against ours, to 1e-4 beside what the file's floats explain. Where llama.cpp is installed, the token ids
+that it makes of a few texts are those of the model's own tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit import machine
+from quantkit.bundle import Check
+from quantkit.errors import InputError, reading
+from quantkit.exporters.check import counted, judged, prompt
+from quantkit.exporters.gguf.types import FLOATS
+from quantkit.exporters.gguf.writer import TABLE, Content
+from quantkit.scheme import WeightScheme
+
+if TYPE_CHECKING:
+    from quantkit.exporters.values import Values
+
+# half a unit in the last place, and of float16 the smallest step
+_ROUNDING = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}
+# float16 weights move logits of a model of ordinary size by 1e-3 at most; a row out of place moves all of them
+LIMIT, ROUNDED = 1e-4, 2e-2
+# of a file transformers 5.23 does not read these, though llama.cpp does
+_UNREAD = {"head_dim", "query_pre_attn_scalar", "layer_types", "attn_logit_softcapping", "final_logit_softcapping"}
+TEXTS = (
+    "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n  Yes: 3.14159!",
+    "def add(a, b):\n\treturn a + b  # done\r\n",
+    "Grüße, 日本語 и русский — ok 😀",
+)
+
+
+def check(path: Path, content: Content, blocks: int | None = None) -> list[Check]:
+    """All checks of a file."""
+    found = [_tensors(path, content)]
+    if not found[0].ok:
+        return found
+    if machine.has("llama_cpp"):
+        found.append(_tokens(path, content.values))
+    if blocks is None or blocks >= len(content.values.stream.block_names):
+        error, where = _logits(path, content.values, content.config)
+        floats = {each.kind for each in content.tensors} & {"F16", "BF16"}
+        found.append(judged("reload.gguf", error, ROUNDED if floats else LIMIT, where))
+    return found
+
+
+def _tensors(path: Path, content: Content) -> Check:
+    import gguf
+    import numpy as np
+
+    wrong: list[str] = []
+    with reading(_damaged(path)):
+        stored = {each.name: each for each in gguf.GGUFReader(path).tensors}
+        wrong += sorted(stored.keys() ^ {each.name for each in content.tensors})
+        for each in [] if wrong else content.tensors:
+            found = stored[each.name]
+            values = gguf.quants.dequantize(np.array(found.data), found.tensor_type)
+            got = torch.from_numpy(np.require(values, requirements="W")).reshape(each.shape).float()
+            relative, absolute = _ROUNDING.get(each.kind, (0.0, 0.0))
+            wanted = content.decided(each)
+            if found.tensor_type.name != each.kind or bool(
+                ((got - wanted).abs() > relative * wanted.abs() + absolute).any()
+            ):
+                wrong.append(each.name)
+    return counted("gguf.tensors", wrong)
+
+
+def _tokens(path: Path, values: Values) -> Check:
+    from quantkit.runtimes.llama_cpp.library import Vocabulary
+
+    tokenizer, wrong = values.source.tokenizer(), []
+    vocabulary = Vocabulary(path)
+    for text in TEXTS:
+        wanted = tokenizer(text)["input_ids"]
+        if vocabulary.encode(text) != wanted:
+            wrong.append(repr(text))
+    return counted("gguf.tokens", wrong)
+
+
+def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> tuple[float | None, str]:
+    """The largest relative difference between transformers' reading of the file and the model that was decided on."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from quantkit.model.source.open import quiet_loading
+
+    ids = prompt(values)
+    with reading(_damaged(path)), quiet_loading(), torch.no_grad():
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        for key in _UNREAD & own.keys():
+            setattr(config, key, own[key])
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, config=config, dtype=torch.float32
+        ).eval()
+        found = model(ids).logits
+    expected = values.stream.answers(ids).all().float()
+    return float((found - expected).abs().max() / expected.abs().max()), "transformers' reader"
+
+
+def _damaged(path: Path) -> Any:
+    def refused(said: str) -> InputError:
+        return InputError("gguf-damaged", where=path.name, value=said, rule="it reads what was written")
+
+    return refused
+
+
+def read_options(path: Path) -> Mapping[str, Any]:
+    """The exporter's options, as a file shows them.
+
+    Raises:
+        InputError: `gguf-damaged`.
+    """
+    import gguf
+
+    with reading(_damaged(path)):
+        kinds = {each.name: (each.tensor_type.name, len(each.shape)) for each in gguf.GGUFReader(path).tensors}
+    floats = {theirs: ours for ours, theirs in FLOATS.items()}
+    table = kinds.get(TABLE, ("F32", 2))[0]
+    norms = ("_norm.weight", ".bias")
+    high = next((k for name, (k, n) in kinds.items() if n > 1 and k in floats and not name.endswith(norms)), "F16")
+    return {
+        "floats": floats[high],
+        "embedding": None if table in floats else WeightScheme(format=table.lower()),
+    }

@@ -1,0 +1,179 @@
+"""One GGUF file of a decoder, which llama.cpp and all that is built on it load.
+
+`gguf/model.gguf` holds the weights in ggml's types, and tokenizer, chat template and all that llama.cpp has to know as
+llama.cpp's own converter writes it (`architecture.py`, `tokenizer.py`). Which type a linear, the head or the embedding
+gets is the recipe's to say; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from quantkit.bundle import Check, Decision
+from quantkit.content import Closed
+from quantkit.errors import InputError, MissingDependency
+from quantkit.exporters import Exporter, LayerSpec
+from quantkit.scheme import WeightScheme
+
+if TYPE_CHECKING:
+    from quantkit.exporters.values import Values
+    from quantkit.model.finished import Finished
+    from quantkit.model.source.open import Source
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.scheme import ActivationScheme, CacheScheme
+    from quantkit.target import State
+
+FOLDER, MODEL = "gguf", "model.gguf"
+
+
+class GgufOptions(Closed):
+    """Settings of `export: - gguf: {…}`.
+
+    Args:
+        floats: how weights without codes are stored; vectors and norms are float32 in any case. `auto` is bfloat16 of a
+            source in bfloat16, else float16.
+        embedding: the scheme of token embeddings, as a recipe writes one: `{format: q6_k}`; None: as floats. A head
+            that is tied to them gives them its codes.
+    """
+
+    floats: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    embedding: WeightScheme | None = None
+
+    def high(self, dtype: str) -> str:
+        """The float format of a source of a dtype."""
+        return self.floats if self.floats != "auto" else "bfloat16" if dtype == "bfloat16" else "float16"
+
+
+class Gguf(Exporter):
+    """See the module."""
+
+    name = "gguf"
+    runtimes = ("llama_cpp",)
+    stores = "file"
+    adds = True
+    place = FOLDER
+    Options = GgufOptions
+
+    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
+        """Refuse, before any work, what the file cannot hold.
+
+        Raises:
+            InputError: `layout-unsupported`, naming the first layer; `gguf-tokenizer`.
+            MissingDependency: gguf.
+        """
+        chosen = GgufOptions(**options)
+        demand_package()
+        asked.demand_no_experts(self.name)
+        _refuse(asked.schemes, asked.activations, asked.cache, chosen.embedding)
+        for linear in asked.padded:
+            raise InputError(
+                "layout-unsupported",
+                where=linear,
+                value="its last group is filled up",
+                rule="a row of a GGUF file is whole blocks",
+                remedy="another format, or leave `gguf` out of `export`",
+            )
+        if asked.source is not None:
+            from quantkit.exporters.gguf.architecture import architecture_of
+            from quantkit.exporters.gguf.tokenizer import demand_held
+            from quantkit.model.source import pretrained
+
+            source = asked.source
+            config = pretrained.config(source.path, trust=source.trust_remote_code).to_dict()
+            architecture_of(source.architecture, config, source.ref)
+            demand_held(source)
+
+    def holds(
+        self,
+        options: Mapping[str, Any],
+        runtime: str,
+        weights: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme],
+        cache: CacheScheme | None,
+    ) -> State:
+        """See `Exporter`."""
+        _refuse(weights, activations, cache, GgufOptions(**options).embedding)
+        return "native"
+
+    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+        """Write the file.
+
+        Raises:
+            InputError: `layout-unsupported`, `gguf-tokenizer`, `float16-overflow`, `scale-inexact`.
+            MissingDependency: gguf.
+            Stopped: `disk-full`.
+        """
+        demand_package()
+        content = _content(values, options)
+        folder.mkdir(parents=True, exist_ok=True)
+        content.write(folder / MODEL)
+        return []
+
+    def check(
+        self,
+        bundle: Path,
+        source: Source | None = None,
+        stream: StreamedModel | None = None,
+        results: Finished | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        blocks: int | None = None,
+    ) -> list[Check]:
+        """Read the file by the `gguf` package and by transformers, and hold it against what was decided on.
+
+        Returns:
+            checks `gguf.tensors` (every tensor), `gguf.tokens` (a few texts, where llama.cpp is installed) and
+            `reload.gguf` (logits of transformers' own reading, where as many blocks fit as the model has).
+        """
+        demand_package()
+        from quantkit.exporters.check import decided
+        from quantkit.exporters.gguf.check import check, read_options
+
+        values = decided(bundle, source, stream, results)
+        if values is None:
+            return []
+        chosen = options if options is not None else read_options(bundle / FOLDER / MODEL)
+        return check(bundle / FOLDER / MODEL, _content(values, chosen), blocks)
+
+
+def demand_package() -> None:
+    """Raises MissingDependency for the `gguf` package."""
+    with MissingDependency.unless_found("gguf", extra="compile", purpose="writing a GGUF file"):
+        import gguf  # noqa: F401
+
+
+def _content(values: Values, options: Mapping[str, Any]) -> Any:
+    from quantkit.exporters.gguf.writer import Content
+
+    chosen = GgufOptions(**options)
+    return Content(values, chosen.high(values.source.dtype), chosen.embedding)
+
+
+def _refuse(
+    weights: Mapping[str, WeightScheme],
+    activations: Mapping[str, ActivationScheme],
+    cache: CacheScheme | None,
+    embedding: WeightScheme | None,
+) -> None:
+    """Refuse what no type of ggml holds. Raises InputError `layout-unsupported`."""
+    from quantkit.exporters.gguf.types import type_of
+
+    for place, value in [("scheme.kv_cache", cache), *activations.items()]:
+        if value is not None:
+            raise InputError(
+                "layout-unsupported",
+                where=place,
+                value=f"{'a KV cache' if place == 'scheme.kv_cache' else 'activations'} in {value.format}",
+                rule="a GGUF file says nothing of it: llama.cpp rounds inputs of its products by itself",
+                remedy="leave `gguf` out of `export`",
+            )
+    for linear, scheme in weights.items():
+        type_of(scheme, linear)
+    if embedding is not None:
+        type_of(embedding, "embedding")
+
+
+EXPORT = Gguf()

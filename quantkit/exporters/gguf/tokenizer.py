@@ -1,0 +1,288 @@
+"""A tokenizer as llama.cpp holds it: tokens with their kinds, merges or scores, special tokens, chat template.
+
+    gpt2     byte-level BPE. Its pre-tokenizer is a name (`smollm`, `qwen2`), found by the expressions that tokenizer.json
+             splits by; llama.cpp's converter goes by a hash of one text's ids, which another vocabulary changes.
+    llama    BPE over text whose spaces are ▁, spelled in bytes where nothing fits. llama.cpp merges the two neighbours
+             whose union has the highest score: that of `tokenizer.model`, or, where there is none, minus the rank of
+             the first merge that makes the token.
+
+Special tokens, whether a text begins with one, and the template come from the `gguf` package's reading of the same
+files (`SpecialVocab`). What llama.cpp has no word for is refused: another kind of model, or expressions of its own.
+Sources: conversion/base.py (`get_vocab_base`, `_create_vocab_sentencepiece`), llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit import limits
+from quantkit.errors import InputError, reading
+
+if TYPE_CHECKING:
+    import gguf
+
+    from quantkit.model.source.open import Source
+
+_SPACE = "▁"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + "{after}"
+    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + "{after}"
+)
+_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = "bytes, by GPT-2's expression"
+_DIGITS = "digits one by one"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_TEKKEN = rf"{_CASED.replace('{after}', '')}|\p{{N}}|{_CASED_REST}"
+_GPT4O = rf"{_CASED.replace('{after}', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}"
+# (what a text is split by, in order; whether a whole word that is a token is never merged from parts) -> llama.cpp's name
+_PRE = {
+    ((_GPT2,), False): "gpt-2",
+    ((_DIGITS, _GPT2), False): "smollm",
+    ((_QWEN2,), False): "qwen2",
+    ((_LLAMA3,), True): "llama-bpe",
+    ((_LLAMA3,), False): "smaug-bpe",
+    ((_TEKKEN,), True): "tekken",
+    ((_GPT4O,), False): "gpt-4o",
+}
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, source: Source, rows: int) -> int:
+    """Everything of a source's tokenizer.
+
+    Args:
+        rows: of the table of embeddings; tokens fill it up.
+
+    Returns:
+        tokens that are written: as many as the table has rows.
+
+    Raises:
+        InputError: `gguf-tokenizer`, `tokenizer-missing`, `tokenizer-damaged`.
+    """
+    import gguf
+
+    def damaged(said: str) -> InputError:
+        return InputError("tokenizer-damaged", where=source.ref, value=said, rule="a tokenizer.json of tokenizers")
+
+    with reading(damaged):
+        stated = _stated(source)
+        kind, pre = kind_of(stated, source.ref)
+        prefix = _json(source.path / "tokenizer_config.json").get("add_prefix_space")
+        if kind == "llama":
+            tokens, scores, types = _scored(source, stated, rows)
+            writer.add_tokenizer_model(kind)
+            writer.add_tokenizer_pre(pre)
+            writer.add_token_list(tokens)
+            writer.add_token_scores(scores)
+            writer.add_token_types(types)
+            writer.add_add_space_prefix(_prepends(stated))
+        else:
+            if source.architecture in ("LlamaForCausalLM", "MistralForCausalLM") and prefix is not None:
+                writer.add_add_space_prefix(bool(prefix))
+            tokens, types = _listed(source, stated, rows)
+            writer.add_tokenizer_model(kind)
+            writer.add_tokenizer_pre(pre)
+            writer.add_token_list(tokens)
+            writer.add_token_types(types)
+        special = gguf.SpecialVocab(
+            source.path, load_merges=kind == "gpt2", n_vocab=len(tokens) if kind == "llama" else None
+        )
+        special.add_to_gguf(writer, quiet=True)
+        if source.architecture == "LlamaForCausalLM" and rows == 49152:
+            writer.add_add_bos_token(False)  # as the converter has it: of code models of this vocabulary
+    return len(tokens)
+
+
+def demand_held(source: Source) -> None:
+    """Refuse, before any work, what llama.cpp's tokenizer has no word for.
+
+    Raises:
+        InputError: as `add_tokenizer`.
+    """
+
+    def damaged(said: str) -> InputError:
+        return InputError("tokenizer-damaged", where=source.ref, value=said, rule="a tokenizer.json of tokenizers")
+
+    with reading(damaged):
+        kind_of(_stated(source), source.ref)
+
+
+def kind_of(stated: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Of a tokenizer.json: llama.cpp's kind of vocabulary, and the name of its pre-tokenizer.
+
+    Raises:
+        InputError: `gguf-tokenizer`.
+    """
+    model = stated["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise _refused(where, f"a tokenizer of type {model['type']}", "byte-level BPE or SentencePiece's BPE")
+    splits = [part for each in _flat(stated.get("pre_tokenizer"), "pretokenizers") for part in _split(each, where)]
+    normal = _flat(stated.get("normalizer"), "normalizers")
+    if model.get("byte_fallback") and not any(part == _GPT2 for part in splits):
+        odd = [each for each in normal if each["type"] not in ("Replace", "Prepend")]
+        if odd or any(part != _SPACE for part in splits):
+            raise _refused(where, f"{(odd or splits)[0]!r:.80}", "SentencePiece's BPE, whose spaces are ▁")
+        return "llama", "default"
+    odd = [each for each in normal if each["type"] != "NFC"]  # which llama.cpp leaves out
+    if odd:
+        raise _refused(where, f"normalizer {odd[0]['type']}", "none, or NFC")
+    expressions = tuple(part for part in splits if part != "")
+    found = _PRE.get((expressions, bool(model.get("ignore_merges"))))
+    if found is None:
+        known = ", ".join(_PRE.values())
+        raise _refused(where, f"pre-tokenizer {' then '.join(expressions)!r:.120}", f"one that llama.cpp calls {known}")
+    return "gpt2", found
+
+
+def _flat(part: Any, inside: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return [each for inner in part[inside] for each in _flat(inner, inside)] if part["type"] == "Sequence" else [part]
+
+
+def _split(part: Mapping[str, Any], where: str) -> list[str]:
+    """What a pre-tokenizer splits a text by; "" for what splits nothing."""
+    kind = part["type"]
+    if kind == "ByteLevel" and not part.get("add_prefix_space"):
+        return [_GPT2 if part.get("use_regex", True) else ""]
+    if kind == "Digits" and part.get("individual_digits"):
+        return [_DIGITS]
+    if kind == "Split" and part.get("behavior") == "Isolated" and not part.get("invert"):
+        pattern = part["pattern"]
+        return [_DIGITS if pattern.get("Regex") == r"\p{N}" else str(pattern.get("Regex", pattern))]
+    if kind == "Split" and part["pattern"].get("String") == " ":  # Gemma's, where no space is left to split by
+        return []
+    if kind == "Metaspace" and part.get("replacement", _SPACE) == _SPACE and not part.get("split", True):
+        return [_SPACE]
+    raise _refused(where, f"pre-tokenizer {kind}", "byte-level BPE or SentencePiece's BPE")
+
+
+def _refused(where: str, value: str, rule: str) -> InputError:
+    return InputError("gguf-tokenizer", where=where, value=value, rule=rule, remedy="leave `gguf` out of `export`")
+
+
+def _prepends(stated: Mapping[str, Any]) -> bool:
+    """Whether a space is put before a text."""
+    splits = _flat(stated.get("pre_tokenizer"), "pretokenizers")
+    ahead = any(each.get("prepend_scheme", "never") != "never" for each in splits)
+    return ahead or any(each["type"] == "Prepend" for each in _flat(stated.get("normalizer"), "normalizers"))
+
+
+def _stated(source: Source) -> dict[str, Any]:
+    """tokenizer.json; of a folder without one, what transformers makes of its files."""
+    path = source.path / "tokenizer.json"
+    if path.is_file():
+        return _json(path)
+    made = source.tokenizer()
+    if not hasattr(made, "backend_tokenizer"):
+        raise _refused(source.ref, type(made).__name__, "a tokenizer.json")
+    found: dict[str, Any] = json.loads(made.backend_tokenizer.to_str())
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(limits.read(path, limits.DATA))
+    return found
+
+
+def _looks_special(token: str) -> bool:
+    """Whether a token that is not marked as special is one, as llama.cpp's converter takes it."""
+    return (
+        token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+        or (token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>")))
+        or (token.startswith("<unused") and token.endswith(">"))
+    )
+
+
+def _listed(source: Source, stated: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
+    """Tokens and kinds of a byte-level BPE."""
+    from gguf import TokenType
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(json.dumps(stated))
+    words = {number: token for token, number in tokenizer.get_vocab().items()}
+    added = tokenizer.get_added_tokens_decoder()
+    _demand_rows(source, max(words, default=0), rows)
+    tokens, types = [], []
+    for number in range(rows):
+        token = words.get(number, f"[PAD{number}]")
+        kind = TokenType.NORMAL if number in words else TokenType.UNUSED
+        if number in added:
+            if not added[number].normalized:
+                ids = tokenizer.encode(token, add_special_tokens=False).ids
+                token = tokenizer.decode(ids, skip_special_tokens=False)
+            special = added[number].special or _looks_special(token)
+            kind = TokenType.CONTROL if special else TokenType.USER_DEFINED
+            token = token if special else token.replace(_SPACE, " ")
+        tokens.append(token)
+        types.append(int(kind))
+    return tokens, types
+
+
+def _demand_rows(source: Source, last: int, rows: int) -> None:
+    if last >= rows:
+        rule = f"the table of embeddings has {rows} rows"
+        raise _refused(source.ref, f"a token has the id {last}", rule)
+
+
+def _scored(source: Source, stated: Mapping[str, Any], rows: int) -> tuple[list[str], list[float], list[int]]:
+    """Tokens, scores and kinds of SentencePiece's BPE."""
+    from gguf import TokenType
+
+    model = stated["model"]
+    ids: Mapping[str, int] = model["vocab"]
+    _demand_rows(source, max(ids.values(), default=0), rows)
+    tokens = [f"[PAD{number}]" for number in range(rows)]
+    types = [int(TokenType.UNUSED)] * rows
+    scores = [-10000.0] * rows
+    ranks = _ranks(model["merges"])
+    for token, number in ids.items():
+        spelled = re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token) is not None
+        kind = TokenType.BYTE if spelled else TokenType.NORMAL
+        tokens[number], types[number] = token, int(TokenType.UNKNOWN if token == model.get("unk_token") else kind)
+        scores[number] = -float(ranks.get(token, len(ranks)))
+    known = _pieces(source.path / "tokenizer.model")
+    for number, (token, score, kind) in enumerate(known[:rows]):
+        tokens[number], scores[number], types[number] = token, score, kind
+    for each in stated.get("added_tokens", ()):
+        number, token = int(each["id"]), str(each["content"])
+        _demand_rows(source, number, rows)
+        if token == model.get("unk_token"):
+            continue
+        special = each.get("special") or _looks_special(token)
+        tokens[number] = token if special else token.replace(_SPACE, " ")
+        types[number] = int(TokenType.CONTROL if special else TokenType.USER_DEFINED)
+        scores[number] = -1000.0
+    return tokens, scores, types
+
+
+def _ranks(merges: Sequence[Any]) -> dict[str, int]:
+    """Token -> the place of the first merge that makes it, counting tokens."""
+    found: dict[str, int] = {}
+    for merge in merges:
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        found.setdefault(left + right, len(found))
+    return found
+
+
+def _pieces(path: Path) -> list[tuple[str, float, int]]:
+    """(token, score, kind) of a `tokenizer.model` of SentencePiece; none where there is no such file."""
+    if not path.is_file():
+        return []
+    from transformers.utils import sentencepiece_model_pb2_new as schema
+
+    model = schema.ModelProto()
+    model.ParseFromString(limits.read(path, limits.DATA))
+    # SentencePiece numbers kinds as llama.cpp does
+    return [(piece.piece, piece.score, piece.type) for piece in model.pieces]

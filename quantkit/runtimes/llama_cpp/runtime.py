@@ -1,0 +1,67 @@
+"""llama.cpp on the CPU: runs a bundle's `gguf/model.gguf` as its own programs do. Needs llama-cpp-python; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit import machine
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.runtimes import Runtime
+from quantkit.runtimes.llama_cpp.library import Vocabulary
+from quantkit.runtimes.llama_cpp.session import FOLDER, MODEL, LlamaModel
+
+__all__ = ["RUNTIME", "LlamaCpp"]
+
+
+class LlamaCpp(Runtime):
+    """See the module."""
+
+    name = "llama_cpp"
+
+    def why_not_here(self, folder: Path | None = None) -> str | None:
+        """See `Runtime`."""
+        if machine.has("llama_cpp"):
+            return None
+        return "llama-cpp-python is not installed: pip install 'quantkit[gguf]' (it compiles for minutes)"
+
+    def folder(self, bundle: Bundle) -> Path:
+        """The folder with the file.
+
+        Raises:
+            InputError: `bundle-without-gguf`.
+        """
+        folder = bundle.path / FOLDER
+        if not (folder / MODEL).is_file():
+            raise InputError(
+                "bundle-without-gguf",
+                where=str(bundle.path),
+                value=f"no {FOLDER}/{MODEL}",
+                rule="this runtime runs the GGUF export",
+                remedy="quantkit export BUNDLE --to gguf",
+            )
+        return folder
+
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> LlamaModel:
+        """What scores a bundle, or the folder of one that is being built; `built` is for what is executable."""
+        return LlamaModel(path / FOLDER, threads=threads)
+
+    def load(self, bundle: Bundle, **settings: Any) -> LlamaModel:
+        """The model; its file is checked against the manifest first.
+
+        Raises:
+            MissingDependency: llama-cpp-python.
+            InputError: `bundle-without-gguf`, `hash-mismatch`, `gguf-unreadable`.
+        """
+        folder = self.folder(bundle)
+        bundle.demand_intact(f"{FOLDER}/")
+        return LlamaModel(folder, **settings)
+
+    def tokenizer(self, bundle: Bundle) -> Vocabulary:
+        """Of the file itself, as llama.cpp reads it."""
+        return Vocabulary(self.folder(bundle) / MODEL)
+
+
+RUNTIME = LlamaCpp()

@@ -1,0 +1,216 @@
+"""A GGUF file in llama.cpp: prompts, and steps with the cache.
+
+A state is a context of llama.cpp with a cache for each sequence. Its products round activations to 8 bits a block of 32
+(256 for K types), unless a weight is in floats; the cache is float16, as its programs have it by default.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit import machine
+from quantkit.errors import InputError
+from quantkit.runtimes.generate import too_long
+from quantkit.runtimes.llama_cpp.library import Loaded
+
+Array = NDArray[Any]
+FOLDER, MODEL = "gguf", "model.gguf"
+# tokens that go through the layers at once, llama.cpp's default
+_UBATCH = 512
+
+
+@dataclass
+class LlamaState:
+    """The caches of some sequences.
+
+    Args:
+        context: llama.cpp's.
+        capacity: tokens that fit into each.
+        lengths: tokens that each has.
+    """
+
+    model: LlamaModel
+    context: Any
+    capacity: int
+    lengths: list[int] = field(default_factory=list)
+
+    def __del__(self) -> None:
+        """Frees it."""
+        if self.context:
+            self.model.loaded.api.llama_free(self.context)
+            self.context = None
+
+
+class LlamaModel:
+    """A model in llama.cpp.
+
+    Args:
+        folder: with `model.gguf`, or a file.
+        threads: None is the machine's cores.
+        cache: type of keys and values: float16, as llama.cpp has it by default, or float32.
+
+    Raises:
+        MissingDependency: llama-cpp-python. InputError: `gguf-unreadable`.
+    """
+
+    decoder = True
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, folder: Path, *, threads: int | None = None, cache: str = "float16") -> None:
+        self.path = folder / MODEL if folder.is_dir() else folder
+        self.threads, self.cache = threads or machine.cores(), cache
+        self.loaded = Loaded(self.path)
+        self.api = self.loaded.api
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For rows."""
+        return {"threads": self.threads, "kv_cache": self.cache, "file_type": self.file_type}
+
+    @cached_property
+    def file_type(self) -> str:
+        """What llama.cpp calls the file: `Q4_K - Medium`."""
+        room = ctypes.create_string_buffer(128)
+        self.api.llama_model_desc(self.loaded.model, room, 128)
+        return str(room.value.decode(errors="replace"))
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Logits of a position."""
+        return int(self.api.llama_vocab_n_tokens(self.loaded.vocabulary))
+
+    @cached_property
+    def context(self) -> int:
+        """The most tokens that a sequence can have."""
+        return int(self.api.llama_model_n_ctx_train(self.loaded.model))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the file."""
+        return os.path.getsize(self.path)
+
+    def state(self, batch: int, capacity: int) -> LlamaState:
+        """Room for `batch` sequences of up to `capacity` tokens.
+
+        Raises:
+            InputError: `prompt-too-long` beyond the context, `out-of-memory`.
+        """
+        if capacity > self.context:
+            remedy = "shorten the prompt, or ask for fewer new tokens"
+            raise too_long(str(self.path), capacity, f"the context holds {self.context}", remedy)
+        settings = self.api.llama_context_default_params()
+        settings.n_ctx, settings.n_seq_max = batch * capacity, batch
+        settings.n_batch = max(batch * min(capacity, 2048), 1)
+        settings.n_ubatch = min(_UBATCH, settings.n_batch)
+        settings.n_threads = settings.n_threads_batch = self.threads
+        settings.no_perf = True
+        if self.cache == "float32":
+            settings.type_k = settings.type_v = 0  # GGML_TYPE_F32
+        found = self.api.llama_init_from_model(self.loaded.model, settings)
+        if not found:
+            raise InputError(
+                "out-of-memory",
+                where=f"batch {batch}, {capacity} tokens",
+                value="llama.cpp makes no context of it",
+                remedy="use a smaller batch or a shorter context",
+            )
+        return LlamaState(self, found, capacity, [0] * batch)
+
+    def run(self, state: LlamaState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
+        """Feed tokens to the sequences of a state; see `OnnxModel.run`.
+
+        Returns:
+            logits [B, S or keep, vocabulary], float32; zeros where ids are padding.
+
+        Raises:
+            InputError: `prompt-too-long`.
+        """
+        rows, columns = ids.shape
+        kept = min(keep or columns, columns)
+        found = np.zeros((rows, kept, self.vocabulary), np.float32)
+        limit = max(1, min(state.capacity, 2048))
+        for start in range(0, columns, limit):
+            self._piece(state, ids, mask, range(start, min(start + limit, columns)), columns - kept, found)
+        return found
+
+    def _piece(
+        self, state: LlamaState, ids: Array, mask: Array | None, places: range, first: int, found: Array
+    ) -> None:
+        """Some columns of all rows, in one batch; logits of columns from `first` on go into `found`."""
+        tokens = [(row, place) for row in range(len(ids)) for place in places if mask is None or mask[row, place]]
+        batch = self.api.llama_batch_init(max(len(tokens), 1), 0, 1)
+        try:
+            wanted = []
+            for number, (row, place) in enumerate(tokens):
+                if state.lengths[row] >= state.capacity:
+                    raise too_long("cache", state.lengths[row] + 1, f"there is room for {state.capacity}")
+                batch.token[number] = int(ids[row, place])
+                batch.pos[number] = state.lengths[row]
+                batch.n_seq_id[number] = 1
+                batch.seq_id[number][0] = row
+                batch.logits[number] = place >= first
+                state.lengths[row] += 1
+                if place >= first:
+                    wanted.append((number, row, place))
+            batch.n_tokens = len(tokens)
+            if status := self.api.llama_decode(state.context, batch):
+                raise InputError(
+                    "gguf-unreadable", where=str(self.path), value=f"llama_decode gave {status}", rule="0 is fine"
+                )
+            for number, row, place in wanted:
+                logits = self.api.llama_get_logits_ith(state.context, number)
+                found[row, place - first] = np.ctypeslib.as_array(logits, (self.vocabulary,))
+        finally:
+            self.api.llama_batch_free(batch)
+
+    def cut(self, state: LlamaState, length: int) -> None:
+        """Forget what lies behind `length` tokens of each sequence."""
+        memory = self.api.llama_get_memory(state.context)
+        for row in range(len(state.lengths)):
+            if not self.api.llama_memory_seq_rm(memory, row, length, -1):
+                raise InputError("not-cut", where=str(self.path), value="llama.cpp cannot cut this cache back")
+            state.lengths[row] = length
+
+    # --- what latency is measured on ----------------------------------------------------------------------------------
+
+    def decode(self, batch: int, context: int) -> Callable[[], None]:
+        """One decode step with `context` tokens in the cache, ready to be repeated.
+
+        Raises:
+            InputError: `prompt-too-long`, `out-of-memory`.
+        """
+        state = self.state(batch, context + 1)
+        generator = np.random.default_rng(0)
+        if context:
+            self.run(state, generator.integers(0, self.vocabulary, (batch, context)), keep=1)
+        ids = generator.integers(0, self.vocabulary, (batch, 1))
+
+        def step() -> None:
+            self.cut(state, context)
+            self.run(state, ids)
+
+        return step
+
+    def prefill(self, batch: int, tokens: int) -> Callable[[], None]:
+        """A prompt of `tokens` for each sequence, up to the first logits, ready to be repeated.
+
+        Raises:
+            InputError: `prompt-too-long`, `out-of-memory`.
+        """
+        state = self.state(batch, tokens)
+        ids = np.random.default_rng(0).integers(0, self.vocabulary, (batch, tokens))
+
+        def step() -> None:
+            self.cut(state, 0)
+            self.run(state, ids, keep=1)
+
+        return step
