@@ -3,9 +3,9 @@
     pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36     its source holds llama.cpp, unpack it
     python benchmarks/gguf_converter.py --converter vendor/llama.cpp/convert_hf_to_gguf.py
 
-Compared: every field of the metadata, and every tensor's type and bytes, in float32 and float16. Gemma's converter reads
-`tokenizer.model`, which the packaged file lost: it is made again from the tokens, scores and kinds of that file (needs
-`sentencepiece` and `protobuf` where the converter runs).
+Compared: every field of the metadata, and every tensor's type and bytes, in float32 and float16. Gemma's converter
+reads `tokenizer.model`, which the packaged file lost: it is made again from the tokens, scores and kinds of that
+file (needs `sentencepiece` and `protobuf` where the converter runs).
 """
 
 from __future__ import annotations

@@ -142,12 +142,14 @@ def fake_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
 
 
-def _tokenizer_of_bytes(around: str) -> Any:
+def _tokenizer_of_bytes(around: str, merges: tuple[tuple[str, str], ...] = ()) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {"<s>": 256, "</s>": 257}, merges=[]))
+    vocabulary |= {"<s>": 256, "</s>": 257}
+    vocabulary |= {left + right: 258 + number for number, (left, right) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -169,6 +171,12 @@ def byte_tokenizer() -> Any:
 def bos_tokenizer() -> Any:
     """The same, with `<s>` before a text and nothing after it, as Llama's and Gemma's."""
     return _tokenizer_of_bytes("<s> $A")
+
+
+@pytest.fixture(scope="session")
+def merging_tokenizer() -> Any:
+    """As `bos_tokenizer`, with two merges, without which llama.cpp takes none: 260 tokens in all."""
+    return _tokenizer_of_bytes("<s> $A", (("t", "h"), ("th", "e")))
 
 
 @pytest.fixture(scope="session")

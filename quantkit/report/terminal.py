@@ -287,9 +287,8 @@ def _next(path: Path, manifest: Manifest) -> list[RenderableType]:
     commands = [f"quantkit verify {place}"]
     if manifest.model.kind == "decoder":
         graph = usage.has(manifest, "onnx/")
-        commands.append(
-            usage.generate(place, None if checkpoint else "onnxruntime" if graph else usage.engine_runtime(manifest))
-        )
+        alone = usage.file_runtime(manifest) or usage.engine_runtime(manifest)
+        commands.append(usage.generate(place, None if checkpoint else "onnxruntime" if graph else alone))
     if checkpoint:
         auto = usage.auto_class(manifest)
         commands.append(f"{auto}.from_pretrained({str(Path(near) / 'model')!r})  # Python, transformers")

@@ -24,6 +24,7 @@ OTHER_WORDS = {
     ("quantkit.planning.model.configs", "onnx"): "a folder of a bundle",
     ("quantkit.bundle.manifest", "onnx"): "a folder of a bundle, and a file's role",
     ("quantkit.report.bundle.card", "onnx"): "a file's role",
+    ("quantkit.report.bundle.card", "gguf"): "a file's role",
 }
 # the name itself: five reasons at most
 EXCEPTIONS = {

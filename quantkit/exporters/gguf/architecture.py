@@ -31,7 +31,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
-class Architecture:
+class LlamaCppClass:
     """An architecture of llama.cpp, as a class of transformers computes it.
 
     Args:
@@ -69,18 +69,18 @@ def _gemma3(writer: gguf.GGUFWriter, config: Config) -> None:
 
 
 _GELU = "gelu_pytorch_tanh"
-_LLAMA = Architecture("llama", turns_neighbours=True, more=_llama)
+_LLAMA = LlamaCppClass("llama", turns_neighbours=True, more=_llama)
 KNOWN = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": Architecture("qwen2"),
-    "Qwen3ForCausalLM": Architecture("qwen3"),
-    "Gemma2ForCausalLM": Architecture("gemma2", _GELU, adds_one=True, more=_gemma2, windows=True),
-    "Gemma3ForCausalLM": Architecture("gemma3", _GELU, adds_one=True, more=_gemma3, windows=True),
+    "Qwen2ForCausalLM": LlamaCppClass("qwen2"),
+    "Qwen3ForCausalLM": LlamaCppClass("qwen3"),
+    "Gemma2ForCausalLM": LlamaCppClass("gemma2", _GELU, adds_one=True, more=_gemma2, windows=True),
+    "Gemma3ForCausalLM": LlamaCppClass("gemma3", _GELU, adds_one=True, more=_gemma3, windows=True),
 }
 
 
-def architecture_of(class_name: str, config: Config, where: str = "config.json") -> Architecture:
+def architecture_of(class_name: str, config: Config, where: str = "config.json") -> LlamaCppClass:
     """The architecture of a class, for a config that llama.cpp computes as transformers does.
 
     Args:
@@ -111,7 +111,7 @@ def architecture_of(class_name: str, config: Config, where: str = "config.json")
     return found
 
 
-def _demand_windows(found: Architecture, config: Config, where: str) -> None:
+def _demand_windows(found: LlamaCppClass, config: Config, where: str) -> None:
     """llama.cpp knows by the architecture which layers see a window, and how attention is scaled.
 
     Gemma 2: every second layer; Gemma 3: five of six. Both scale by the head's size, but for Gemma's 27B.
@@ -133,7 +133,7 @@ def _refused(where: str, value: str, rule: str) -> InputError:
     return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy="leave `gguf` out of `export`")
 
 
-def add_parameters(writer: gguf.GGUFWriter, architecture: Architecture, config: Config) -> None:
+def add_parameters(writer: gguf.GGUFWriter, architecture: LlamaCppClass, config: Config) -> None:
     """What llama.cpp has to know to compute the model."""
     import gguf
 
@@ -174,7 +174,8 @@ def add_parameters(writer: gguf.GGUFWriter, architecture: Architecture, config: 
 def _rope(config: Config) -> Config:
     """Of rotary embedding, where layers differ that of those which see everything."""
     found: Config = config.get("rope_parameters") or {}
-    return found.get("full_attention", found)
+    inner: Config = found.get("full_attention", found)
+    return inner
 
 
 def _head_dim(config: Config) -> int:
@@ -203,7 +204,7 @@ def rope_factors(config: Config) -> torch.Tensor | None:
     return torch.tensor(found, dtype=torch.float32)
 
 
-def turned_rows(name: str, rows: int, architecture: Architecture, config: Config) -> torch.Tensor | None:
+def turned_rows(name: str, rows: int, architecture: LlamaCppClass, config: Config) -> torch.Tensor | None:
     """The order in which a file has the rows of a parameter, [N]; None: as they are.
 
     Args:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from quantkit.formats import QuantTensor
 
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[Any]  # uint8
 _SUPER = 256
 
 
@@ -118,14 +118,16 @@ def _bytes(values: NDArray[Any]) -> Bytes:
 def _nibbles(codes: Bytes, half: int = 16) -> Bytes:
     """[B, K] as K / 2 bytes: of every 2 * half codes the first half below the second."""
     low, high = np.moveaxis(codes.reshape(len(codes), -1, 2, half), 2, 0)
-    return (low & 15 | (high & 15) << 4).reshape(len(codes), -1)
+    found: Bytes = (low & 15 | (high & 15) << 4).reshape(len(codes), -1)
+    return found
 
 
 def _planes(codes: Bytes, bits: int, run: int = 32) -> Bytes:
     """[B, K] of a few bits: of every 8 / bits runs, a byte holds the same place of each, the first one lowest."""
     several = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
-    return np.bitwise_or.reduce(several << shifts, axis=2).reshape(len(codes), -1)
+    found: Bytes = np.bitwise_or.reduce(several << shifts, axis=2).reshape(len(codes), -1)
+    return found
 
 
 def _plain(parts: Parts, *codes: Bytes) -> Bytes:

@@ -30,7 +30,14 @@ _ROUNDING = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2
 # float16 weights move logits of a model of ordinary size by 1e-3 at most; a row out of place moves all of them
 LIMIT, ROUNDED = 1e-4, 2e-2
 # of a file transformers 5.23 does not read these, though llama.cpp does
-_UNREAD = {"head_dim", "query_pre_attn_scalar", "layer_types", "attn_logit_softcapping", "final_logit_softcapping"}
+_UNREAD = {
+    "attention_bias",
+    "head_dim",
+    "query_pre_attn_scalar",
+    "layer_types",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+}
 TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n  Yes: 3.14159!",
     "def add(a, b):\n\treturn a + b  # done\r\n",
@@ -87,18 +94,13 @@ def _tokens(path: Path, values: Values) -> Check:
 
 def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> tuple[float | None, str]:
     """The largest relative difference between transformers' reading of the file and the model that was decided on."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    from quantkit.model.source import pretrained
     from quantkit.model.source.open import quiet_loading
 
     ids = prompt(values)
+    unread = {key: own[key] for key in _UNREAD & own.keys()}
     with reading(_damaged(path)), quiet_loading(), torch.no_grad():
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        for key in _UNREAD & own.keys():
-            setattr(config, key, own[key])
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, config=config, dtype=torch.float32
-        ).eval()
+        model = pretrained.of_gguf(path, unread).eval()
         found = model(ids).logits
     expected = values.stream.answers(ids).all().float()
     return float((found - expected).abs().max() / expected.abs().max()), "transformers' reader"

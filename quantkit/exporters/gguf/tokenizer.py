@@ -1,7 +1,8 @@
 """A tokenizer as llama.cpp holds it: tokens with their kinds, merges or scores, special tokens, chat template.
 
-    gpt2     byte-level BPE. Its pre-tokenizer is a name (`smollm`, `qwen2`), found by the expressions that tokenizer.json
-             splits by; llama.cpp's converter goes by a hash of one text's ids, which another vocabulary changes.
+    gpt2     byte-level BPE. Its pre-tokenizer is a name (`smollm`, `qwen2`), found by the expressions that
+             tokenizer.json splits by; llama.cpp's converter goes by a hash of one text's ids, which
+             another vocabulary changes.
     llama    BPE over text whose spaces are ▁, spelled in bytes where nothing fits. llama.cpp merges the two neighbours
              whose union has the highest score: that of `tokenizer.model`, or, where there is none, minus the rank of
              the first merge that makes the token.
@@ -44,7 +45,7 @@ _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _TEKKEN = rf"{_CASED.replace('{after}', '')}|\p{{N}}|{_CASED_REST}"
 _GPT4O = rf"{_CASED.replace('{after}', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}"
-# (what a text is split by, in order; whether a whole word that is a token is never merged from parts) -> llama.cpp's name
+# (what a text is split by, in order; whether words that are tokens stay whole) -> llama.cpp's name
 _PRE = {
     ((_GPT2,), False): "gpt-2",
     ((_DIGITS, _GPT2), False): "smollm",
@@ -125,6 +126,8 @@ def kind_of(stated: Mapping[str, Any], where: str) -> tuple[str, str]:
     model = stated["model"]
     if model.get("type", "BPE") != "BPE":
         raise _refused(where, f"a tokenizer of type {model['type']}", "byte-level BPE or SentencePiece's BPE")
+    if not model.get("merges"):
+        raise _refused(where, "a BPE of no merges", "llama.cpp loads one with merges")
     splits = [part for each in _flat(stated.get("pre_tokenizer"), "pretokenizers") for part in _split(each, where)]
     normal = _flat(stated.get("normalizer"), "normalizers")
     if model.get("byte_fallback") and not any(part == _GPT2 for part in splits):

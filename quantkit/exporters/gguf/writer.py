@@ -8,19 +8,21 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quantkit import limits
 from quantkit.errors import InputError
 from quantkit.exporters.gguf.architecture import (
     ROPE_FACTORS,
-    Architecture,
     Config,
+    LlamaCppClass,
     add_parameters,
     architecture_of,
     rope_factors,
@@ -68,7 +70,7 @@ class StoredTensor:
         import gguf
 
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]]
-        return math.prod(self.shape) // block * size
+        return int(math.prod(self.shape) // block * size)
 
 
 class Content:
@@ -89,7 +91,7 @@ class Content:
         source = values.source
         config = pretrained.config(source.path, trust=source.trust_remote_code)
         self.config: Config = {**config.to_dict(), **({"tie_word_embeddings": False} if source.untied else {})}
-        self.architecture: Architecture = architecture_of(source.architecture, self.config, source.ref)
+        self.architecture: LlamaCppClass = architecture_of(source.architecture, self.config, source.ref)
 
     @cached_property
     def tensors(self) -> Sequence[StoredTensor]:
@@ -120,13 +122,11 @@ class Content:
                 found.append(self._coded(theirs, linear, shape, name))
             elif name == table and self.embedding is not None:
                 kind = type_of(self.embedding, name)
-                found.append(StoredTensor(theirs, kind, shape, lambda name=name: self._rounded(name)[1], name))
+                found.append(StoredTensor(theirs, kind, shape, partial(self._rounded_bytes, name), name))
             else:
                 # one dimension, and norms of heads: whatever else the file holds, these are in float32
                 kind = "F32" if parameter.dim() < 2 or theirs.endswith("_norm.weight") else self.high
-                found.append(
-                    StoredTensor(theirs, kind, shape, lambda name=name, kind=kind: self._float(name, kind), name)
-                )
+                found.append(StoredTensor(theirs, kind, shape, partial(self._float, name, kind), name))
         factors = rope_factors(self.config)
         if factors is not None:
             found.append(StoredTensor(ROPE_FACTORS, "F32", tuple(factors.shape), factors.numpy))
@@ -166,6 +166,9 @@ class Content:
         rows = max(1, PIECE // weight.shape[1])
         codes = joined([nearest(piece.float(), self.embedding) for piece in weight.split(rows)])
         return codes, packed(codes, name)[1]
+
+    def _rounded_bytes(self, name: str) -> NDArray[Any]:
+        return self._rounded(name)[1]
 
     def _float(self, name: str, kind: str) -> NDArray[Any]:
         value = self.expected(name)
@@ -245,7 +248,7 @@ class Content:
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             writer.close()
-            begins = head.read_bytes()
+            begins = limits.read(head, limits.DATA)
 
         def chunks() -> Iterator[bytes | memoryview]:
             yield begins + bytes(-len(begins) % ALIGNMENT)
@@ -253,7 +256,7 @@ class Content:
                 data = each.produce()
                 if data.nbytes != each.bytes:
                     raise ValueError(f"{each.name}: {data.nbytes} bytes of {each.bytes}")
-                yield memoryview(data.reshape(-1)).cast("B")
+                yield memoryview(data.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
                 yield bytes(-data.nbytes % ALIGNMENT)
 
         return write_atomic(path, chunks())
@@ -261,7 +264,6 @@ class Content:
 
 def turned(tensor: QuantTensor, order: torch.Tensor) -> QuantTensor:
     """The same matrix with its rows in another order."""
-    from dataclasses import replace
 
     def rows(value: torch.Tensor | None) -> torch.Tensor | None:
         return value if value is None or len(value) == 1 else value[order]
@@ -269,13 +271,13 @@ def turned(tensor: QuantTensor, order: torch.Tensor) -> QuantTensor:
     stored = tensor.super_blocks
     if stored is not None:
         parts = {name: rows(getattr(stored, name)) for name in ("d", "sc", "dmin", "mn")}
-        stored = replace(stored, **parts)
+        stored = replace(stored, **parts)  # type: ignore[arg-type]
     parts = {name: rows(getattr(tensor, name)) for name in ("codes", "scale", "zero", "offset")}
     return tensor.replace(**parts, super_blocks=stored)
 
 
 def file_type(tensors: Sequence[StoredTensor]) -> int:
-    """What llama.cpp calls a file of these types: the type of most weights; of K types, `M` where others are mixed in."""
+    """What llama.cpp calls a file: by the type of most weights; of K types, `M` where others are mixed in."""
     import gguf
 
     counts: dict[str, int] = {}

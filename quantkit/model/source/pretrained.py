@@ -8,13 +8,14 @@ is never trusted.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from quantkit import limits
 from quantkit.errors import InputError
+from quantkit.lazy import torch
 
 # names of counts of layers; `depths` of networks with stages
 _COUNTS = ("layer", "block", "depth", "stage")
@@ -75,6 +76,25 @@ def network(model_class: Any, folder: Path | None, *, trust: bool = False, **opt
         return model_class.from_pretrained(
             folder, **{"local_files_only": True, "use_safetensors": True, "trust_remote_code": trust, **options}
         )
+
+
+def of_gguf(path: Path, unread: Mapping[str, Any]) -> Any:
+    """The model that transformers makes of a GGUF file, float32.
+
+    Args:
+        unread: of its config what transformers does not read there.
+
+    Raises:
+        Exception: of many types, whatever transformers makes of a damaged file.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {"gguf_file": path.name, "local_files_only": True}
+    with _no_code(path.parent):
+        found = AutoConfig.from_pretrained(path.parent, **options)
+        for key, value in unread.items():
+            setattr(found, key, value)
+        return AutoModelForCausalLM.from_pretrained(path.parent, config=found, dtype=torch.float32, **options)
 
 
 def demand_layers(config: dict[str, Any], where: str) -> None:

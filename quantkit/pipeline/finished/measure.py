@@ -34,6 +34,7 @@ from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import runs_here
 from quantkit.planning.bound import efficiency
 from quantkit.recipe import Gates, Recipe
+from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
 from quantkit.target import Target
@@ -67,7 +68,11 @@ class _Against:
 
 
 def default_runtime(bundle: Bundle) -> str:
-    """ONNX Runtime where the bundle has a graph, or a graph's network, and the package is there, else torch."""
+    """ONNX Runtime where the bundle has a graph, or a graph's network, and the package is there; else torch, or what
+    reads its one file."""
+    held = (bundle.path / "model").is_dir() or (bundle.path / "onnx").is_dir() or is_network(bundle)
+    if not held and (runtime := usage.file_runtime(bundle.manifest)):
+        return runtime
     has_graph = (bundle.path / "onnx" / "model.onnx").is_file() or is_network(bundle)
     return worth.RUNTIME if has_graph and machine.has("onnxruntime") else "torch"
 

@@ -93,6 +93,9 @@ def commands(manifest: Manifest) -> list[Command]:
         lines = ["# pip install 'quantkit[onnx]'"]
         lines += [generate(".", "onnxruntime")] if manifest.model.kind == "decoder" else []
         found.append(Command("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
+    if (runtime := file_runtime(manifest)) is not None:
+        lines = ["# pip install 'quantkit[gguf]'", generate(".", runtime)]
+        found.append(Command("llama.cpp", "\n".join([*lines, "llama-cli -m gguf/model.gguf"])))
     if has(manifest, "engine/"):
         lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for"]
         decodes = manifest.model.kind == "decoder"
@@ -151,6 +154,15 @@ def engine_runtime(manifest: Manifest) -> str:
     steps: list[dict[str, Any]] = manifest.recipe.get("export", [])
     engines = (step[name] for name in plugins.exporters_that_store("engine") for step in steps if name in step)
     return str((next(engines, None) or {}).get("library", "tensorrt_rtx"))
+
+
+def file_runtime(manifest: Manifest) -> str | None:
+    """That reads the one file that it holds everything in; None: it has no such file."""
+    for name in plugins.exporters_that_store("file"):
+        exporter = plugins.EXPORTERS.load(name)
+        if has(manifest, f"{exporter.place}/"):
+            return exporter.runtimes[0]
+    return None
 
 
 def generate(place: str, runtime: str | None = None) -> str:

@@ -15,7 +15,7 @@ _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p"}
 
 
-class Library:
+class LlamaLibrary:
     """The library, which says what it does to `said` instead of to the screen."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Library:
         self.api: Any = llama_cpp
         self.said: list[str] = []
 
-        @llama_cpp.llama_log_callback
+        @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
         def hear(level: int, line: bytes, _: object) -> None:
             if level >= 3:  # GGML_LOG_LEVEL_WARN and graver
                 self.said.append(line.decode(errors="replace").strip())
@@ -43,9 +43,9 @@ class Library:
 
 
 @cache
-def library() -> Library:
+def library() -> LlamaLibrary:
     """The library, loaded once. Raises MissingDependency."""
-    return Library()
+    return LlamaLibrary()
 
 
 class Loaded:

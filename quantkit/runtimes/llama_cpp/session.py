@@ -7,7 +7,6 @@ A state is a context of llama.cpp with a cache for each sequence. Its products r
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -74,7 +73,7 @@ class LlamaModel:
     @property
     def settings(self) -> dict[str, Any]:
         """For rows."""
-        return {"threads": self.threads, "kv_cache": self.cache, "file_type": self.file_type}
+        return {"threads": self.threads, "cache": self.cache, "file_type": self.file_type}
 
     @cached_property
     def file_type(self) -> str:
@@ -96,7 +95,7 @@ class LlamaModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the file."""
-        return os.path.getsize(self.path)
+        return self.path.stat().st_size
 
     def state(self, batch: int, capacity: int) -> LlamaState:
         """Room for `batch` sequences of up to `capacity` tokens.
@@ -179,6 +178,10 @@ class LlamaModel:
             if not self.api.llama_memory_seq_rm(memory, row, length, -1):
                 raise InputError("not-cut", where=str(self.path), value="llama.cpp cannot cut this cache back")
             state.lengths[row] = length
+
+    def encode(self, ids: Array, mask: Array | None = None) -> Array:
+        """Of encoders alone, which no file here holds. Raises InputError `not-an-encoder`."""
+        raise InputError("not-an-encoder", where=str(self.path), value="a decoder", rule="it gives logits")
 
     # --- what latency is measured on ----------------------------------------------------------------------------------
 

@@ -1,0 +1,278 @@
+"""A GGUF file: its blocks against the `gguf` package, the whole against transformers' own reader, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import zoo
+from exported import Exported, by_name, export, scheme
+
+from quantkit.errors import InputError
+from quantkit.exporters import LayerSpec
+from quantkit.exporters.gguf import blocks
+from quantkit.exporters.gguf.architecture import architecture_of, rope_factors
+from quantkit.exporters.gguf.exporter import EXPORT, MODEL
+from quantkit.exporters.gguf.tokenizer import kind_of
+from quantkit.exporters.gguf.types import TYPES, type_of
+from quantkit.formats import load_format
+from quantkit.model.source.open import open_model
+from quantkit.scheme import ActivationScheme, WeightScheme
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FLOAT = {"floats": "float32"}
+# what llama.cpp knows of these without being told
+GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 16, "num_hidden_layers": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "llama-tied": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3": GEMMA | {"layer_types": ["sliding_attention"] * 2},
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) -> Callable[[str], Path]:
+    place = tmp_path_factory.mktemp("sources")
+
+    def made(name: str) -> Path:
+        folder = place / name
+        if not folder.exists():
+            model = zoo.tiny(name, vocab_size=len(merging_tokenizer), **MODELS[name])
+            torch.manual_seed(1)
+            for key, parameter in model.named_parameters():
+                if key.endswith(("bias", "norm.weight")):  # which no class draws at random
+                    parameter.data += torch.randn_like(parameter) / 8
+            model.save_pretrained(folder)
+            merging_tokenizer.save_pretrained(folder)
+        return folder
+
+    return made
+
+
+def written(source: Path, folder: Path, how: Any, options: dict[str, Any], **more: Any) -> Exported:
+    made = export(source, folder, how, layout="dense", **more)
+    EXPORT.write(folder, made.source, made.stream, made.results, options)
+    return made
+
+
+def checks(made: Exported, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    return by_name(EXPORT.check(made.folder, made.source, made.stream, made.results, options))
+
+
+def file_of(made: Exported) -> Path:
+    return made.folder / "gguf" / MODEL
+
+
+@pytest.mark.parametrize("name", [each for each in TYPES if each != "MXFP4"])
+def test_blocks_are_what_the_package_reads(name: str) -> None:
+    how = WeightScheme(format=name.lower())
+    torch.manual_seed(0)
+    tensor = load_format(how.format).quantize(torch.randn(3, 512), how)
+    kind, raw = blocks.packed(tensor)
+    assert kind == name == type_of(how)
+    found = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+    assert np.array_equal(found, load_format(how.format).dequantize(tensor).numpy())
+
+
+@pytest.mark.parametrize("how", [scheme(), scheme("int4", granularity="group", group=32, symmetric=True)])
+def test_integers_of_our_own_are_blocks(how: WeightScheme) -> None:
+    torch.manual_seed(0)
+    tensor = load_format(how.format).quantize(torch.randn(5, 96), how)
+    kind, raw = blocks.packed(tensor)
+    found = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(found, load_format(how.format).dequantize(tensor).numpy())
+
+
+def test_mxfp4_is_the_same_numbers() -> None:
+    how = WeightScheme(format="mxfp4")
+    tensor = load_format("mxfp4").quantize(torch.randn(4, 64), how)
+    found = gguf.quants.dequantize(blocks.packed(tensor)[1], gguf.GGMLQuantizationType.MXFP4)
+    assert np.array_equal(found, load_format("mxfp4").dequantize(tensor).numpy())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_what_was_decided(tmp_path: Path, sources: Callable[[str], Path], name: str) -> None:
+    """transformers' reader undoes names, the order of rows and norms with code of its own."""
+    made = written(sources(name), tmp_path / "out", scheme(), FLOAT)
+    found = checks(made, FLOAT)
+    assert {"gguf.tensors", "reload.gguf"} <= found.keys()
+    assert all(each.ok for each in found.values()), found
+    assert found["reload.gguf"].value < 1e-5
+
+
+def test_half_precision_and_codes_of_the_embedding(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    options = {"floats": "float16", "embedding": {"format": "q8_0"}}
+    made = written(sources("llama"), tmp_path / "out", WeightScheme(format="q4_0"), options)
+    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
+    assert kinds["token_embd.weight"] == "Q8_0" and kinds["output.weight"] == "F16"
+    assert kinds["blk.0.attn_q.weight"] == "Q4_0" and kinds["blk.0.attn_norm.weight"] == "F32"
+    assert all(each.ok for each in checks(made, options).values())
+    assert all(each.ok for each in checks(made).values())  # a finished file says how it is stored
+
+
+def test_a_tied_heads_codes_are_the_embeddings(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    made = written(sources("llama-tied"), tmp_path / "out", WeightScheme(format="q5_0"), FLOAT, head=True)
+    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
+    assert kinds["token_embd.weight"] == "Q5_0" and "output.weight" not in kinds
+    assert checks(made, FLOAT)["gguf.tensors"].ok
+
+
+def test_a_row_out_of_place_fails(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    made = written(sources("llama"), tmp_path / "out", scheme(), FLOAT)
+    path = file_of(made)
+    stored = next(each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight")
+    raw = bytearray(path.read_bytes())
+    at, row = int(stored.data_offset), stored.data.shape[1]
+    raw[at : at + 2 * row] = raw[at + row : at + 2 * row] + raw[at : at + row]
+    path.write_bytes(raw)
+    found = checks(made, FLOAT)["gguf.tensors"]
+    assert not found.ok and "blk.1.ffn_up.weight" in found.where
+
+
+def test_what_the_file_says(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    made = written(sources("llama"), tmp_path / "out", WeightScheme(format="q4_0"), FLOAT)
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(file_of(made)).fields.items()}
+    assert fields["general.architecture"] == "llama" and fields["general.name"] == "llama"
+    assert fields["llama.attention.head_count_kv"] == 2 and fields["llama.rope.dimension_count"] == 16
+    assert fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_0
+    assert fields["tokenizer.ggml.pre"] == "gpt-2" and len(fields["tokenizer.ggml.tokens"]) == 260
+    assert fields["tokenizer.ggml.bos_token_id"] == 256 and fields["tokenizer.ggml.add_bos_token"] is True
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (WeightScheme(format="nf4"), "weights in nf4"),
+        (scheme(granularity="group", group=64, symmetric=True), "int4 by group of 64"),
+        (scheme("int8", granularity="channel"), "int8 by channel"),
+        (scheme("int4", granularity="group", group=32, scale="float32"), "scales in float32"),
+    ],
+)
+def test_other_schemes_are_refused(how: WeightScheme, said: str) -> None:
+    with pytest.raises(InputError, match=f"layout-unsupported.*q_proj.*{said}"):
+        EXPORT.accepts({}, LayerSpec({"q_proj": how}))
+
+
+def test_inputs_and_padding_are_refused() -> None:
+    how = WeightScheme(format="q8_0")
+    with pytest.raises(InputError, match="activations in int8"):
+        EXPORT.accepts({}, LayerSpec({"a": how}, activations={"a": ActivationScheme(format="int8")}))
+    with pytest.raises(InputError, match="its last group is filled up"):
+        EXPORT.accepts({}, LayerSpec({"a": how}, padded=["a"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_act": "relu"}, "activation relu"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"sliding_window": 8}, "lets all tokens see all"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(changes: dict[str, Any], said: str) -> None:
+    from transformers import LlamaConfig
+
+    config = {**LlamaConfig().to_dict(), **changes}
+    with pytest.raises(InputError, match=said):
+        architecture_of("LlamaForCausalLM", config)
+
+
+def test_an_unknown_architecture_is_refused_before_work(tmp_path: Path, merging_tokenizer: Any) -> None:
+    zoo.tiny("olmo", vocab_size=len(merging_tokenizer)).save_pretrained(tmp_path / "olmo")
+    merging_tokenizer.save_pretrained(tmp_path / "olmo")
+    source = open_model(str(tmp_path / "olmo"))
+    with pytest.raises(InputError, match=r"layout-unsupported.*OlmoForCausalLM.*LlamaForCausalLM"):
+        EXPORT.accepts({}, LayerSpec(source=source))
+
+
+def test_a_tokenizer_that_llama_cpp_cannot_hold_is_refused(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(sources("llama"), folder)
+    stated = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**stated, "model": {"type": "Unigram", "vocab": []}}))
+    with pytest.raises(InputError, match=r"gguf-tokenizer.*Unigram"):
+        EXPORT.accepts({}, LayerSpec(source=open_model(str(folder))))
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match="tokenizer-damaged"):
+        EXPORT.accepts({}, LayerSpec(source=open_model(str(folder))))
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = {"type": "Split", "pattern": {"Regex": QWEN}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("stated", "kind"),
+    [
+        ({"pre_tokenizer": BYTES}, ("gpt2", "gpt-2")),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
+                }
+            },
+            ("gpt2", "smollm"),
+        ),
+        (
+            {
+                "normalizer": {"type": "NFC"},
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, {**BYTES, "use_regex": False}]},
+            },
+            ("gpt2", "qwen2"),
+        ),
+        (
+            {"model": {"type": "BPE", "byte_fallback": True}, "normalizer": {"type": "Replace"}},
+            ("llama", "default"),
+        ),
+    ],
+)
+def test_pre_tokenizers_go_by_what_they_split_by(stated: dict[str, Any], kind: tuple[str, str]) -> None:
+    assert (
+        kind_of({**stated, "model": {"type": "BPE", "merges": [["a", "b"]], **stated.get("model", {})}}, "here") == kind
+    )
+
+
+def test_an_expression_of_its_own_is_refused() -> None:
+    split = {**SPLIT, "pattern": {"Regex": r"\d+"}}
+    model = {"type": "BPE", "merges": [["a", "b"]]}
+    with pytest.raises(InputError, match=r"gguf-tokenizer.*pre-tokenizer"):
+        kind_of({"model": model, "pre_tokenizer": split}, "here")
+    with pytest.raises(InputError, match=r"gguf-tokenizer.*no merges"):
+        kind_of({"model": {"type": "BPE", "merges": []}, "pre_tokenizer": BYTES}, "here")
+
+
+def test_llama_3s_frequencies_are_transformers_own() -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1 / 5e5 ** (torch.arange(0, 64, 2) / 64)
+    found = rope_factors(config.to_dict())
+    assert found is not None
+    torch.testing.assert_close(plain / found, theirs)
