@@ -26,7 +26,6 @@ from typing import Any
 
 import quantkit
 from harness.process import THREADS, helper
-from harness.record import commit
 from harness.turns import Side, python_of
 from quantkit.model.source.alias import ALIASES
 
@@ -183,10 +182,9 @@ def _key(kind: str, path: Path, ids: Sequence[Sequence[int]]) -> str:
     found = hashlib.sha256(
         json.dumps([kind, WHEELS, SOURCE, THREADS, python_of(kind), [list(row) for row in ids]]).encode()
     )
-    if kind == "quantkit":
-        found.update(f"{quantkit.__version__} {commit()}".encode())
     place = path / "onnx" if (path / "onnx").is_dir() else path
-    for file in [place] if place.is_file() else sorted(place.glob("model.onnx*")):
+    code = (Path(quantkit.__file__).parent / "runtimes" / "onnxruntime").glob("*.py") if kind == "quantkit" else ()
+    for file in [*([place] if place.is_file() else sorted(place.glob("model.onnx*"))), *sorted(code)]:
         with file.open("rb") as stream:
             found.update(hashlib.file_digest(stream, "sha256").digest())
     return found.hexdigest()[:32]
