@@ -43,6 +43,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from quantkit import machine
+from quantkit.model.source.open import open_model
+from quantkit.pipeline.baseline import float_onnx
 
 MODEL = "smollm2-135m"
 Array = NDArray[Any]
@@ -124,7 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", nargs="?", type=Path, help="of the model, with onnx/; default: compile int4-cpu")
     parser.add_argument("--model", default=MODEL, help="an alias, or a GGUF file")
-    parser.add_argument("--float", type=Path, dest="high", help="the float bundle; default: compiled, if BUNDLE is too")
+    parser.add_argument("--float", type=Path, dest="high", help="the float bundle; default: made, if BUNDLE is")
     parser.add_argument(
         "--also", action="append", default=[], metavar="NAME=KIND:PATH", help=f"a further side; {KINDS}"
     )
@@ -153,9 +155,7 @@ def main() -> int:
         if ours is None:
             ours = Path(name) / "int4"
             compiled(options.model, "int4-cpu", ours, "--no-speed")
-            if high is None:
-                high = Path(name) / "float"
-                compiled(options.model, "float", high, "--no-speed")
+            high = high or float_onnx(open_model(options.model), {}).parent
         chosen = [(OURS, "quantkit", ours), (LLAMA, "llama.cpp", options.llama or made.llama)]
         chosen += [(GENAI, "genai", options.genai or made.genai)]
         chosen += [(FLOAT, "quantkit", high)] if high else []
