@@ -315,17 +315,20 @@ def run(side: Any, steps: int, warm: int) -> Json:
 def score(reference: Array, logits: Array, ids: list[int]) -> Json:
     """How far logits [S, V] are from a reference's, at the positions that a token follows: means, in nats.
 
-    KL(p || q) = Σ p (log p − log q), p the reference's probabilities.
+    With o, c the logits of both at a position, and p, q what a softmax makes of them:
+    KL(p || q) = Σ p (o − c) − log Σ exp o + log Σ exp c.
     """
     kl, agree, own, others = [], [], [], []
     for at, following in enumerate(ids[1:]):
-        p, q = (each[at].astype(np.float64) for each in (reference, logits))
-        p, q = (each - each.max() for each in (p, q))
-        p, q = (each - np.log(np.exp(each).sum()) for each in (p, q))
-        kl.append(float((np.exp(p) * (p - q)).sum()))
-        agree.append(bool(p.argmax() == q.argmax()))
-        own.append(float(-q[following]))
-        others.append(float(-p[following]))
+        o, c = reference[at], logits[at]
+        weights = np.exp(o - o.max())
+        total = weights.sum(dtype=np.float64)
+        sum_o = float(np.log(total)) + float(o.max())
+        sum_c = float(np.log(np.exp(c - c.max()).sum(dtype=np.float64))) + float(c.max())
+        kl.append(float(np.dot(weights.astype(np.float64), (o - c).astype(np.float64)) / total) - sum_o + sum_c)
+        agree.append(bool(o.argmax() == c.argmax()))
+        own.append(sum_c - float(c[following]))
+        others.append(sum_o - float(o[following]))
     found = {"kl": kl, "top1": agree, "nll": own, "nll_reference": others}
     return {name: statistics.fmean(values) for name, values in found.items()}
 
