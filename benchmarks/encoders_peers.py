@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from onnxruntime.quantization import (
 import quantkit
 from quantkit import machine
 from quantkit.calibrate.sets.pairs import load_pairs
-from quantkit.measurement.timing.schedule import unnamed
+from quantkit.measurement.timing.schedule import Visit, unnamed
 from quantkit.model.source.open import Source, open_model
 from quantkit.pipeline.baseline import float_onnx
 from quantkit.runtimes.onnxruntime.session import OnnxModel
@@ -152,9 +153,8 @@ def speeds(folders: dict[str, Path], seconds: float) -> dict[str, dict[str, list
         for batch, length in SHAPES:
             ids = np.random.default_rng(0).integers(1000, 20000, (batch, length))
             steps = [partial(one.session.run, None, one.prompt(ids)) for one in sides.values()]
-            for step in steps:
-                step()
-            times = unnamed(steps, blocks=(5, 200), seconds=seconds, generator=np.random.default_rng(1))
+            visit = Visit.fitting(max(timeit(step, number=1) for step in steps + steps))
+            times = unnamed(steps, blocks=(5, 200), seconds=seconds, generator=np.random.default_rng(1), visit=visit)
             for name, taken in zip(sides, times, strict=True):
                 if name != "float":
                     against = compare(taken, times[list(sides).index("float")])
