@@ -238,8 +238,9 @@ class GenAi:
         path = path / "onnx" if (path / "onnx").is_dir() else path
         config = onnxruntime_genai.Config(str(path))
         options = {"intra_op_num_threads": threads, "session.force_spinning_stop": "1"}
-        words = json.loads((path / "genai_config.json").read_text())["model"]["vocab_size"]
-        decoder = {"decoder": {"session_options": options}, "eos_token_id": words - 1}
+        about = json.loads((path / "genai_config.json").read_text())["model"]
+        self.window = int(about["decoder"].get("sliding_window", {}).get("window_size", 0))
+        decoder = {"decoder": {"session_options": options}, "eos_token_id": about["vocab_size"] - 1}
         config.overlay(json.dumps({"model": decoder}))
         self.model = onnxruntime_genai.Model(config)
         self.versions = versions("onnxruntime-genai", "onnxruntime", "numpy")
@@ -248,7 +249,9 @@ class GenAi:
     def prefill(self, prompt: list[int], room: int) -> None:
         """Make room for the prompt and `room` tokens more, and run the prompt."""
         asked = self.lib.GeneratorParams(self.model)
-        asked.set_search_options(do_sample=False, max_length=len(prompt) + room, batch_size=1)
+        # a cache shorter than a sliding window is refused
+        longest = max(len(prompt) + room, self.window)
+        asked.set_search_options(do_sample=False, max_length=longest, batch_size=1)
         self.generator = self.lib.Generator(self.model, asked)
         self.prompt = prompt
         self.generator.append_tokens(np.asarray(prompt, dtype=np.int32))
