@@ -7,7 +7,10 @@ calibration set and no more: an importance matrix, as llama.cpp calls it (`llama
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import model_validator
 
 from quantkit.content import Closed
 from quantkit.formats import QuantTensor, joined
@@ -41,13 +44,22 @@ class Rtn(Pass):
         Args:
             range: `minmax`; `mse`: the least squared rounding error; or `importance`: the same weighted by the mean
                 square of each input.
+            imatrix: a file of such mean squares, of llama-imatrix or `quantkit imatrix`; "" takes those of calibration.
         """
 
         range: Literal["minmax", "mse", "importance"] = "mse"
+        imatrix: str = ""
+
+        @model_validator(mode="after")
+        def _weighed(self) -> Self:
+            if self.imatrix and self.range != "importance":
+                raise ValueError("`imatrix` is what `range: importance` weighs by")
+            return self
 
     def needs_with(self, settings: Settings) -> frozenset[str]:
         """Squared inputs, where the range weighs by them."""
-        return self.needs | {"mean_square"} if settings.range == "importance" else self.needs
+        looks = settings.range == "importance" and not settings.imatrix
+        return self.needs | {"mean_square"} if looks else self.needs
 
     def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
         """A range of each group."""
@@ -65,13 +77,16 @@ class Rtn(Pass):
             for linear, tensor in nearest_alike(block, group.members, settings.range, seen.mean_square):
                 outcome.errors[linear] = assign(block, linear, tensor)
 
-        if settings.range == "importance":
+        given = _given(block, settings.imatrix) if settings.imatrix else {}
+        if settings.range == "importance" and not settings.imatrix:
             stats.staged(visit, products=False)
         for group in block.groups():
             left = [linear for linear in group.members if linear not in block.tensors]
-            for linear, tensor in nearest_alike(block, left, settings.range):
-                if settings.range == "importance":
+            known = next((given[linear] for linear in left if linear in given), None)
+            for linear, tensor in nearest_alike(block, left, settings.range, known):
+                if settings.range == "importance" and known is None:
                     reason = "no calibration token reached it; its inputs count alike"
+                    reason = "the importance matrix does not speak of it; its inputs count alike" if given else reason
                     outcome.decisions.append(decision(self.name, "no-importance", block.full_name(linear), reason))
                 outcome.errors[linear] = assign(block, linear, tensor)
                 stats.outputs = None
@@ -86,6 +101,22 @@ class Rtn(Pass):
         squares = moments.mean_square if scheme.rows_apart else moments.mean_square.mean(0, keepdim=True)
         parts = zip(weight.chunk(len(squares)), squares, strict=True)
         return joined([nearest(part, scheme, settings.range, own) for part, own in parts])
+
+
+def _given(block: Block, file: str) -> dict[str, Tensor]:
+    """Linear of a block -> [K], what a file says of its inputs.
+
+    Raises:
+        InputError: `imatrix-damaged`, `imatrix-foreign`, `file-missing`.
+    """
+    from quantkit.calibrate.statistics import imatrix
+
+    linears = [linear for group in block.groups() for linear in group.members]
+    names = {block.full_name(linear): linear for linear in linears}
+    columns = {name: block.weight(linear).shape[1] for name, linear in names.items()}
+    found = imatrix.read(Path(file)).of_linears(columns, file)
+    # what is filled up is multiplied by zeros
+    return {names[name]: squares for name, squares in found.items()}
 
 
 PASS: Pass = Rtn()

@@ -20,6 +20,10 @@ def compile(  # noqa: A001 (the word of the command line)
         Path | None, typer.Option(metavar="DIR", help="The bundle's folder; default: ./MODEL--RECIPE, then -2, ...")
     ] = None,
     set_: Changes = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="An importance matrix that `rtn` weighs errors by.", show_default=False),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a build that was stopped.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Any decision beyond the recipe is an error.")] = False,
     build_timeout: Annotated[
@@ -44,13 +48,16 @@ def compile(  # noqa: A001 (the word of the command line)
     from quantkit.report import terminal
     from quantkit.report.bundle.usage import Files
 
+    changes = list(set_ or ())
+    changes += [f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else []
+    changes += [f"rtn.imatrix={imatrix.expanduser().resolve()}", "rtn.range=importance"] if imatrix is not None else []
     request = Request.of(
         model,
         recipe=recipe,
         target=target,
         calibration=calibration,
         out=out,
-        changes=[*(set_ or ()), *([f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else [])],
+        changes=changes,
         resume=resume,
         strict=strict,
         trust_remote_code=trust_remote_code,

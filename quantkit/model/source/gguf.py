@@ -146,11 +146,11 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     where = str(gguf_file)
     damaged = partial(InputError, "gguf-damaged", where=where, remedy="fetch or install it again")
     with reading(lambda said: damaged(value=said)):
-        _demand_lengths(gguf_file)
+        demand_lengths(gguf_file)
         _convert(gguf.GGUFReader(gguf_file), gguf_file, folder)
 
 
-def _demand_lengths(path: Path) -> None:
+def demand_lengths(path: Path) -> None:
     """What the metadata says is long fits into the file; the library would go through 2**63 elements one by one.
 
     Raises:

@@ -6,6 +6,7 @@ request -> opened model -> model as passes of scope `model` will have it -> laye
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError, one
 from quantkit.exporters import load_exporter
 from quantkit.model.device import CPU, ComputeDevice
+from quantkit.model.source.hashes import file_sha256
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
@@ -216,6 +218,12 @@ def _demand_equal_experts(stream: StreamedModel) -> None:
             return
 
 
+def _files(steps: Sequence[PassRun]) -> list[str]:
+    """Files that passes read: importance matrices."""
+    given = (step.settings.model_dump().get("imatrix") for step in steps)
+    return [file for file in given if file]
+
+
 def fingerprint(prepared: Prepared) -> dict[str, Any]:
     """Everything that a bundle's content depends on."""
     import torch
@@ -228,6 +236,7 @@ def fingerprint(prepared: Prepared) -> dict[str, Any]:
         "source": prepared.source.sha256,
         "recipe": prepared.request.recipe.as_dict(),
         "code": prepared.request.recipe.outside(),
+        "files": [file_sha256(Path(file)) for file in _files(prepared.steps)],
         "calibration": prepared.calibration.sha256 if prepared.calibration else None,
         "scoring": prepared.scoring.sha256,
         "threads": torch.get_num_threads(),

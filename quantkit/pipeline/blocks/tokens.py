@@ -35,8 +35,13 @@ def without_paths(recipe: Recipe) -> dict[str, Any]:
     data = recipe.as_dict()
     calibration = {**data["calibration"], "set": public(recipe.calibration.set)}
     files = {str(code.path): code.public for code in recipe.code}
-    passes = [{files.get(name, name): settings for name, settings in step.items()} for step in data["passes"]]
+    passes = [{files.get(name, name): _public(settings) for name, settings in step.items()} for step in data["passes"]]
     return {**data, "calibration": calibration, "passes": passes}
+
+
+def _public(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a pass whose file goes by its name alone."""
+    return settings | {key: public(settings[key]) for key in ("imatrix",) if settings.get(key)}
 
 
 def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> int:

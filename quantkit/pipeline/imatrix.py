@@ -1,0 +1,49 @@
+"""An importance matrix of a model, made on a calibration set and written as llama.cpp reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.errors import MissingDependency
+from quantkit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.statistics.imatrix import ImportanceMatrix
+
+
+def importance_of(
+    model: str,
+    out: Path,
+    *,
+    calibration: str = "prose-en",
+    samples: int = 64,
+    tokens: int = 512,
+    trust_remote_code: bool = False,
+) -> ImportanceMatrix:
+    """Run a model on its calibration set, one block in memory, and write what its linears are given.
+
+    Args:
+        model: as for a compile.
+        out: the file; `.dat` is the format of before.
+        calibration: a set's name or a user's file.
+        samples, tokens: sequences, and the length of each.
+
+    Raises:
+        InputError: of `open_model` and of the calibration set; `not-writable`. Stopped: `disk-full`.
+        MissingDependency: gguf.
+    """
+    from quantkit.calibrate.statistics import imatrix
+    from quantkit.model.source.open import open_model
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.pipeline.blocks import tokens as texts
+
+    with MissingDependency.unless_found("gguf", extra="compile", purpose="an importance matrix"):
+        import gguf  # noqa: F401
+    source = open_model(model, trust_remote_code=trust_remote_code)
+    changes = [f"calibration.set={calibration}", f"calibration.samples={samples}", f"calibration.tokens={tokens}"]
+    seen, _ = texts.load(Recipe.load("float", changes), source, calibrate=True, decisions=[])
+    assert seen is not None
+    found = imatrix.collected(StreamedModel(source), seen.ids, [texts.public(calibration)])
+    imatrix.write(found, out)
+    return found
