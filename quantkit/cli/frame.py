@@ -26,6 +26,7 @@ from quantkit.cli.commands.compile import compile  # noqa: A004 (the word of the
 from quantkit.cli.commands.doctor import doctor
 from quantkit.cli.commands.export import export
 from quantkit.cli.commands.generate import generate
+from quantkit.cli.commands.imatrix import imatrix
 from quantkit.cli.commands.list import list_
 from quantkit.cli.commands.measure import measure
 from quantkit.cli.commands.plan import plan
@@ -72,7 +73,7 @@ app = typer.Typer(
     "decide; 75 stopped safely, go on with --resume. Start with: quantkit compile --recipe awq-int4",
 )
 # in the order in which help names them
-_COMMANDS = (compile, plan, measure, compare, tax, tune, export, verify, sign, list_, show, doctor, generate)
+_COMMANDS = (compile, plan, measure, compare, tax, tune, export, verify, sign, list_, show, doctor, generate, imatrix)
 # a group has commands of its own: `quantkit nightly query`
 _GROUPS = {"nightly": (nightly.HELP, nightly.COMMANDS)}
 
