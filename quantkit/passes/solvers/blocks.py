@@ -18,10 +18,13 @@ import torch
 
 from quantkit.formats import SuperBlocks
 from quantkit.formats.base.blocks import BlockFormat, BlockGrid, float16
+from quantkit.formats.base.layout import extremes
 from quantkit.formats.base.super_blocks import SUPER_BLOCK, SuperBlockFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from quantkit.scheme import WeightScheme
 
 # elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 18
@@ -58,6 +61,11 @@ def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) 
     d, dmin = (each.to(torch.float16) for each in stored[::2])
     sc, mn = (each.to(torch.int8) for each in stored[1::2])
     return form.grid(SuperBlocks(d, sc, dmin, mn) if form.has_offset else SuperBlocks(d, sc))
+
+
+def spanning(target: Tensor, form: BlockFormat, scheme: WeightScheme) -> BlockGrid:
+    """The grid that reaches from the smallest to the largest weight of each group; arguments as of `placed`."""
+    return form.held(*form.parameters(*extremes(target.T, scheme), scheme))
 
 
 @dataclass(frozen=True)

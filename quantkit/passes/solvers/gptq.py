@@ -141,7 +141,9 @@ def gptq_shared(
         whole = None if isinstance(form, IntegerFormat) else form.global_scale(target.abs().amax(), scheme)
         grid: BlockGrid | None = None
         if isinstance(form, BlockFormat):
-            grid = blocks.placed(target, form, solved.diagonal if range == "hessian" else None)
+            costs = solved.diagonal if range == "hessian" else None
+            spans = range == "minmax"
+            grid = blocks.spanning(target, form, scheme) if spans else blocks.placed(target, form, costs)
             scale, zero = grid.scale.T.contiguous(), None
             if grid.offset is not None:  # what is left of the weights lies on a grid that begins at zero
                 target = target - grid.offset.T.repeat_interleave(group, dim=0)

@@ -8,6 +8,7 @@ from reference import plain_blocks
 
 from quantkit.formats import load_format
 from quantkit.formats.base.blocks import BlockFormat
+from quantkit.formats.base.layout import extremes
 from quantkit.formats.base.super_blocks import SuperBlockFormat
 from quantkit.passes.solvers.blocks import placed
 from quantkit.passes.solvers.factor import factor
@@ -109,6 +110,9 @@ def test_solved_codes_cost_less_than_nearest_ones(name: str) -> None:
     assert float(found.error) < 0.7 * float(((plain @ solved.hessian) * plain).sum())
     swept = gptq(weight, solved, scheme, sweeps=1)
     assert float(swept.error) <= float(found.error) * (1 + 1e-5)
+    spanned = gptq(weight, solved, scheme, range="minmax").tensor
+    own = form.nearest(weight, *form.parameters(*extremes(weight, scheme), scheme), scheme)
+    assert torch.equal(spanned.scale, own.scale)
     # two weights that share an input, each as if it were alone
     both = gptq_shared([weight[:7], weight[7:]], solved, scheme)
     values = torch.cat([form.dequantize(each.tensor) for each in both])
