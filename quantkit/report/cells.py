@@ -39,9 +39,11 @@ def shown(found: Sequence[MatrixEntry]) -> list[RenderableType]:
 
 def _all(found: Sequence[MatrixEntry]) -> list[RenderableType]:
     """A line for all targets that a runtime takes alike."""
-    formats = list(dict.fromkeys(column.split(" ")[0] for column in matrix.columns(found)))
+    columns = _columns(found)
+    formats = [names[0] for names in columns]
     everywhere = {each.target for each in found}
-    made = table(["", *map(_short, formats)], left=len(formats) + 1, gap=1)
+    heads = [f"{_short(first)}{'+' if others else ''}" for first, *others in columns]
+    made = table(["", *heads], left=len(formats) + 1, gap=1)
     made.columns[0].width = _NAMES
     for column in made.columns[1:]:
         column.no_wrap = True
@@ -60,7 +62,18 @@ def _all(found: Sequence[MatrixEntry]) -> list[RenderableType]:
             rest = letters == largest and len(alike) > 1 and sum(map(len, alike.values())) == len(everywhere)
             if letters != nowhere:
                 made.add_row(Text("all others" if rest else ", ".join(targets), "cyan"), *letters)
-    return [made, Text(_LEGEND, DIM)]
+    alike_everywhere = [f"{first}+: {', '.join(others)} too. " for first, *others in columns if others]
+    return [made, Text("".join([*alike_everywhere, _LEGEND]), DIM)]
+
+
+def _columns(found: Sequence[MatrixEntry]) -> list[list[str]]:
+    """The formats of each column: those that are alike everywhere share one, under the shortest name."""
+    alike: dict[frozenset[tuple[str, ...]], list[str]] = {}
+    for name in dict.fromkeys(column.split(" ")[0] for column in matrix.columns(found)):
+        cells = [each for each in found if each.format == name]
+        key = frozenset((each.target, each.runtime, each.part, each.state, each.source) for each in cells)
+        alike.setdefault(key, []).append(name)
+    return [sorted(names, key=len) for names in alike.values()]
 
 
 def _letter(each: MatrixEntry) -> str:
@@ -69,7 +82,7 @@ def _letter(each: MatrixEntry) -> str:
 
 
 def _short(name: str) -> str:
-    """`fp16` for `float16`, `fp8` for `fp8_e4m3`: heads of narrow columns."""
+    """`fp16` for `float16`, `fp8` for `fp8_e4m3`, `i4` for `int4`: heads of narrow columns."""
     for long, short in (
         ("bfloat", "bf"),
         ("float", "fp"),
@@ -77,6 +90,7 @@ def _short(name: str) -> str:
         ("fp8_", ""),
         ("xfp", "x"),
         ("vfp", "v"),
+        ("int", "i"),
     ):
         name = name.replace(long, short)
     return name

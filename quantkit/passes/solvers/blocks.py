@@ -11,7 +11,7 @@ more. In super-blocks d and dmin are tried and fitted likewise, over all groups 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +66,23 @@ def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) 
 def spanning(target: Tensor, form: BlockFormat, scheme: WeightScheme) -> BlockGrid:
     """The grid that reaches from the smallest to the largest weight of each group; arguments as of `placed`."""
     return form.held(*form.parameters(*extremes(target.T, scheme), scheme))
+
+
+def storable(scale: Tensor, place: int, grid: BlockGrid, form: BlockFormat) -> Tensor:
+    """Wanted scales [N] of group `place` as the nearest that a grid can hold without another scale of it changing."""
+    if grid.super_blocks is None or not isinstance(form, SuperBlockFormat):
+        return float16(scale).float()
+    step = grid.super_blocks.d[:, place * form.group // SUPER_BLOCK].float()
+    return step * _quotient(scale, step).round().clamp(*form.scales)
+
+
+def rescaled(grid: BlockGrid, form: BlockFormat, scale: Tensor) -> BlockGrid:
+    """A grid with scales [G, N] that are `storable` in it."""
+    stored = grid.super_blocks
+    if stored is None or not isinstance(form, SuperBlockFormat):
+        return replace(grid, scale=scale.T.contiguous())
+    step = stored.d.float().repeat_interleave(SUPER_BLOCK // form.group, dim=1)
+    return form.grid(replace(stored, sc=_quotient(scale.T, step).round().to(torch.int8).contiguous()))
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,8 @@ def gptq_shared(
         act_order: choose columns in order of falling diagonal of the Hessian.
         range: how each group's grid is placed: `minmax`, `mse` (searched) or `hessian` (searched, weighted by diag H).
         sweeps: rounds of coordinate descent on the codes afterwards.
-        refit: also refit the scales in these rounds; of integer formats, in groups up to 64, whose columns are visited
-            together.
+        refit: also refit the scales in these rounds; of integer formats and blocks of GGUF, in groups up to 64, whose
+            columns are visited together.
         neighbours: [K], which column each is added up with in 16 bits: codes are bounded so that no sum saturates
             (`unsaturated`). Of int8, one scale a channel, without zero points and sweeps.
 
@@ -154,9 +154,13 @@ def gptq_shared(
             scale, zero = unsaturated.scales(target, neighbours, solved.hessian.diagonal())[None], None
         codes, errors, delta = _choose(target, solved, scale, zero, group, form, neighbours)
         if sweeps:
-            free = refit and isinstance(form, IntegerFormat) and scheme.granularity in ("group", "channel")
-            errors = _descend(target, codes, delta, solved.hessian, scale, zero, group, form, scheme, sweeps, free)
+            free = (
+                refit and isinstance(form, IntegerFormat | BlockFormat) and scheme.granularity in ("group", "channel")
+            )
+            hessian = solved.hessian
+            errors = _descend(target, codes, delta, hessian, scale, zero, group, form, scheme, sweeps, free, grid)
         if isinstance(form, BlockFormat) and grid is not None:
+            grid = blocks.rescaled(grid, form, scale)
             tensors = apart(form.on(form.coded(codes.T.contiguous()), grid, scheme), rows)
         elif scheme.rows_apart:
             tensors = apart(_tensor(form, codes, scale, zero, group, scheme, whole), rows)
@@ -320,6 +324,7 @@ def _descend(
     scheme: WeightScheme,
     sweeps: int,
     refit: bool,
+    grid: BlockGrid | None = None,
 ) -> Tensor:
     """Coordinate descent on codes, and on scales if `refit`; codes, delta and scale are updated in place.
 
@@ -345,10 +350,12 @@ def _descend(
                 bent = hessian[block, block] @ codes[block]
                 along = (codes[block] * local).sum(dim=0)
                 step = scale[place] - along / (codes[block] * bent).sum(dim=0)
-                fits = torch.isfinite(step) & (step > 0)
-                step = torch.where(
-                    fits, form.stored(torch.where(fits, step, scale[place]), scheme).float(), scale[place]
-                )
+                fits = torch.isfinite(step) & (step * scale[place] > 0)
+                step = torch.where(fits, step, scale[place])
+                if isinstance(form, BlockFormat) and grid is not None:
+                    step = blocks.storable(step, place, grid, form)
+                else:
+                    step = torch.where(fits, form.stored(step, scheme).float(), scale[place])
                 change = step - scale[place]
                 local = torch.addcmul(local, change, bent)
                 delta[block].addcmul_(change, codes[block])
