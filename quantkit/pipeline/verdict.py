@@ -67,8 +67,9 @@ def time_it(
     progress: Report | None = None,
     *,
     baseline_format: str = "float32",
+    runtime: str = RUNTIME,
 ) -> list[Row]:
-    """The rows of a bundle's `onnx/` against a baseline's.
+    """The rows of a bundle's `onnx/`, in `onnxruntime` or `quantkit_cpu`, against a baseline's in the former.
 
     Raises:
         InputError, MissingDependency: see `measurement.timing.speed.run`.
@@ -77,7 +78,7 @@ def time_it(
 
     ours = SpeedSide(str(folder), subject, format_of(layers))
     theirs = SpeedSide(str(baseline), baseline_subject, baseline_format)
-    return run(SpeedJob(ours, theirs, machine.cores(), plan), progress)
+    return run(SpeedJob(ours, theirs, machine.cores(), plan, runtime=runtime), progress)
 
 
 def try_to_time(

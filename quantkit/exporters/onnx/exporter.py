@@ -75,7 +75,7 @@ class Onnx(Exporter):
     """See the module."""
 
     name = "onnx"
-    runtimes = ("onnxruntime",)
+    runtimes = ("onnxruntime", "quantkit_cpu")
     stores = "graph"
     fuses = True
     moves = True

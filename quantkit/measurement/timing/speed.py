@@ -78,6 +78,7 @@ class SpeedJob:
         threads: of both.
         plan: shapes and time.
         samples: of graphs; None: of transformers.
+        runtime: of what is judged, `onnxruntime` or `quantkit_cpu`; what it is set against runs in the former.
     """
 
     ours: SpeedSide
@@ -85,6 +86,7 @@ class SpeedJob:
     threads: int
     plan: TimingPlan
     samples: Samples | None = None
+    runtime: str = RUNTIME
 
 
 def demand() -> None:
@@ -126,16 +128,17 @@ def run(job: SpeedJob, progress: Report | None = None) -> list[Row]:
     weighed = {}
     if job.samples is None:
         demand_room([Path(part.path) for part in (job.ours, job.theirs)])
-        weighed = {part.subject: footprint(part, job.threads) for part in (job.theirs, job.ours)}
+        sides = ((job.theirs, RUNTIME), (job.ours, job.runtime))
+        weighed = {part.subject: footprint(part, job.threads, runtime) for part, runtime in sides}
     rows = [*map(Row.model_validate, child.run(_time, asdict(job), progress, remedy=_REMEDY))]
     return [*rows, _memory(job, weighed)] if weighed else rows
 
 
-def footprint(part: SpeedSide, threads: int) -> dict[str, int]:
+def footprint(part: SpeedSide, threads: int, runtime: str = RUNTIME) -> dict[str, int]:
     """`resident` and `peak` bytes of a process that has loaded one side and made a step after `context` tokens, or an
     encoder's pass over `new_tokens`; of the interpreter `before`.
     """
-    (found,) = child.run(_weigh, {"folder": part.path, "threads": threads}, remedy=_REMEDY)
+    (found,) = child.run(_weigh, {"folder": part.path, "threads": threads, "runtime": runtime}, remedy=_REMEDY)
     sizes: dict[str, int] = found
     return sizes
 
@@ -158,7 +161,7 @@ def _memory(job: SpeedJob, weighed: Mapping[str, Mapping[str, int]]) -> Row:
         baseline=Baseline(subject=job.theirs.subject, value=theirs["peak"], ratio=theirs["peak"] / ours["peak"]),
         batch=_BATCH,
         shape={"new_tokens": ours["new_tokens"], "context": ours["context"]},
-        runtime=RUNTIME,
+        runtime=job.runtime,
         settings={"threads": job.threads, "baseline_resident": theirs["resident"], "interpreter": ours["before"]},
         resident_bytes=ours["resident"],
         device=Device.model_validate(machine.device()),
@@ -198,9 +201,13 @@ def samples_of(file: str | None) -> dict[str, Array]:
         return {name: loaded[name] for name in loaded.files}
 
 
-def opened(path: str, samples: Mapping[str, Array], threads: int) -> Timeable:
-    """A folder with `model.onnx`, or with samples a graph's file. Raises InputError `onnx-unreadable`."""
-    return Passes(Path(path), samples, threads) if samples else OnnxModel(Path(path), threads=threads)
+def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str = RUNTIME) -> Timeable:
+    """A folder with `model.onnx`, or with samples a graph's file. Raises InputError, see `open_graph`."""
+    return Passes(Path(path), samples, threads) if samples else _model(path, threads, runtime)
+
+
+def _model(folder: str, threads: int, runtime: str) -> OnnxModel:
+    return OnnxModel(Path(folder), threads=threads, own=runtime != RUNTIME)
 
 
 def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
@@ -209,8 +216,8 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
     threads = data["threads"]
     samples = samples_of(graph.file if graph else None)
     entries = []
-    for part in sides:
-        model = opened(part.path, samples, threads)
+    for part, runtime in zip(sides, (data["runtime"], RUNTIME), strict=True):
+        model = opened(part.path, samples, threads, runtime)
         found = _cost(model, part) if isinstance(model, OnnxModel) else _cost_of_graph(part, graph, samples)
         entries.append(TimedSide(model, found, part.subject))
     ours, theirs = entries
@@ -221,7 +228,7 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
     rows = measure(
         ours,
         theirs,
-        runtime=RUNTIME,
+        runtime=data["runtime"],
         settings=settings,
         device=machine.device(),
         versions=machine.versions(),
@@ -268,7 +275,7 @@ def _cost_of_graph(part: SpeedSide, graph: Samples | None, samples: Mapping[str,
 
 def _weigh(data: Mapping[str, Any], caller: child.Caller) -> None:
     before = _status("VmRSS")
-    model = OnnxModel(Path(data["folder"]), threads=data["threads"])
+    model = _model(data["folder"], data["threads"], data["runtime"])
     if model.decoder:
         new, context = 1, min(_CONTEXT, model.context - 1)
         model.decode(_BATCH, context)()

@@ -37,6 +37,7 @@ from quantkit.recipe import Gates, Recipe
 from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
+from quantkit.runtimes.onnxruntime.runtime import OnnxRuntime
 from quantkit.target import Target
 
 if TYPE_CHECKING:
@@ -112,7 +113,16 @@ def measure_bundle(
     looked = None if engine is None else inspect_engine.look(engine, bundle.manifest.layers)
     for note in () if engine is None else engine.notes:
         progress.note(note)
-    timed = speed and runtime == worth.RUNTIME and not network
+    reads_graph = isinstance(runner, OnnxRuntime)
+    if reads_graph and (why := runner.why_not_here()):
+        raise InputError(
+            "runtime-not-here",
+            where=f"--runtime {runtime}",
+            value=why,
+            rule="what is measured runs on this machine",
+            remedy=f"--runtime {worth.RUNTIME}",
+        )
+    timed = speed and reads_graph and not network
     if timed:
         from quantkit.measurement.timing.speed import demand
 
@@ -133,7 +143,7 @@ def measure_bundle(
     if timed or on_gpu:
         try:
             rows += (
-                _speed(bundle, against, chosen, progress)
+                _speed(bundle, against, chosen, progress, runtime)
                 if timed
                 else _on_gpu(engine, bundle, against, chosen, progress)
             )
@@ -274,7 +284,7 @@ def _renamed(row: Row, old: str, new: str) -> Row:
     return row.model_copy(update={"baseline": row.baseline.model_copy(update={"subject": new})})
 
 
-def _speed(bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progress) -> list[Row]:
+def _speed(bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progress, runtime: str) -> list[Row]:
     from quantkit.pipeline.baseline import float_onnx
 
     folder = ONNXRUNTIME.folder(bundle)
@@ -293,6 +303,7 @@ def _speed(bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progre
         worth.fitting(plan, context, bundle.manifest.model.kind),
         lambda share, words: progress.at("speed", share, words),
         baseline_format=against.format,
+        runtime=runtime,
     )
 
 

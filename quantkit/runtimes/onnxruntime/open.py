@@ -50,6 +50,7 @@ def open_graph(
     level: int | None = None,
     shown: Sequence[str] = (),
     way: Way | None = None,
+    own: bool = False,
 ) -> onnxruntime.InferenceSession:
     """A session.
 
@@ -59,10 +60,11 @@ def open_graph(
         level: accuracy level, instead of what the file says; with 0 all products are in float32.
         shown: values inside the graph that become outputs too.
         way: of a graph that multiplies in two ways, one alone; with level 0, or with `shown`, that of steps if None.
+        own: multiply weights of 4 bits by quantkit's own operators (`runtimes/quantkit_cpu`).
 
     Raises:
         MissingDependency: onnxruntime.
-        InputError: `onnx-unreadable`.
+        InputError: `onnx-unreadable`; with `own`, `compiler-missing`, `kernels-not-compiled`, `nothing-to-multiply`.
     """
     options = _options(threads, level)
     import onnxruntime
@@ -72,10 +74,16 @@ def open_graph(
         options.profile_file_prefix = str(Path(profile) / "run")
     what: str | bytes = str(path)
     try:
-        if level is not None or shown or way:
-            what = _changed(path, level, shown, way)
+        if own:
+            from quantkit.kernels.cpu.library import library
+
+            options.register_custom_ops_library(str(library()))
+        if level is not None or shown or way or own:
+            what = _changed(path, level, shown, way, own)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
         return onnxruntime.InferenceSession(what, options, providers=["CPUExecutionProvider"])
+    except InputError:
+        raise
     except Exception as problem:
         raise _unreadable(path, problem) from None
 
@@ -94,11 +102,12 @@ def _unreadable(path: Path, problem: Exception) -> InputError:
     )
 
 
-def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | None) -> bytes:
-    """The graph with another accuracy level, with more outputs, or with one way; its weights stay where they are."""
+def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | None, own: bool) -> bytes:
+    """The graph with another level, more outputs, one way or own operators; its weights stay where they are."""
     import onnx
 
     from quantkit.runtimes.onnxruntime.float_products import float_products
+    from quantkit.runtimes.onnxruntime.own_products import own_products
     from quantkit.runtimes.onnxruntime.ways import every_node, one_way
 
     model = onnx.load(str(path), load_external_data=False)
@@ -110,6 +119,14 @@ def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | Non
         for attribute in node.attribute:
             if attribute.name == "accuracy_level" and level is not None:
                 attribute.i = level
+    if own and not own_products(model):
+        raise InputError(
+            "nothing-to-multiply",
+            where=str(path),
+            value="no product of 4-bit weights at accuracy level 4",
+            rule="the operators of `quantkit_cpu` multiply these",
+            remedy="use the runtime `onnxruntime`, or compile with --recipe int4-cpu",
+        )
     given = {value.name for value in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown if name not in given)
     found: bytes = model.SerializeToString()

@@ -85,10 +85,11 @@ class OnnxModel:
         accuracy_level: of MatMulNBits, instead of what the file says; with 0 no input of a product is rounded.
         shown: values inside the graph that the session gives as outputs too.
         way: of a graph that multiplies in two ways, one alone; with level 0, or with `shown`, that of steps if None.
+        own: with quantkit's own products; see `own_products`.
 
     Raises:
         MissingDependency: onnxruntime.
-        InputError: `onnx-unreadable`.
+        InputError: those of `open_graph`.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class OnnxModel:
         accuracy_level: int | None = None,
         shown: Sequence[str] = (),
         way: Way | None = None,
+        own: bool = False,
     ) -> None:
         self.folder = folder
         self.threads = threads or machine.cores()
@@ -109,13 +111,15 @@ class OnnxModel:
         )
         place = self._profile.name if self._profile else None
         self.session = open_graph(
-            folder / MODEL, self.threads, profile=place, level=accuracy_level, shown=shown, way=way
+            folder / MODEL, self.threads, profile=place, level=accuracy_level, shown=shown, way=way, own=own
         )
         # inputs with a value of their own, such as `logits_to_keep`, are listed apart
         given = (*self.session.get_inputs(), *self.session.get_overridable_initializers())
         self.inputs = {value.name: value for value in given}
         self.outputs = [value.name for value in self.session.get_outputs()]
         self.meta = dict(self.session.get_modelmeta().custom_metadata_map)
+        if own:  # with one way left
+            self.meta = {name: value for name, value in self.meta.items() if name not in (PROMPT_BYTES, ROWS)}
 
     @property
     def settings(self) -> dict[str, Any]:

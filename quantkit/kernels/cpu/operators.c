@@ -1,0 +1,308 @@
+/* Operators for ONNX Runtime around the products, in domain `quantkit`:
+ *
+ *   Product    y = (x + skip, normed by gamma) · wᵀ + bias
+ *   GatedMlp   y = (activation(n · gateᵀ) * (n · upᵀ)) · downᵀ        n = (x + skip, normed by gamma)
+ *
+ * skip, gamma and bias may be left out; the second output is x + skip. Weights, scales and zero points are those of
+ * com.microsoft MatMulNBits, and are packed anew when a session opens. */
+#include "ort.h"
+#include "products.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CALL(api, type, place) ((type)(api)->functions[place])
+#define GUARD(call)                       \
+    do {                                  \
+        OrtStatus *failed = (call);       \
+        if (failed) return failed;        \
+    } while (0)
+
+typedef OrtStatus *(*Status)(int, const char *);
+typedef OrtStatus *(*GetInput)(const OrtContext *, size_t, const OrtValue **);
+typedef OrtStatus *(*GetOutput)(OrtContext *, size_t, const int64_t *, size_t, OrtValue **);
+typedef OrtStatus *(*GetData)(const OrtValue *, void **);
+typedef OrtStatus *(*GetShape)(const OrtValue *, OrtShape **);
+typedef OrtStatus *(*GetCount)(const OrtShape *, size_t *);
+typedef OrtStatus *(*GetSizes)(const OrtShape *, int64_t *, size_t);
+typedef void (*Release)(OrtShape *);
+typedef OrtStatus *(*GetInt)(const OrtInfo *, const char *, int64_t *);
+typedef OrtStatus *(*GetFloat)(const OrtInfo *, const char *, float *);
+typedef OrtStatus *(*GetConstant)(const OrtInfo *, size_t, int *, const OrtValue **);
+typedef OrtStatus *(*Parallel)(const OrtContext *, void (*)(void *, size_t), size_t, size_t, void *);
+
+#define MOST_DIMENSIONS 8
+#define STRIP 32 /* rows that are activated before others are multiplied */
+enum { SILU, GELU };
+enum { X, SKIP, GAMMA, BIAS, WEIGHTS };
+
+typedef struct {
+    const OrtApi *api;
+    int gated;
+    int64_t activation; /* SILU or GELU (by tanh) */
+    float epsilon;
+    Weight first, second;
+} Kernel;
+
+typedef struct {
+    const Kernel *kernel;
+    const Weight *weight;
+    Inputs *inputs;
+    int64_t columns;
+    const float *x, *skip, *gamma, *bias;
+    float *sum, *out;
+} Work;
+
+static OrtStatus *fail(const OrtApi *api, const char *why) { return CALL(api, Status, CREATE_STATUS)(1, why); }
+
+static OrtStatus *data_of(const OrtApi *api, const OrtValue *value, void **data) {
+    return CALL(api, GetData, TENSOR_DATA)(value, data);
+}
+
+/* A weight from three constant inputs; the third may be left out. */
+static OrtStatus *weight_of(const OrtApi *api, const OrtInfo *info, size_t at, const char *names[3], Weight *weight) {
+    int64_t sizes[3];
+    for (int i = 0; i < 3; i++) GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, names[i], &sizes[i]));
+    void *parts[3] = {NULL, NULL, NULL};
+    for (size_t i = 0; i < 3; i++) {
+        const OrtValue *value = NULL;
+        int constant = 0;
+        OrtStatus *missing = CALL(api, GetConstant, CONSTANT_INPUT)(info, at + i, &constant, &value);
+        if (missing) {
+            if (i < 2) return missing;
+            CALL(api, void (*)(OrtStatus *), RELEASE_STATUS)(missing);
+        } else if (constant && value)
+            GUARD(data_of(api, value, &parts[i]));
+    }
+    if (!parts[0] || !parts[1]) return fail(api, "a weight of a quantkit operator is no constant");
+    if (weight_pack(weight, sizes[0], sizes[1], sizes[2], parts[0], parts[1], parts[2]))
+        return fail(api, "no memory for a weight");
+    return NULL;
+}
+
+static void destroy(void *given) {
+    Kernel *kernel = given;
+    weight_free(&kernel->first);
+    weight_free(&kernel->second);
+    free(kernel);
+}
+
+static OrtStatus *create(const OrtApi *api, const OrtInfo *info, int gated, void **made) {
+    Kernel *kernel = calloc(1, sizeof(Kernel));
+    if (!kernel) return fail(api, "no memory");
+    kernel->api = api;
+    kernel->gated = gated;
+    const char *first[] = {"rows", "columns", "group"}, *second[] = {"rows_after", "columns_after", "group_after"};
+    OrtStatus *status = CALL(api, GetFloat, ATTRIBUTE_FLOAT)(info, "epsilon", &kernel->epsilon);
+    if (!status) status = weight_of(api, info, WEIGHTS, first, &kernel->first);
+    if (!status && gated) status = weight_of(api, info, WEIGHTS + 3, second, &kernel->second);
+    if (!status && gated) status = CALL(api, GetInt, ATTRIBUTE_INT)(info, "activation", &kernel->activation);
+    if (status) {
+        destroy(kernel);
+        return status;
+    }
+    *made = kernel;
+    return NULL;
+}
+
+static OrtStatus *create_product(const OrtCustomOp *op, const OrtApi *api, const OrtInfo *info, void **made) {
+    (void)op;
+    return create(api, info, 0, made);
+}
+
+static OrtStatus *create_gated(const OrtCustomOp *op, const OrtApi *api, const OrtInfo *info, void **made) {
+    (void)op;
+    return create(api, info, 1, made);
+}
+
+/* Add, norm and round one row. */
+static void prepare(void *given, size_t row) {
+    const Work *work = given;
+    const int64_t columns = work->columns, group = work->weight->group;
+    const float *x = work->x + (int64_t)row * columns;
+    float room[columns];
+    if (work->skip) {
+        const float *skip = work->skip + (int64_t)row * columns;
+        float *sum = work->sum ? work->sum + (int64_t)row * columns : room;
+        for (int64_t k = 0; k < columns; k++) sum[k] = x[k] + skip[k];
+        x = sum;
+    }
+    if (work->gamma) {
+        float squares = 0;
+        for (int64_t k = 0; k < columns; k++) squares += x[k] * x[k];
+        float by = 1 / sqrtf(squares / (float)columns + work->kernel->epsilon);
+        for (int64_t k = 0; k < columns; k++) room[k] = x[k] * by * work->gamma[k];
+        x = room;
+    }
+    inputs_round(work->inputs, (int64_t)row, columns, group, x);
+}
+
+static void product(void *given, size_t pair) {
+    const Work *work = given;
+    const Weight *weight = work->weight;
+    multiply(weight, work->inputs, (int64_t)pair, 0, work->inputs->rows, work->out + pair * 2 * TILE, (size_t)weight->rows);
+    if (!work->bias) return;
+    int64_t from = (int64_t)pair * 2 * TILE, to = from + 2 * TILE < weight->rows ? from + 2 * TILE : weight->rows;
+    for (int64_t m = 0; m < work->inputs->rows; m++)
+        for (int64_t n = from; n < to; n++) work->out[m * weight->rows + n] += work->bias[n];
+}
+
+/* e^x, relative error 2e-7, in a form that compilers make vectors of (Cephes, expf). */
+static inline float exponential(float x) {
+    x = x < -87 ? -87 : x > 88 ? 88 : x; /* what is no number stays so */
+    float whole = rintf(x * 1.44269504f), rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float found = 1.9875691500e-4f;
+    found = found * rest + 1.3981999507e-3f;
+    found = found * rest + 8.3334519073e-3f;
+    found = found * rest + 4.1665795894e-2f;
+    found = found * rest + 1.6666665459e-1f;
+    found = found * rest + 5.0000001201e-1f;
+    found = found * rest * rest + rest + 1;
+    int32_t bits = ((int32_t)whole + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return found * power;
+}
+
+/* Gate and up are rows 0 … H - 1 and H … 2 H - 1 of the first weight; out [rows, H]. */
+static void gated(void *given, size_t part) {
+    const Work *work = given;
+    const Weight *weight = work->weight;
+    const int64_t half = weight->rows / 2, rows = work->inputs->rows;
+    float gate[STRIP * 2 * TILE], up[STRIP * 2 * TILE];
+    for (int64_t row = 0; row < rows; row += STRIP) {
+        const int64_t end = row + STRIP < rows ? row + STRIP : rows;
+        multiply(weight, work->inputs, (int64_t)part, row, end, gate, 2 * TILE);
+        multiply(weight, work->inputs, (int64_t)part + half / (2 * TILE), row, end, up, 2 * TILE);
+        const int64_t count = (end - row) * 2 * TILE;
+        if (work->kernel->activation == SILU)
+            for (int64_t i = 0; i < count; i++) gate[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+        else
+            for (int64_t i = 0; i < count; i++) {
+                float inner = 1.5957691216f * (gate[i] + 0.044715f * gate[i] * gate[i] * gate[i]);
+                gate[i] = gate[i] / (1 + exponential(-inner)) * up[i];
+            }
+        for (int64_t m = row; m < end; m++)
+            memcpy(work->out + m * half + (int64_t)part * 2 * TILE, gate + (m - row) * 2 * TILE, 2 * TILE * sizeof(float));
+    }
+}
+
+static void between(void *given, size_t row) {
+    const Work *work = given;
+    inputs_round(work->inputs, (int64_t)row, work->columns, work->weight->group, work->x + (int64_t)row * work->columns);
+}
+
+static OrtStatus *run(const Work *work, const OrtContext *context, void (*step)(void *, size_t), int64_t count) {
+    if (count == 1) {
+        step((void *)work, 0);
+        return NULL;
+    }
+    return CALL(work->kernel->api, Parallel, PARALLEL_FOR)(context, step, (size_t)count, 0, (void *)work);
+}
+
+static OrtStatus *compute(void *given, OrtContext *context) {
+    const Kernel *kernel = given;
+    const OrtApi *api = kernel->api;
+    void *inputs[4] = {NULL, NULL, NULL, NULL};
+    int64_t sizes[MOST_DIMENSIONS];
+    size_t count = 0;
+    for (size_t i = 0; i < 4; i++) {
+        const OrtValue *value = NULL;
+        GUARD(CALL(api, GetInput, INPUT)(context, i, &value));
+        if (!value) continue;
+        GUARD(data_of(api, value, &inputs[i]));
+        if (i) continue;
+        OrtShape *shape = NULL;
+        GUARD(CALL(api, GetShape, TYPE_AND_SHAPE)(value, &shape));
+        OrtStatus *status = CALL(api, GetCount, DIMENSIONS_COUNT)(shape, &count);
+        if (!status && count <= MOST_DIMENSIONS) status = CALL(api, GetSizes, DIMENSIONS)(shape, sizes, count);
+        CALL(api, Release, RELEASE_SHAPE)(shape);
+        if (status) return status;
+    }
+    if (count == 0 || count > MOST_DIMENSIONS) return fail(api, "inputs of a quantkit operator have 1 to 8 dimensions");
+    const int64_t columns = sizes[count - 1];
+    if (columns != kernel->first.columns) return fail(api, "inputs and weight differ in their columns");
+    int64_t rows = 1;
+    for (size_t i = 0; i + 1 < count; i++) rows *= sizes[i];
+    void *sum = NULL, *out = NULL;
+    OrtValue *made = NULL;
+    if (inputs[SKIP]) {
+        GUARD(CALL(api, GetOutput, OUTPUT)(context, 1, sizes, count, &made));
+        if (made) GUARD(data_of(api, made, &sum));
+    }
+    const Weight *last = kernel->gated ? &kernel->second : &kernel->first;
+    sizes[count - 1] = last->rows;
+    GUARD(CALL(api, GetOutput, OUTPUT)(context, 0, sizes, count, &made));
+    GUARD(data_of(api, made, &out));
+    if (rows == 0) return NULL;
+
+    Inputs rounded, inner;
+    if (inputs_make(&rounded, rows, &kernel->first)) return fail(api, "no memory for rounded inputs");
+    Work work = {kernel, &kernel->first, &rounded, columns, inputs[X], inputs[SKIP], inputs[GAMMA], inputs[BIAS], sum,
+                 out};
+    OrtStatus *status = run(&work, context, prepare, rows);
+    if (!kernel->gated) {
+        if (!status) status = run(&work, context, product, pairs(&kernel->first));
+        inputs_free(&rounded);
+        return status;
+    }
+    const int64_t both = kernel->first.rows;
+    float *hidden = malloc((size_t)(rows * both / 2) * sizeof(float));
+    if (!hidden || inputs_make(&inner, rows, &kernel->second)) {
+        free(hidden);
+        inputs_free(&rounded);
+        return status ? status : fail(api, "no memory for a hidden layer");
+    }
+    work.out = hidden;
+    if (!status) status = run(&work, context, gated, both / 2 / (2 * TILE));
+    Work after = {kernel, &kernel->second, &inner, both / 2, hidden, NULL, NULL, inputs[BIAS], NULL, out};
+    if (!status) status = run(&after, context, between, rows);
+    if (!status) status = run(&after, context, product, pairs(&kernel->second));
+    inputs_free(&inner);
+    free(hidden);
+    inputs_free(&rounded);
+    return status;
+}
+
+static const char *product_name(const OrtCustomOp *op) { (void)op; return "Product"; }
+static const char *gated_name(const OrtCustomOp *op) { (void)op; return "GatedMlp"; }
+static const char *provider(const OrtCustomOp *op) { (void)op; return "CPUExecutionProvider"; }
+static size_t seven(const OrtCustomOp *op) { (void)op; return WEIGHTS + 3; }
+static size_t ten(const OrtCustomOp *op) { (void)op; return WEIGHTS + 6; }
+static size_t two(const OrtCustomOp *op) { (void)op; return 2; }
+/* FLOAT is 1, UINT8 is 2: codes and zero points are bytes */
+static int input_type(const OrtCustomOp *op, size_t i) { (void)op; return i < WEIGHTS || (i - WEIGHTS) % 3 == 1 ? 1 : 2; }
+static int output_type(const OrtCustomOp *op, size_t i) { (void)op; (void)i; return 1; }
+static int input_kind(const OrtCustomOp *op, size_t i) {
+    (void)op;
+    return (i > X && i < WEIGHTS) || (i >= WEIGHTS && (i - WEIGHTS) % 3 == 2);
+}
+static int output_kind(const OrtCustomOp *op, size_t i) { (void)op; return i == 1; }
+static int memory(const OrtCustomOp *op, size_t i) { (void)op; (void)i; return 0; }
+static int one(const OrtCustomOp *op) { (void)op; return 1; }
+static int any_version(const OrtCustomOp *op) { (void)op; return INT32_MAX; }
+
+#define OPERATOR(name_, count_, create_)                                                                        \
+    {                                                                                                           \
+        .version = ORT_VERSION, .name = name_, .provider = provider, .input_type = input_type, .inputs = count_, \
+        .output_type = output_type, .outputs = two, .destroy = destroy, .input_kind = input_kind,               \
+        .output_kind = output_kind, .input_memory = memory, .input_arity = one, .input_alike = one,             \
+        .output_arity = one, .output_alike = one, .create_v2 = create_, .compute_v2 = compute,                  \
+        .first_version = one, .last_version = any_version,                                                      \
+    }
+
+static const OrtCustomOp operators[] = {
+    OPERATOR(product_name, seven, create_product),
+    OPERATOR(gated_name, ten, create_gated),
+};
+
+__attribute__((visibility("default"))) OrtStatus *RegisterCustomOps(OrtOptions *options, const OrtApiBase *base) {
+    const OrtApi *api = base->api(ORT_VERSION);
+    if (!api) return NULL;
+    OrtDomain *domain = NULL;
+    GUARD(CALL(api, OrtStatus * (*)(const char *, OrtDomain **), CREATE_DOMAIN)("quantkit", &domain));
+    for (size_t i = 0; i < sizeof operators / sizeof *operators; i++)
+        GUARD(CALL(api, OrtStatus * (*)(OrtDomain *, const OrtCustomOp *), DOMAIN_ADD)(domain, &operators[i]));
+    return CALL(api, OrtStatus * (*)(OrtOptions *, OrtDomain *), ADD_DOMAIN)(options, domain);
+}

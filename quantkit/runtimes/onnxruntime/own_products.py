@@ -1,0 +1,162 @@
+"""A graph whose 4-bit products, and what stands around them, are quantkit's own operators.
+
+    SkipSimplifiedLayerNormalization, MatMulNBits, Add of a bias                          one Product
+    the same, Split into gate and up, SiLU or GELU, Mul, MatMulNBits                      one GatedMlp
+
+The weights are those of the file, where they are. What does not look like this stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quantkit.runtimes.onnxruntime.ways import one_way
+
+if TYPE_CHECKING:
+    import onnx
+
+DOMAIN = "quantkit"
+PRODUCT, GATED_MLP = "Product", "GatedMlp"
+SILU, GELU = 0, 1
+# rows of a weight that a kernel multiplies at once: gate and up begin at one of them
+_PAIR = 32
+
+
+@dataclass
+class _Replaced:
+    """What takes the place of some nodes."""
+
+    skip: str = ""
+    gamma: str = ""
+    bias: str = ""
+    epsilon: float = 0.0
+    total: str = ""
+    weights: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+class _Graph:
+    """Who makes a value and who reads it."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.made = {name: node for node in graph.node for name in node.output if name}
+        self.read: dict[str, list[Any]] = defaultdict(list)
+        for node in graph.node:
+            for name in node.input:
+                self.read[name].append(node)
+        for output in graph.output:
+            self.read[output.name].append(None)
+        self.sizes = {value.name: tuple(value.dims) for value in graph.initializer}
+
+    def after(self, name: str, *kinds: str) -> Any:
+        """The only node that reads a value, if it is of one of these kinds."""
+        readers = self.read[name]
+        return readers[0] if len(readers) == 1 and readers[0] is not None and readers[0].op_type in kinds else None
+
+    def bias(self, node: Any, size: int) -> tuple[Any, str]:
+        """The addition of a constant [size] behind a node, and the constant."""
+        added = self.after(node.output[0], "Add")
+        names = [name for name in added.input if name != node.output[0]] if added is not None else []
+        return (added, names[0]) if names and self.sizes.get(names[0]) == (size,) else (None, "")
+
+    def gated(self, node: Any) -> list[Any]:
+        """Split, the activation and the product of its halves behind a node, and the product [down] after them."""
+        split = self.after(node.output[0], "Split")
+        if split is None or len(split.output) != 2:
+            return []
+        gate, up = split.output
+        readers = self.read[gate]
+        if None in readers:
+            return []
+        if [reader.op_type for reader in readers] == ["Gelu"] and _attribute(readers[0], "approximate") == b"tanh":
+            activation = [readers[0]]
+        elif sorted(reader.op_type for reader in readers) == ["Mul", "Sigmoid"]:
+            sigmoid, silu = sorted(readers, key=lambda reader: str(reader.op_type), reverse=True)
+            if self.after(sigmoid.output[0], "Mul") is not silu:
+                return []
+            activation = [sigmoid, silu]
+        else:
+            return []
+        product = self.after(activation[-1].output[0], "Mul")
+        if product is None or set(product.input) != {activation[-1].output[0], up} or len(self.read[up]) != 1:
+            return []
+        down = self.after(product.output[0], "MatMulNBits")
+        return [split, *activation, product, down] if down is not None and _takes(down) else []
+
+
+def _attribute(node: Any, name: str, otherwise: Any = None) -> Any:
+    from onnx import helper
+
+    return next((helper.get_attribute_value(each) for each in node.attribute if each.name == name), otherwise)
+
+
+def _takes(node: Any) -> bool:
+    """A product in 4 bits whose inputs are rounded, without a bias or an order of its own."""
+    whole = _attribute(node, "bits", 4) == 4 and _attribute(node, "accuracy_level", 0) == 4
+    return bool(node.op_type == "MatMulNBits" and whole and len(node.input) <= 4)
+
+
+def own_products(model: onnx.ModelProto) -> int:
+    """Put the operators in place; of a graph that multiplies in two ways, only the codes of 4 bits are left.
+
+    Returns:
+        how many there are now; with none the graph is as it was but for that.
+    """
+    from onnx import helper
+
+    one_way(model, "steps")
+    graph = _Graph(model.graph)
+    gone: set[int] = set()
+    made: dict[int, Any] = {}
+    for node in model.graph.node:
+        if id(node) in gone or not _takes(node):
+            continue
+        found, nodes = _Replaced(), [node]
+        _weight(found, node, "")
+        before = graph.made.get(node.input[0])
+        if before is not None and graph.after(node.input[0], "MatMulNBits") is node and _is_norm(before):
+            nodes.append(before)
+            x, found.skip, found.gamma = before.input
+            found.epsilon = float(_attribute(before, "epsilon", 1e-5))
+            found.total = before.output[3] if len(before.output) > 3 else ""
+        else:
+            x = node.input[0]
+        behind = graph.gated(node) if found.sizes["rows"] % (2 * _PAIR) == 0 else []
+        if behind:
+            _weight(found, behind[-1], "_after")
+            found.sizes["activation"] = GELU if behind[1].op_type == "Gelu" else SILU
+            nodes += behind
+        last = behind[-1] if behind else node
+        added, found.bias = graph.bias(last, found.sizes["rows_after" if behind else "rows"])
+        if added is not None:
+            nodes.append(added)
+            last = added
+        made[id(node)] = helper.make_node(
+            GATED_MLP if behind else PRODUCT,
+            [x, found.skip, found.gamma, found.bias, *found.weights],
+            [last.output[0], *([found.total] if found.total else [])],
+            name=f"{last.output[0]}/own",
+            domain=DOMAIN,
+            epsilon=found.epsilon,
+            **found.sizes,
+        )
+        gone |= {id(each) for each in nodes}
+    # at the place of its first product, where all that it reads is there already
+    kept = [made.get(id(node), node) for node in model.graph.node if id(node) in made or id(node) not in gone]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    return len(made)
+
+
+def _is_norm(node: Any) -> bool:
+    """The norm of a sum, whose sum at most is read besides."""
+    return node.op_type == "SkipSimplifiedLayerNormalization" and len(node.input) == 3 and not any(node.output[1:3])
+
+
+def _weight(found: _Replaced, node: Any, which: str) -> None:
+    found.weights += [*node.input[1:], *[""] * (4 - len(node.input))]
+    for name, theirs in (("rows", "N"), ("columns", "K"), ("group", "block_size")):
+        found.sizes[name + which] = int(_attribute(node, theirs))

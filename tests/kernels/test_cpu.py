@@ -1,0 +1,193 @@
+"""Operators for CPUs: against ONNX Runtime's own nodes, and against the arithmetic written out in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from quantkit import machine
+from quantkit.errors import InputError
+from quantkit.kernels.cpu import library
+
+Array = NDArray[Any]
+
+pytestmark = pytest.mark.skipif(library._compiler() is None, reason="no C compiler is installed")
+
+
+@pytest.fixture(params=["native", "portable"])
+def compiled(request: pytest.FixtureRequest) -> Path:
+    """The library for this processor, and the one that any has."""
+    return library.library() if request.param == "native" else library.library(())
+
+
+class Weight:
+    """A random weight [rows, columns] as MatMulNBits stores it."""
+
+    def __init__(
+        self, rows: int, columns: int, group: int, *, seed: int, zeros: bool = True, half: bool = True
+    ) -> None:
+        draw = np.random.default_rng(seed)
+        self.rows, self.columns, self.group = rows, columns, group
+        groups = -(-columns // group)
+        self.codes = draw.integers(0, 16, (rows, groups * group))
+        self.zero = draw.integers(0, 16, (rows, groups)) if zeros else np.full((rows, groups), 8)
+        self.scale = draw.uniform(0.001, 0.02, (rows, groups)).astype(np.float16 if half else np.float32)
+        packed = (self.codes[:, ::2] | self.codes[:, 1::2] << 4).astype(np.uint8)
+        wide = np.pad(self.zero, ((0, 0), (0, groups % 2)))
+        self.parts = [packed.reshape(rows, groups, group // 2), self.scale.astype(np.float32)]
+        self.parts += [(wide[:, ::2] | wide[:, 1::2] << 4).astype(np.uint8)] if zeros else []
+
+    def times(self, x: Array) -> Array:
+        """x @ weightᵀ in float64, x rounded to 8 bits in groups, as level 4 rounds it."""
+        groups = self.zero.shape[1]
+        wide = np.pad(x.astype(np.float64), ((0, 0), (0, groups * self.group - self.columns)))
+        parts = wide.reshape(len(x), groups, self.group)
+        step = np.abs(parts).max(axis=2, keepdims=True) / 127
+        rounded = np.rint(parts / np.where(step, step, 1)) * step
+        weight = (self.codes.reshape(self.rows, groups, -1) - self.zero[..., None]) * self.scale[..., None].astype(
+            float
+        )
+        return np.einsum("mgk,ngk->mn", rounded, weight)
+
+
+def session(node: onnx.NodeProto, constants: dict[str, Array], inputs: dict[str, Array], lib: Path | None) -> Any:
+    floats = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inputs]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in node.output if name]
+    stored = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph([node], "one", floats, outputs, stored)
+    domains = [
+        helper.make_opsetid(name, version) for name, version in (("", 21), ("com.microsoft", 1), ("quantkit", 1))
+    ]
+    model = helper.make_model(graph, opset_imports=domains, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 2
+    if lib is not None:
+        options.register_custom_ops_library(str(lib))
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run(
+    kind: str, weights: Sequence[Weight], lib: Path | None, x: Array, outputs: Sequence[str] = ("y",), **beside: Array
+) -> list[Array]:
+    """A node `Product` or `GatedMlp`."""
+    names, constants, sizes = [], {}, {}
+    for at, weight in enumerate(weights):
+        after = "_after" if at else ""
+        sizes |= {f"rows{after}": weight.rows, f"columns{after}": weight.columns, f"group{after}": weight.group}
+        given = {f"{part}{at}": array for part, array in zip(("codes", "scales", "zeros"), weight.parts, strict=False)}
+        constants |= given
+        names += [*given, *[""] * (3 - len(given))]
+    if kind == "GatedMlp":
+        sizes["activation"] = int(beside.pop("activation"))
+    given = {name: beside[name] for name in ("skip", "gamma", "bias") if name in beside}
+    node = helper.make_node(
+        kind,
+        ["x", *(name if name in given else "" for name in ("skip", "gamma", "bias")), *names],
+        list(outputs),
+        domain="quantkit",
+        epsilon=1e-5,
+        **sizes,
+    )
+    feeds = {"x": x, **given}
+    found: list[Array] = session(node, constants, feeds, lib).run(None, feeds)
+    return found
+
+
+def close(found: Array, expected: Array) -> bool:
+    return float(np.abs(found - expected).max()) <= 2e-5 * float(np.abs(expected).max())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 21])
+@pytest.mark.parametrize(
+    ("height", "columns", "group", "zeros", "half"),
+    [(96, 192, 64, True, True), (33, 160, 32, True, False), (50, 100, 16, False, True), (16, 256, 128, False, False)],
+)
+def test_a_product_is_what_its_rounded_inputs_give(
+    compiled: Path, rows: int, height: int, columns: int, group: int, zeros: bool, half: bool
+) -> None:
+    weight = Weight(height, columns, group, seed=rows, zeros=zeros, half=half)
+    x = np.random.default_rng(7).normal(size=(rows, columns)).astype(np.float32)
+    (found,) = run("Product", [weight], compiled, x)
+    assert close(found, weight.times(x))
+
+
+@pytest.mark.skipif("avx512_vnni" not in machine.isa_features(), reason="level 4 rounds otherwise elsewhere")
+def test_a_product_is_that_of_matmulnbits(compiled: Path) -> None:
+    weight = Weight(96, 192, 64, seed=3)
+    x = np.random.default_rng(7).normal(size=(5, 192)).astype(np.float32)
+    names = ["codes", "scales", "zeros"]
+    node = helper.make_node(
+        "MatMulNBits",
+        ["x", *names],
+        ["y"],
+        domain="com.microsoft",
+        K=192,
+        N=96,
+        bits=4,
+        block_size=64,
+        accuracy_level=4,
+    )
+    (theirs,) = session(node, dict(zip(names, weight.parts, strict=True)), {"x": x}, None).run(None, {"x": x})
+    assert close(run("Product", [weight], compiled, x)[0], theirs)
+
+
+def test_sum_norm_and_bias_are_part_of_a_product(compiled: Path) -> None:
+    draw = np.random.default_rng(5)
+    weight = Weight(40, 96, 32, seed=5)
+    x, skip = draw.normal(size=(2, 2, 3, 96)).astype(np.float32)
+    gamma, bias = draw.normal(size=96).astype(np.float32), draw.normal(size=40).astype(np.float32)
+    y, total = run("Product", [weight], compiled, x, ("y", "sum"), skip=skip, gamma=gamma, bias=bias)
+    assert np.array_equal(total, x + skip)
+    wide = (x.astype(float) + skip).reshape(6, 96)
+    normed = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * gamma
+    # a code may fall to the other side of a half
+    assert np.abs(y.reshape(6, 40) - (weight.times(normed) + bias)).max() < 0.02
+    (alone,) = run("Product", [weight], compiled, x, skip=skip, gamma=gamma, bias=bias)
+    assert np.array_equal(alone, y)
+
+
+@pytest.mark.parametrize("activation", [0, 1])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_gated_mlp(compiled: Path, activation: int, rows: int) -> None:
+    first, second = Weight(128, 96, 32, seed=1), Weight(48, 64, 32, seed=2)
+    x = 20 * np.random.default_rng(7).normal(size=(rows, 96)).astype(np.float32)
+    x[1:2] = 0
+    (found,) = run("GatedMlp", [first, second], compiled, x, activation=np.array(activation))
+    gate, up = np.split(first.times(x), 2, axis=1)
+    inner = gate if activation == 0 else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    hidden = gate / (1 + np.exp(-np.clip(inner, -80, 80))) * up
+    expected = second.times(hidden.astype(np.float32))
+    assert np.abs(found - expected).max() < 1e-2 * np.abs(expected).max()
+    assert np.all(found[1:2] == 0)
+
+
+def test_what_is_no_number_stays_so(compiled: Path) -> None:
+    weight = Weight(40, 96, 32, seed=5)
+    x = np.ones((3, 96), np.float32)
+    x[1, 40], x[2, 1] = np.nan, np.inf
+    (found,) = run("Product", [weight], compiled, x)
+    assert np.isfinite(found[0]).all() and np.isnan(found[1]).all() and not np.isfinite(found[2]).any()
+
+
+def test_no_rows_give_none(compiled: Path) -> None:
+    (found,) = run("Product", [Weight(40, 96, 32, seed=5)], compiled, np.zeros((0, 96), np.float32))
+    assert found.shape == (0, 40)
+
+
+def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'error: no' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match="kernels-not-compiled") as met:
+        library.library()
+    assert "error: no" in met.value.line() and not list((tmp_path / "cache").rglob("*.so"))
