@@ -14,8 +14,8 @@ from quantkit import machine
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
 
-_SOURCES = ("operators.c", "products.c")
-_HEADERS = ("ort.h", "products.h")
+_SOURCES = ("operators.c", "products.c", "attention.c")
+_HEADERS = ("ort.h", "products.h", "attention.h", "exponential.h")
 # sums may be taken in another order, as vectors do; what is no number stays so
 _FLAGS = (
     *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden"),

@@ -2,9 +2,12 @@
  *
  *   Product    y = (x + skip, normed by gamma) · wᵀ + bias
  *   GatedMlp   y = (activation(n · gateᵀ) * (n · upᵀ)) · downᵀ        n = (x + skip, normed by gamma)
+ *   Attention  com.microsoft GroupQueryAttention of one length for all sequences; see attention.h
  *
  * skip, gamma and bias may be left out; the second output is x + skip. Weights, scales and zero points are those of
  * com.microsoft MatMulNBits, and are packed anew when a session opens. */
+#include "attention.h"
+#include "exponential.h"
 #include "ort.h"
 #include "products.h"
 
@@ -148,23 +151,6 @@ static void product(void *given, size_t pair) {
         for (int64_t n = from; n < to; n++) work->out[m * weight->rows + n] += work->bias[n];
 }
 
-/* e^x, relative error 2e-7, in a form that compilers make vectors of (Cephes, expf). */
-static inline float exponential(float x) {
-    x = x < -87 ? -87 : x > 88 ? 88 : x; /* what is no number stays so */
-    float whole = rintf(x * 1.44269504f), rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    float found = 1.9875691500e-4f;
-    found = found * rest + 1.3981999507e-3f;
-    found = found * rest + 8.3334519073e-3f;
-    found = found * rest + 4.1665795894e-2f;
-    found = found * rest + 1.6666665459e-1f;
-    found = found * rest + 5.0000001201e-1f;
-    found = found * rest * rest + rest + 1;
-    int32_t bits = ((int32_t)whole + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return found * power;
-}
-
 /* Gate and up are rows 0 … H - 1 and H … 2 H - 1 of the first weight; out [rows, H]. */
 static void gated(void *given, size_t part) {
     const Work *work = given;
@@ -265,6 +251,139 @@ static OrtStatus *compute(void *given, OrtContext *context) {
     return status;
 }
 
+/* --- attention ---------------------------------------------------------------------------------------------------- */
+
+enum { Q, K, V, PAST_KEYS, PAST_VALUES, TOTAL, COS, SIN, SCORE_BIAS, ATTENTION_INPUTS };
+
+typedef struct {
+    const OrtApi *api;
+    int64_t heads, kv_heads, window;
+    float scale;
+} AttentionKernel;
+
+static OrtStatus *create_attention(const OrtCustomOp *op, const OrtApi *api, const OrtInfo *info, void **made) {
+    (void)op;
+    AttentionKernel found = {.api = api};
+    GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, "heads", &found.heads));
+    GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, "kv_heads", &found.kv_heads));
+    GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, "window", &found.window));
+    GUARD(CALL(api, GetFloat, ATTRIBUTE_FLOAT)(info, "scale", &found.scale));
+    if (found.heads < 1 || found.kv_heads < 1 || found.heads % found.kv_heads)
+        return fail(api, "heads of an Attention are no multiple of those of its keys");
+    AttentionKernel *kernel = malloc(sizeof found);
+    if (!kernel) return fail(api, "no memory");
+    *kernel = found;
+    *made = kernel;
+    return NULL;
+}
+
+typedef struct {
+    const Attention *attention;
+    int failed;
+} AttentionWork;
+
+static void turn_row(void *given, size_t row) { attention_turn(((AttentionWork *)given)->attention, (int64_t)row); }
+static void turn_tile(void *given, size_t tile) { attention_tile(((AttentionWork *)given)->attention, (int64_t)tile); }
+static void attend(void *given, size_t part) {
+    AttentionWork *work = given;
+    if (attention_part(work->attention, (int64_t)part)) work->failed = 1;
+}
+
+static OrtStatus *each(const OrtApi *api, const OrtContext *context, void (*step)(void *, size_t), int64_t count,
+                       AttentionWork *work) {
+    if (count == 0) return NULL;
+    if (count == 1) {
+        step(work, 0);
+        return NULL;
+    }
+    return CALL(api, Parallel, PARALLEL_FOR)(context, step, (size_t)count, 0, work);
+}
+
+static OrtStatus *shape_of(const OrtApi *api, const OrtValue *value, size_t dimensions, int64_t *sizes) {
+    OrtShape *shape = NULL;
+    size_t count = 0;
+    GUARD(CALL(api, GetShape, TYPE_AND_SHAPE)(value, &shape));
+    OrtStatus *status = CALL(api, GetCount, DIMENSIONS_COUNT)(shape, &count);
+    if (!status && count != dimensions) status = fail(api, "an input of an Attention has another number of dimensions");
+    if (!status) status = CALL(api, GetSizes, DIMENSIONS)(shape, sizes, count);
+    CALL(api, Release, RELEASE_SHAPE)(shape);
+    return status;
+}
+
+static OrtStatus *compute_attention(void *given, OrtContext *context) {
+    const AttentionKernel *kernel = given;
+    const OrtApi *api = kernel->api;
+    const OrtValue *values[ATTENTION_INPUTS] = {NULL};
+    void *data[ATTENTION_INPUTS] = {NULL};
+    for (size_t i = 0; i < ATTENTION_INPUTS; i++) {
+        GUARD(CALL(api, GetInput, INPUT)(context, i, &values[i]));
+        if (values[i]) GUARD(data_of(api, values[i], &data[i]));
+    }
+    int64_t q[3], cache[4], table[2] = {0, 0}, bias[4] = {1, 1, 0, 0};
+    GUARD(shape_of(api, values[Q], 3, q));
+    GUARD(shape_of(api, values[PAST_KEYS], 4, cache));
+    if (values[COS]) GUARD(shape_of(api, values[COS], 2, table));
+    if (values[SCORE_BIAS]) GUARD(shape_of(api, values[SCORE_BIAS], 4, bias));
+    const int64_t size = cache[3], total = *(const int32_t *)data[TOTAL], packed = !values[K];
+    const int64_t width = (kernel->heads + (packed ? 2 * kernel->kv_heads : 0)) * size;
+    if (q[2] != width || cache[1] != kernel->kv_heads || size % 16 || total < q[1] || cache[0] != q[0] ||
+        (table[0] && table[0] < total) || 2 * table[1] > size ||
+        (values[SCORE_BIAS] && (bias[2] != q[1] || bias[3] != total)))
+        return fail(api, "inputs of an Attention do not fit together");
+    const int64_t held = cache[2], capacity = held > total ? held : total;
+    int64_t sizes[] = {q[0], kernel->kv_heads, capacity, size}, wide[] = {q[0], q[1], kernel->heads * size};
+    OrtValue *made = NULL;
+    void *out = NULL, *keys = NULL, *stored = NULL;
+    GUARD(CALL(api, GetOutput, OUTPUT)(context, 0, wide, 3, &made));
+    GUARD(data_of(api, made, &out));
+    GUARD(CALL(api, GetOutput, OUTPUT)(context, 1, sizes, 4, &made));
+    GUARD(data_of(api, made, &keys));
+    GUARD(CALL(api, GetOutput, OUTPUT)(context, 2, sizes, 4, &made));
+    GUARD(data_of(api, made, &stored));
+    if (q[0] * q[1] == 0) return NULL;
+    const int64_t past = total - q[1];
+    /* where the cache is not in place, what it holds is moved */
+    for (int which = 0; which < 2; which++) {
+        const float *from = data[which ? PAST_VALUES : PAST_KEYS];
+        float *to = which ? stored : keys;
+        const size_t bytes = (size_t)((held < past ? held : past) * size) * sizeof(float);
+        for (int64_t i = 0; bytes && from != to && i < q[0] * kernel->kv_heads; i++)
+            memmove(to + i * capacity * size, from + i * held * size, bytes);
+    }
+    const float *query = data[Q];
+    Attention attention = {
+        .batch = q[0], .tokens = q[1], .past = past, .capacity = capacity, .heads = kernel->heads,
+        .kv_heads = kernel->kv_heads, .size = size, .turned = 2 * table[1], .window = kernel->window,
+        .q_stride = (size_t)width, .kv_stride = (size_t)(packed ? width : kernel->kv_heads * size),
+        .bias_stride = bias[0] > 1 ? (size_t)(q[1] * total) : 0, .scale = kernel->scale, .q = query,
+        .k = packed ? query + kernel->heads * size : data[K],
+        .v = packed ? query + (kernel->heads + kernel->kv_heads) * size : data[V], .cos = data[COS], .sin = data[SIN],
+        .bias = data[SCORE_BIAS], .keys = keys, .values = stored, .out = out,
+    };
+    float *room = malloc(attention_room(&attention) * sizeof(float));
+    if (!room) return fail(api, "no memory for attention");
+    attention.queries = room;
+    attention.across = room + attention_across(&attention);
+    AttentionWork work = {&attention, 0};
+    OrtStatus *status = each(api, context, turn_row, attention_rows(&attention), &work);
+    if (!status) status = each(api, context, turn_tile, attention_tiles(&attention), &work);
+    if (!status) status = each(api, context, attend, attention_parts(&attention), &work);
+    free(room);
+    if (!status && work.failed) status = fail(api, "no memory for the scores of attention");
+    return status;
+}
+
+static const char *attention_name(const OrtCustomOp *op) { (void)op; return "Attention"; }
+static size_t attention_inputs(const OrtCustomOp *op) { (void)op; return ATTENTION_INPUTS; }
+static size_t three(const OrtCustomOp *op) { (void)op; return 3; }
+/* INT32 is 6 */
+static int attention_input_type(const OrtCustomOp *op, size_t i) { (void)op; return i == TOTAL ? 6 : 1; }
+static int attention_input_kind(const OrtCustomOp *op, size_t i) {
+    (void)op;
+    return i == K || i == V || i == COS || i == SIN || i == SCORE_BIAS;
+}
+static int none_optional(const OrtCustomOp *op, size_t i) { (void)op; (void)i; return 0; }
+
 static const char *product_name(const OrtCustomOp *op) { (void)op; return "Product"; }
 static const char *gated_name(const OrtCustomOp *op) { (void)op; return "GatedMlp"; }
 static const char *provider(const OrtCustomOp *op) { (void)op; return "CPUExecutionProvider"; }
@@ -295,6 +414,13 @@ static int any_version(const OrtCustomOp *op) { (void)op; return INT32_MAX; }
 static const OrtCustomOp operators[] = {
     OPERATOR(product_name, seven, create_product),
     OPERATOR(gated_name, ten, create_gated),
+    {
+        .version = ORT_VERSION, .name = attention_name, .provider = provider, .input_type = attention_input_type,
+        .inputs = attention_inputs, .output_type = output_type, .outputs = three, .destroy = free,
+        .input_kind = attention_input_kind, .output_kind = none_optional, .input_memory = memory, .input_arity = one,
+        .input_alike = one, .output_arity = one, .output_alike = one, .create_v2 = create_attention,
+        .compute_v2 = compute_attention, .first_version = one, .last_version = any_version,
+    },
 };
 
 __attribute__((visibility("default"))) OrtStatus *RegisterCustomOps(OrtOptions *options, const OrtApiBase *base) {

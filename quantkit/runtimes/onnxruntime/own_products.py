@@ -1,7 +1,8 @@
-"""A graph whose 4-bit products, and what stands around them, are quantkit's own operators.
+"""A graph whose 4-bit products and attention are quantkit's own operators, with what stands around them.
 
     SkipSimplifiedLayerNormalization, MatMulNBits, Add of a bias                          one Product
     the same, Split into gate and up, SiLU or GELU, Mul, MatMulNBits                      one GatedMlp
+    GroupQueryAttention                                                                   one Attention
 
 The weights are those of the file, where they are. What does not look like this stays as it is.
 """
@@ -18,10 +19,15 @@ if TYPE_CHECKING:
     import onnx
 
 DOMAIN = "quantkit"
-PRODUCT, GATED_MLP = "Product", "GatedMlp"
+PRODUCT, GATED_MLP, ATTENTION = "Product", "GatedMlp", "Attention"
 SILU, GELU = 0, 1
 # rows of a weight that a kernel multiplies at once: gate and up begin at one of them
 _PAIR = 32
+# features of a head are multiplied by so many, as 512 bits hold them
+_LANES = 16
+# what of GroupQueryAttention the operator knows: attributes; inputs, with `seqlens_k` left out
+_ATTENTION = {"num_heads", "kv_num_heads", "scale", "do_rotary", "local_window_size"}
+_ATTENTION_INPUTS = (0, 1, 2, 3, 4, 6, 7, 8, 10)
 
 
 @dataclass
@@ -49,11 +55,19 @@ class _Graph:
         for output in graph.output:
             self.read[output.name].append(None)
         self.sizes = {value.name: tuple(value.dims) for value in graph.initializer}
+        # of caches [B, H, T, D]
+        last = ((value.name, value.type.tensor_type.shape.dim) for value in graph.input)
+        self.widths = {name: sizes[-1].dim_value for name, sizes in last if len(sizes) == 4}
 
     def after(self, name: str, *kinds: str) -> Any:
         """The only node that reads a value, if it is of one of these kinds."""
         readers = self.read[name]
         return readers[0] if len(readers) == 1 and readers[0] is not None and readers[0].op_type in kinds else None
+
+    def same_lengths(self, name: str) -> bool:
+        """Whether the lengths of sequences are one number for all of them."""
+        node = self.made.get(name)
+        return node is not None and node.op_type == "Expand"
 
     def bias(self, node: Any, size: int) -> tuple[Any, str]:
         """The addition of a constant [size] behind a node, and the constant."""
@@ -102,7 +116,7 @@ def own_products(model: onnx.ModelProto) -> int:
     """Put the operators in place; of a graph that multiplies in two ways, only the codes of 4 bits are left.
 
     Returns:
-        how many there are now; with none the graph is as it was but for that.
+        how many products there are now; with none the graph is as it was but for that.
     """
     from onnx import helper
 
@@ -143,12 +157,43 @@ def own_products(model: onnx.ModelProto) -> int:
             **found.sizes,
         )
         gone |= {id(each) for each in nodes}
+    if made:
+        made |= {id(node): _attention(node) for node in model.graph.node if _attends(node, graph)}
     # at the place of its first product, where all that it reads is there already
     kept = [made.get(id(node), node) for node in model.graph.node if id(node) in made or id(node) not in gone]
     del model.graph.node[:]
     model.graph.node.extend(kept)
     model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    return len(made)
+    return sum(node.op_type != ATTENTION for node in made.values())
+
+
+def _attends(node: Any, graph: _Graph) -> bool:
+    """Attention as our graphs have it: every sequence as long as the others, its padding in the bias."""
+    if node.op_type != "GroupQueryAttention" or not {each.name for each in node.attribute} <= _ATTENTION:
+        return False
+    given = [place for place, name in enumerate(node.input) if name]
+    width = graph.widths.get(node.input[3])
+    turned = bool(_attribute(node, "do_rotary", 0))
+    whole = {0, 3, 4, 6} <= set(given) <= {*_ATTENTION_INPUTS, 5} and turned == (7 in given) == (8 in given)
+    even = graph.same_lengths(node.input[5])
+    return bool(whole and even and width and width % _LANES == 0 and len([o for o in node.output if o]) == 3)
+
+
+def _attention(node: Any) -> Any:
+    from onnx import helper
+
+    names = [node.input[place] if place < len(node.input) else "" for place in _ATTENTION_INPUTS]
+    return helper.make_node(
+        ATTENTION,
+        names,
+        list(node.output),
+        name=f"{node.name}/own",
+        domain=DOMAIN,
+        heads=int(_attribute(node, "num_heads")),
+        kv_heads=int(_attribute(node, "kv_num_heads")),
+        window=max(int(_attribute(node, "local_window_size", 0)), 0),
+        scale=float(_attribute(node, "scale", 0.0)),
+    )
 
 
 def _is_norm(node: Any) -> bool:
