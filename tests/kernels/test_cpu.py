@@ -177,6 +177,55 @@ def test_what_is_no_number_stays_so(compiled: Path) -> None:
     assert np.isfinite(found[0]).all() and np.isnan(found[1]).all() and not np.isfinite(found[2]).any()
 
 
+def attention(
+    lib: Path | None, packed: bool, window: int, turned: bool, new: int, past: int, capacity: int, pad: int
+) -> list[Array]:
+    """Attention of two sequences, the second padded on the left: ours, or GroupQueryAttention without a library."""
+    draw = np.random.default_rng(new + past)
+    heads, kv_heads, size, total = 6, 2, 32, past + new
+    widths = [heads * size, kv_heads * size, kv_heads * size]
+    parts = [draw.normal(size=(2, new, width)).astype(np.float32) for width in widths]
+    caches = [np.zeros((2, kv_heads, capacity, size), np.float32) for _ in range(2)]
+    for cache in caches:
+        cache[:, :, :past] = draw.normal(size=(2, kv_heads, past, size))
+    angles = np.arange(64)[:, None] * 0.7 ** np.arange(size // 2)
+    bias = np.zeros((2, 1, new, total), np.float32)
+    bias[1, ..., :pad] = -1e4
+    feeds: dict[str, Array] = {"q": np.concatenate(parts, axis=2)} if packed else dict(zip("qkv", parts, strict=True))
+    feeds |= dict(zip(("past_k", "past_v"), caches, strict=True)) | {"bias": bias}
+    if turned:
+        feeds |= {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+    whole = {"total": np.array(total, np.int32)}
+    names = {name: name if name in {**feeds, **whole} else "" for name in ("k", "v", "cos", "sin")}
+    before = ["q", names["k"], names["v"], "past_k", "past_v"]
+    if lib is not None:
+        order = [*before, "total", names["cos"], names["sin"], "bias"]
+        given = {"heads": heads, "kv_heads": kv_heads, "window": window, "scale": 0.2}
+        node = helper.make_node("Attention", order, ["y", "k_now", "v_now"], domain="quantkit", **given)
+    else:
+        whole["lengths"] = np.full(2, total - 1, np.int32)
+        order = [*before, "lengths", "total", names["cos"], names["sin"], "", "bias"]
+        given = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": 0.2, "do_rotary": int(turned)}
+        given |= {"local_window_size": window} if window else {}
+        node = helper.make_node("GroupQueryAttention", order, ["y", "k_now", "v_now"], domain="com.microsoft", **given)
+    found: list[Array] = session(node, whole, feeds, lib).run(None, feeds)
+    seen = [found[0][0], found[0][1, max(pad - past, 0) :]]
+    return [*seen, *(each[:, :, :total] for each in found[1:])]
+
+
+@pytest.mark.parametrize(("packed", "turned"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(
+    ("new", "past", "capacity", "pad"), [(1, 20, 30, 3), (8, 0, 0, 0), (21, 0, 0, 4), (19, 0, 40, 0), (1, 5, 5, 0)]
+)
+def test_attention_is_that_of_groupqueryattention(
+    compiled: Path, packed: bool, turned: bool, window: int, new: int, past: int, capacity: int, pad: int
+) -> None:
+    case = (packed, window, turned, new, past, capacity, pad)
+    for ours, theirs in zip(attention(compiled, *case), attention(None, *case), strict=True):
+        assert np.abs(ours - theirs).max() < 2e-5
+
+
 def test_no_rows_give_none(compiled: Path) -> None:
     (found,) = run("Product", [Weight(40, 96, 32, seed=5)], compiled, np.zeros((0, 96), np.float32))
     assert found.shape == (0, 40)

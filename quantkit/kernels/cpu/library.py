@@ -10,7 +10,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from quantkit import machine
+from quantkit import limits, machine
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
 
@@ -65,7 +65,7 @@ def _compiler() -> str | None:
 def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
     """One for every source, compiler, instruction set and processor, since `-march=native` means another on each."""
     here = Path(__file__).parent
-    parts = [(here / name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
+    parts = [limits.read(here / name) for name in (*_SOURCES, *_HEADERS)]
     parts += [" ".join((compiler, *_FLAGS, *flags, *machine.isa_features())).encode()]
     place = cache_dir() / "kernels" / hashlib.sha256(b"\0".join(parts)).hexdigest()[:32] / "operators.so"
     if place.is_file():
