@@ -18,6 +18,9 @@ same positions of the shipped prose that calibrated nothing. Intervals are of St
 quantkit's are paired by sequence. A graph of ours that multiplies prompts in a way of its own is scored a few tokens at
 a time, as it multiplies in a step, and its prompts beside that.
 
+quantkit's side is its file in `quantkit_cpu`, with its own products and attention, where these run; the same file in
+ONNX Runtime as it comes stands beside it.
+
 The peers: llama.cpp's Q4_0, by its own quantize function with its defaults (the tied embedding and head become Q8_0),
 and onnxruntime-genai's model builder at int4 with its defaults (block 32, symmetric, accuracy level 4, head and
 embedding too), driven by its own generator. Neither calibrates. Both start from the same float weights as quantkit.
@@ -45,11 +48,13 @@ from scipy import stats
 from quantkit import machine
 from quantkit.model.source.open import open_model
 from quantkit.pipeline.baseline import float_onnx
+from quantkit.runtimes import load_runtime
 
 MODEL = "smollm2-135m"
 Array = NDArray[Any]
-KINDS = "KIND: quantkit, onnxruntime, genai or llama.cpp, see harness/decode_side.py"
-OURS, FLOAT, LLAMA, GENAI = "quantkit", "quantkit float", "llama.cpp Q4_0", "genai int4"
+KINDS = "KIND: quantkit, quantkit_cpu, onnxruntime, genai or llama.cpp, see harness/decode_side.py"
+OURS, PLAIN, FLOAT = "quantkit", "quantkit in onnxruntime", "quantkit float"
+LLAMA, GENAI = "llama.cpp Q4_0", "genai int4"
 PROMPT, SCORED = 128, 512
 # a step of ours is to take at most this share of a peer's
 SHARES = {LLAMA: 0.75, GENAI: 0.85}
@@ -156,7 +161,11 @@ def main() -> int:
             ours = Path(name) / "int4"
             compiled(options.model, "int4-cpu", ours, "--no-speed")
             high = high or float_onnx(open_model(options.model), {}).parent
-        chosen = [(OURS, "quantkit", ours), (LLAMA, "llama.cpp", options.llama or made.llama)]
+        own = load_runtime("quantkit_cpu").why_not_here()
+        if own:
+            print(f"quantkit_cpu does not run here: {own}; its side is the graph in onnxruntime")
+        chosen = [(OURS, "quantkit", ours)] if own else [(OURS, "quantkit_cpu", ours), (PLAIN, "quantkit", ours)]
+        chosen += [(LLAMA, "llama.cpp", options.llama or made.llama)]
         chosen += [(GENAI, "genai", options.genai or made.genai)]
         chosen += [(FLOAT, "quantkit", high)] if high else []
         for also in options.also:
@@ -190,7 +199,8 @@ def compare(chosen: list[tuple[str, str, Path]], made: PeerFiles, options: argpa
     turns = play(sides, options.rounds, options.steps, deadline)
     for side in sides:
         side.end()
-    graphs = list({side.path: side for side in reversed(sides) if side.kind != "llama.cpp"}.values())[::-1]
+    plain = [side for side in sides if side.kind not in ("llama.cpp", "quantkit_cpu")]
+    graphs = list({side.path: side for side in reversed(plain)}.values())[::-1]
     profiles = {}
     for side in graphs if options.profile else []:
         # the plain runner for all: genai's generator gives no profile of single steps

@@ -160,7 +160,7 @@ def scores(
             reference.end()
         for name, kind, path in left:
             side = Side(name, kind, path.resolve(), place / "err")
-            two_ways = kind in ("quantkit", "onnxruntime") and "If" in graph(path)["operators"]
+            two_ways = kind in ("quantkit", "quantkit_cpu", "onnxruntime") and "If" in graph(path)["operators"]
             found = _score(side, ids, place, PIECE if two_ways else 0)
             if two_ways:
                 found["prompt"] = _score(side, ids, place, 0)
@@ -183,7 +183,9 @@ def _key(kind: str, path: Path, ids: Sequence[Sequence[int]]) -> str:
         json.dumps([kind, WHEELS, SOURCE, THREADS, python_of(kind), [list(row) for row in ids]]).encode()
     )
     place = path / "onnx" if (path / "onnx").is_dir() else path
-    code = (Path(quantkit.__file__).parent / "runtimes" / "onnxruntime").glob("*.py") if kind == "quantkit" else ()
+    home = Path(quantkit.__file__).parent
+    code = [*(home / "runtimes" / "onnxruntime").glob("*.py")] if kind.startswith("quantkit") else []
+    code += (home / "kernels" / "cpu").glob("*.[ch]") if kind == "quantkit_cpu" else []
     for file in [*([place] if place.is_file() else sorted(place.glob("model.onnx*"))), *sorted(code)]:
         with file.open("rb") as stream:
             found.update(hashlib.file_digest(stream, "sha256").digest())

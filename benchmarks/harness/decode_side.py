@@ -42,12 +42,14 @@ def versions(*packages: str) -> Json:
 
 
 class Quantkit:
-    """A bundle through `quantkit.runtimes.onnxruntime.runtime`, as a user of quantkit runs it."""
+    """A bundle through a runtime of quantkit's, as a user of quantkit runs it."""
+
+    runtime = "onnxruntime"
 
     def __init__(self, path: Path, threads: int) -> None:
-        from quantkit.runtimes.onnxruntime.runtime import RUNTIME
+        from quantkit.runtimes import load_runtime
 
-        self.model = RUNTIME.open(path, threads)
+        self.model: Any = load_runtime(self.runtime).open(path, threads)
         self.versions = versions("quantkit", "onnxruntime", "numpy")
         self.settings = {"threads": threads, "kv_cache": "float32, in place"}
 
@@ -75,6 +77,12 @@ class Quantkit:
     def step(self, token: int) -> int:
         """The token behind `token`."""
         return self._run([token])
+
+
+class QuantkitCpu(Quantkit):
+    """With quantkit's own products and attention."""
+
+    runtime = "quantkit_cpu"
 
 
 class OnnxRuntime:
@@ -295,6 +303,7 @@ class Transformers:
 
 KINDS: dict[str, Any] = {
     "quantkit": Quantkit,
+    "quantkit_cpu": QuantkitCpu,
     "onnxruntime": OnnxRuntime,
     "genai": GenAi,
     "llama.cpp": LlamaCpp,
