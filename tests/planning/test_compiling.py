@@ -11,7 +11,7 @@ from quantkit.content import names
 from quantkit.errors import InputError
 from quantkit.planning.compiling.forecast import described, of, predict
 from quantkit.planning.compiling.result import Machine, Rates, shipped
-from quantkit.planning.compiling.spec import CompileSpec, chunk_size, shared
+from quantkit.planning.compiling.spec import CompileSpec, chunk_size, fitted, shared
 from quantkit.planning.compiling.work import counted, held
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
@@ -149,7 +149,7 @@ def test_everything_that_is_counted_has_a_rate(recipe: str, name: str) -> None:
     rates = shipped()
     kinds = {kind for work in counted(found).values() for kind, amount in work.items() if amount}
     assert kinds <= rates.kinds.keys()
-    assert set(held(found)) <= rates.memory.keys()
+    assert set(map(fitted, held(found))) <= rates.memory.keys()
     expected = predict(found, HERE)
     assert 0 < expected.peak < 1e12
     assert all(value >= 0 for value in expected.seconds.values())

@@ -19,7 +19,7 @@ from quantkit.errors import InputError
 from quantkit.planning.compiling import graph
 from quantkit.planning.compiling.graph import GraphSpec
 from quantkit.planning.compiling.result import Compiling, Disk, Machine, Rates, shipped
-from quantkit.planning.compiling.spec import CompileSpec, elements, needs, stores
+from quantkit.planning.compiling.spec import CompileSpec, elements, fitted, needs, stores
 from quantkit.planning.compiling.work import CONFIRMED, WHOLE, counted, held, packed_bytes, table_saved
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import assign_sizes
@@ -128,9 +128,9 @@ def peaks(spec: CompileSpec, rates: Rates | None = None) -> dict[str, float]:
     """Part -> bytes resident at its peak."""
     table = (rates or shipped()).memory
     found = {
-        part: sum(amount * table[part].get(term, 0.0) for term, amount in terms.items())
+        part: sum(amount * table[like].get(term, 0.0) for term, amount in terms.items())
         for part, terms in held(spec).items()
-        if part in table
+        if (like := fitted(part)) in table
     }
     others = max((peak for part, peak in found.items() if part != "confirm"), default=0.0)
     if 4.0 * spec.architecture.parameters > WHOLE and found.get("confirm", 0.0) > CONFIRMED * others:

@@ -98,6 +98,12 @@ def rated(export: str) -> str:
     return storing("tensors") if stores(export) == "file" else export
 
 
+def fitted(part: str) -> str:
+    """The part whose rates are those of a part: `check checkpoint` for `check gguf`."""
+    kind, _, export = part.partition(" ")
+    return f"{kind} {rated(export)}" if export else part
+
+
 def shared(layer: BlockShapes) -> list[list[Matrix]]:
     """The linears of a layer by the input that they share, in order, as far as their names tell."""
     groups: list[list[Matrix]] = []
