@@ -248,7 +248,8 @@ def _others(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[tuple[
 
 
 def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
-    """How unlike two recipes are, what matters most first: bits, inputs, exports, kind of format, zero points."""
+    """How unlike two recipes are, what matters most first: for another program, bits, inputs, exports, kind of format,
+    zero points."""
     one, two = recipe.scheme, other.scheme
     bits = [float(load_format(x.weights.format).bits) if x.weights else 16.0 for x in (one, two)]
     inputs = [x.activations.format if x.activations else "" for x in (one, two)]
@@ -256,7 +257,9 @@ def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
     exports = [{step.name for step in x.export} for x in (recipe, other)]
     zeros = [x.weights.symmetric if x.weights else True for x in (one, two)]
     dynamic = [x.activations.dynamic if x.activations else None for x in (one, two)]
+    files = [any(plugins.EXPORTERS.load(step.name).stores == "file" for step in x.export) for x in (recipe, other)]
     return (
+        files[0] != files[1],
         abs(bits[0] - bits[1]),
         (inputs[0] == "") != (inputs[1] == ""),
         not exports[0] & exports[1],
