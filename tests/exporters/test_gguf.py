@@ -119,6 +119,15 @@ def test_half_precision_and_codes_of_the_embedding(tmp_path: Path, sources: Call
     assert all(each.ok for each in checks(made).values())  # a finished file says how it is stored
 
 
+def test_an_embedding_that_256_does_not_divide_falls_back(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    options = {**FLOAT, "embedding": {"format": "q4_k"}}
+    made = export(sources("llama"), tmp_path / "out", WeightScheme(format="q4_0"), layout="dense")
+    (taken,) = EXPORT.write(made.folder, made.source, made.stream, made.results, options)
+    assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", "q5_0")
+    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
+    assert kinds["token_embd.weight"] == "Q5_0"
+
+
 def test_a_tied_heads_codes_are_the_embeddings(tmp_path: Path, sources: Callable[[str], Path]) -> None:
     made = written(sources("llama-tied"), tmp_path / "out", WeightScheme(format="q5_0"), FLOAT, head=True)
     kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}

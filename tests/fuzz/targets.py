@@ -164,6 +164,60 @@ def _converted(folder: Path) -> None:
     convert_gguf(folder / "model.gguf", folder / "out")
 
 
+def _qwen3(folder: Path) -> Path:
+    """Of an architecture that transformers reads."""
+    import gguf
+
+    path, raw = folder / "model.gguf", folder / "raw.gguf"
+    writer = gguf.GGUFWriter(raw, "qwen3")
+    for key, value in {"block_count": 1, "context_length": 16, "embedding_length": 8, "feed_forward_length": 8}.items():
+        writer.add_uint32(f"qwen3.{key}", value)
+    for key in ("head_count", "head_count_kv"):
+        writer.add_uint32(f"qwen3.attention.{key}", 1)
+    writer.add_key_length(8)
+    writer.add_value_length(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab", "d"])
+    writer.add_token_types([1, 1, 1, 1])
+    writer.add_token_merges(["a b"])
+    shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
+    shapes |= {f"blk.0.{name}": (8, 8) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    shapes |= {f"blk.0.attn_{name}_norm": (8,) for name in "qk"}
+    shapes |= {f"blk.0.ffn_{name}": (8, 8) for name in ("gate", "up", "down")}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return raw.rename(path)
+
+
+def _imatrix(name: str) -> Callable[[Path], Path]:
+    def build(folder: Path) -> Path:
+        import torch
+
+        from quantkit.calibrate.statistics import imatrix
+
+        squares = {imatrix.tensor_name("model.layers.0.self_attn.q_proj"): torch.ones(8)}
+        imatrix.write(imatrix.ImportanceMatrix(squares, 32, 8, ["text"]), folder / name)
+        return folder / name
+
+    return build
+
+
+def _importance(name: str) -> Callable[[Path], None]:
+    def read(folder: Path) -> None:
+        from quantkit.calibrate.statistics import imatrix
+
+        imatrix.read(folder / name).of_linears({"model.layers.0.self_attn.q_proj": 8}, name)
+
+    return read
+
+
 RECIPE = {
     "schema": 1,
     "summary": "a recipe",
@@ -422,6 +476,9 @@ TARGETS: tuple[Target, ...] = (
     Target("onnx", _onnx(external=False), mutate.of_bytes, _graph),
     Target("onnx-external", _onnx(external=True), mutate.of_bytes, _graph),
     Target("gguf", _gguf, mutate.of_bytes, _converted, slow=True),
+    Target("gguf-transformers", _qwen3, mutate.of_bytes, _converted, slow=True),
+    Target("imatrix", _imatrix("i.gguf"), mutate.of_bytes, _importance("i.gguf")),
+    Target("imatrix-dat", _imatrix("i.dat"), mutate.of_bytes, _importance("i.dat")),
     Target("recipe", _written("recipe.yaml", json.dumps(RECIPE)), mutate.of_json, _recipe),
     Target("change", _written("change", "scheme.weights.group=32"), mutate.of_bytes, _change),
     Target("target", _shipped_target, mutate.of_json, _target),

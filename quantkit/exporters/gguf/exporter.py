@@ -109,7 +109,8 @@ class Gguf(Exporter):
         content = _content(values, options)
         folder.mkdir(parents=True, exist_ok=True)
         content.write(folder / MODEL)
-        return []
+        taken: list[Decision] = content.decisions()
+        return taken
 
     def check(
         self,

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantkit import limits
+from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.exporters.gguf.architecture import (
     ROPE_FACTORS,
@@ -35,6 +36,7 @@ from quantkit.formats import QuantTensor, joined, load_format
 from quantkit.model.source import pretrained
 from quantkit.model.source.weights import write_atomic
 from quantkit.passes.assign import PIECE, nearest
+from quantkit.planning.model.mixtures import instead
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -86,7 +88,10 @@ class Content:
     """
 
     def __init__(self, values: Values, high: str, embedding: WeightScheme | None) -> None:
-        self.values, self.embedding = values, embedding
+        self.values = values
+        # where super-blocks do not divide a row, as a mixture has it for linears
+        self.wanted, columns = embedding, int(values.skeleton.get_parameter(table_of(values)).shape[1])
+        self.embedding = instead(embedding, columns) if embedding is not None else None
         self.high = FLOATS[high]
         source = values.source
         config = pretrained.config(source.path, trust=source.trust_remote_code)
@@ -135,9 +140,16 @@ class Content:
     @cached_property
     def table(self) -> str:
         """The parameter that token ids are looked up in."""
-        skeleton: Any = self.values.skeleton
-        module = skeleton.get_input_embeddings()
-        return next(f"{path}.weight" for path, each in skeleton.named_modules() if each is module)
+        return table_of(self.values)
+
+    def decisions(self) -> list[Decision]:
+        """What is stored otherwise than asked."""
+        if self.embedding == self.wanted or self.embedding is None or self.wanted is None:
+            return []
+        if not any(each.name == TABLE and each.kind == type_of(self.embedding) for each in self.tensors):
+            return []
+        reason = "256 does not divide its width"
+        return [decision("gguf", "type-fallback", self.table, reason, self.wanted.format, self.embedding.format)]
 
     @cached_property
     def tied(self) -> bool:
@@ -260,6 +272,13 @@ class Content:
                 yield bytes(-data.nbytes % ALIGNMENT)
 
         return write_atomic(path, chunks())
+
+
+def table_of(values: Values) -> str:
+    """The parameter that token ids are looked up in."""
+    skeleton: Any = values.skeleton
+    module = skeleton.get_input_embeddings()
+    return next(f"{path}.weight" for path, each in skeleton.named_modules() if each is module)
 
 
 def turned(tensor: QuantTensor, order: torch.Tensor) -> QuantTensor:

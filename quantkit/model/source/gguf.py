@@ -1,4 +1,4 @@
-"""GGUF to a Hugging Face folder in float32, for the architectures in `_ARCHITECTURES`.
+"""GGUF to a Hugging Face folder in float32: by rules of ours for `_ARCHITECTURES`, else as transformers reads it.
 
 Done from the file's own metadata, because a load through transformers cannot be saved again and rebuilds the tokenizer
 with another pre-tokenizer. Four things differ between the two worlds:
@@ -34,6 +34,7 @@ from typing import Any
 from quantkit import limits
 from quantkit.errors import InputError, MissingDependency, reading
 from quantkit.lazy import torch
+from quantkit.model.source import gguf_by_transformers
 from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import Header, write_json, write_safetensors
@@ -208,16 +209,55 @@ def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
         if math.prod(_shape(tensor)) > _DENSEST * size:
             value = f"{tensor.name}: {list(_shape(tensor))} in a file of {size} bytes"
             raise InputError("gguf-damaged", where=where, value=value[:300], remedy="fetch or install it again")
-    stated = meta.get("general.architecture")
-    if stated not in _ARCHITECTURES:
-        raise InputError(
-            "gguf-architecture",
-            where=where,
-            value=str(stated),
-            rule=f"one of {', '.join(_ARCHITECTURES)}",
-            remedy=_ORIGINAL,
-        )
-    architecture, stored = _ARCHITECTURES[stated], {tensor.name: tensor for tensor in reader.tensors}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    if meta.get("general.architecture") in _ARCHITECTURES:
+        config, shapes, tensors, values = _by_rules(meta, stored, where)
+    else:
+        theirs = gguf_by_transformers.read(gguf_file, meta, stored)
+        config = {key: _short(value) if isinstance(value, float) else value for key, value in theirs.config.items()}
+        shapes, values = dict(theirs.shapes), theirs.values
+        tensors = {name: stored[named] for name, named in theirs.tensors.items()}
+
+    def produce(name: str) -> torch.Tensor:
+        import numpy as np
+
+        tensor = tensors[name]
+        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)  # float32 is mapped as is
+        return values(tensor.name, np.require(array, requirements="W").reshape(_shape(tensor))).contiguous()
+
+    headers: list[Header] = [(name, "F32", tuple(shapes[name])) for name in tensors]
+    files = {"model.safetensors": write_safetensors(folder / "model.safetensors", headers, produce)}
+    generation = {
+        key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
+    }
+    for name, content in {
+        "config.json": config,
+        "generation_config.json": generation,
+        "tokenizer_config.json": tokenizer_config(
+            meta, int(config.get("max_position_embeddings") or config.get("n_positions") or 2048)
+        ),
+        "tokenizer.json": json.loads(tokenizer_json(meta, where)),
+    }.items():
+        files[name] = write_json(folder / name, content)
+    elements = Counter[str]()
+    for tensor in tensors.values():
+        elements[tensor.tensor_type.name] += int(tensor.n_elements)
+    provenance = {
+        "schema": 1,
+        "source": {"file": gguf_file.name, "sha256": file_sha256(gguf_file), "name": meta.get("general.name")},
+        "licence": meta.get("general.license"),
+        "was": f"gguf {_stored(meta, elements)}",
+        "elements": dict(elements),
+        "files": files,
+    }
+    write_json(folder / PROVENANCE, provenance)
+
+
+def _by_rules(
+    meta: dict[str, Any], stored: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, Any], Callable[[str, Any], torch.Tensor]]:
+    """Of an architecture in `_ARCHITECTURES`: config, shapes, tensors by parameter, and what their values become."""
+    architecture = _ARCHITECTURES[meta["general.architecture"]]
     config = _config(meta, architecture, tied="output.weight" not in stored, where=where)
     names = _names(architecture, config)
     if odd := next((name for name in stored if name not in names), None):
@@ -235,41 +275,14 @@ def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
         )
     turned = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
-    def produce(name: str) -> torch.Tensor:
-        import numpy as np
-
-        tensor = tensors[name]
-        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        values = torch.from_numpy(np.require(array, requirements="W")).reshape(
-            _shape(tensor)
-        )  # float32 is mapped as is
-        role = name.split(".")[-2]
+    def values(name: str, array: Any) -> torch.Tensor:
+        found = torch.from_numpy(array)
+        role = names[name].split(".")[-2]
         if architecture.turns_neighbours and role in turned:
-            return _unpermute(values, turned[role])
-        return values - 1 if architecture.adds_one and role.endswith("norm") else values
+            return _unpermute(found, turned[role])
+        return found - 1 if architecture.adds_one and role.endswith("norm") else found
 
-    headers: list[Header] = [(name, "F32", _shape(tensor)) for name, tensor in tensors.items()]
-    files = {"model.safetensors": write_safetensors(folder / "model.safetensors", headers, produce)}
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-    for name, content in {
-        "config.json": config,
-        "generation_config.json": generation,
-        "tokenizer_config.json": tokenizer_config(meta, config["max_position_embeddings"]),
-        "tokenizer.json": json.loads(tokenizer_json(meta, where)),
-    }.items():
-        files[name] = write_json(folder / name, content)
-    elements = Counter[str]()
-    for tensor in tensors.values():
-        elements[tensor.tensor_type.name] += int(tensor.n_elements)
-    provenance = {
-        "schema": 1,
-        "source": {"file": gguf_file.name, "sha256": file_sha256(gguf_file), "name": meta.get("general.name")},
-        "licence": meta.get("general.license"),
-        "was": f"gguf {_stored(meta, elements)}",
-        "elements": dict(elements),
-        "files": files,
-    }
-    write_json(folder / PROVENANCE, provenance)
+    return config, {name: _shape(tensor) for name, tensor in tensors.items()}, tensors, values
 
 
 def _stored(meta: dict[str, Any], elements: Counter[str]) -> str:

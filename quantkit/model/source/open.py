@@ -215,7 +215,7 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
             name = path.stem
             path = converted_once(name, path, convert_gguf)
             was = strict_json(limits.read(path / PROVENANCE), ref, "gguf-damaged", "gguf-damaged")["was"]
-            notes = [f"{name} was converted from {was}: losses are against that, not against what it was made from"]
+            notes = [_of_gguf(name, was)]
     elif ref in ALIASES:
         alias = ALIASES[ref]
         if alias.kind == "network":
@@ -231,6 +231,17 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
     else:
         raise unknown_model(ref)
     return _open_folder(path, full, name, trust_remote_code, was=was, notes=notes, hashed=hashed)
+
+
+def _of_gguf(name: str, was: str) -> str:
+    """What a reader of figures on a model out of a GGUF must know: on which grid it lies."""
+    floats = was.removeprefix("gguf ").removeprefix("ALL_") in ("F32", "F16", "BF16")
+    if floats:
+        return f"{name} was converted from {was}: losses are against that"
+    return (
+        f"{name} was converted from {was}: its weights lie on the grids of that, and requantizing a quantized model "
+        "adds harm to harm; losses are against it, not against what it was made from"
+    )
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:

@@ -78,6 +78,14 @@ def network(model_class: Any, folder: Path | None, *, trust: bool = False, **opt
         )
 
 
+def config_of_gguf(path: Path) -> Any:
+    """The config that transformers makes of a GGUF file's metadata; raises as `of_gguf`."""
+    from transformers import AutoConfig
+
+    with _no_code(path.parent):
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+
+
 def of_gguf(path: Path, unread: Mapping[str, Any]) -> Any:
     """The model that transformers makes of a GGUF file, float32.
 
@@ -87,13 +95,13 @@ def of_gguf(path: Path, unread: Mapping[str, Any]) -> Any:
     Raises:
         Exception: of many types, whatever transformers makes of a damaged file.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     options = {"gguf_file": path.name, "local_files_only": True}
+    found = config_of_gguf(path)
+    for key, value in unread.items():
+        setattr(found, key, value)
     with _no_code(path.parent):
-        found = AutoConfig.from_pretrained(path.parent, **options)
-        for key, value in unread.items():
-            setattr(found, key, value)
         return AutoModelForCausalLM.from_pretrained(path.parent, config=found, dtype=torch.float32, **options)
 
 

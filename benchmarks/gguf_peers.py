@@ -1,0 +1,188 @@
+"""GGUF files of ours against those that llama.cpp's quantizer makes with an importance matrix, all run by llama.cpp.
+
+    python benchmarks/decode_peers.py --prepare         once: makes .peers/decode, with llama.cpp in it
+    python benchmarks/gguf_peers.py
+    python benchmarks/gguf_peers.py --models smollm2-135m --types q4_0 --no-time
+
+Both sides begin at one float32 file of ours, equal to llama.cpp's converter's (`gguf_converter.py`), and see the same
+calibration tokens: ours by the shipped recipe `gguf-TYPE` on so many of them, llama.cpp's by the importance matrix that
+`quantkit imatrix` makes of them. Files may differ by 0.5 % in bytes. KL from the float32 file in nats a token, with
+Student's t over sequences; the ratio's interval is a bootstrap over sequences, both sides drawn together. Texts:
+held-out speeches (the kind that calibrated), fiction, code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness.decode_prepared import PYTHON
+from harness.process import THREADS, compiled, helper, quantkit, run
+from harness.record import record, show, verdicts
+from scipy import stats
+
+from quantkit.calibrate.statistics import imatrix
+
+MODELS = ["smollm2-135m", "gemma-3-270m", "qwen2.5-coder-0.5b"]
+TYPES = ["q4_0", "iq4_nl", "q4_k_m", "q3_k_m"]
+LIMITS = {"q4_0": (0.4, 0.5), "iq4_nl": (0.4, 0.5), "q4_k_m": (0.5, 0.5), "q3_k_m": (0.5, 0.6)}
+HOME, SAMPLES, LENGTH = "speeches", 32, 512
+TEXTS = Path(__file__).resolve().parent / "texts"
+MODULES = ["json/decoder.py", "textwrap.py"]
+SIDE = "gguf_side.py"
+
+
+def texts(model: str, place: Path, scored: int) -> dict[str, list[list[int]]]:
+    """Kind -> token ids of its sequences."""
+    code = place / "code.txt"
+    code.write_text("".join((Path(sysconfig.get_path("stdlib")) / module).read_text() for module in MODULES))
+    files = {"fiction": str(TEXTS / "alice.txt"), "code": str(code)}
+    asked = {HOME: ("prose-en", "eval")} | {kind: (file, "calib") for kind, file in files.items()}
+    return {
+        kind: helper("ids.py", {"model": model, "set": name, "split": split, "samples": scored, "tokens": LENGTH})[0][
+            "ids"
+        ]
+        for kind, (name, split) in asked.items()
+    }
+
+
+def floats(model: str, place: Path) -> Path:
+    """The float32 file that both sides begin at."""
+    recipe = place / "float32.yaml"
+    recipe.write_text("schema: 1\nsummary: floats\nexport:\n  - gguf: {floats: float32}\n")
+    compiled(model, recipe, place / "float", "--no-speed")
+    return place / "float" / "gguf" / "model.gguf"
+
+
+def importance(model: str, place: Path, samples: int) -> Path:
+    """The importance matrix, as arrays that the other environment reads."""
+    path = place / "imatrix.gguf"
+    done = run(quantkit("imatrix", model, "--out", path, "--samples", str(samples), "--tokens", str(LENGTH)))
+    if done.status:
+        raise SystemExit(done.err[-2000:])
+    np.savez(place / "imatrix.npz", **{name: each.numpy() for name, each in imatrix.read(path).squares.items()})
+    return place / "imatrix.npz"
+
+
+def row(model: str, name: str, kind: str, ours: Any, theirs: Any) -> dict[str, Any]:
+    """KL of both sides on one kind of text, and their ratio."""
+    values = [np.asarray(side)[:, 0] for side in (ours, theirs)]
+    half = [stats.t.ppf(0.975, len(each) - 1) * stats.sem(each) for each in values]
+    drawn = stats.bootstrap(
+        values,
+        lambda a, b, axis=-1: a.mean(axis=axis) / b.mean(axis=axis),
+        paired=True,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    agree = [np.asarray(side)[:, 1].mean() for side in (ours, theirs)]
+    loss, before = np.asarray(ours)[:, 2].mean(), np.asarray(ours)[:, 3].mean()
+    return {
+        "model": model,
+        "type": name,
+        "text": kind,
+        "sequences": len(values[0]),
+        "kl": float(values[0].mean()),
+        "kl_half": float(half[0]),
+        "kl_llama": float(values[1].mean()),
+        "kl_llama_half": float(half[1]),
+        "ratio": float(values[0].mean() / values[1].mean()),
+        "ratio_ci95": [float(drawn.low), float(drawn.high)],
+        "top1": float(agree[0]),
+        "top1_llama": float(agree[1]),
+        "perplexity": float(np.exp(loss)),
+        "perplexity_llama": float(np.exp(np.asarray(theirs)[:, 2].mean())),
+        "perplexity_float": float(np.exp(before)),
+    }
+
+
+def compared(model: str, names: list[str], options: argparse.Namespace, place: Path) -> list[dict[str, Any]]:
+    """Rows of one model: types x texts."""
+    given = texts(model, place, options.scored)
+    source, weights = floats(model, place), importance(model, place, options.samples)
+    files, about, rows = {}, {}, []
+    for name in names:
+        theirs = str(place / f"llama-{name}.gguf")
+        asked = {"do": "quantize", "source": str(source), "target": theirs, "type": name.upper()}
+        answer, _ = helper(SIDE, {**asked, "imatrix": str(weights), "threads": THREADS}, python=PYTHON)
+        out, changes = place / name, ["--set", f"calibration.samples={options.samples}"]
+        _, done = compiled(model, f"gguf-{name}", out, "--no-speed", *changes)
+        ours = str(out / "gguf" / "model.gguf")
+        size = Path(ours).stat().st_size
+        about[name] = {**answer, "ours": size, "bytes_ratio": size / answer["bytes"], "cpu_s": done.cpu}
+        if not abs(size / answer["bytes"] - 1) <= 0.005:
+            print(f"{model} {name}: {size} bytes, llama.cpp's {answer['bytes']}: not the same", flush=True)
+        files |= {f"ours {name}": ours, f"llama.cpp {name}": theirs}
+    asked = {"do": "score", "reference": str(source), "files": files, "texts": given, "threads": THREADS}
+    found, _ = helper(SIDE, asked, python=PYTHON)
+    times = {}
+    if options.time:
+        times, _ = helper(SIDE, {"do": "time", "files": files, "rounds": 6, "threads": THREADS}, python=PYTHON)
+    for name in names:
+        speeds = {}
+        for what in ("load", "decode", "prefill") if times else ():
+            pair = [np.asarray(times[f"{side} {name}"][what]) for side in ("ours", "llama.cpp")]
+            speeds[what] = [float(np.median(each)) for each in pair]
+            speeds[f"{what}_ratio"] = float(np.median(pair[0] / pair[1]))
+        for kind in given:
+            one = row(model, name, kind, found[f"ours {name}"][kind], found[f"llama.cpp {name}"][kind])
+            rows.append(one | about[name] | {"times": speeds})
+            print(
+                json.dumps({key: one[key] for key in ("model", "type", "text", "kl", "kl_llama", "ratio")}), flush=True
+            )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
+    parser.add_argument(
+        "--samples", type=int, default=SAMPLES, help="calibration sequences of 512 tokens, of both sides"
+    )
+    parser.add_argument("--scored", type=int, default=12, help="sequences of each text, at most")
+    parser.add_argument("--no-time", dest="time", action="store_false")
+    parser.add_argument("--no-record", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as place:
+            rows += compared(model, options.types, options, Path(place))
+    columns = {
+        "model": "model",
+        "type": "type",
+        "text": "text",
+        "bits": "bits:.2f",
+        "ours": "bytes:,.0f",
+        "bytes_ratio": "to llama.cpp's:.4f",
+        "kl": "KL:.4f",
+        "kl_half": "±:.4f",
+        "kl_llama": "llama.cpp:.4f",
+        "kl_llama_half": "±:.4f",
+        "ratio": "ratio:.3f",
+        "interval": "95 %",
+        "top1": "top-1:.3f",
+        "top1_llama": "llama.cpp:.3f",
+    }
+    printed = [each | {"interval": "{:.3f} to {:.3f}".format(*each["ratio_ci95"])} for each in rows]
+    show(f"KL from the float32 file, in llama.cpp, {options.samples} x {LENGTH} tokens to calibrate", printed, columns)
+    claim = "the same bytes, less harm than llama-quantize with an importance matrix of the same tokens, in llama.cpp"
+    settings = {"samples": options.samples, "scored": options.scored, "tokens": LENGTH, "threads": THREADS}
+    record("gguf-peers", claim, rows, settings, write=not options.no_record)
+    checks = {}
+    for each in rows:
+        limit = LIMITS[each["type"]][each["text"] != HOME]
+        checks[f"{each['model']} {each['type']} {each['text']}: KL at most {limit} of llama.cpp's"] = (
+            each["ratio"] <= limit
+        )
+        checks[f"{each['model']} {each['type']}: bytes within 0.5 %"] = abs(each["bytes_ratio"] - 1) <= 0.005
+    return verdicts(checks)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
