@@ -151,6 +151,17 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
         _convert(gguf.GGUFReader(gguf_file), gguf_file, folder)
 
 
+def note_on(name: str, was: str) -> str:
+    """What a reader of figures on a model out of a GGUF must know: on which grid it lies."""
+    floats = was.removeprefix("gguf ").removeprefix("ALL_") in ("F32", "F16", "BF16")
+    if floats:
+        return f"{name} was converted from {was}: losses are against that"
+    return (
+        f"{name} was converted from {was}: its weights lie on the grids of that, and requantizing a quantized model "
+        "adds harm to harm; losses are against it, not against what it was made from"
+    )
+
+
 def demand_lengths(path: Path) -> None:
     """What the metadata says is long fits into the file; the library would go through 2**63 elements one by one.
 

@@ -27,7 +27,7 @@ from quantkit.lazy import torch
 from quantkit.model.source import converted, pretrained
 from quantkit.model.source.alias import ALIASES, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
-from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf
+from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
 from quantkit.model.source.hashes import at_once, file_sha256, source_changed
 from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
@@ -215,7 +215,7 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
             name = path.stem
             path = converted_once(name, path, convert_gguf)
             was = strict_json(limits.read(path / PROVENANCE), ref, "gguf-damaged", "gguf-damaged")["was"]
-            notes = [_of_gguf(name, was)]
+            notes = [note_on(name, was)]
     elif ref in ALIASES:
         alias = ALIASES[ref]
         if alias.kind == "network":
@@ -231,17 +231,6 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
     else:
         raise unknown_model(ref)
     return _open_folder(path, full, name, trust_remote_code, was=was, notes=notes, hashed=hashed)
-
-
-def _of_gguf(name: str, was: str) -> str:
-    """What a reader of figures on a model out of a GGUF must know: on which grid it lies."""
-    floats = was.removeprefix("gguf ").removeprefix("ALL_") in ("F32", "F16", "BF16")
-    if floats:
-        return f"{name} was converted from {was}: losses are against that"
-    return (
-        f"{name} was converted from {was}: its weights lie on the grids of that, and requantizing a quantized model "
-        "adds harm to harm; losses are against it, not against what it was made from"
-    )
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
