@@ -53,20 +53,25 @@ def texts(model: str, place: Path, scored: int) -> dict[str, list[list[int]]]:
 
 def floats(model: str, place: Path) -> Path:
     """The float32 file that both sides begin at."""
+    found = place / "float" / "gguf" / "model.gguf"
+    if found.exists():
+        return found
     recipe = place / "float32.yaml"
     recipe.write_text("schema: 1\nsummary: floats\nexport:\n  - gguf: {floats: float32}\n")
     compiled(model, recipe, place / "float", "--no-speed")
-    return place / "float" / "gguf" / "model.gguf"
+    return found
 
 
 def importance(model: str, place: Path, samples: int) -> Path:
     """The importance matrix, as arrays that the other environment reads."""
-    path = place / "imatrix.gguf"
+    path, arrays = place / "imatrix.gguf", place / "imatrix.npz"
+    if arrays.exists():
+        return arrays
     done = run(quantkit("imatrix", model, "--out", path, "--samples", str(samples), "--tokens", str(LENGTH)))
     if done.status:
         raise SystemExit(done.err[-2000:])
-    np.savez(place / "imatrix.npz", **{name: each.numpy() for name, each in imatrix.read(path).squares.items()})
-    return place / "imatrix.npz"
+    np.savez(arrays, **{name: each.numpy() for name, each in imatrix.read(path).squares.items()})
+    return arrays
 
 
 def row(model: str, name: str, kind: str, ours: Any, theirs: Any) -> dict[str, Any]:
@@ -110,11 +115,13 @@ def compared(model: str, names: list[str], options: argparse.Namespace, place: P
         theirs = str(place / f"llama-{name}.gguf")
         asked = {"do": "quantize", "source": str(source), "target": theirs, "type": name.upper()}
         answer, _ = helper(SIDE, {**asked, "imatrix": str(weights), "threads": THREADS}, python=PYTHON)
-        out, changes = place / name, ["--set", f"calibration.samples={options.samples}"]
-        _, done = compiled(model, f"gguf-{name}", out, "--no-speed", *changes)
+        out, spent = place / name, None
+        if not out.exists():
+            changes = ["--set", f"calibration.samples={options.samples}"]
+            spent = compiled(model, f"gguf-{name}", out, "--no-speed", *changes)[1].cpu
         ours = str(out / "gguf" / "model.gguf")
         size = Path(ours).stat().st_size
-        about[name] = {**answer, "ours": size, "bytes_ratio": size / answer["bytes"], "cpu_s": done.cpu}
+        about[name] = {**answer, "ours": size, "bytes_ratio": size / answer["bytes"], "cpu_s": spent}
         if not abs(size / answer["bytes"] - 1) <= 0.005:
             print(f"{model} {name}: {size} bytes, llama.cpp's {answer['bytes']}: not the same", flush=True)
         files |= {f"ours {name}": ours, f"llama.cpp {name}": theirs}
@@ -146,13 +153,16 @@ def main() -> int:
         "--samples", type=int, default=SAMPLES, help="calibration sequences of 512 tokens, of both sides"
     )
     parser.add_argument("--scored", type=int, default=12, help="sequences of each text, at most")
+    parser.add_argument("--folder", type=Path, help="where files stay: what is there is not made again")
     parser.add_argument("--no-time", dest="time", action="store_false")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     rows = []
     for model in options.models:
-        with tempfile.TemporaryDirectory() as place:
-            rows += compared(model, options.types, options, Path(place))
+        with tempfile.TemporaryDirectory() as temporary:
+            place = Path(temporary) if options.folder is None else options.folder / model
+            place.mkdir(parents=True, exist_ok=True)
+            rows += compared(model, options.types, options, place)
     columns = {
         "model": "model",
         "type": "type",
