@@ -81,7 +81,8 @@ class Content:
     Args:
         values: the model.
         high: how what has no codes is stored: a float format of quantkit.
-        embedding: the scheme of token embeddings; None: as floats. A tied head's codes are the embeddings'.
+        embedding: the scheme of token embeddings, or what stands in for it where they are no whole super-blocks; None:
+            as floats. A tied head's codes are the embeddings'.
 
     Raises:
         InputError: `layout-unsupported`.
@@ -126,7 +127,7 @@ class Content:
             if linear in values.schemes:
                 found.append(self._coded(theirs, linear, shape, name))
             elif name == table and self.embedding is not None:
-                kind = type_of(self.embedding, name)
+                kind = type_of(instead(self.embedding, shape[1]), name)
                 found.append(StoredTensor(theirs, kind, shape, partial(self._rounded_bytes, name), name))
             else:
                 # one dimension, and norms of heads: whatever else the file holds, these are in float32
@@ -176,7 +177,8 @@ class Content:
         assert self.embedding is not None
         weight = self.values.tensor(name)
         rows = max(1, PIECE // weight.shape[1])
-        codes = joined([nearest(piece.float(), self.embedding) for piece in weight.split(rows)])
+        scheme = instead(self.embedding, weight.shape[1])
+        codes = joined([nearest(piece.float(), scheme) for piece in weight.split(rows)])
         return codes, packed(codes, name)[1]
 
     def _rounded_bytes(self, name: str) -> NDArray[Any]:
