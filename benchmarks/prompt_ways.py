@@ -4,6 +4,9 @@
     python benchmarks/prompt_ways.py --bundles DIR      compile and score into DIR, or take what is there
     python benchmarks/prompt_ways.py --eval ids.json    score on lists of token ids instead of the shipped text
 
+Two other ways are beside it: ONNX Runtime's own single one, and quantkit's operators (`quantkit_cpu`), which read the
+same codes for one row and for a thousand.
+
 Three graphs of SmolLM2-135M: float32, `int4-cpu` as it is (one way to multiply), and with `onnx.prefill=int8` (two
 ways). All are timed in turns in one process, in one run: prompts of 256 and 1,024 tokens, and steps of 1, 4 and 16
 sequences; two ways besides with ONNX Runtime's flash attention switched off (`ORT_GQA_DISABLE_FLASH_ATTENTION=1`).
@@ -11,8 +14,8 @@ Ratios are to float32, above 1 where a side is faster. Memory is the peak of a p
 step. The KL from plain transformers is taken twice: whole sequences at a time, as a prompt is, and 8 tokens at a time,
 which go the way of a step.
 
-Claims: with two ways prompts at least 2.0 times as fast as float32 and batch 16 at least 1.8 times (where the processor
-multiplies bytes fast), nothing slower than float32, and the KL of a step at most 0.075.
+Claims: with quantkit's operators prompts at least 2.0 times as fast as float32 and batch 16 at least 1.8 times (on
+AVX-512 VNNI), nothing slower than float32 whichever way, and the KL of a step at most 0.075.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from quantkit.stats.abba import compare
 MODEL = "smollm2-135m"
 SHAPES = [("prefill", 1, 256), ("prefill", 1, 1024), ("decode", 16, 128), ("decode", 4, 128), ("decode", 1, 128)]
 FLOAT, SAME, INT8, PLAIN = "float32", "one way", "two ways", ", no flash attention"
+OWN = "quantkit_cpu"
 MADE = {
     FLOAT: ("float", "float", ["--set", "export=[{onnx: {}}]"]),
     SAME: ("same", "int4-cpu", ["--set", "onnx.prefill=same"]),
@@ -56,8 +60,9 @@ def graphs(place: Path) -> dict[str, Path]:
 
 def speed(found: dict[str, Path], seconds: float) -> list[dict[str, Any]]:
     """A row a shape and side."""
-    sides = {name: {"graph": str(path), "flash": True} for name, path in found.items()}
-    sides[f"{INT8}{PLAIN}"] = {"graph": str(found[INT8]), "flash": False}
+    sides = {name: {"graph": str(path), "flash": True, "own": False} for name, path in found.items()}
+    sides[f"{INT8}{PLAIN}"] = {"graph": str(found[INT8]), "flash": False, "own": False}
+    sides[OWN] = {"graph": str(found[SAME]), "flash": True, "own": True}
     rows = []
     for shape in helper("prompt_side.py", {"do": "time", "sides": sides, "shapes": SHAPES, "seconds": seconds})[0]:
         baseline = np.array(shape["seconds"][FLOAT])
@@ -75,9 +80,11 @@ def speed(found: dict[str, Path], seconds: float) -> list[dict[str, Any]]:
 def weight(found: dict[str, Path]) -> list[dict[str, Any]]:
     """A row a graph: bytes of its files, peak memory of a step and of prompts."""
     rows = []
-    for name, path in found.items():
+    for name, path in {**found, OWN: found[SAME]}.items():
         peaks = {
-            tokens: helper("prompt_side.py", {"do": "weigh", "graph": str(path), "tokens": tokens})[0]["peak"]
+            tokens: helper("prompt_side.py", {"do": "weigh", "graph": str(path), "own": name == OWN, "tokens": tokens})[
+                0
+            ]["peak"]
             for tokens in (0, 256, 1024)
         }
         size = sum(file.stat().st_size for file in path.glob("model.onnx*"))
@@ -91,7 +98,7 @@ def accuracy(found: dict[str, Path], place: Path, given: Path | None) -> list[di
     if not kept.exists():
         text = helper("ids.py", {"model": MODEL, "set": "prose-en", "split": "eval", "samples": 12, "tokens": 512})[0]
         ids = json.loads(given.read_text()) if given else text["ids"]
-        chosen = {name: str(found[name]) for name in (SAME, INT8)}
+        chosen = {name: [str(found[name]), False] for name in (SAME, INT8)} | {OWN: [str(found[SAME]), True]}
         request = {"do": "score", "model": text["folder"], "graphs": chosen, "ids": ids, "steps": [0, STEP]}
         kept.write_text(json.dumps(helper("prompt_side.py", request)[0]))
     rows: list[dict[str, Any]] = json.loads(kept.read_text())
@@ -131,14 +138,15 @@ def tell(
     show("accuracy", scores, {"side": "side", "fed": "as", "kl": "KL:.4f", "kl_se": "±:.4f", "top1": "top 1:.4f"})
     settings = {"threads": THREADS, "isa": machine.isa(), "seconds": options.seconds}
     settings["scored"] = options.eval.name if options.eval else "prose-en, eval, 12 x 512"
-    claim = "two ways to multiply: prompts at least 2.0 times float32, batch 16 at least 1.8, nothing slower"
+    claim = "quantkit_cpu: prompts at least 2.0 times float32, batch 16 at least 1.8, nothing slower"
     record("prompt-ways", claim, [*times, *sizes, *scores], settings, write=not options.no_record)
-    ours = [row for row in times if row["side"] == INT8]
+    ours = [row for row in times if row["side"] == OWN]
     checks = {f"a prompt of {row['tokens']} at least {PROMPTS}": row["ratio"] >= PROMPTS for row in ours[:2]}
     checks |= {f"batch 16 at least {BATCH}": ours[2]["ratio"] >= BATCH}
-    checks |= {"two ways never slower than float32": all(row["ratio"] >= 1 for row in ours)}
-    checks |= {"one way never slower than float32": all(row["ratio"] >= 1 for row in times if row["side"] == SAME)}
-    steps = next(row["kl"] for row in scores if row["side"] == INT8 and row["step"])
+    for side in (OWN, INT8, SAME):
+        slowest = min(row["ratio"] for row in times if row["side"] == side)
+        checks |= {f"{side} never slower than float32": slowest >= 1}
+    steps = next(row["kl"] for row in scores if row["side"] == OWN and row["step"])
     return verdicts(checks | {f"KL of a step at most {KL}": steps <= KL})
 
 

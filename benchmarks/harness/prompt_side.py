@@ -1,15 +1,16 @@
 """Graphs of one decoder in ONNX Runtime, timed in turns, weighed, or scored: a process of its own.
 
     python prompt_side.py request.json answer.json
-    {"do": "time", "sides": {name: {"graph": FOLDER, "flash": bool}}, "shapes": [["prefill"|"decode", batch, tokens]],
-     "seconds": for each shape}
+    {"do": "time", "sides": {name: {"graph": FOLDER, "flash": bool, "own": bool}},
+     "shapes": [["prefill"|"decode", batch, tokens]], "seconds": for each shape}
         -> [{"kind", "batch", "tokens", "seconds": {name: [blocks, 2, burst]}}]
-    {"do": "weigh", "graph": FOLDER, "tokens": of a prompt; 0: one step}   -> {"peak", "before": bytes}
-    {"do": "score", "model": FOLDER, "graphs": {name: FOLDER}, "ids": [[...]], "steps": [0, 8]}
+    {"do": "weigh", "graph": FOLDER, "own": bool, "tokens": of a prompt; 0: one step}   -> {"peak", "before": bytes}
+    {"do": "score", "model": FOLDER, "graphs": {name: [FOLDER, own]}, "ids": [[...]], "steps": [0, 8]}
         -> [{"side", "step", "kl", "kl_se", "top1", "n"}]; step: tokens fed at a time, 0: a whole sequence
 
 All sides of a timing are sessions of one process, whose threads stop spinning after a run. What scores is plain
-transformers on one side and a plain session of ONNX Runtime on the other: none of quantkit's runtime is in the way.
+transformers on one side and a plain session of ONNX Runtime on the other: none of quantkit's runtime is in the way, but
+for a graph with quantkit's `own` operators.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 BLOCKS = (5, 60)
 
 
-def opened(folder: str, *, flash: bool = True) -> Any:
+def opened(folder: str, *, flash: bool = True, own: bool = False) -> Any:
     """By quantkit's runtime, for its prompts and steps; attention as it comes, or without its flash kernel."""
     from quantkit.runtimes.onnxruntime.session import OnnxModel
 
     os.environ[FLASH] = str(int(not flash))
-    model = OnnxModel(Path(folder), threads=THREADS)
+    model = OnnxModel(Path(folder), threads=THREADS, own=own)
     del os.environ[FLASH]
     return model
 
@@ -43,7 +44,9 @@ def opened(folder: str, *, flash: bool = True) -> Any:
 def timed(request: dict[str, Any]) -> list[dict[str, Any]]:
     from quantkit.measurement.timing.schedule import Visit, interleave, warm
 
-    models = {name: opened(side["graph"], flash=side["flash"]) for name, side in request["sides"].items()}
+    models = {
+        name: opened(side["graph"], flash=side["flash"], own=side["own"]) for name, side in request["sides"].items()
+    }
     found = []
     for kind, batch, tokens in request["shapes"]:
         steps = {name: getattr(model, kind)(batch, tokens) for name, model in models.items()}
@@ -64,7 +67,7 @@ def weighed(request: dict[str, Any]) -> dict[str, int]:
     from quantkit.runtimes.onnxruntime.session import OnnxModel
 
     before = peak()
-    model = OnnxModel(Path(request["graph"]), threads=THREADS)
+    model = OnnxModel(Path(request["graph"]), threads=THREADS, own=request["own"])
     (model.prefill(1, request["tokens"]) if request["tokens"] else model.decode(1, 128))()
     return {"peak": peak(), "before": before}
 
@@ -102,13 +105,12 @@ def scored(request: dict[str, Any]) -> list[dict[str, Any]]:
         expected = [original(torch.tensor([row])).logits[0].float() for row in request["ids"]]
     del original
     found = []
-    for name, folder in request["graphs"].items():
+    for name, (folder, own) in request["graphs"].items():
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = THREADS
         options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(
-            str(Path(folder) / "model.onnx"), options, providers=["CPUExecutionProvider"]
-        )
+        graph, where = str(Path(folder) / "model.onnx"), ["CPUExecutionProvider"]
+        session = opened(folder, own=True).session if own else onnxruntime.InferenceSession(graph, options, where)
         for step in request["steps"]:
             accuracy = Accuracy()
             for row, before in zip(request["ids"], expected, strict=True):

@@ -16,7 +16,7 @@ from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import NAME, stored
 from quantkit.measurement.prompts import with_prompts
-from quantkit.measurement.rows import Row
+from quantkit.measurement.rows import Baseline, Row
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.measurement.verdict import MeasuredFormat, verdict
 from quantkit.passes import decision
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from quantkit.model.source.open import Source
 
 RUNTIME = "onnxruntime"
+# that read the same file, the one that everybody has first: a verdict rests on the first that was timed
+RUNTIMES = (RUNTIME, "quantkit_cpu")
 HARM = "harm.json"
 REPORT = "report.html"
 # a compile looks at a few shapes; `quantkit measure` at all of them
@@ -146,7 +148,9 @@ def decide(
     """
     if not layers:
         return None
-    timed = [row for row in rows if row.runtime == RUNTIME]
+    by_runtime = {name: [row for row in rows if row.runtime == name] for name in RUNTIMES}
+    runtime = next((name for name, own in by_runtime.items() if any(map(_is_latency, own))), RUNTIME)
+    timed = by_runtime[runtime]
     steps = [row for row in timed if row.name == "latency.decode_step"]
     passes = [row for row in timed if row.name == "latency.prefill"]
     measured = {row.batch for row in steps or passes if row.batch is not None}
@@ -157,7 +161,42 @@ def decide(
     if not batches and not failed:
         return None
     found = verdict(MeasuredFormat(format_of(layers), timed, checks), batches or target.batches)
+    said = [] if runtime == RUNTIME else [f"timed in {runtime} alone: what {RUNTIME} makes of the file is not known"]
+    for other in RUNTIMES[1:] if runtime == RUNTIME else ():
+        said += faster(by_runtime[other], timed, other)
+    found = found.model_copy(update={"because": [*found.because, *said]})
     return with_prompts(found, timed, setting=_setting(exports, target, layers)) if steps and not failed else found
+
+
+def _is_latency(row: Row) -> bool:
+    return row.name.startswith("latency.")
+
+
+def faster(own: Sequence[Row], plain: Sequence[Row], runtime: str) -> list[str]:
+    """Where another runtime is faster than the first with the same file, beyond both intervals; a line or none.
+
+    Both were set against the same float model, each in a run of its own: what is compared is how often as fast as that
+    they were.
+    """
+
+    def cells(rows: Sequence[Row]) -> dict[Any, Baseline]:
+        return {
+            (row.name, row.batch, *sorted((row.shape or {}).items())): row.baseline
+            for row in rows
+            if _is_latency(row) and row.baseline is not None and row.baseline.ratio and row.baseline.ratio_ci95
+        }
+
+    before, found = cells(plain), []
+    for cell, ours in cells(own).items():
+        theirs = before.get(cell)
+        if theirs is None or not (ours.ratio_ci95 and theirs.ratio_ci95) or ours.ratio_ci95[0] <= theirs.ratio_ci95[1]:
+            continue
+        name, batch, shape = cell[0], cell[1], dict(cell[2:])
+        where = (
+            f"batch {batch}" if name == "latency.decode_step" else f"{shape.get('new_tokens')} tokens at batch {batch}"
+        )
+        found.append(f"{where} {ours.ratio:.2f} times, not {theirs.ratio:.2f}")
+    return [f"{runtime} is faster with this file, against float32: {'; '.join(found)}"] if found else []
 
 
 def _setting(exports: Sequence[Mapping[str, Any]], target: Target, layers: Sequence[LayerEntry]) -> str:

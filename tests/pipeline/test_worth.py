@@ -247,3 +247,26 @@ def test_the_harm_is_read_as_it_was_written(made: Made) -> None:
     assert 0 < found.blocks[0].error < 1
     assert {layer.name for layer in found.layers} == {layer.name for layer in Bundle.load(made.both).manifest.layers}
     assert len(found.worst) == 10
+
+
+def test_a_verdict_says_where_another_runtime_is_faster_with_the_same_file() -> None:
+    plain = rows(job(), lambda batch: 1.5)
+    own = [
+        row.model_copy(update={"runtime": "quantkit_cpu"})
+        for row in rows(job(), lambda batch: 3.0 if batch == 1 else 1.5)
+    ]
+    both = verdict.decide([*plain, *own], [], LAYERS, HERE)
+    assert both is not None
+    (line,) = [each for each in both.because if "quantkit_cpu" in each]
+    assert "batch 1 3.0" in line and "batch 2" not in line and "batch 8" not in line
+    # an interval that reaches the other's decides nothing
+    vague = [
+        row
+        if row.baseline is None
+        else row.model_copy(update={"baseline": row.baseline.model_copy(update={"ratio_ci95": (1.0, 9.0)})})
+        for row in own
+    ]
+    open_ = verdict.decide([*plain, *vague], [], LAYERS, HERE)
+    assert open_ is not None and not any("quantkit_cpu" in each for each in open_.because)
+    alone = verdict.decide(own, [], LAYERS, HERE)
+    assert alone is not None and any("timed in quantkit_cpu alone" in each for each in alone.because)
