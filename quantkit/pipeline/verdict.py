@@ -181,7 +181,13 @@ def faster(own: Sequence[Row], plain: Sequence[Row], runtime: str) -> list[str]:
 
     def cells(rows: Sequence[Row]) -> dict[Any, Baseline]:
         return {
-            (row.name, row.batch, *sorted((row.shape or {}).items())): row.baseline
+            (
+                row.name,
+                row.batch,
+                row.device,
+                row.settings.get("threads"),
+                *sorted((row.shape or {}).items()),
+            ): row.baseline
             for row in rows
             if _is_latency(row) and row.baseline is not None and row.baseline.ratio and row.baseline.ratio_ci95
         }
@@ -191,7 +197,7 @@ def faster(own: Sequence[Row], plain: Sequence[Row], runtime: str) -> list[str]:
         theirs = before.get(cell)
         if theirs is None or not (ours.ratio_ci95 and theirs.ratio_ci95) or ours.ratio_ci95[0] <= theirs.ratio_ci95[1]:
             continue
-        name, batch, shape = cell[0], cell[1], dict(cell[2:])
+        name, batch, shape = cell[0], cell[1], dict(cell[4:])
         where = (
             f"batch {batch}" if name == "latency.decode_step" else f"{shape.get('new_tokens')} tokens at batch {batch}"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit import machine
 from quantkit.bundle import Bundle
+from quantkit.errors import InputError
 from quantkit.kernels.cpu.library import why_not
 from quantkit.runtimes.onnxruntime.runtime import OnnxRuntime
 from quantkit.runtimes.onnxruntime.session import FOLDER, OnnxModel
@@ -20,19 +21,33 @@ class QuantkitCpu(OnnxRuntime):
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """The processor, or no compiler."""
-        return why_not() if machine.has("onnxruntime") else "onnxruntime is not installed"
+        missing = [name for name in ("onnxruntime", "onnx") if not machine.has(name)]
+        return f"{missing[0]} is not installed" if missing else why_not()
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> OnnxModel:
-        """As of `onnxruntime`."""
+        """As of `onnxruntime`. Raises InputError, besides, as `load`."""
+        self.demand()
         return OnnxModel(path / FOLDER, threads=threads, own=True)
 
     def load(self, bundle: Bundle, **settings: Any) -> OnnxModel:
         """As of `onnxruntime`.
 
         Raises:
-            InputError: besides, `compiler-missing`, `kernels-not-compiled`, `nothing-to-multiply`.
+            InputError: besides, `runtime-not-here`, `kernels-not-compiled`, `nothing-to-multiply`.
         """
+        self.demand()
         return OnnxModel(self.checked(bundle), own=True, **settings)
+
+    def demand(self) -> None:
+        """Raises InputError `runtime-not-here`."""
+        if why := self.why_not_here():
+            raise InputError(
+                "runtime-not-here",
+                where=self.name,
+                value=why,
+                rule="its operators are compiled for, and by, the machine that runs them",
+                remedy="use the runtime `onnxruntime`, which reads the same file",
+            )
 
 
 RUNTIME = QuantkitCpu()

@@ -231,6 +231,30 @@ def test_no_rows_give_none(compiled: Path) -> None:
     assert found.shape == (0, 40)
 
 
+@pytest.mark.parametrize("lie", [{"rows": 64}, {"columns": 128}, {"group": 0}, {"group": 24}, {"group": 64}])
+def test_a_weight_of_other_sizes_than_it_says_is_refused(lie: dict[str, int]) -> None:
+    weight = Weight(40, 96, 32, seed=5)
+    for name, value in lie.items():
+        setattr(weight, name, value)
+    with pytest.raises(Exception, match="sizes"):
+        run("Product", [weight], library.library(), np.zeros((1, weight.columns), np.float32))
+
+
+@pytest.mark.parametrize("beside", [{"skip": (1, 96)}, {"gamma": (90,)}, {"bias": (39,)}])
+def test_what_does_not_fit_is_refused(beside: dict[str, tuple[int, ...]]) -> None:
+    given = {name: np.ones(shape, np.float32) for name, shape in beside.items()}
+    with pytest.raises(Exception, match="fit neither"):
+        run("Product", [Weight(40, 96, 32, seed=5)], library.library(), np.zeros((3, 96), np.float32), **given)
+
+
+def test_a_broken_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    place = library.library()
+    whole = place.read_bytes()
+    place.write_bytes(whole[:9000])
+    assert library.library() == place and place.read_bytes()[:4] == whole[:4] and len(place.read_bytes()) > 9000
+
+
 def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'error: no' >&2\nexit 1\n")
@@ -240,3 +264,6 @@ def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(InputError, match="kernels-not-compiled") as met:
         library.library()
     assert "error: no" in met.value.line() and not list((tmp_path / "cache").rglob("*.so"))
+    monkeypatch.setenv("CC", "/nonexistent/gcc -O1")
+    with pytest.raises(InputError, match="compiler-missing"):
+        library.library()

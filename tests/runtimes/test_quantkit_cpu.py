@@ -90,3 +90,32 @@ def test_where_it_gains_nothing_it_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert runtime.why_not_here() is None
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "compiler" in str(runtime.why_not_here())
+
+
+def test_a_value_that_is_asked_for_is_not_joined_away(small: Small) -> None:
+    model = onnx.load(small.onnx / "model.onnx", load_external_data=False)
+    inner = next(node.output[0] for node in model.graph.node if node.op_type in ("Gelu", "Sigmoid", "Tanh"))
+    running = OnnxModel(small.onnx, threads=1, own=True, shown=[inner])
+    ids = np.arange(12)[None]
+    assert np.asarray(running.session.run([inner], running.prompt(ids))[0]).shape[:2] == (1, 12)
+
+
+@pytest.mark.parametrize("change", ["axis", "sizes", "epsilon", "lengths"])
+def test_what_only_looks_alike_stays_as_it_is(tmp_path: Path, change: str) -> None:
+    small = export(tmp_path, "llama", scheme(), accuracy_level=4, changes={"vocab_size": 130})
+    model = onnx.load(small.onnx / "model.onnx", load_external_data=False)
+    before, after = Counter(node.op_type for node in model.graph.node), "Split"
+    for node in model.graph.node:
+        if node.op_type == "Split" and change == "axis":
+            next(each for each in node.attribute if each.name == "axis").i = 0
+        elif node.op_type == "Split" and change == "sizes":
+            node.input[1] = "uneven"
+        elif node.op_type == "SkipSimplifiedLayerNormalization" and change == "epsilon":
+            after = node.op_type
+            del node.attribute[:]
+        elif node.op_type == "GroupQueryAttention" and change == "lengths":
+            after = node.op_type
+            node.input[5] = "each"
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([63, 65], np.int64), "uneven"))
+    own_products(model)
+    assert Counter(node.op_type for node in model.graph.node)[after] == before[after] > 0

@@ -3,7 +3,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* e^x, relative error 2e-7, in a form that compilers make vectors of (Cephes, expf); what is no number stays so. */
+/* e^x, relative error 4e-6, in a form that compilers make vectors of (Cephes, expf); what is no number stays so. */
 static inline float exponential(float x) {
     x = x < -87 ? -87 : x > 88 ? 88 : x;
     float whole = rintf(x * 1.44269504f), rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;

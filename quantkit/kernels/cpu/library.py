@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit import limits, machine
+from quantkit.bundle.disk import write_atomic
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
 
@@ -56,32 +59,49 @@ def library(flags: tuple[str, ...] = ("-march=native",)) -> Path:
     return _compiled(compiler, flags)
 
 
-def _compiler() -> str | None:
-    asked = os.environ.get("CC")
-    return next((found for name in (asked, "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
+def _compiler() -> list[str] | None:
+    """The command: what CC says, or one of the usual ones."""
+    if asked := shlex.split(os.environ.get("CC", "")):
+        return asked if shutil.which(asked[0]) else None
+    return next(([found] for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
-@cache
-def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
+def _compiled(compiler: Sequence[str], flags: Sequence[str]) -> Path:
     """One for every source, compiler, instruction set and processor, since `-march=native` means another on each."""
     here = Path(__file__).parent
     parts = [limits.read(here / name) for name in (*_SOURCES, *_HEADERS)]
-    parts += [" ".join((compiler, *_FLAGS, *flags, *machine.isa_features())).encode()]
+    about = (*compiler, *_FLAGS, *flags, platform.machine(), *sorted(machine.cpu_flags()))
+    parts.append("\0".join(about).encode())
     place = cache_dir() / "kernels" / hashlib.sha256(b"\0".join(parts)).hexdigest()[:32] / "operators.so"
-    if place.is_file():
-        return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        made = Path(folder) / place.name
-        command = [compiler, *_FLAGS, *flags, *(str(here / name) for name in _SOURCES), "-o", str(made), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
-        if done.returncode:
-            raise InputError(
-                "kernels-not-compiled",
-                where=compiler,
-                value=(done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0][:200],
-                rule="a C compiler that knows GNU C11 and _Float16: gcc 12 or clang 15, or later",
-                remedy="name another in CC, or use the runtime `onnxruntime`, which needs none",
-            )
-        made.replace(place)  # whole or not at all, whoever compiles beside
+    proof = place.with_suffix(".sha256")
+    try:
+        if (
+            place.is_file()
+            and proof.is_file()
+            and limits.read(proof).decode() == hashlib.sha256(place.open("rb").read()).hexdigest()
+        ):
+            return place
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            made = Path(folder) / place.name
+            command = [*compiler, *_FLAGS, *flags, *(str(here / name) for name in _SOURCES), "-o", str(made), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
+            if done.returncode or not made.is_file():
+                lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}, and no library"]
+                raise _not_compiled(compiler, next((line for line in lines if "error" in line), lines[0]))
+            data = made.open("rb").read()
+        write_atomic(place, data)
+        write_atomic(proof, hashlib.sha256(data).hexdigest().encode())
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise _not_compiled(compiler, str(problem)) from None
     return place
+
+
+def _not_compiled(compiler: Sequence[str], why: str) -> InputError:
+    return InputError(
+        "kernels-not-compiled",
+        where=" ".join(compiler),
+        value=why[:200],
+        rule="a C compiler that knows GNU C11 and _Float16 (gcc 12 or clang 15, or later), and a cache to write to",
+        remedy="name another in CC or QUANTKIT_CACHE, or use the runtime `onnxruntime`, which needs none",
+    )

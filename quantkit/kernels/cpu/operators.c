@@ -63,10 +63,26 @@ static OrtStatus *data_of(const OrtApi *api, const OrtValue *value, void **data)
     return CALL(api, GetData, TENSOR_DATA)(value, data);
 }
 
-/* A weight from three constant inputs; the third may be left out. */
+static OrtStatus *count_of(const OrtApi *api, const OrtValue *value, int64_t *count) {
+    OrtShape *shape = NULL;
+    GUARD(CALL(api, GetShape, TYPE_AND_SHAPE)(value, &shape));
+    size_t found = 0;
+    OrtStatus *status = CALL(api, GetCount, ELEMENTS)(shape, &found);
+    CALL(api, Release, RELEASE_SHAPE)(shape);
+    *count = (int64_t)found;
+    return status;
+}
+
+/* A weight from three constant inputs; the third may be left out. What a file says of them need not be true. */
 static OrtStatus *weight_of(const OrtApi *api, const OrtInfo *info, size_t at, const char *names[3], Weight *weight) {
     int64_t sizes[3];
     for (int i = 0; i < 3; i++) GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, names[i], &sizes[i]));
+    const int64_t rows = sizes[0], columns = sizes[1], group = sizes[2];
+    const int64_t most = (int64_t)1 << 31;
+    if (rows < 1 || rows > most || columns < 1 || columns > most || group < 16 || group > WIDEST || group & (group - 1))
+        return fail(api, "the sizes of a weight of a quantkit operator are not those of a matrix in groups of 16 to 256");
+    const int64_t groups = (columns + group - 1) / group;
+    const int64_t counts[] = {rows * groups * (group / 2), rows * groups, rows * ((groups + 1) / 2)};
     void *parts[3] = {NULL, NULL, NULL};
     for (size_t i = 0; i < 3; i++) {
         const OrtValue *value = NULL;
@@ -75,11 +91,15 @@ static OrtStatus *weight_of(const OrtApi *api, const OrtInfo *info, size_t at, c
         if (missing) {
             if (i < 2) return missing;
             CALL(api, void (*)(OrtStatus *), RELEASE_STATUS)(missing);
-        } else if (constant && value)
+        } else if (constant && value) {
+            int64_t count = 0;
+            GUARD(count_of(api, value, &count));
+            if (count != counts[i]) return fail(api, "a weight of a quantkit operator has other sizes than it says");
             GUARD(data_of(api, value, &parts[i]));
+        }
     }
     if (!parts[0] || !parts[1]) return fail(api, "a weight of a quantkit operator is no constant");
-    if (weight_pack(weight, sizes[0], sizes[1], sizes[2], parts[0], parts[1], parts[2]))
+    if (weight_pack(weight, rows, columns, group, parts[0], parts[1], parts[2]))
         return fail(api, "no memory for a weight");
     return NULL;
 }
@@ -101,6 +121,9 @@ static OrtStatus *create(const OrtApi *api, const OrtInfo *info, int gated, void
     if (!status) status = weight_of(api, info, WEIGHTS, first, &kernel->first);
     if (!status && gated) status = weight_of(api, info, WEIGHTS + 3, second, &kernel->second);
     if (!status && gated) status = CALL(api, GetInt, ATTRIBUTE_INT)(info, "activation", &kernel->activation);
+    const int64_t hidden = kernel->first.rows / 2;
+    if (!status && gated && (hidden * 2 != kernel->first.rows || hidden % (2 * TILE) || hidden != kernel->second.columns))
+        status = fail(api, "gate, up and down of a GatedMlp do not fit together");
     if (status) {
         destroy(kernel);
         return status;
@@ -124,21 +147,34 @@ static void prepare(void *given, size_t row) {
     const Work *work = given;
     const int64_t columns = work->columns, group = work->weight->group;
     const float *x = work->x + (int64_t)row * columns;
-    float room[columns];
-    if (work->skip) {
-        const float *skip = work->skip + (int64_t)row * columns;
-        float *sum = work->sum ? work->sum + (int64_t)row * columns : room;
+    const float *skip = work->skip ? work->skip + (int64_t)row * columns : NULL;
+    if (work->sum) {
+        float *sum = work->sum + (int64_t)row * columns;
         for (int64_t k = 0; k < columns; k++) sum[k] = x[k] + skip[k];
         x = sum;
+        skip = NULL;
     }
+    float by = 1;
     if (work->gamma) {
         float squares = 0;
-        for (int64_t k = 0; k < columns; k++) squares += x[k] * x[k];
-        float by = 1 / sqrtf(squares / (float)columns + work->kernel->epsilon);
-        for (int64_t k = 0; k < columns; k++) room[k] = x[k] * by * work->gamma[k];
-        x = room;
+        for (int64_t k = 0; k < columns; k++) {
+            float value = skip ? x[k] + skip[k] : x[k];
+            squares += value * value;
+        }
+        by = 1 / sqrtf(squares / (float)columns + work->kernel->epsilon);
     }
-    inputs_round(work->inputs, (int64_t)row, columns, group, x);
+    for (int64_t g = 0; g < work->inputs->groups; g++) {
+        const int64_t at = g * group, here = columns - at < group ? columns - at : group;
+        const float *part = x + at;
+        float room[WIDEST];
+        if (skip || work->gamma) {
+            for (int64_t k = 0; k < here; k++) room[k] = skip ? part[k] + skip[at + k] : part[k];
+            if (work->gamma)
+                for (int64_t k = 0; k < here; k++) room[k] = room[k] * by * work->gamma[at + k];
+            part = room;
+        }
+        inputs_round(work->inputs, (int64_t)row, g, here, group, part);
+    }
 }
 
 static void product(void *given, size_t pair) {
@@ -174,11 +210,6 @@ static void gated(void *given, size_t part) {
     }
 }
 
-static void between(void *given, size_t row) {
-    const Work *work = given;
-    inputs_round(work->inputs, (int64_t)row, work->columns, work->weight->group, work->x + (int64_t)row * work->columns);
-}
-
 static OrtStatus *run(const Work *work, const OrtContext *context, void (*step)(void *, size_t), int64_t count) {
     if (count == 1) {
         step((void *)work, 0);
@@ -191,6 +222,7 @@ static OrtStatus *compute(void *given, OrtContext *context) {
     const Kernel *kernel = given;
     const OrtApi *api = kernel->api;
     void *inputs[4] = {NULL, NULL, NULL, NULL};
+    int64_t counts[4] = {0, 0, 0, 0};
     int64_t sizes[MOST_DIMENSIONS];
     size_t count = 0;
     for (size_t i = 0; i < 4; i++) {
@@ -198,6 +230,7 @@ static OrtStatus *compute(void *given, OrtContext *context) {
         GUARD(CALL(api, GetInput, INPUT)(context, i, &value));
         if (!value) continue;
         GUARD(data_of(api, value, &inputs[i]));
+        GUARD(count_of(api, value, &counts[i]));
         if (i) continue;
         OrtShape *shape = NULL;
         GUARD(CALL(api, GetShape, TYPE_AND_SHAPE)(value, &shape));
@@ -209,6 +242,10 @@ static OrtStatus *compute(void *given, OrtContext *context) {
     if (count == 0 || count > MOST_DIMENSIONS) return fail(api, "inputs of a quantkit operator have 1 to 8 dimensions");
     const int64_t columns = sizes[count - 1];
     if (columns != kernel->first.columns) return fail(api, "inputs and weight differ in their columns");
+    const Weight *last = kernel->gated ? &kernel->second : &kernel->first;
+    if ((inputs[SKIP] && counts[SKIP] != counts[X]) || (inputs[GAMMA] && counts[GAMMA] != columns) ||
+        (inputs[BIAS] && counts[BIAS] != last->rows))
+        return fail(api, "what is added to inputs, their norm and the bias fit neither inputs nor weight");
     int64_t rows = 1;
     for (size_t i = 0; i + 1 < count; i++) rows *= sizes[i];
     void *sum = NULL, *out = NULL;
@@ -217,7 +254,6 @@ static OrtStatus *compute(void *given, OrtContext *context) {
         GUARD(CALL(api, GetOutput, OUTPUT)(context, 1, sizes, count, &made));
         if (made) GUARD(data_of(api, made, &sum));
     }
-    const Weight *last = kernel->gated ? &kernel->second : &kernel->first;
     sizes[count - 1] = last->rows;
     GUARD(CALL(api, GetOutput, OUTPUT)(context, 0, sizes, count, &made));
     GUARD(data_of(api, made, &out));
@@ -243,7 +279,7 @@ static OrtStatus *compute(void *given, OrtContext *context) {
     work.out = hidden;
     if (!status) status = run(&work, context, gated, both / 2 / (2 * TILE));
     Work after = {kernel, &kernel->second, &inner, both / 2, hidden, NULL, NULL, inputs[BIAS], NULL, out};
-    if (!status) status = run(&after, context, between, rows);
+    if (!status) status = run(&after, context, prepare, rows);
     if (!status) status = run(&after, context, product, pairs(&kernel->second));
     inputs_free(&inner);
     free(hidden);
@@ -319,15 +355,33 @@ static OrtStatus *compute_attention(void *given, OrtContext *context) {
         GUARD(CALL(api, GetInput, INPUT)(context, i, &values[i]));
         if (values[i]) GUARD(data_of(api, values[i], &data[i]));
     }
-    int64_t q[3], cache[4], table[2] = {0, 0}, bias[4] = {1, 1, 0, 0};
+    int64_t q[3], k[3], v[3], cache[4], other[4], table[2] = {0, 0}, sines[2] = {0, 0}, bias[4] = {1, 1, 0, 0};
+    if (!values[Q] || !values[PAST_KEYS] || !values[PAST_VALUES] || !values[TOTAL] || !values[K] != !values[V] ||
+        !values[COS] != !values[SIN])
+        return fail(api, "an Attention lacks an input");
+    int64_t ones = 0;
+    GUARD(count_of(api, values[TOTAL], &ones));
     GUARD(shape_of(api, values[Q], 3, q));
     GUARD(shape_of(api, values[PAST_KEYS], 4, cache));
-    if (values[COS]) GUARD(shape_of(api, values[COS], 2, table));
+    GUARD(shape_of(api, values[PAST_VALUES], 4, other));
+    if (values[COS]) {
+        GUARD(shape_of(api, values[COS], 2, table));
+        GUARD(shape_of(api, values[SIN], 2, sines));
+    }
+    if (values[K]) {
+        GUARD(shape_of(api, values[K], 3, k));
+        GUARD(shape_of(api, values[V], 3, v));
+    }
     if (values[SCORE_BIAS]) GUARD(shape_of(api, values[SCORE_BIAS], 4, bias));
+    if (ones != 1) return fail(api, "the length of an Attention is no single number");
     const int64_t size = cache[3], total = *(const int32_t *)data[TOTAL], packed = !values[K];
+    const int64_t narrow = kernel->kv_heads * size;
     const int64_t width = (kernel->heads + (packed ? 2 * kernel->kv_heads : 0)) * size;
     if (q[2] != width || cache[1] != kernel->kv_heads || size % 16 || total < q[1] || cache[0] != q[0] ||
-        (table[0] && table[0] < total) || 2 * table[1] > size ||
+        (values[COS] && table[0] < total) || 2 * table[1] > size || memcmp(table, sines, sizeof table) ||
+        memcmp(cache, other, sizeof cache) || (values[SCORE_BIAS] && ((bias[0] != 1 && bias[0] != q[0]) || bias[1] != 1)) ||
+        (!packed && (k[0] != q[0] || k[1] != q[1] || k[2] != narrow || memcmp(k, v, sizeof k))) ||
+        cache[2] < total - q[1] ||
         (values[SCORE_BIAS] && (bias[2] != q[1] || bias[3] != total)))
         return fail(api, "inputs of an Attention do not fit together");
     const int64_t held = cache[2], capacity = held > total ? held : total;
@@ -425,7 +479,7 @@ static const OrtCustomOp operators[] = {
 
 __attribute__((visibility("default"))) OrtStatus *RegisterCustomOps(OrtOptions *options, const OrtApiBase *base) {
     const OrtApi *api = base->api(ORT_VERSION);
-    if (!api) return NULL;
+    if (!api) return CALL(base->api(1), Status, CREATE_STATUS)(1, "this onnxruntime is older than 1.17");
     OrtDomain *domain = NULL;
     GUARD(CALL(api, OrtStatus * (*)(const char *, OrtDomain **), CREATE_DOMAIN)("quantkit", &domain));
     for (size_t i = 0; i < sizeof operators / sizeof *operators; i++)

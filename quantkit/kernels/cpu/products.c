@@ -65,32 +65,28 @@ int inputs_make(Inputs *in, int64_t rows, const Weight *w) {
 
 void inputs_free(Inputs *in) { free(in->codes); }
 
-void inputs_round(Inputs *in, int64_t row, int64_t columns, int64_t group, const float *restrict x) {
-    int8_t *restrict codes = in->codes + row * in->columns;
-    float *scales = in->scales + row * in->groups, *sums = in->sums + row * in->groups;
-    for (int64_t g = 0; g < in->groups; g++, codes += group, x += group) {
-        const int64_t here = columns - g * group < group ? columns - g * group : group;
-        /* magnitudes as whole numbers: in the order of the floats, and whatever is no number is the largest */
-        int32_t most = 0;
-        for (int64_t k = 0; k < here; k++) {
-            int32_t bits;
-            memcpy(&bits, x + k, 4);
-            bits &= 0x7fffffff;
-            most = bits > most ? bits : most;
-        }
-        float top;
-        memcpy(&top, &most, 4);
-        const float inverse = top == 0 ? 0 : 127 / top;
-        int32_t sum = 0;
-        for (int64_t k = 0; k < here; k++) {
-            int32_t code = (int32_t)rintf(x[k] * inverse);
-            codes[k] = (int8_t)code;
-            sum += code;
-        }
-        for (int64_t k = here; k < group; k++) codes[k] = 0;
-        scales[g] = top / 127;
-        sums[g] = (float)sum;
+void inputs_round(Inputs *in, int64_t row, int64_t g, int64_t here, int64_t group, const float *restrict x) {
+    int8_t *restrict codes = in->codes + row * in->columns + g * group;
+    /* magnitudes as whole numbers: in the order of the floats, and whatever is no number is the largest */
+    int32_t most = 0;
+    for (int64_t k = 0; k < here; k++) {
+        int32_t bits;
+        memcpy(&bits, x + k, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
     }
+    float top;
+    memcpy(&top, &most, 4);
+    const float inverse = top < 1e-30f ? 0 : 127 / top; /* of what is no number, none either */
+    int32_t sum = 0;
+    for (int64_t k = 0; k < here; k++) {
+        int32_t code = (int32_t)rintf(x[k] * inverse);
+        codes[k] = (int8_t)code;
+        sum += code;
+    }
+    for (int64_t k = here; k < group; k++) codes[k] = 0;
+    in->scales[row * in->groups + g] = top / 127;
+    in->sums[row * in->groups + g] = (float)sum;
 }
 
 #if defined(__AVX512VNNI__)

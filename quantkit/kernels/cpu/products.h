@@ -7,6 +7,8 @@
 #define TILE 16
 /* rows of the input that share what was read of a weight */
 #define DEEP 8
+/* the largest group */
+#define WIDEST 256
 
 /* A weight [rows, columns] as the kernels read it: one stream. Of two tiles of 16 rows, of each group of columns, of each
  * tile: a head of 64 bytes (16 scales as float16, 16 zero points as bytes) or of 128 (scales as float32), then its codes:
@@ -33,8 +35,8 @@ void weight_free(Weight *);
 
 int inputs_make(Inputs *, int64_t rows, const Weight *);
 void inputs_free(Inputs *);
-/* Round one row: code = round(x / s), s = max |x| / 127 of its group. */
-void inputs_round(Inputs *, int64_t row, int64_t columns, int64_t group, const float *x);
+/* Round one group of a row, of which `here` of `group` columns are there: code = round(x / s), s = max |x| / 127. */
+void inputs_round(Inputs *, int64_t row, int64_t g, int64_t here, int64_t group, const float *x);
 
 /* out[m - row, n - 32 pair] = inputs[m] · weight[n]ᵀ for rows `row` to `end` of the inputs, and two tiles of the weight. */
 void multiply(const Weight *, const Inputs *, int64_t pair, int64_t row, int64_t end, float *out, size_t stride);

@@ -38,6 +38,7 @@ from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
 from quantkit.runtimes.onnxruntime.runtime import OnnxRuntime
+from quantkit.runtimes.quantkit_cpu import QuantkitCpu
 from quantkit.target import Target
 
 if TYPE_CHECKING:
@@ -114,14 +115,8 @@ def measure_bundle(
     for note in () if engine is None else engine.notes:
         progress.note(note)
     reads_graph = isinstance(runner, OnnxRuntime)
-    if reads_graph and (why := runner.why_not_here()):
-        raise InputError(
-            "runtime-not-here",
-            where=f"--runtime {runtime}",
-            value=why,
-            rule="what is measured runs on this machine",
-            remedy=f"--runtime {worth.RUNTIME}",
-        )
+    if isinstance(runner, QuantkitCpu):
+        runner.demand()
     timed = speed and reads_graph and not network
     if timed:
         from quantkit.measurement.timing.speed import demand

@@ -73,11 +73,11 @@ def open_graph(
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(profile) / "run")
     what: str | bytes = str(path)
-    try:
-        if own:
-            from quantkit.kernels.cpu.library import library
+    if own:
+        from quantkit.kernels.cpu.library import library
 
-            options.register_custom_ops_library(str(library()))
+        options.register_custom_ops_library(str(library()))
+    try:
         if level is not None or shown or way or own:
             what = _changed(path, level, shown, way, own)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
@@ -104,7 +104,8 @@ def _unreadable(path: Path, problem: Exception) -> InputError:
 
 def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | None, own: bool) -> bytes:
     """The graph with another level, more outputs, one way or own operators; its weights stay where they are."""
-    import onnx
+    with MissingDependency.unless_found("onnx", extra="compile", purpose="changing a graph before it runs"):
+        import onnx
 
     from quantkit.runtimes.onnxruntime.float_products import float_products
     from quantkit.runtimes.onnxruntime.own_products import own_products
@@ -119,6 +120,8 @@ def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | Non
         for attribute in node.attribute:
             if attribute.name == "accuracy_level" and level is not None:
                 attribute.i = level
+    given = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown if name not in given)
     if own and not own_products(model):
         raise InputError(
             "nothing-to-multiply",
@@ -127,8 +130,6 @@ def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | Non
             rule="the operators of `quantkit_cpu` multiply these",
             remedy="use the runtime `onnxruntime`, or compile with --recipe int4-cpu",
         )
-    given = {value.name for value in model.graph.output}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown if name not in given)
     found: bytes = model.SerializeToString()
     return found
 

@@ -13,7 +13,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quantkit.runtimes.onnxruntime.ways import one_way
+from onnx import TensorProto, numpy_helper
+
+from quantkit.runtimes.onnxruntime.ways import every_node, one_way
 
 if TYPE_CHECKING:
     import onnx
@@ -49,12 +51,18 @@ class _Graph:
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.made = {name: node for node in graph.node for name in node.output if name}
         self.read: dict[str, list[Any]] = defaultdict(list)
-        for node in graph.node:
+        for node in every_node(graph):
             for name in node.input:
                 self.read[name].append(node)
         for output in graph.output:
             self.read[output.name].append(None)
         self.sizes = {value.name: tuple(value.dims) for value in graph.initializer}
+        self.kinds = {value.name: value.data_type for value in graph.initializer}
+        self.numbers = {
+            value.name: tuple(numpy_helper.to_array(value).tolist())
+            for value in graph.initializer
+            if value.data_type == TensorProto.INT64 and value.dims == [2] and not value.external_data
+        }
         # of caches [B, H, T, D]
         last = ((value.name, value.type.tensor_type.shape.dim) for value in graph.input)
         self.widths = {name: sizes[-1].dim_value for name, sizes in last if len(sizes) == 4}
@@ -65,9 +73,29 @@ class _Graph:
         return readers[0] if len(readers) == 1 and readers[0] is not None and readers[0].op_type in kinds else None
 
     def same_lengths(self, name: str) -> bool:
-        """Whether the lengths of sequences are one number for all of them."""
+        """Whether the lengths of sequences are one number for all of them: a sum of single numbers, spread out."""
         node = self.made.get(name)
-        return node is not None and node.op_type == "Expand"
+        while node is not None and node.op_type in ("Expand", "Cast"):
+            node = self.made.get(node.input[0])
+        if node is None or node.op_type != "Sub" or self.sizes.get(node.input[1]) != (1,):
+            return False
+        columns = self.made.get(node.input[0])  # of the mask
+        return columns is not None and columns.op_type == "Shape"
+
+    def constant(self, name: str, kind: int) -> bool:
+        """Whether a value of this type is stored, whole or as some of its rows."""
+        node = self.made.get(name)
+        if node is not None and node.op_type == "Slice" and all(each in self.sizes for each in node.input):
+            name = node.input[0]
+        return self.kinds.get(name) == kind
+
+    def takes(self, node: Any) -> bool:
+        """A product in 4 bits whose inputs are rounded, without a bias or an order of its own."""
+        whole = _attribute(node, "bits", 4) == 4 and _attribute(node, "accuracy_level", 0) == 4
+        if node.op_type != "MatMulNBits" or not whole or len(node.input) not in (3, 4):
+            return False
+        kinds = (TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8)
+        return all(self.constant(name, kind) for name, kind in zip(node.input[1:], kinds, strict=False) if name)
 
     def bias(self, node: Any, size: int) -> tuple[Any, str]:
         """The addition of a constant [size] behind a node, and the constant."""
@@ -78,7 +106,7 @@ class _Graph:
     def gated(self, node: Any) -> list[Any]:
         """Split, the activation and the product of its halves behind a node, and the product [down] after them."""
         split = self.after(node.output[0], "Split")
-        if split is None or len(split.output) != 2:
+        if split is None or len(split.output) != 2 or _attribute(split, "axis", 0) != -1:
             return []
         gate, up = split.output
         readers = self.read[gate]
@@ -97,19 +125,20 @@ class _Graph:
         if product is None or set(product.input) != {activation[-1].output[0], up} or len(self.read[up]) != 1:
             return []
         down = self.after(product.output[0], "MatMulNBits")
-        return [split, *activation, product, down] if down is not None and _takes(down) else []
+        # halves: what is multiplied after them is as wide as one of them
+        fits = down is not None and self.takes(down) and 2 * _attribute(down, "K") == _attribute(node, "N")
+        even = len(split.input) < 2 or not split.input[1] or self.halves(split.input[1], _attribute(node, "N"))
+        return [split, *activation, product, down] if fits and even else []
+
+    def halves(self, name: str, whole: int) -> bool:
+        """Whether two stored sizes are the halves of a whole."""
+        return self.numbers.get(name) == (whole // 2, whole // 2)
 
 
 def _attribute(node: Any, name: str, otherwise: Any = None) -> Any:
     from onnx import helper
 
     return next((helper.get_attribute_value(each) for each in node.attribute if each.name == name), otherwise)
-
-
-def _takes(node: Any) -> bool:
-    """A product in 4 bits whose inputs are rounded, without a bias or an order of its own."""
-    whole = _attribute(node, "bits", 4) == 4 and _attribute(node, "accuracy_level", 0) == 4
-    return bool(node.op_type == "MatMulNBits" and whole and len(node.input) <= 4)
 
 
 def own_products(model: onnx.ModelProto) -> int:
@@ -125,7 +154,7 @@ def own_products(model: onnx.ModelProto) -> int:
     gone: set[int] = set()
     made: dict[int, Any] = {}
     for node in model.graph.node:
-        if id(node) in gone or not _takes(node):
+        if id(node) in gone or not graph.takes(node):
             continue
         found, nodes = _Replaced(), [node]
         _weight(found, node, "")
@@ -133,7 +162,7 @@ def own_products(model: onnx.ModelProto) -> int:
         if before is not None and graph.after(node.input[0], "MatMulNBits") is node and _is_norm(before):
             nodes.append(before)
             x, found.skip, found.gamma = before.input
-            found.epsilon = float(_attribute(before, "epsilon", 1e-5))
+            found.epsilon = float(_attribute(before, "epsilon"))
             found.total = before.output[3] if len(before.output) > 3 else ""
         else:
             x = node.input[0]
@@ -174,9 +203,10 @@ def _attends(node: Any, graph: _Graph) -> bool:
     given = [place for place, name in enumerate(node.input) if name]
     width = graph.widths.get(node.input[3])
     turned = bool(_attribute(node, "do_rotary", 0))
+    apart = (1 in given) == (2 in given) and bool(_attribute(node, "scale"))
     whole = {0, 3, 4, 6} <= set(given) <= {*_ATTENTION_INPUTS, 5} and turned == (7 in given) == (8 in given)
     even = graph.same_lengths(node.input[5])
-    return bool(whole and even and width and width % _LANES == 0 and len([o for o in node.output if o]) == 3)
+    return bool(whole and apart and even and width and width % _LANES == 0 and len([o for o in node.output if o]) == 3)
 
 
 def _attention(node: Any) -> Any:
@@ -192,13 +222,18 @@ def _attention(node: Any) -> Any:
         heads=int(_attribute(node, "num_heads")),
         kv_heads=int(_attribute(node, "kv_num_heads")),
         window=max(int(_attribute(node, "local_window_size", 0)), 0),
-        scale=float(_attribute(node, "scale", 0.0)),
+        scale=float(_attribute(node, "scale")),
     )
 
 
 def _is_norm(node: Any) -> bool:
     """The norm of a sum, whose sum at most is read besides."""
-    return node.op_type == "SkipSimplifiedLayerNormalization" and len(node.input) == 3 and not any(node.output[1:3])
+    return (
+        node.op_type == "SkipSimplifiedLayerNormalization"
+        and len(node.input) == 3
+        and _attribute(node, "epsilon") is not None
+        and not any(node.output[1:3])
+    )
 
 
 def _weight(found: _Replaced, node: Any, which: str) -> None:
