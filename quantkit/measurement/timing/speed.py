@@ -28,6 +28,8 @@ from quantkit.measurement.timing.schedule import Array, Step
 from quantkit.measurement.timing.shapes import Timeable, TimingPlan
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
+from quantkit.runtimes.llama_cpp.session import MODEL as GGUF
+from quantkit.runtimes.llama_cpp.session import LlamaModel
 from quantkit.runtimes.onnxruntime.open import open_graph
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 
@@ -144,7 +146,8 @@ def footprint(part: SpeedSide, threads: int, runtime: str = RUNTIME) -> dict[str
 
 
 def _bytes(model: Path) -> int:
-    files = model.glob(f"{MODEL}*") if model.is_dir() else model.parent.glob(f"{model.name}*")
+    named = (MODEL, GGUF) if model.is_dir() else (model.name,)
+    files = [path for name in named for path in (model if model.is_dir() else model.parent).glob(f"{name}*")]
     return sum(path.stat().st_size for path in files)
 
 
@@ -202,7 +205,9 @@ def samples_of(file: str | None) -> dict[str, Array]:
 
 
 def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str = RUNTIME) -> Timeable:
-    """A folder with `model.onnx`, or with samples a graph's file. Raises InputError, see `open_graph`."""
+    """A folder with `model.onnx` or `model.gguf`, or with samples a graph's file. Raises as `open_graph`."""
+    if (Path(path) / GGUF).is_file():
+        return LlamaModel(Path(path), threads=threads)
     return Passes(Path(path), samples, threads) if samples else _model(path, threads, runtime)
 
 

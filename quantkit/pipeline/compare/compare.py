@@ -191,7 +191,7 @@ def _timed(
     a: BundleSide, b: BundleSide, margin: float, timing: BundleTiming | None, progress: Progress
 ) -> tuple[list[Quantity], list[str]]:
     if timing is not None:
-        return times.of_run(timing.run(progress), margin)
+        return times.of_run(timing.run(progress), margin, timing.runtime)
     found, notes = times.recorded(a, b, margin)
     if not found:
         both = " and ".join(dict.fromkeys(side.measure() for side in (a, b)))
@@ -217,7 +217,7 @@ def _again(
     progress.note("what was called faster or slower is timed once more")
     places = [(asked[i].name, asked[i].batch, asked[i].shape) for i in called.values()]
     shapes = [shape for shape in timing.job.shapes if (shape.name, shape.batch, shape.sizes) in places]
-    second, _ = times.of_run(timing.run(progress, shapes), margin)
+    second, _ = times.of_run(timing.run(progress, shapes), margin, timing.runtime)
     found = {}
     for each, decision in zip(second, decided(second), strict=True):
         i = called[times.key(each)]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit import machine
+from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.compared import How, Quantity
 from quantkit.measurement.rows import Row
@@ -24,6 +25,8 @@ from quantkit.pipeline.compare.sides import BundleSide
 from quantkit.pipeline.finished.measure import with_changes
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
 from quantkit.pipeline.progress import Progress
+from quantkit.report.bundle import usage
+from quantkit.runtimes.llama_cpp import RUNTIME as LLAMA_CPP
 from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
 from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference
 from quantkit.stats.deciding.evidence import Doubt
@@ -42,15 +45,17 @@ _BUSY = 1.2
 
 @dataclass(frozen=True)
 class BundleTiming:
-    """Two bundles that can be timed in turns, in ONNX Runtime.
+    """Two bundles that can be timed in turns, in ONNX Runtime or llama.cpp each.
 
     Args:
         job: what is timed; its samples have no file yet.
         samples: of graphs, an array [n, ...] for each input; None else.
+        runtime: of both, for their rows.
     """
 
     job: RoundsJob
     samples: Feed | None = None
+    runtime: str = verdict.RUNTIME
 
     def run(self, progress: Progress, shapes: Sequence[Shape] | None = None) -> list[Taken]:
         """Times of all shapes; of some, in another order and in their share of the seconds.
@@ -102,12 +107,14 @@ def prepare(
                 rule="a bundle is timed against its float model by `measure`",
                 remedy=side.measure(),
             )
-    ours, theirs = (ONNXRUNTIME.checked(side.bundle) for side in (b, a))
+    (ours, mine, most), (theirs, other, least) = (_reader(side.bundle) for side in (b, a))
     kind, threads = b.manifest.model.kind, machine.cores()
     plan = with_changes(verdict.quick(kind), batches, seconds)
     if not holds_graph(b.bundle):
-        plan = verdict.fitting(plan, min(verdict.context_of(ours), verdict.context_of(theirs)), kind)
-        return BundleTiming(RoundsJob(str(ours), str(theirs), plan.shapes(), threads, plan.seconds)), []
+        plan = verdict.fitting(plan, min(most, least), kind)
+        named = mine if mine == other else f"{mine} against {other}"
+        job = RoundsJob(str(ours), str(theirs), plan.shapes(), threads, plan.seconds)
+        return BundleTiming(job, runtime=named), []
     data = samples_of(b.bundle, calibration)
     sizes = [data.batch] if data.batch else list(plan.batches)
     notes = [f"the graph takes {data.batch} samples at a time, so it is timed at that"] if data.batch else []
@@ -116,7 +123,21 @@ def prepare(
     return BundleTiming(RoundsJob(str(ours), str(theirs), shapes, threads, plan.seconds), data.first(max(sizes))), notes
 
 
-def of_run(taken: Sequence[Taken], margin: float) -> tuple[list[Quantity], list[str]]:
+def _reader(bundle: Bundle) -> tuple[Path, str, int]:
+    """Of a bundle: the folder that is timed, its runtime, and how many tokens a sequence can have.
+
+    Raises:
+        InputError: `bundle-without-onnx`, `hash-mismatch`, `gguf-unreadable`. MissingDependency: llama-cpp-python.
+    """
+    runtime = None if (bundle.path / "onnx").is_dir() else usage.file_runtime(bundle.manifest)
+    if runtime == LLAMA_CPP.name:
+        return LLAMA_CPP.checked(bundle), LLAMA_CPP.name, LLAMA_CPP.load(bundle).context
+    folder = ONNXRUNTIME.checked(bundle)
+    graph = holds_graph(bundle)
+    return folder, ONNXRUNTIME.name, 0 if graph else verdict.context_of(folder)
+
+
+def of_run(taken: Sequence[Taken], margin: float, runtime: str = verdict.RUNTIME) -> tuple[list[Quantity], list[str]]:
     """What raw times say, by the same test as every night's; and which shapes have none."""
     device = machine.device().get("name")
     found, notes = [], []
@@ -137,7 +158,7 @@ def of_run(taken: Sequence[Taken], margin: float) -> tuple[list[Quantity], list[
                 how="interleaved",
                 evidence=evidence,
                 n=ours.size,
-                runtime=verdict.RUNTIME,
+                runtime=runtime,
                 batch=each.shape.batch,
                 shape=each.shape.sizes,
                 device=device,

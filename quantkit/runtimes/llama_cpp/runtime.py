@@ -55,9 +55,17 @@ class LlamaCpp(Runtime):
             MissingDependency: llama-cpp-python.
             InputError: `bundle-without-gguf`, `hash-mismatch`, `gguf-unreadable`.
         """
+        return LlamaModel(self.checked(bundle), **settings)
+
+    def checked(self, bundle: Bundle) -> Path:
+        """The folder with the file, once it is found to be what the manifest says.
+
+        Raises:
+            InputError: `bundle-without-gguf`, `hash-mismatch`.
+        """
         folder = self.folder(bundle)
         bundle.demand_intact(f"{FOLDER}/")
-        return LlamaModel(folder, **settings)
+        return folder
 
     def tokenizer(self, bundle: Bundle) -> Vocabulary:
         """Of the file itself, as llama.cpp reads it."""

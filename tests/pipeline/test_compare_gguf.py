@@ -1,0 +1,20 @@
+"""Two bundles are timed in turns, each in the runtime that reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quantkit.pipeline.compare import times
+
+
+def test_a_file_is_timed_by_what_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle: Any = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace())
+    loaded = SimpleNamespace(context=77)
+    monkeypatch.setattr(times.usage, "file_runtime", lambda manifest: "llama_cpp")
+    monkeypatch.setattr(type(times.LLAMA_CPP), "checked", lambda self, given: given.path / "gguf")
+    monkeypatch.setattr(type(times.LLAMA_CPP), "load", lambda self, given: loaded)
+    assert times._reader(bundle) == (tmp_path / "gguf", "llama_cpp", 77)
