@@ -16,9 +16,9 @@ from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import NAME, stored
 from quantkit.measurement.prompts import with_prompts
-from quantkit.measurement.rows import Baseline, Row
+from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.measurement.verdict import MeasuredFormat, verdict
+from quantkit.measurement.verdict import MeasuredFormat, speed_up, verdict
 from quantkit.passes import decision
 from quantkit.target import Target
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.model.source.open import Source
+    from quantkit.stats.deciding.speedup import SpeedUp
 
 RUNTIME = "onnxruntime"
 # that read the same file, the one that everybody has first: a verdict rests on the first that was timed
@@ -179,28 +180,28 @@ def faster(own: Sequence[Row], plain: Sequence[Row], runtime: str) -> list[str]:
     they were.
     """
 
-    def cells(rows: Sequence[Row]) -> dict[Any, Baseline]:
-        return {
+    def cells(rows: Sequence[Row]) -> dict[Any, SpeedUp]:
+        found = {
             (
                 row.name,
                 row.batch,
                 row.device,
                 row.settings.get("threads"),
                 *sorted((row.shape or {}).items()),
-            ): row.baseline
+            ): speed_up(row)
             for row in rows
-            if _is_latency(row) and row.baseline is not None and row.baseline.ratio and row.baseline.ratio_ci95
+            if _is_latency(row)
         }
+        return {cell: speed for cell, speed in found.items() if speed is not None and not speed.doubt}
 
     before, found = cells(plain), []
     for cell, ours in cells(own).items():
         theirs = before.get(cell)
-        if theirs is None or not (ours.ratio_ci95 and theirs.ratio_ci95) or ours.ratio_ci95[0] <= theirs.ratio_ci95[1]:
+        if theirs is None or ours.interval[0] <= theirs.interval[1]:
             continue
         name, batch, shape = cell[0], cell[1], dict(cell[4:])
-        where = (
-            f"batch {batch}" if name == "latency.decode_step" else f"{shape.get('new_tokens')} tokens at batch {batch}"
-        )
+        steps = name == "latency.decode_step"
+        where = f"batch {batch}" if steps else f"{shape.get('new_tokens')} tokens at batch {batch}"
         found.append(f"{where} {ours.ratio:.2f} times, not {theirs.ratio:.2f}")
     return [f"{runtime} is faster with this file, against float32: {'; '.join(found)}"] if found else []
 

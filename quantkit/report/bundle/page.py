@@ -95,7 +95,7 @@ def _speed_tile(manifest: Manifest, row: Row) -> FigureTile:
     kind = {"latency.decode_step": "decode", "latency.prefill": "prefill"}.get(row.name, "one operation")
     kind = "a pass" if row.name == "latency.prefill" and curves.tokens(row) == 1 else kind
     shown = f"95\u00a0% {words.between(sure, words.times)}" if sure else ""
-    detail = ", ".join(part for part in (figures.where(row), shown) if part)
+    detail = ", ".join(part for part in (figures.where(row), row.runtime, shown) if part)
     undecided = manifest.verdict is not None and manifest.verdict.answer == "inconclusive"
     speed = speed_up(row)
     if undecided or speed is None or speed.doubt or speed.interval[0] <= 1 <= speed.interval[1]:
