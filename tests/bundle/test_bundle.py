@@ -62,7 +62,8 @@ EXAMPLE: dict[str, Any] = {
             "example": "model.embed_tokens.weight",
         }
     ],
-    "verdict": {"answer": "ship_up_to", "batch": 8, "format": None, "because": ["faster"], "forecast": False},
+    "verdict": {"answer": "ship_up_to", "batch": 8, "format": None, "because": ["faster"], "forecast": False}
+    | {"prompts": None, "instead": ""},
 }
 
 
