@@ -42,7 +42,7 @@ def test_the_second_build_says_what_the_first_one_has_saved_it(tmp_path: Path) -
     again = build(tmp_path, *layers)
     assert again.cache_hit and again.first_seconds == first.seconds
     assert again.saved_seconds == pytest.approx(first.seconds - again.seconds)
-    assert again.saved_seconds is not None and again.saved_seconds > 0.1
+    assert again.saved_seconds is not None and again.saved_seconds > 0
     said = timings.said(again.model_dump())
     assert f"the timing cache saved {again.saved_seconds:.1f} s" in said
     # of another network that shares layers nobody knows how long it would have taken
