@@ -34,7 +34,9 @@ def why_not() -> str | None:
     if not set(_FAST) & set(machine.isa_features()):
         return f"its products in 4 bits are written for {' or '.join(_FAST)}, and this processor has {machine.isa()}"
     if _compiler() is None:
-        return "no C compiler (cc, gcc or clang) is installed to compile its operators with"
+        asked = os.environ.get("CC")
+        named = f"CC names {asked!r}, which is not there" if asked else "cc, gcc or clang is not installed"
+        return f"no C compiler to compile its operators with: {named}"
     return None
 
 
