@@ -1,0 +1,261 @@
+"""What a device is asked, and the lines in which it answers.
+
+A job is one JSON document; its id is the hash of what it asks, so that the same question finds the work that is already
+under way. It is done cell by cell: a shape, a stretch of positions, an operation. Each answer is one line of
+`rows.jsonl`, written whole, so that what is on the disk there is what need not be done again.
+
+    WORKDIR/bundles/NAME/...   what jobs read: a `Place` is a path below WORKDIR
+    WORKDIR/jobs/ID/job.json   the job
+                   /rows.jsonl the answers: line n is answer n
+                   /pid        of the process group that is at work
+
+A line is a stranger's data: it is never executed, it names no file, and it has a limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter
+
+from quantkit.content import Closed, validated
+from quantkit.errors import InputError
+
+# bytes of one line; bytes of all lines of a job
+LINE, ANSWER = 1 << 20, 1 << 28
+_MANY = 10_000
+_PLACE = re.compile(r"[A-Za-z0-9._/-]+")
+
+
+def _below(place: str) -> str:
+    parts = PurePosixPath(place).parts
+    if not _PLACE.fullmatch(place) or place.startswith("/") or ".." in parts:
+        raise ValueError("a path below the workdir, of letters, digits, '.', '_', '-' and '/'")
+    return place
+
+
+# a path below WORKDIR on the device
+Place = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_below)]
+Words = Annotated[str, Field(max_length=2000)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Count = Annotated[int, Field(gt=0, le=1 << 20)]
+
+
+class Side(Closed):
+    """A model there.
+
+    Args:
+        place: a folder with `model.onnx` or `model.gguf`, or a graph's file.
+        subject: its identity in the rows.
+        format: of its weights.
+        weight_bytes: of all constants, of a graph.
+    """
+
+    place: Place
+    subject: str
+    format: str
+    weight_bytes: float = 0.0
+
+
+class Samples(Closed):
+    """What a graph is run on: see `measurement.timing.speed.Samples`."""
+
+    place: Place
+    macs: float
+    outputs: float
+
+
+class Shape(Closed):
+    """See `measurement.timing.shapes.Shape`."""
+
+    kind: Literal["decode", "prefill"]
+    batch: Count
+    size: Count
+
+
+class Measure(Closed):
+    """Times of two models, shape by shape, interleaved.
+
+    Args:
+        threads: of both; None: as many as the device has cores.
+        seconds: for all shapes together.
+    """
+
+    kind: Literal["measure"] = "measure"
+    ours: Side
+    theirs: Side
+    runtime: str
+    shapes: tuple[Shape, ...] = Field(min_length=1, max_length=_MANY)
+    threads: Count | None = None
+    seconds: Seconds = 300.0
+    cell_seconds: Seconds = 120.0
+    rounds: Annotated[int, Field(ge=1, le=100)] = 5
+    seed: int = 0
+    samples: Samples | None = None
+
+
+class Accuracy(Closed):
+    """What a model says at positions that were scored elsewhere.
+
+    Args:
+        data: what was scored, and what the float model said of it: an .npz below WORKDIR.
+    """
+
+    kind: Literal["accuracy"] = "accuracy"
+    ours: Side
+    runtime: str
+    data: Place
+    threads: Count | None = None
+
+
+class Tax(Closed):
+    """The dequantization tax of matrix products, shape by shape."""
+
+    kind: Literal["tax"] = "tax"
+    format: str
+    layers: tuple[tuple[Count, Count], ...] = Field(min_length=1, max_length=_MANY)
+    batches: tuple[Count, ...] = Field(min_length=1, max_length=_MANY)
+    group: Count | None = None
+    seconds: Seconds = 60.0
+    threads: Count | None = None
+
+
+class Generate(Closed):
+    """Goes on with a prompt."""
+
+    kind: Literal["generate"] = "generate"
+    bundle: Place
+    runtime: str
+    prompt: Annotated[str, Field(max_length=1 << 20)]
+    new_tokens: Count = 64
+    threads: Count | None = None
+
+
+class Verify(Closed):
+    """Hashes a bundle's files and loads its exports in what is installed there."""
+
+    kind: Literal["verify"] = "verify"
+    bundle: Place
+
+
+class Doctor(Closed):
+    """Measures the ceilings of the device; `subject` of its rows is the machine."""
+
+    kind: Literal["doctor"] = "doctor"
+    threads: Count | None = None
+
+
+Work = Annotated[Measure | Accuracy | Tax | Generate | Verify | Doctor, Field(discriminator="kind")]
+
+
+class Job(Closed):
+    """What a device is asked."""
+
+    schema_: Annotated[Literal[1], Field(alias="schema")] = 1
+    work: Work
+
+    @property
+    def id(self) -> str:
+        """Of what is asked: the same question has the same id."""
+        return hashlib.sha256(self.text().encode()).hexdigest()[:24]
+
+    def text(self) -> str:
+        """`job.json`: sorted, on one line."""
+        return json.dumps(self.model_dump(mode="json", by_alias=True), sort_keys=True, allow_nan=False)
+
+    @classmethod
+    def read(cls, text: str) -> Job:
+        """Of a `job.json`. Raises InputError `job-invalid`."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as problem:
+            raise InputError("job-invalid", where="job.json", value=str(problem)[:80], rule="one JSON object") from None
+        return validated(cls, data, where="job.json", code="job-invalid", rule="a job is an object")
+
+
+class _Answer(Closed):
+    n: Annotated[int, Field(ge=0)]
+
+
+class At(_Answer):
+    """How much is done, and what is being done."""
+
+    kind: Literal["progress"] = "progress"
+    share: Share
+    words: Words = ""
+
+
+class Note(_Answer):
+    """Something worth a line."""
+
+    kind: Literal["note"] = "note"
+    words: Words
+
+
+class Found(_Answer):
+    """What a cell gave: it is not done again.
+
+    Args:
+        cell: what was done; once in a job.
+        rows: of what JSON has; whoever reads them validates each as what he asked for.
+    """
+
+    kind: Literal["row"] = "row"
+    cell: Annotated[str, Field(max_length=200)]
+    rows: tuple[dict[str, Any], ...] = Field(max_length=_MANY)
+
+
+class Failed(_Answer):
+    """What ended the work: the five fields of an error, and its exit code."""
+
+    kind: Literal["error"] = "error"
+    code: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
+    where: Words = ""
+    value: Words = ""
+    rule: Words = ""
+    remedy: Words = ""
+    exit: Literal[1, 2, 3, 75] = 2
+
+
+class Done(_Answer):
+    """All cells have answered."""
+
+    kind: Literal["done"] = "done"
+
+
+Line = Annotated[At | Note | Found | Failed | Done, Field(discriminator="kind")]
+_LINES: TypeAdapter[At | Note | Found | Failed | Done] = TypeAdapter(Line)
+
+
+def parse(line: bytes, *, where: str) -> At | Note | Found | Failed | Done:
+    """One line of a device's answer.
+
+    Args:
+        line: without its line feed.
+        where: the device, for the error.
+
+    Raises:
+        InputError: `answer-invalid`, it is too long or not as the protocol says.
+    """
+    rule = f"a line of at most {LINE} bytes, as this version of quantkit writes them"
+    try:
+        if len(line) > LINE:
+            raise ValueError(f"{len(line)} bytes")
+        return _LINES.validate_python(json.loads(line, parse_constant=_refuse))
+    except (ValueError, RecursionError):
+        raise InputError(
+            "answer-invalid",
+            where=where,
+            value=repr(line[:80]),
+            rule=rule,
+            remedy="run it again; if it stays, what runs there is not this version's",
+        ) from None
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON number")
