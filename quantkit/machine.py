@@ -223,11 +223,12 @@ def has(package: str) -> bool:
 
 def packages() -> dict[str, str | None]:
     """Package -> installed version, None for what is absent."""
-    return {name: _installed(name) for name in PACKAGES}
+    return {name: installed(name) for name in PACKAGES}
 
 
 @cache
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of a package that is installed."""
     # parses the package's metadata, and a compile asks five times for each
     try:
         return importlib.metadata.version(package)

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperOption
 
 from quantkit._version import __version__
 from quantkit.cli.answer import Answer
-from quantkit.cli.commands import nightly
+from quantkit.cli.commands import device, nightly
 from quantkit.cli.commands.compare import compare
 from quantkit.cli.commands.compile import compile  # noqa: A004 (the word of the command line)
 from quantkit.cli.commands.doctor import doctor
@@ -75,7 +75,7 @@ app = typer.Typer(
 # in the order in which help names them
 _COMMANDS = (compile, plan, measure, compare, tax, tune, export, verify, sign, list_, show, doctor, generate, imatrix)
 # a group has commands of its own: `quantkit nightly query`
-_GROUPS = {"nightly": (nightly.HELP, nightly.COMMANDS)}
+_GROUPS = {"device": (device.HELP, device.COMMANDS), "nightly": (nightly.HELP, nightly.COMMANDS)}
 
 
 def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:

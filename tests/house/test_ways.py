@@ -19,6 +19,9 @@ OURS = {
     *("quantkit.pipeline.finished.layerwise", "quantkit.pipeline.finished.measure", "quantkit.planning.support"),
     *("quantkit.planning.compiling.result", "quantkit.report.bundle.card", "quantkit.report.catalog"),
     *("quantkit.report.kit.shell", "quantkit.runtimes.onnxruntime.session", "quantkit.tuning.answer"),
+    # on a device, where nothing of ours is; and the programs that are sent there
+    *("quantkit.devices.sent.jobs", "quantkit.devices.sent.store", "quantkit.devices.ssh.openssh"),
+    *("quantkit.devices.probed", "quantkit.devices.wheels"),
     *("quantkit.tuning.placement.engine", "quantkit.tuning.placement.search", "quantkit.tuning.store"),
 }
 
@@ -35,13 +38,19 @@ def calls(module: str) -> list[tuple[int, str]]:
     [
         (
             {"subprocess.Popen", "multiprocessing.get_context", "multiprocessing.Process"},
-            {"quantkit.runtimes.child"},
+            # the system's OpenSSH; and what starts a job on a device, where there is nothing of ours
+            {"quantkit.runtimes.child", "quantkit.devices.ssh.openssh", "quantkit.devices.sent.jobs"},
             "a process of its own is started by runtimes/child.py, which limits, cleans up and explains",
         ),
         (
             {"os.replace", "os.rename", "os.fsync"},
             # a journal is appended to, weights are streamed
-            {"quantkit.bundle.disk", "quantkit.bundle.build", "quantkit.model.source.weights"},
+            {
+                "quantkit.bundle.disk",
+                "quantkit.bundle.build",
+                "quantkit.model.source.weights",
+                "quantkit.devices.sent.store",
+            },
             "files are written by bundle/disk.py, which leaves the old state or the new one",
         ),
         (

@@ -1,0 +1,125 @@
+"""What a device says of itself: a stranger's data, closed and limited, and what is demanded of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from quantkit import machine
+from quantkit.content import Closed, validated
+from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.errors import InputError
+
+_Line = Annotated[str, Field(max_length=200)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
+# what `devices.there` imports; `quantkit`'s own metadata says how recent each has to be
+NEEDED = ("numpy", "onnxruntime", "pydantic", "pyyaml", "safetensors", "tokenizers")
+# seconds that its clock may be off: certificates and the dates in rows hold
+_OFF = 86_400.0
+# two models are loaded side by side, and what runs them
+_TWICE = 2.2
+
+
+class Gpu(Closed):
+    """A GPU there; `memory` is 0 where it is the machine's."""
+
+    name: _Line
+    sm: _Line
+    memory: Bytes
+    driver: _Line
+
+
+class Probed(Closed):
+    """What a device is.
+
+    Args:
+        model: of the board, where its firmware says it.
+        isa: best first, as `quantkit doctor` names them.
+        memory: bytes that a process may use there.
+        disk_free: bytes, where the workdir is or will be.
+        libc: `glibc-2.36`; `-` of others.
+        packages: of its Python -> version.
+        governor: of the clock of its first core.
+        temperature: of the hottest zone, degrees Celsius.
+        off: seconds that its clock is ahead of ours.
+        busy: what holds it, as JSON; empty where nothing does.
+    """
+
+    host: _Line
+    system: _Line
+    release: _Line
+    machine: _Line
+    model: _Line
+    processor: _Line
+    isa: Annotated[list[_Line], Field(min_length=1, max_length=50)]
+    cores: Annotated[int, Field(ge=1, le=1 << 16)]
+    memory: Bytes
+    memory_free: Bytes
+    last_level_cache: Bytes | None
+    disk_free: Bytes
+    python: Annotated[str, Field(pattern=r"^3\.\d{1,3}\.[0-9A-Za-z.+]{1,20}$")]
+    implementation: _Line
+    libc: Annotated[str, Field(pattern=r"^[a-z]*-[0-9.]*$", max_length=40)]
+    bits: Annotated[int, Field(ge=1, le=128)]
+    packages: Annotated[dict[_Line, _Line], Field(max_length=100)]
+    gpus: Annotated[list[Gpu], Field(max_length=64)]
+    governor: _Line
+    temperature: float | None
+    off: float
+    busy: Annotated[str, Field(max_length=2000)]
+
+    def demand(self, where: str) -> None:
+        """Refuse what no job can run on. Raises InputError `wrong-python`, `clock-off`."""
+        if self.implementation != "CPython" or self.bits != 64:
+            value = f"{self.implementation} {self.python}, {self.bits} bits"
+            rule = "wheels are of CPython, in 64 bits"
+            raise InputError("wrong-python", where=where, value=value, rule=rule, remedy="name one: --python PATH")
+        if abs(self.off) > _OFF:
+            raise InputError(
+                "clock-off",
+                where=where,
+                value=f"its clock is {abs(self.off) / 86_400:,.0f} days {'ahead' if self.off > 0 else 'behind'}",
+                rule="times and certificates need a clock that is right to a day",
+                remedy="set it there: sudo timedatectl set-ntp true, or sudo date -s",
+            )
+
+    def demand_memory(self, models: Iterable[Path], where: str) -> None:
+        """Refuse models that do not fit together, before anything is carried there.
+
+        Args:
+            models: files of weights, all of them loaded at once.
+
+        Raises:
+            InputError: `out-of-memory`.
+        """
+        need, free = _TWICE * sum(path.stat().st_size for path in models), self.memory_free
+        if need > free:
+            raise InputError(
+                "out-of-memory",
+                where=where,
+                value=f"the models take about {need / 1e9:.1f} GB there",
+                rule=f"{free / 1e9:.1f} GB of its {self.memory / 1e9:.1f} are free",
+                remedy="a smaller model or fewer bits, or another device",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of what JSON has."""
+        return self.model_dump(mode="json")
+
+
+def probe(shell: OpenSSH, workdir: str) -> Probed:
+    """What the device is now.
+
+    Raises:
+        InputError: it is not reached, or its answer is none.
+        Stopped: the connection broke.
+    """
+    asked = {"machine": Path(machine.__file__).read_text(encoding="utf-8"), "workdir": workdir}
+    found = shell.call("probe", {**asked, "packages": sorted({*machine.PACKAGES, *NEEDED})}, seconds=60.0)
+    there = found.pop("time", None)
+    off = there - time.time() if isinstance(there, float) else None
+    return validated(Probed, {**found, "off": off}, where=shell.name, code="answer-invalid", rule="what a device says")

@@ -1,0 +1,61 @@
+"""A device that is ready for jobs: found, probed, refused where it cannot, and with what it needs installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.devices import wheels
+from quantkit.devices.named import NamedDevice, find
+from quantkit.devices.probed import Probed, probe
+from quantkit.devices.ssh.address import Address
+from quantkit.devices.ssh.link import SSHLink
+from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.runtimes.child import Report
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A device at hand.
+
+    Args:
+        device: as the user knows it.
+        about: what it is now.
+        link: the way there.
+    """
+
+    device: NamedDevice
+    about: Probed
+    link: SSHLink
+
+    def install(self, progress: Report | None = None) -> None:
+        """Carry what runs there, unless it is there: after all that can be refused has been. Raises as `Link.put`."""
+        self.link.install(progress)
+
+
+@contextmanager
+def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None) -> Iterator[Reached]:
+    """The device of a name or an address, until the body ends.
+
+    Args:
+        on: a name, `ssh://…`, or a device.
+        wheelhouse: instead of the device's own.
+
+    Raises:
+        InputError: there is no such device, OpenSSH does not get there, or nothing can run on it.
+        Stopped: `device-gone`.
+    """
+    device = find(on) if isinstance(on, str) else on
+    with shell(device) as way:
+        about = probe(way, device.workdir)
+        about.demand(device.name)
+        house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
+        brought = wheels.needed(about, wheelhouse=house, where=device.name)
+        yield Reached(device, about, SSHLink(way, device.workdir, wheels=brought))
+
+
+def shell(device: NamedDevice) -> OpenSSH:
+    """The way to a device, without asking anything of it."""
+    return OpenSSH(Address.read(device.address), name=device.name, python=device.python)

@@ -1,0 +1,95 @@
+"""What a device is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    """See `quantkit.devices.probed.Probed`, which is what is taken of the answer.
+
+    Args:
+        asked: `machine`, the source of `quantkit.machine`; `workdir`; `packages`, names.
+    """
+    machine: Any = types.ModuleType("machine")
+    exec(asked["machine"], machine.__dict__)  # noqa: S102 (what this program was sent with)
+    place = Path(os.path.expanduser(asked["workdir"]))  # noqa: PTH111
+    there = next(each for each in (place, *place.parents) if each.exists())
+    return {
+        "host": socket.gethostname()[:200],
+        "system": platform.system(),
+        "release": platform.release(),
+        "machine": platform.machine(),
+        "model": _text("/proc/device-tree/model") or _text("/sys/devices/virtual/dmi/id/product_name"),
+        "processor": machine.cpu_name(),
+        "isa": machine.isa_features(),
+        "cores": machine.cores(),
+        "memory": machine.memory_limit(),
+        "memory_free": machine.memory_available(),
+        "last_level_cache": machine.last_level_cache(),
+        "disk_free": shutil.disk_usage(there).free,
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "libc": "-".join(platform.libc_ver()),
+        "bits": sys.maxsize.bit_length() + 1,
+        "packages": {name: found for name in asked["packages"] if (found := machine.installed(name))},
+        "gpus": _gpus(),
+        "governor": _text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "temperature": _temperature(),
+        "time": time.time(),
+        "busy": _busy(place),
+    }
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, "rb") as stream:  # noqa: PTH123
+            return stream.read(200).decode("utf-8", "replace").strip("\0\n ")
+    except OSError:
+        return ""
+
+
+def _temperature() -> float | None:
+    """Of the hottest zone, in degrees Celsius."""
+    found = [_text(str(path)) for path in Path("/sys/class/thermal").glob("thermal_zone*/temp")]
+    return max((int(each) / 1000 for each in found if each.lstrip("-").isdigit()), default=None)
+
+
+def _gpus() -> list[dict[str, Any]]:
+    command = [
+        "nvidia-smi",
+        "--query-gpu=name,compute_cap,memory.total,driver_version",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = []
+    for line in done.stdout.splitlines() if done.returncode == 0 else []:
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 4:
+            memory = int(parts[2]) << 20 if parts[2].isdigit() else 0  # a Jetson's GPU has the machine's
+            found.append({"name": parts[0], "sm": parts[1], "memory": memory, "driver": parts[3]})
+    return found
+
+
+def _busy(place: Path) -> str:
+    """Who holds the device; see `jobs`."""
+    with contextlib.suppress(OSError), (place / "lock").open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return stream.read(2000).decode("utf-8", "replace")
+    return ""

@@ -1,0 +1,199 @@
+"""The link's own logic, by `sh -c` instead of `ssh`: carrying, laying out, jobs; what a device may not do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from devices.conftest import Links, cells, job
+from quantkit.devices.job import Done, Found
+from quantkit.devices.ssh.link import SSHLink
+from quantkit.errors import InputError, QuantkitError
+
+
+def content(folder: Path, **files: bytes) -> dict[str, Path]:
+    found = {}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+        found[hashlib.sha256(data).hexdigest()] = folder / name
+    return found
+
+
+def test_files_are_carried_once_and_laid_out(linked: Links, tmp_path: Path) -> None:
+    link, there = linked(), tmp_path / "there"
+    files = content(tmp_path, a=b"a" * 1000, b=b"", c=os.urandom(3 << 20))
+    link.put(files)
+    for sha in files:
+        assert hashlib.sha256((there / "store" / sha).read_bytes()).hexdigest() == sha
+    a, b, c = files
+    place = link.lay_out("mine", {"x/a": a, "x/again": a, "b": b, "c": c})
+    folder = there / place
+    assert (folder / "x/a").read_bytes() == (folder / "x/again").read_bytes() == b"a" * 1000
+    # each is there once, and one name leads to it: a bundle's check refuses others
+    assert {path.stat().st_nlink for path in folder.rglob("*") if path.is_file()} == {1}
+    assert not (there / "store" / c).exists()
+    sent: list[float] = []
+    link.put(files, lambda share, _: sent.append(share))
+    assert not sent
+    other = link.lay_out("mine", {"c": c})
+    assert other != place
+    assert (there / other / "c").read_bytes() == files[c].read_bytes()
+    assert link.lay_out("mine", {"c": c}) == other
+
+
+def test_a_broken_transfer_goes_on_where_it_was(linked: Links, tmp_path: Path) -> None:
+    link = linked()
+    files = content(tmp_path, big=os.urandom(4 << 20))
+    (sha,) = files
+    link.put({})  # makes the folder
+    link.put(content(tmp_path, small=b"s"))
+    part = tmp_path / "there/store" / f"{sha}.part"
+    part.write_bytes(files[sha].read_bytes()[: 3 << 20])
+    shares: list[float] = []
+    link.put(files, lambda share, _: shares.append(share))
+    assert len(shares) == (1 << 20) / (1 << 18)
+    assert not part.exists()
+
+
+def test_what_arrives_damaged_is_sent_again(linked: Links, tmp_path: Path) -> None:
+    link = linked()
+    files = content(tmp_path, big=os.urandom(1 << 20))
+    (sha,) = files
+    link.put(content(tmp_path, small=b"s"))
+    (tmp_path / "there/store" / f"{sha}.part").write_bytes(b"x" * 1000)
+    link.put(files)
+    assert (tmp_path / "there/store" / sha).read_bytes() == files[sha].read_bytes()
+    with pytest.raises(InputError, match="transfer-damaged"):
+        link.put({"0" * 64: files[sha]})
+
+
+def test_a_job_answers_and_is_forgotten(linked: Links, tmp_path: Path) -> None:
+    link = linked()
+    link.install()
+    assert not list((tmp_path / "there").rglob("left_out.py"))
+    name = link.start(job())
+    answers = list(link.follow(name))
+    assert [each.n for each in answers] == list(range(6))
+    assert isinstance(answers[-1], Done)
+    assert not (tmp_path / "there/jobs" / name).exists()
+    # asked again, it is measured again
+    assert link.start(job()) == name
+    assert len(cells(link, name)) == 5
+
+
+def test_a_job_is_taken_up_and_not_doubled(linked: Links) -> None:
+    link = linked()
+    link.install()
+    name = link.start(job(rounds=20))
+    assert linked().start(job(rounds=20)) == name
+    seen = link.follow(name)
+    first = [next(seen) for _ in range(3)]
+    rest = cells(linked(), linked().start(job(rounds=20)), 3)
+    assert [each.cell for each in first if isinstance(each, Found)] + rest == [f"cell {n}" for n in range(20)]
+
+
+def test_a_device_does_one_job_at_a_time(linked: Links) -> None:
+    link = linked()
+    link.install()
+    link.start(job(rounds=40))
+    with pytest.raises(InputError, match=r"device-busy.*has it, for: measure"):
+        linked().start(job(rounds=41))
+    link.cancel(link.start(job(rounds=40)))
+    linked().cancel(linked().start(job(rounds=41)))
+
+
+def test_who_stops_listening_ends_the_work(linked: Links, tmp_path: Path) -> None:
+    link = linked()
+    link.install()
+    name = link.start(job("leaves", rounds=100))
+    answers = link.follow(name)
+    assert next(answers).n == 0
+    answers.close()  # type: ignore[attr-defined]
+    assert json.loads((tmp_path / "there/jobs" / name / "ended").read_text())["why"] == "cancelled"
+
+
+def test_a_job_that_nobody_listens_to_ends_and_goes_on(linked: Links, tmp_path: Path) -> None:
+    link = linked(lease=1)
+    link.install()
+    name = link.start(job(rounds=60))
+    ended = tmp_path / "there/jobs" / name / "ended"
+    until = time.monotonic() + 20
+    while not ended.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert json.loads(ended.read_text())["why"] == "left"
+    again = linked()
+    found = [each for each in again.follow(again.start(job(rounds=60))) if isinstance(each, Found)]
+    assert [each.cell for each in found] == [f"cell {n}" for n in range(60)]
+    assert len({each.rows[0]["pid"] for each in found}) == 2
+
+
+def test_what_a_job_started_ends_with_it(linked: Links) -> None:
+    link = linked()
+    link.install()
+    assert len(cells(link, link.start(job("leaves", rounds=2)))) == 2
+
+
+def test_a_job_that_dies_says_why_and_keeps_its_answers(linked: Links) -> None:
+    link = linked()
+    link.install()
+    with pytest.raises(InputError, match=r"job-died.*exit code 9.*Segmentation fault"):
+        cells(link, link.start(job("dies")))
+
+
+@pytest.mark.parametrize("manner", ["long-line", "nonsense"])
+def test_hostile_answers_are_refused(linked: Links, manner: str) -> None:
+    link = linked()
+    link.install()
+    with pytest.raises(InputError, match=r"answer-invalid|line-too-long") as met:
+        cells(link, link.start(job(manner, rounds=4)))
+    assert "\x1b" not in met.value.line()
+
+
+def test_a_folder_of_something_else_is_left_alone(linked: Links, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "photos").write_text("mine")
+    with pytest.raises(InputError, match="workdir-foreign"):
+        linked().put(content(tmp_path, a=b"a"))
+    assert [path.name for path in there.iterdir()] == ["photos"]
+    (there / "quantkit.json").write_text('{"layout": 99}')
+    with pytest.raises(InputError, match=r"workdir-version.*layout 99"):
+        linked().put(content(tmp_path, a=b"a"))
+
+
+def test_a_full_disk_is_said_before_anything_is_carried(
+    linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = linked()
+    monkeypatch.setattr(link, "_missing", lambda sizes: (dict.fromkeys(sizes, 0), 1000))
+    with pytest.raises(InputError, match="device-full"):
+        link.put(content(tmp_path, a=b"a"))
+    with pytest.raises(InputError, match="device-full"):
+        link.install()
+
+
+def test_threads_that_put_the_same_file_do_not_disturb_each_other(linked: Links, tmp_path: Path) -> None:
+    files = content(tmp_path, big=os.urandom(8 << 20))
+    (sha,) = files
+    linked().put(content(tmp_path, small=b"s"))
+    met: list[QuantkitError] = []
+
+    def put(link: SSHLink) -> None:
+        try:
+            link.put(files)
+        except QuantkitError as problem:
+            met.append(problem)
+
+    threads = [threading.Thread(target=put, args=(linked(),)) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not met
+    assert hashlib.sha256((tmp_path / "there/store" / sha).read_bytes()).hexdigest() == sha
