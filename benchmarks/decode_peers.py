@@ -47,7 +47,7 @@ from scipy import stats
 
 from quantkit import machine
 from quantkit.model.source.open import open_model
-from quantkit.pipeline.baseline import float_onnx
+from quantkit.pipeline.baseline import float_export
 from quantkit.runtimes import load_runtime
 
 MODEL = "smollm2-135m"
@@ -160,7 +160,7 @@ def main() -> int:
         if ours is None:
             ours = Path(name) / "int4"
             compiled(options.model, "int4-cpu", ours, "--no-speed")
-            high = high or float_onnx(open_model(options.model), {}).parent
+            high = high or float_export(open_model(options.model), "onnx", {}).parent
         own = load_runtime("quantkit_cpu").why_not_here()
         if own:
             print(f"quantkit_cpu does not run here: {own}; its side is the graph in onnxruntime")

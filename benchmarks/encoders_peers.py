@@ -42,7 +42,7 @@ from quantkit import machine
 from quantkit.calibrate.sets.pairs import load_pairs
 from quantkit.measurement.timing.schedule import Visit, unnamed
 from quantkit.model.source.open import Source, open_model
-from quantkit.pipeline.baseline import float_onnx
+from quantkit.pipeline.baseline import float_export
 from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.stats.abba import compare
 from quantkit.stats.proportion import wilson
@@ -176,7 +176,7 @@ def graphs(folder: Path, source: Source, verses: list[str]) -> dict[str, Path]:
     if known.exists():
         return {name: Path(made) for name, made in json.loads(known.read_text()).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer, graph = source.tokenizer(), float_onnx(source, {})
+    tokenizer, graph = source.tokenizer(), float_export(source, "onnx", {})
     made = {"float": graph, "float, torch.onnx": of_torch(folder / "torch", source.path)}
     for name, changes in OURS.items():
         bundle = quantkit.compile(

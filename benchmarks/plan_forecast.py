@@ -31,7 +31,7 @@ from quantkit import machine
 from quantkit.bundle import Build
 from quantkit.errors import QuantkitError
 from quantkit.pipeline import Request, verdict
-from quantkit.pipeline.baseline import float_onnx
+from quantkit.pipeline.baseline import float_export
 from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.blocks.subject import TransformerSubject
 from quantkit.pipeline.compile import make
@@ -76,7 +76,7 @@ def taught(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
     with Build.open(prepared.out, subject.fingerprint(), resume=False) as build:
         work = subject.work(build, Progress(), stages)
         make(work, stages)
-        baseline = float_onnx(prepared.original, request.recipe.export[0].options)
+        baseline = float_export(prepared.original, "onnx", request.recipe.export[0].options)
         source = prepared.original.sha256
         rows = verdict.time_it(build.bundle / "onnx", f"{source} {name}", work.layers, baseline, source, QUICK)
     return [row.as_dict() for row in rows]

@@ -20,7 +20,7 @@ from quantkit.bundle import Bundle
 from quantkit.measurement.rows import Row
 from quantkit.model.source.open import open_model
 from quantkit.pipeline import verdict
-from quantkit.pipeline.baseline import float_onnx
+from quantkit.pipeline.baseline import float_export
 
 _LEAST = 0.9
 
@@ -34,7 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     bundle = Bundle.load(options.bundle)
     source = open_model(bundle.manifest.model.source.ref.removeprefix("alias:"))
-    baseline = float_onnx(source, {})
+    baseline = float_export(source, "onnx", {})
     runs = []
     for number in range(options.times):
         plan = replace(verdict.QUICK, seconds=options.seconds, seed=number)

@@ -104,6 +104,10 @@ class Exporter(ExporterFacts, Protocol):
         """What to set, `PATH=VALUE`, for prompts and large batches to be faster than with these layers; ""."""
         return ""
 
+    def for_floats(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options with which the unquantized model is exported, to be timed against: those its file depends on."""
+        return options
+
     def caveat(self, options: Mapping[str, Any], runtime: str) -> str:
         """What a runtime needs beside itself to read the export, or does otherwise than is stored; "" where nothing."""
         return ""

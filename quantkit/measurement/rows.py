@@ -35,6 +35,8 @@ NAMES = (
     "accuracy.relative_error",
     *(f"size.{x}" for x in ("bytes", "bytes_read", "bits_per_weight")),
     *(f"latency.{x}" for x in ("prefill", "decode_step", "op")),
+    # the same against another runtime: `settings` name it as `baseline_runtime`
+    *(f"across.{x}" for x in ("prefill", "decode_step")),
     *(f"throughput.{x}" for x in ("prefill", "decode")),
     *(f"bandwidth.{x}" for x in ("effective", "saved")),
     "memory.peak",
@@ -190,6 +192,12 @@ class Row(_Part):
             if interval is not None and interval[0] > interval[1]:
                 raise ValueError(f"an interval runs from low to high, got {list(interval)}")
         return self
+
+    @property
+    def version(self) -> str:
+        """Of its runtime; "" where it does not say. `llama_cpp` is the package llama-cpp-python."""
+        called = {name.replace("-", "_").removesuffix("_python"): number for name, number in self.versions.items()}
+        return called.get(self.runtime or "", "")
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's form: every key, in the contract's order."""

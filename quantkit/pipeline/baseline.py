@@ -1,4 +1,4 @@
-"""The unquantized model as ONNX: what every speed is set against.
+"""The unquantized model as an exporter writes it: what every speed is set against.
 
 Made once by the exporter that makes the quantized one, with the same fusions, and kept in the user's cache by the
 source's hash.
@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,48 +22,46 @@ from quantkit.bundle.disk import alone, fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
 from quantkit.exporters import load_exporter
 from quantkit.pipeline.gates import demand
-from quantkit.plugins import exporters_that_store
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:
     from quantkit.model.source.open import Source
 
-# options that a float graph does not depend on
-_QUANTIZED = ("accuracy_level", "weight_codes")
-_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
+_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "gguf")
 
 
-def place(source: Source, options: dict[str, Any]) -> Path:
-    """Where the float model's bundle is kept, whether it is there or not; `float_onnx` has the arguments."""
+def place(source: Source, exporter: str, options: Mapping[str, Any]) -> Path:
+    """Where the float model's bundle is kept, whether it is there or not; `float_export` has the arguments."""
     versions = machine.versions()
     key = {
         "quantkit": __version__,
         "source": source.sha256,
-        "options": {name: value for name, value in options.items() if name not in _QUANTIZED},
+        "options": dict(load_exporter(exporter).for_floats(options)),
         "versions": {name: versions.get(name) for name in _PACKAGES},
-        "exporter": _code(),
+        "exporter": _code(exporter),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return content.cache_dir() / "float" / name
 
 
-def float_onnx(source: Source, options: dict[str, Any]) -> Path:
-    """The folder with the float model's `model.onnx`, made if it is not there; one process makes it, others wait.
+def float_export(source: Source, exporter: str, options: Mapping[str, Any]) -> Path:
+    """The folder with the float model's file, made if it is not there; one process makes it, others wait.
 
     Args:
-        options: of the quantized one's export; what changes the graph has to be the same.
+        exporter: that makes it: one that stores a graph, or a file.
+        options: of the quantized one's export; what changes the file has to be the same.
 
     Raises:
         InputError: the exporter's; `disk-space`, `cache-not-writable`.
-        GateError: `check-failed`, the graph does not compute what the model does.
+        GateError: `check-failed`, it does not compute what the model does.
     """
-    folder = place(source, options)
+    folder = place(source, exporter, options)
     if not _is_there(folder):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with alone(folder.parent / "lock"):
                 if not _is_there(folder):
-                    _make(folder, source, options)
+                    _make(folder, source, exporter, options)
         except (OSError, Stopped) as problem:
             # a full cache is no reason to stop and resume: nothing of the bundle is in it
             full = is_disk_full(problem) or getattr(problem, "code", "") == "disk-full"
@@ -72,17 +71,17 @@ def float_onnx(source: Source, options: dict[str, Any]) -> Path:
                 "disk-space" if full else "cache-not-writable",
                 where=str(folder.parent),
                 value=problem.value if isinstance(problem, Stopped) else problem.strerror or str(problem),
-                rule="the float model is kept there as ONNX, to be measured against",
+                rule="the float model is kept there, to be measured against",
                 remedy="free some space, or set QUANTKIT_CACHE to another disk" if full else "set QUANTKIT_CACHE",
             ) from None
-    return folder / "onnx"
+    return folder / load_exporter(exporter).place
 
 
 def _is_there(folder: Path) -> bool:
     return cached.is_intact(folder)
 
 
-def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
+def _make(folder: Path, source: Source, exporter: str, options: Mapping[str, Any]) -> None:
     from quantkit.model.finished import Finished
     from quantkit.model.streaming.stream import StreamedModel
 
@@ -92,13 +91,16 @@ def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
     need = 4 * sum(entry.bytes for entry in source.weights.entries.values()) // _width(source.dtype)
     if shutil.disk_usage(home).free < 1.1 * need:
         raise OSError(errno.ENOSPC, f"it takes {words.size(need)}, which are not free")
-    exporter = load_exporter(exporters_that_store("graph")[0])
+    writer = load_exporter(exporter)
+    options = writer.for_floats(options)
     with tempfile.TemporaryDirectory(dir=home, prefix=f"{folder.name}-") as temporary:
         build = Path(temporary) / "bundle"
         build.mkdir()
         stream, nothing = StreamedModel(source), Finished([], {})
-        exporter.write(build, source, stream, nothing, options)
-        demand(exporter.check(build, source, stream, nothing, options), "please report it", of="float baseline")
+        writer.write(build, source, stream, nothing, options)
+        # where all of a model need not be in memory to be checked, it is not
+        checks = writer.check(build, source, stream, nothing, options, blocks=1)
+        demand(checks, "please report it", of="float baseline")
         fsync_tree(build)
         cached.put(build, folder)
 
@@ -107,12 +109,12 @@ def _width(dtype: str) -> int:
     return {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 4)
 
 
-def _files() -> list[Path]:
-    """The code that shapes a float graph, and a little more."""
+def _files(exporter: str) -> list[Path]:
+    """The code that shapes a float graph or file, and a little more."""
     folder = Path(__file__).parent.parent / "exporters"
-    return sorted([folder / "values.py", *folder.glob("onnx/**/*.py"), *folder.glob("trace/*.py")])
+    return sorted([folder / "values.py", *folder.glob(f"{exporter}/**/*.py"), *folder.glob("trace/*.py")])
 
 
-def _code() -> str:
+def _code(exporter: str) -> str:
     """A cached graph of older code would not have the same fusions."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in _files())).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in _files(exporter))).hexdigest()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from quantkit import machine
 from quantkit.errors import InputError, QuantkitError
+from quantkit.exporters import reader
 from quantkit.model.device import AUTO, CPU, ComputeDevice, absent, demand_name, present
 from quantkit.pipeline.baseline import place
 from quantkit.pipeline.request import Request, runs_here, this_machine
@@ -21,16 +22,17 @@ from quantkit.pipeline.verdict import quick
 from quantkit.planning.compiling.device import USABLE, Fit, fit
 from quantkit.planning.compiling.forecast import described, predict
 from quantkit.planning.compiling.result import Compiling, Machine
-from quantkit.planning.compiling.spec import CompileSpec, stores
+from quantkit.planning.compiling.spec import CompileSpec, timed
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
 from quantkit.report.kit import words
+from quantkit.runtimes import load_runtime
 from quantkit.target import Target
 
 if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks.prepared import Prepared
-    from quantkit.recipe import ExportStep, Recipe
+    from quantkit.recipe import Recipe
     from quantkit.scheme import WeightScheme
 
 
@@ -65,7 +67,7 @@ def unopened(
     Raises:
         InputError: what the compile would refuse by the sizes alone; `compile-unknown`, a network of images.
     """
-    sizes = described(architecture, recipe, speed=speed)
+    sizes = described(architecture, recipe, speed=speed and has_timer(recipe))
     expected = predict(sizes, here(machine.cores()))
     if device == CPU or target is None:
         return expected
@@ -79,7 +81,8 @@ def unopened(
 def first_guess(request: Request) -> Mapping[str, float] | None:
     """Seconds of each stage of a compile, before anything is opened; None where the model's config is not at hand."""
     try:
-        found = unopened(configs.read(request.model), request.recipe, speed=request.speed and runs_here(request.target))
+        speed = request.speed and runs_here(request.target)
+        found = unopened(configs.read(request.model), request.recipe, speed=speed)
     except QuantkitError:
         return None
     return found.seconds
@@ -112,8 +115,7 @@ def spec(prepared: Prepared) -> CompileSpec:
     original = prepared.stream
     if prepared.stream.transforms:
         original = StreamedModel(prepared.original)
-    exported = graph(prepared.request.recipe)
-    timed = times(prepared)
+    exported, is_timed = timed(prepared.request.recipe), times(prepared)
     return CompileSpec(
         model,
         prepared.request.recipe,
@@ -123,8 +125,10 @@ def spec(prepared: Prepared) -> CompileSpec:
         scored * scored_length,
         scored_length,
         cached=states.place(original, prepared.scoring.sha256).exists(),
-        timed=quick(prepared.source.kind).seconds if timed else 0.0,
-        baseline=timed and exported is not None and not place(prepared.original, exported.options).exists(),
+        timed=quick(prepared.source.kind).seconds if is_timed else 0.0,
+        baseline=is_timed
+        and exported is not None
+        and not place(prepared.original, exported.name, exported.options).exists(),
         beside=_beside(prepared.stream, model.hidden),
     )
 
@@ -285,19 +289,15 @@ def demand_disk(expected: Compiling, out: Path) -> None:
 
 
 def times(prepared: Prepared) -> bool:
-    """Whether the result will be timed: it has an ONNX graph, and the target is this machine."""
+    """Whether the result will be timed: something of it can be, and the target is this machine."""
     request = prepared.request
-    return (
-        request.speed
-        and graph(request.recipe) is not None
-        and bool(prepared.layers.schemes)
-        and runs_here(request.target)
-    )
+    return request.speed and bool(prepared.layers.schemes) and runs_here(request.target) and has_timer(request.recipe)
 
 
-def graph(recipe: Recipe) -> ExportStep | None:
-    """The step of a recipe that exports a graph."""
-    return next((step for step in recipe.export if stores(step.name) == "graph"), None)
+def has_timer(recipe: Recipe) -> bool:
+    """Whether what times a recipe's export is here."""
+    step = timed(recipe)
+    return step is not None and load_runtime(reader(step.name, step.options)).why_not_here() is None
 
 
 def head_size(prepared: Prepared) -> int:

@@ -12,25 +12,29 @@ from typing import TYPE_CHECKING, Any
 from quantkit import limits, machine
 from quantkit.bundle import Check, Decision, LayerEntry, Manifest, Verdict
 from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
-from quantkit.exporters import load_exporter
+from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import NAME, stored
 from quantkit.measurement.prompts import with_prompts
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.measurement.verdict import MeasuredFormat, speed_up, verdict
+from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict
 from quantkit.passes import decision
+from quantkit.runtimes import load_runtime
 from quantkit.target import Target
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.measurement.accuracy.positions import Items
+    from quantkit.measurement.timing.speed import SpeedSide
     from quantkit.model.source.open import Source
     from quantkit.stats.deciding.speedup import SpeedUp
 
 RUNTIME = "onnxruntime"
-# that read the same file, the one that everybody has first: a verdict rests on the first that was timed
-RUNTIMES = (RUNTIME, "quantkit_cpu")
+# that read the same file, the one that everybody has first
+_ONE_FILE = (RUNTIME, "quantkit_cpu")
+# a verdict rests on the first that was timed
+RUNTIMES = (*_ONE_FILE, "llama_cpp")
 HARM = "harm.json"
 REPORT = "report.html"
 # a compile looks at a few shapes; `quantkit measure` at all of them
@@ -71,17 +75,22 @@ def time_it(
     *,
     baseline_format: str = "float32",
     runtime: str = RUNTIME,
+    across: SpeedSide | None = None,
 ) -> list[Row]:
-    """The rows of a bundle's `onnx/`, in `onnxruntime` or `quantkit_cpu`, against a baseline's in the former.
+    """The rows of what a runtime reads of a bundle, against a baseline in the runtime of its floats.
+
+    Args:
+        across: what takes its turns with them in another runtime.
 
     Raises:
         InputError, MissingDependency: see `measurement.timing.speed.run`.
     """
     from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, run
 
-    ours = SpeedSide(str(folder), subject, format_of(layers))
-    theirs = SpeedSide(str(baseline), baseline_subject, baseline_format)
-    return run(SpeedJob(ours, theirs, machine.cores(), plan, runtime=runtime), progress)
+    ours = SpeedSide(str(folder), subject, format_of(layers), runtime=runtime)
+    floats = load_runtime(runtime).floats or runtime
+    theirs = SpeedSide(str(baseline), baseline_subject, baseline_format, runtime=floats)
+    return run(SpeedJob(ours, theirs, machine.cores(), plan, across=across), progress)
 
 
 def try_to_time(
@@ -89,24 +98,44 @@ def try_to_time(
     subject: str,
     layers: Sequence[LayerEntry],
     source: Source,
-    options: dict[str, Any],
+    exporter: str,
+    options: Mapping[str, Any],
     progress: Report | None = None,
 ) -> tuple[list[Row], list[Decision]]:
-    """The quick look of a compile; what prevents it is a decision, not the end of the compile."""
-    from quantkit.pipeline.baseline import float_onnx
+    """The quick look of a compile; what prevents it is a decision, not the end of the compile.
 
+    Args:
+        folder: that the exporter has written, with these options.
+    """
+    from quantkit.pipeline.baseline import float_export
+
+    runtime = reader(exporter, options)
     try:
-        baseline = float_onnx(source, options)
-        context = context_of(folder)
-        plan = fitting(quick(source.kind), context, source.kind)
-        rows = time_it(folder, subject, layers, baseline, source.sha256, plan, progress)
+        baseline = float_export(source, exporter, options)
+        plan = fitting(quick(source.kind), context_of(folder), source.kind)
+        form = float_format(exporter, options)
+        args = (folder, subject, layers, baseline, source.sha256, plan, progress)
+        rows = time_it(*args, baseline_format=form, runtime=runtime)
     except (InputError, MissingDependency, GateError) as problem:
-        return [], [decision("measure", "speed-not-measured", RUNTIME, problem.line())]
+        return [], [decision("measure", "speed-not-measured", runtime, problem.line())]
     return rows, []
 
 
+def float_format(exporter: str, options: Mapping[str, Any]) -> str:
+    """What the weights of the float model are in, as an exporter makes it to be timed against."""
+    return str(load_exporter(exporter).for_floats(options).get("floats", "float32"))
+
+
 def context_of(folder: Path) -> int:
-    """Tokens that a sequence of an exported model can have."""
+    """Tokens that a sequence of an exported model can have.
+
+    Raises:
+        InputError: `gguf-unreadable`. MissingDependency: llama-cpp-python.
+    """
+    from quantkit.runtimes.llama_cpp.session import MODEL, LlamaModel
+
+    if (folder / MODEL).is_file():
+        return LlamaModel(folder).context
     config = json.loads(limits.read(folder / "config.json"))
     names = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 4096)
@@ -114,7 +143,9 @@ def context_of(folder: Path) -> int:
 
 def is_timing(row: Row) -> bool:
     """Whether a row is about the machine that it was measured on."""
-    return row.name.startswith(("latency.", "throughput.", "bandwidth.", "tax.", "memory.", "ceiling.", "energy."))
+    return row.name.startswith(
+        ("latency.", "across.", "throughput.", "bandwidth.", "tax.", "memory.", "ceiling.", "energy.")
+    )
 
 
 def of_original(rows: Sequence[Row], source: str) -> list[Row]:
@@ -122,7 +153,14 @@ def of_original(rows: Sequence[Row], source: str) -> list[Row]:
 
     Of a runtime's timings, those of the device that it was timed on last: two devices' times make no curve.
     """
-    found = [row for row in rows if row.baseline is None or row.baseline.subject == source]
+    found = [
+        row
+        for row in rows
+        if row.baseline is None
+        or row.baseline.subject == source
+        # a bundle's own other export, in its own runtime
+        or (row.name.startswith("across.") and row.baseline.subject == row.subject)
+    ]
     last = {row.runtime: row.device for row in found if row.name.startswith("latency.")}
     # ceilings are of no runtime, and belong to whichever was timed there
     counts = {runtime: [device] for runtime, device in last.items()}
@@ -162,15 +200,35 @@ def decide(
     if not batches and not failed:
         return None
     found = verdict(MeasuredFormat(format_of(layers), timed, checks), batches or target.batches)
-    said = [] if runtime == RUNTIME else [f"timed in {runtime} alone: what {RUNTIME} makes of the file is not known"]
-    for other in RUNTIMES[1:] if runtime == RUNTIME else ():
+    said = []
+    if runtime in _ONE_FILE[1:]:
+        said.append(f"timed in {runtime} alone: what {RUNTIME} makes of the file is not known")
+    for other in _ONE_FILE[1:] if runtime == RUNTIME else ():
         said += faster(by_runtime[other], timed, other)
+    said += across(rows)
     found = found.model_copy(update={"because": [*found.because, *said]})
-    return with_prompts(found, timed, setting=_setting(exports, target, layers)) if steps and not failed else found
+    return (
+        with_prompts(found, timed, setting=_setting(runtime, exports, target, layers))
+        if steps and not failed
+        else found
+    )
 
 
 def _is_latency(row: Row) -> bool:
     return row.name.startswith("latency.")
+
+
+def across(rows: Sequence[Row]) -> list[str]:
+    """How a runtime does against another one, timed in turns: the first step and the first prompt; a line or none."""
+    said = []
+    for name in ("decode_step", "prefill"):
+        row = next((row for row in rows if row.name == f"across.{name}" and speed_up(row)), None)
+        if row is not None:
+            # as any other time is told
+            told = sentence(row.model_copy(update={"name": f"latency.{name}"}))
+            other, form = (row.settings.get(f"baseline_{what}") for what in ("runtime", "format"))
+            said.append(f"{row.runtime} and {other} ({form}) in turns: {told}")
+    return said
 
 
 def faster(own: Sequence[Row], plain: Sequence[Row], runtime: str) -> list[str]:
@@ -206,11 +264,11 @@ def faster(own: Sequence[Row], plain: Sequence[Row], runtime: str) -> list[str]:
     return [f"{runtime} is faster with this file, against float32: {'; '.join(found)}"] if found else []
 
 
-def _setting(exports: Sequence[Mapping[str, Any]], target: Target, layers: Sequence[LayerEntry]) -> str:
+def _setting(runtime: str, exports: Sequence[Mapping[str, Any]], target: Target, layers: Sequence[LayerEntry]) -> str:
     """Of what is exported for the runtime that is timed, how prompts are made faster; "" where it has no way."""
     for name, options in (each for step in exports for each in step.items()):
         exporter = load_exporter(name)
-        if RUNTIME in exporter.runtimes and (found := exporter.for_prompts(options or {}, target, layers)):
+        if runtime in exporter.runtimes and (found := exporter.for_prompts(options or {}, target, layers)):
             return found
     return ""
 

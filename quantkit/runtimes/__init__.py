@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quantkit.errors import InputError
 from quantkit.plugins import Kind
 
 if TYPE_CHECKING:
@@ -26,10 +27,13 @@ class Runtime(Protocol):
     Attributes:
         name: as in targets and on the command line; the folder's name.
         engines: whether it runs engines, each built for one kind of GPU.
+        floats: the runtime that runs the float model which its times are set against; None: `measure` does not time it
+            on a processor.
     """
 
     name: str
     engines: bool = False
+    floats: str | None = None
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Why nothing can be run in it on this machine; None where it can.
@@ -39,9 +43,29 @@ class Runtime(Protocol):
         """
         return None
 
+    def demand(self, folder: Path | None = None) -> None:
+        """Raises InputError `runtime-not-here`, with what `why_not_here` says."""
+        if why := self.why_not_here(folder):
+            other = self.floats not in (None, self.name)
+            raise InputError(
+                "runtime-not-here",
+                where=self.name,
+                value=why,
+                rule="it runs on this machine",
+                remedy=f"use the runtime `{self.floats}`, which reads the same file"
+                if other
+                else "use another machine",
+            )
+
     def folder(self, bundle: Bundle) -> Path:
         """The folder of a bundle that it reads. Raises InputError, `bundle-without-...`."""
         ...
+
+    def checked(self, bundle: Bundle) -> Path:
+        """The same, once its files are found to be what the manifest says. Raises InputError, `hash-mismatch` too."""
+        folder = self.folder(bundle)
+        bundle.demand_intact(f"{folder.name}/")
+        return folder
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Candidate:
         """What scores a bundle, or the folder of one that is being built.

@@ -8,7 +8,6 @@ from typing import Any
 
 from quantkit import machine
 from quantkit.bundle import Bundle
-from quantkit.errors import InputError
 from quantkit.kernels.cpu.library import why_not
 from quantkit.runtimes.onnxruntime.runtime import OnnxRuntime
 from quantkit.runtimes.onnxruntime.session import FOLDER, OnnxModel
@@ -37,17 +36,6 @@ class QuantkitCpu(OnnxRuntime):
         """
         self.demand()
         return OnnxModel(self.checked(bundle), own=True, **settings)
-
-    def demand(self) -> None:
-        """Raises InputError `runtime-not-here`."""
-        if why := self.why_not_here():
-            raise InputError(
-                "runtime-not-here",
-                where=self.name,
-                value=why,
-                rule="its operators are compiled for, and by, the machine that runs them",
-                remedy="use the runtime `onnxruntime`, which reads the same file",
-            )
 
 
 RUNTIME = QuantkitCpu()

@@ -14,6 +14,7 @@ import torch
 import zoo
 from exported import Exported, by_name, export, scheme
 
+from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec
 from quantkit.exporters.gguf import blocks
@@ -21,8 +22,10 @@ from quantkit.exporters.gguf.architecture import architecture_of, rope_factors
 from quantkit.exporters.gguf.exporter import EXPORT, MODEL
 from quantkit.exporters.gguf.tokenizer import kind_of
 from quantkit.exporters.gguf.types import TYPES, type_of
+from quantkit.exporters.gguf.writer import StoredTensor, file_type
 from quantkit.formats import load_format
 from quantkit.model.source.open import open_model
+from quantkit.planning.model import configs
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -286,3 +289,47 @@ def test_llama_3s_frequencies_are_transformers_own() -> None:
     found = rope_factors(config.to_dict())
     assert found is not None
     torch.testing.assert_close(plain / found, theirs)
+
+
+WRITTEN = json.loads((Path(__file__).parents[1] / "reference/llama_cpp_types.json").read_text())
+PLACES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up"}
+
+
+@pytest.mark.parametrize("mixture", ["q4_0", "iq4_nl", "q4_k_m", "q3_k_m", "q5_k_m", "q8_0"])
+@pytest.mark.parametrize("model", WRITTEN)
+def test_a_file_is_called_what_llama_cpp_calls_those_types(model: str, mixture: str) -> None:
+    """`llama-quantize` writes the name that it was asked for, though another type stands in for most matrices."""
+    sizes = configs.read(model)
+    wrote = {
+        name: [kind for kind, times in runs for _ in range(times)] for name, runs in WRITTEN[model][mixture].items()
+    }
+    tensors = []
+    for matrix in sizes.inside():
+        _, _, layer, rest = matrix.name.split(".", 3)
+        name = PLACES.get(rest.rpartition(".")[2].removesuffix("_proj"), "ffn_down")
+        kind = wrote[name][int(layer)].upper()
+        tensors.append(
+            StoredTensor(f"blk.{layer}.{name}.weight", kind, (matrix.N, matrix.K), bytes, f"{matrix.name}.weight")
+        )  # type: ignore[arg-type]
+    assert sizes.head is not None
+    for end in ("token_embd", "output"):
+        if end in wrote:
+            shape = sizes.head.N, sizes.head.K
+            tensors.append(StoredTensor(f"{end}.weight", wrote[end][0].upper(), shape, bytes, end))  # type: ignore[arg-type]
+    found = gguf.LlamaFileType(file_type(tensors, "lm_head"))
+    assert found.name == f"MOSTLY_{mixture.upper()}"
+
+
+@pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes")
+def test_llama_cpp_writes_what_it_was_asked_for(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    import llama_cpp
+
+    made = written(sources("llama"), tmp_path / "b", None, FLOAT)
+    asked = llama_cpp.llama_model_quantize_default_params()
+    asked.ftype, asked.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, 1
+    out = tmp_path / "q4_k_m.gguf"
+    assert llama_cpp.llama_model_quantize(str(file_of(made)).encode(), str(out).encode(), asked) == 0
+    reader = gguf.GGUFReader(out)
+    kinds = {each.tensor_type.name for each in reader.tensors if len(each.shape) > 1 and "blk" in each.name}
+    assert kinds == {"Q5_0", "Q8_0"}, "no super-block divides its rows"
+    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M

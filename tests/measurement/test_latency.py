@@ -359,3 +359,33 @@ def test_progress_rises():
     assert shares[0] == 0.0
     assert shares[-1] == 1.0
     assert any("batch 8, context 128" in words for _, words in told)
+
+
+def test_a_third_takes_its_turns_in_another_runtime():
+    """Its rows are names of their own: no curve and no verdict takes them for times against the float model."""
+    world = World()
+    ours, theirs = FakeSide(world, lambda b, c: 0.01), FakeSide(world, lambda b, c: 0.03)
+    third = FakeSide(world, lambda b, c: 0.005)
+    rows = measure(
+        TimedSide(ours, INT4, "ours"),
+        TimedSide(theirs, FLOAT, "theirs"),
+        across=TimedSide(third, FLOAT, "third", runtime="onnxruntime"),
+        runtime="llama_cpp",
+        settings={"threads": 2},
+        device=DEVICE,
+        versions={},
+        plan=TimingPlan(batches=(1,), contexts=(128,), prefills=(64,), seconds=10),
+        ceilings=ceilings,
+        clock=world,
+    )
+    (step,) = named(rows, "across.decode_step")
+    assert (step.runtime, step.settings["baseline_runtime"], step.baseline.subject) == (
+        "llama_cpp",
+        "onnxruntime",
+        "third",
+    )
+    assert step.baseline.ratio == pytest.approx(0.5, rel=0.02)
+    assert named(rows, "across.prefill")
+    (own,) = named(rows, "latency.decode_step")
+    assert own.baseline.subject == "theirs" and own.baseline.ratio == pytest.approx(3, rel=0.02)
+    assert own.value == step.value

@@ -172,7 +172,7 @@ def test_rows_come_back_with_the_memory_of_both(
     row = Row(name="latency.prefill", value=0.5, unit="s", subject="ours").line()
     child(f"""read job; echo 'at 0.5 decode, batch 1'; echo 'row {row}'; echo chatter of a library""")
     sizes = {"ours": {"resident": 40, "peak": 50}, "theirs": {"resident": 80, "peak": 100}}
-    monkeypatch.setattr(speed, "footprint", lambda part, threads, runtime: weighing(sizes[part.subject]))
+    monkeypatch.setattr(speed, "footprint", lambda part, threads: weighing(sizes[part.subject]))
     told: list[tuple[float, str]] = []
     rows = run(job, lambda share, words: told.append((share, words)))
     assert told == [(0.5, "decode, batch 1")]
@@ -218,7 +218,7 @@ def test_a_child_that_ends_without_a_word_is_told_of(
 def test_a_stop_ends_the_child_too(
     job: SpeedJob, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(speed, "footprint", lambda part, threads, runtime: weighing({}))
+    monkeypatch.setattr(speed, "footprint", lambda part, threads: weighing({}))
     child(f"echo $$ > {tmp_path}/pid; echo 'at 0.1 decode'; exec sleep 60")
 
     def stop(share: float, words: str) -> None:

@@ -16,7 +16,7 @@ def rows(job: SpeedJob, ratio: Ratio, *, device: dict[str, str] | None = None) -
     """Decode and prefill rows of every shape, `ratio(batch)` times as fast, give or take one in a hundred."""
     common: dict[str, Any] = {
         "subject": job.ours.subject,
-        "runtime": "onnxruntime",
+        "runtime": job.ours.runtime,
         "device": device or machine.device(),
         "settings": {"threads": job.threads, "baseline_format": job.theirs.format},
         "aa_spread": 0.001,

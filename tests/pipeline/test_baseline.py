@@ -16,7 +16,7 @@ from quantkit.bundle import Check
 from quantkit.errors import GateError, InputError, Stopped
 from quantkit.model.source.open import Source, open_model
 from quantkit.pipeline import baseline
-from quantkit.pipeline.baseline import float_onnx
+from quantkit.pipeline.baseline import float_export
 
 if TYPE_CHECKING:
     from conftest import Made
@@ -47,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_it_is_the_float_model_in_float(source: Source, made: Made) -> None:
-    folder = float_onnx(source, OPTIONS)
+    folder = float_export(source, "onnx", OPTIONS)
     from quantkit.runtimes.onnxruntime.session import OnnxModel
 
     model = OnnxModel(folder, threads=1)
@@ -60,11 +60,11 @@ def test_it_is_the_float_model_in_float(source: Source, made: Made) -> None:
 
 
 def test_it_is_made_once_for_all_that_has_the_same_graph(source: Source, quick: list[Path]) -> None:
-    first = float_onnx(source, OPTIONS)
-    assert float_onnx(source, {**OPTIONS, "accuracy_level": 0}) == first, "which nothing of it is computed in"
-    assert first == baseline.place(source, OPTIONS) / "onnx"
+    first = float_export(source, "onnx", OPTIONS)
+    assert float_export(source, "onnx", {**OPTIONS, "accuracy_level": 0}) == first, "which nothing of it is computed in"
+    assert first == baseline.place(source, "onnx", OPTIONS) / "onnx"
     assert len(quick) == 1
-    assert float_onnx(source, {**OPTIONS, "merge": False}) != first
+    assert float_export(source, "onnx", {**OPTIONS, "merge": False}) != first
     assert len(quick) == 2
     assert [path.name for path in first.parent.parent.iterdir() if "-" in path.name] == []
 
@@ -75,14 +75,14 @@ def test_another_source_exporter_or_version_gets_another(
 ) -> None:
     from dataclasses import replace
 
-    before = baseline.place(source, OPTIONS)
+    before = baseline.place(source, "onnx", OPTIONS)
     if change == "source":
         source = replace(source, sha256="0" * 64)
     elif change == "code":
-        monkeypatch.setattr(baseline, "_code", lambda: "other")
+        monkeypatch.setattr(baseline, "_code", lambda exporter: "other")
     else:
         monkeypatch.setattr("quantkit.machine.versions", lambda: {"onnxruntime": "0.1"})
-    assert baseline.place(source, OPTIONS) != before
+    assert baseline.place(source, "onnx", OPTIONS) != before
 
 
 def test_the_code_that_is_hashed_is_all_of_the_exporter_s() -> None:
@@ -101,7 +101,7 @@ def test_the_code_that_is_hashed_is_all_of_the_exporter_s() -> None:
                 todo += [name for name in names if name in modules]
     # what copies files and what checks changes no float graph
     unrelated = {"quantkit.exporters.carried", "quantkit.exporters.check"}
-    hashed = set(baseline._files())
+    hashed = set(baseline._files("onnx"))
     assert len(seen) > 8, seen
     assert {modules[module] for module in seen - unrelated} <= hashed
 
@@ -117,7 +117,7 @@ def test_two_at_once_make_one(source: Source, quick: list[Path], monkeypatch: py
 
     monkeypatch.setattr(type(EXPORT), "write", slow)
     found: list[Path] = []
-    both = [threading.Thread(target=lambda: found.append(float_onnx(source, OPTIONS))) for _ in range(2)]
+    both = [threading.Thread(target=lambda: found.append(float_export(source, "onnx", OPTIONS))) for _ in range(2)]
     both[0].start()
     assert inside.wait(20)
     both[1].start()
@@ -130,9 +130,9 @@ def test_two_at_once_make_one(source: Source, quick: list[Path], monkeypatch: py
 
 
 def test_what_a_killed_process_left_is_cleared_away(source: Source, quick: list[Path]) -> None:
-    left = baseline.place(source, OPTIONS).with_name("0123-abcd")
+    left = baseline.place(source, "onnx", OPTIONS).with_name("0123-abcd")
     (left / "bundle").mkdir(parents=True)
-    float_onnx(source, OPTIONS)
+    float_export(source, "onnx", OPTIONS)
     assert not left.exists()
 
 
@@ -140,9 +140,9 @@ def test_a_graph_that_is_wrong_is_not_kept(source: Source, quick: list[Path], mo
     wrong = Check(name="reload.onnxruntime", value=0.3, limit=1e-4, ok=False, where="steps")
     monkeypatch.setattr(type(EXPORT), "check", lambda *_, **__: [wrong])
     with pytest.raises(GateError, match="float baseline"):
-        float_onnx(source, OPTIONS)
-    assert not baseline.place(source, OPTIONS).exists()
-    assert [path.name for path in baseline.place(source, OPTIONS).parent.iterdir()] == ["lock"]
+        float_export(source, "onnx", OPTIONS)
+    assert not baseline.place(source, "onnx", OPTIONS).exists()
+    assert [path.name for path in baseline.place(source, "onnx", OPTIONS).parent.iterdir()] == ["lock"]
 
 
 def test_a_cache_that_cannot_be_written_says_so(
@@ -151,7 +151,7 @@ def test_a_cache_that_cannot_be_written_says_so(
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
     with pytest.raises(InputError, match=r"cache-not-writable.*set QUANTKIT_CACHE"):
-        float_onnx(source, OPTIONS)
+        float_export(source, "onnx", OPTIONS)
     assert quick == []
 
 
@@ -169,5 +169,5 @@ def test_a_full_disk_is_wrong_input_and_not_a_stop(
     else:
         monkeypatch.setattr(type(EXPORT), "write", full)
     with pytest.raises(InputError, match=r"disk-space.*QUANTKIT_CACHE"):
-        float_onnx(source, OPTIONS)
-    assert not baseline.place(source, OPTIONS).exists()
+        float_export(source, "onnx", OPTIONS)
+    assert not baseline.place(source, "onnx", OPTIONS).exists()

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from quantkit.pipeline.compare import times
+from quantkit.runtimes.llama_cpp.runtime import LlamaCpp
 
 
 def test_a_file_is_timed_by_what_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle: Any = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace())
-    loaded = SimpleNamespace(context=77)
     monkeypatch.setattr(times.usage, "file_runtime", lambda manifest: "llama_cpp")
-    monkeypatch.setattr(type(times.LLAMA_CPP), "checked", lambda self, given: given.path / "gguf")
-    monkeypatch.setattr(type(times.LLAMA_CPP), "load", lambda self, given: loaded)
+    monkeypatch.setattr(LlamaCpp, "checked", lambda self, given: given.path / "gguf")
+    monkeypatch.setattr(times, "holds_graph", lambda given: False)
+    monkeypatch.setattr(times.verdict, "context_of", lambda folder: 77)
     assert times._reader(bundle) == (tmp_path / "gguf", "llama_cpp", 77)

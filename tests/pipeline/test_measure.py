@@ -43,7 +43,9 @@ def timer(made: Made, monkeypatch: pytest.MonkeyPatch) -> Timer:
     monkeypatch.setenv("QUANTKIT_CACHE", str(made.model.parent / "cache"))
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     monkeypatch.setattr("quantkit.measurement.timing.speed.run", found)
-    monkeypatch.setattr("quantkit.pipeline.baseline.float_onnx", lambda source, options: made.floating / "onnx")
+    monkeypatch.setattr(
+        "quantkit.pipeline.baseline.float_export", lambda source, exporter, options: made.floating / "onnx"
+    )
     return found
 
 

@@ -87,9 +87,11 @@ def test_a_compile_times_what_fits_against_the_same_export_of_the_source(
 ) -> None:
     timer = Timer()
     monkeypatch.setattr("quantkit.measurement.timing.speed.run", timer)
-    monkeypatch.setattr("quantkit.pipeline.baseline.float_onnx", lambda source, options: made.floating / "onnx")
+    monkeypatch.setattr(
+        "quantkit.pipeline.baseline.float_export", lambda source, exporter, options: made.floating / "onnx"
+    )
     source = open_model(str(made.model))
-    found, decisions = verdict.try_to_time(made.both / "onnx", "ours", LAYERS, source, {})
+    found, decisions = verdict.try_to_time(made.both / "onnx", "ours", LAYERS, source, "onnx", {})
     assert decisions == []
     assert {row.subject for row in found if row.baseline} == {"ours"}
     (asked,) = timer.jobs
@@ -113,8 +115,8 @@ def test_what_prevents_timing_is_a_decision_and_not_the_end_of_a_compile(
     def fail(*_: object) -> Path:
         raise problem
 
-    monkeypatch.setattr("quantkit.pipeline.baseline.float_onnx", fail)
-    found, decisions = verdict.try_to_time(made.both / "onnx", "ours", LAYERS, open_model(str(made.model)), {})
+    monkeypatch.setattr("quantkit.pipeline.baseline.float_export", fail)
+    found, decisions = verdict.try_to_time(made.both / "onnx", "ours", LAYERS, open_model(str(made.model)), "onnx", {})
     assert found == []
     assert [each.code for each in decisions] == ["speed-not-measured"]
     assert problem.code in decisions[0].reason  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from quantkit import machine
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from quantkit.target import State
 
 FOLDER, MODEL = "gguf", "model.gguf"
+# what processors with products in bfloat16 say, x86's and Arm's
+_BFLOAT16 = {"avx512_bf16", "bf16"}
 
 
 class GgufOptions(Closed):
@@ -96,6 +99,12 @@ class Gguf(Exporter):
         """See `Exporter`."""
         _refuse(weights, activations, cache, GgufOptions(**options).embedding)
         return "native"
+
+    def for_floats(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The floats that llama.cpp multiplies fastest in here: bfloat16 where the processor does, else float16."""
+        asked = GgufOptions(**options).floats
+        fastest = "bfloat16" if _BFLOAT16 & machine.cpu_flags() else "float16"
+        return {"floats": fastest if asked == "auto" else asked}
 
     def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
         """Write the file.

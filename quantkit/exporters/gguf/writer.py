@@ -36,8 +36,8 @@ from quantkit.formats import QuantTensor, joined, load_format
 from quantkit.model.source import pretrained
 from quantkit.model.source.weights import write_atomic
 from quantkit.passes.assign import PIECE, nearest
-from quantkit.planning.model.mixtures import instead
-from quantkit.scheme import WeightScheme
+from quantkit.planning.model.mixtures import instead, mixed
+from quantkit.scheme import MIXTURES, WeightScheme
 
 if TYPE_CHECKING:
     import gguf
@@ -243,7 +243,7 @@ class Content:
         writer.add_type(gguf.GGUFType.MODEL)
         metadata.set_gguf_meta_model(writer)
         add_parameters(writer, self.architecture, self.config)
-        writer.add_file_type(file_type(self.tensors))
+        writer.add_file_type(file_type(self.tensors, self.values.stream.head or ""))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         rows = next(each.shape[0] for each in self.tensors if each.name == TABLE)
         add_tokenizer(writer, source, rows)
@@ -297,16 +297,33 @@ def turned(tensor: QuantTensor, order: torch.Tensor) -> QuantTensor:
     return tensor.replace(**parts, super_blocks=stored)
 
 
-def file_type(tensors: Sequence[StoredTensor]) -> int:
-    """What llama.cpp calls a file: by the type of most weights; of K types, `M` where others are mixed in."""
+def file_type(tensors: Sequence[StoredTensor], head: str) -> int:
+    """What llama.cpp calls a file: the mixture whose types its matrices have, whatever stands in for which.
+
+    Of others by the type of most weights; of K types, `M` where others are mixed in.
+
+    Args:
+        head: the linear; its tensor is the table where they are tied.
+    """
     import gguf
 
+    matrices = [each for each in tensors if len(each.shape) > 1 and each.source]
+    ends = [each for each in matrices if each.name in (TABLE, HEAD)]
+    named = {each.source.removesuffix(".weight"): each for each in matrices if each not in ends}
+    last = next((each for each in ends if each.name == HEAD), ends[0])
+    if last.kind not in FLOATS.values():
+        named[head] = last
+    shapes = {name: (each.shape[0], each.shape[1]) for name, each in named.items()}
+    for mixture in MIXTURES:
+        wanted = mixed(mixture, shapes, head)
+        if all(type_of(instead(how, shapes[name][1])) == named[name].kind for name, how in wanted.items()):
+            return int(gguf.LlamaFileType[f"MOSTLY_{mixture.upper()}"])
     counts: dict[str, int] = {}
-    for each in tensors:
-        if len(each.shape) > 1 and each.name not in (TABLE, HEAD):
+    for each in matrices:
+        if each not in ends:
             counts[each.kind] = counts.get(each.kind, 0) + math.prod(each.shape)
     most = max(counts, key=lambda kind: counts[kind])
     names = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE", "Q2_K": "MOSTLY_Q2_K", "Q6_K": "MOSTLY_Q6_K"}
-    mixed = "M" if len(counts) > 1 else "S"
-    name = names.get(most, f"MOSTLY_{most}" + (f"_{mixed}" if most.endswith("_K") else ""))
+    size = "M" if len(counts) > 1 else "S"
+    name = names.get(most, f"MOSTLY_{most}" + (f"_{size}" if most.endswith("_K") else ""))
     return int(gguf.LlamaFileType[name])

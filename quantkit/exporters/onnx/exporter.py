@@ -143,6 +143,10 @@ class Onnx(Exporter):
         taken = [layer for layer in layers if layer.activations is None and expandable(str(layer.scheme["format"]))]
         return "onnx.prefill=int8" if _fast_of(target) and taken and OnnxOptions(**options).prefill == "same" else ""
 
+    def for_floats(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Without what is about codes."""
+        return {name: value for name, value in options.items() if name not in ("accuracy_level", "weight_codes")}
+
     def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
         """Trace, rewrite, and write everything.
 

@@ -21,14 +21,14 @@ from quantkit.measurement.operators import ceilings as _ceilings
 from quantkit.measurement.operators.ceilings import Ceiling, joined
 from quantkit.measurement.operators.tax import Limits, StepCost
 from quantkit.measurement.rows import Device, Row
-from quantkit.measurement.timing.latency_rows import break_even, curves, rows_of
+from quantkit.measurement.timing.latency_rows import across_row, break_even, curves, rows_of
 from quantkit.measurement.timing.schedule import Clock, Step, Turns, Visit, interleave, warm
 from quantkit.measurement.timing.shapes import TOO_LARGE, Shape, Timeable, TimingPlan
 from quantkit.runtimes.child import Report
 from quantkit.stats.abba import Comparison, compare
 
 _FEWEST = {"decode": 30, "prefill": 10}
-_SUBJECT, _BASELINE = "subject", "baseline"
+_SUBJECT, _BASELINE, _ACROSS = "subject", "baseline", "across"
 # blocks of four visits a shape: never fewer, however slow; no more, however fast
 _BLOCKS = (5, 240)
 
@@ -42,12 +42,14 @@ class TimedSide:
         cost: what its steps must move and compute.
         subject: `content_sha256` of its bundle.
         resident_bytes: what it takes in memory, where known.
+        runtime: that runs it; of those that `measure` is given besides.
     """
 
     model: Timeable
     cost: StepCost
     subject: str
     resident_bytes: int | None = None
+    runtime: str = ""
 
 
 @dataclass
@@ -60,6 +62,7 @@ class ShapeTiming:
     skipped: str = ""
     finished: bool = False
     found: Comparison | None = None
+    across: Comparison | None = None
 
     @property
     def few(self) -> bool:
@@ -76,6 +79,7 @@ def measure(
     device: Mapping[str, str],
     versions: Mapping[str, str],
     plan: TimingPlan | None = None,
+    across: TimedSide | None = None,
     ceilings: Callable[[], Sequence[Ceiling]] | None = None,
     progress: Report | None = None,
     clock: Clock = time.perf_counter,
@@ -86,6 +90,7 @@ def measure(
         baseline: what it is set against, in the same runtime with the same threads.
         device: `machine.device()`.
         versions: `machine.versions()`.
+        across: a third, in another runtime, that takes its turns with the two.
         ceilings: measures read bandwidth and compute rates, before and after the rest; None takes
             `ceilings.measured` with `settings["threads"]`.
         progress: told the share that is done, and what is being done.
@@ -96,7 +101,8 @@ def measure(
         `tax.break_even` for each context and for the prefills. A shape that does not fit has one row without value,
         flagged `out-of-memory` or `prompt-too-long`, with `-baseline` where it is that which does not fit.
         The rows of latency hold what has no field of its own in `settings`: `baseline_p90`, `baseline_p99`,
-        `p99_ratio` with its interval `p99_ratio_low` and `p99_ratio_high`.
+        `p99_ratio` with its interval `p99_ratio_low` and `p99_ratio_high`. With `across` also `across.*`, the subject's
+        steps against its, which `settings` name as `baseline_runtime` and `baseline_format`.
 
     Raises:
         InputError: whatever else a side raises.
@@ -108,16 +114,17 @@ def measure(
     progress(0.0, "ceilings")
     before = ceilings()
     timings = [ShapeTiming(shape) for shape in plan.shapes()]
-    _time(timings, {_BASELINE: baseline, _SUBJECT: subject}, plan, progress, clock)
+    sides = {_BASELINE: baseline, _SUBJECT: subject, **({_ACROSS: across} if across else {})}
+    _time(timings, sides, plan, progress, clock)
     progress(1.0, "ceilings")
     measured = joined(before, ceilings())
     limits = Limits.of(measured)
     for timing in timings:
         if not timing.skipped:
             turns = Turns.joined(timing.parts)
-            timing.found = compare(
-                turns.seconds[_SUBJECT], turns.seconds[_BASELINE], rounds=turns.rounds, seed=plan.seed
-            )
+            ours, others = turns.seconds[_SUBJECT], [turns.seconds[side] for side in sides if side != _SUBJECT]
+            timing.found, *more = (compare(ours, each, rounds=turns.rounds, seed=plan.seed) for each in others)
+            timing.across = more[0] if more else None
     common = {
         "subject": subject.subject,
         "runtime": runtime,
@@ -127,6 +134,8 @@ def measure(
     rows = [ceiling.row(device=dict(device), versions=dict(versions)) for ceiling in measured]
     for timing in timings:
         rows += rows_of(timing, subject, baseline, limits, common, dict(settings))
+        if across is not None and timing.across is not None:
+            rows.append(across_row(timing.shape, timing.across, across, common, dict(settings)))
     for over, curve in curves(timings):
         rows.append(break_even(over, curve, subject, baseline, limits, common, dict(settings)))
     return rows

@@ -10,7 +10,7 @@ from quantkit import machine
 from quantkit.measurement.operators.tax import Limits, ideal
 from quantkit.measurement.rows import Baseline, Operation, Row
 from quantkit.measurement.timed_rows import Point, break_even_row, latency_row, tax_row
-from quantkit.stats.abba import Interval
+from quantkit.stats.abba import Comparison, Interval
 from quantkit.stats.deciding.speedup import SpeedUp
 
 if TYPE_CHECKING:
@@ -86,6 +86,16 @@ def rows_of(
     ratio_s = found.ci95, found.ratio, baseline.subject
     rows.append(tax_row(time_s, *ratio_s, op=op, settings=settings, flags=flags, common=common))
     return rows
+
+
+def across_row(
+    shape: Shape, found: Comparison, across: TimedSide, common: dict[str, Any], settings: dict[str, Any]
+) -> Row:
+    """The subject's step against the same step of another runtime, timed in turns."""
+    there = {"baseline_runtime": across.runtime, "baseline_format": across.cost.format}
+    common = common | {"batch": shape.batch, "shape": shape.sizes, "n": found.n, "aa_spread": found.aa_spread}
+    name = shape.name.replace("latency.", "across.")
+    return latency_row(name, found, across.subject, settings=settings | there, flags=found.flags, common=common)
 
 
 def _near_cache(side: TimedSide) -> bool:

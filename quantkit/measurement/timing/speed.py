@@ -1,8 +1,8 @@
-"""A bundle's ONNX and its baseline's, timed side by side in a process of their own.
+"""What a bundle exports and its baseline's, timed side by side in a process of their own.
 
 In one of their own, so that what else this process has loaded, its threads and its memory, is not part of the figures,
-and the two models are not part of its peak. The baseline is the same exporter's graph of the unquantized model: same
-fusions, same threads, other weights.
+and the models are not part of its peak. The baseline is what the same exporter makes of the unquantized model: same
+runtime, same fusions, same threads, other weights. A third may take its turns with them, in another runtime.
 
 Of a graph that is no transformer, one pass of a batch of samples is a prefill of one token a sequence: it has no
 tokens, and all that it reads of a sample comes at once.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Baseline, Device, Row
+from quantkit.measurement.timing.file_cost import cost_of_file
 from quantkit.measurement.timing.latency import TimedSide, measure
 from quantkit.measurement.timing.schedule import Array, Step
 from quantkit.measurement.timing.shapes import Timeable, TimingPlan
@@ -33,8 +34,9 @@ from quantkit.runtimes.llama_cpp.session import LlamaModel
 from quantkit.runtimes.onnxruntime.open import open_graph
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 
-RUNTIME = "onnxruntime"
+RUNTIME, LLAMA = "onnxruntime", "llama_cpp"
 _BATCH, _CONTEXT = 1, 128
+_EXTRA = {RUNTIME: "onnx", "quantkit_cpu": "onnx", LLAMA: "gguf"}
 _REMEDY = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
 
 
@@ -43,16 +45,18 @@ class SpeedSide:
     """One side.
 
     Args:
-        path: a folder with `model.onnx`, or a graph's file.
+        path: a folder with `model.onnx` or `model.gguf`, or a graph's file.
         subject: identity for the rows.
         format: of its weights.
         weight_bytes: of all constants of a graph.
+        runtime: that runs it: `onnxruntime`, `quantkit_cpu` or `llama_cpp`.
     """
 
     path: str
     subject: str
     format: str
     weight_bytes: float = 0.0
+    runtime: str = RUNTIME
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class SpeedJob:
         threads: of both.
         plan: shapes and time.
         samples: of graphs; None: of transformers.
-        runtime: of what is judged, `onnxruntime` or `quantkit_cpu`; what it is set against runs in the former.
+        across: what is timed besides, in another runtime.
     """
 
     ours: SpeedSide
@@ -88,22 +92,31 @@ class SpeedJob:
     threads: int
     plan: TimingPlan
     samples: Samples | None = None
-    runtime: str = RUNTIME
+    across: SpeedSide | None = None
+
+    @property
+    def sides(self) -> list[SpeedSide]:
+        """All of them; what is judged comes last."""
+        return [self.theirs, *([self.across] if self.across else []), self.ours]
 
 
-def demand() -> None:
+def demand(runtimes: Collection[str] = (RUNTIME,)) -> None:
     """Refuse to begin what needs a package that is not there.
 
+    Args:
+        runtimes: that run the sides.
+
     Raises:
-        MissingDependency: onnxruntime or scipy.
+        MissingDependency: scipy; onnxruntime or llama-cpp-python.
     """
-    for package in ("onnxruntime", "scipy"):
+    needed = {"scipy": "onnx"} | {("llama_cpp" if each == LLAMA else "onnxruntime"): _EXTRA[each] for each in runtimes}
+    for package, extra in needed.items():
         if not machine.has(package):
-            raise MissingDependency(package, extra="onnx", purpose="measuring speed")
+            raise MissingDependency(package, extra=extra, purpose="measuring speed")
 
 
 def demand_room(models: Sequence[Path]) -> None:
-    """Refuse to load what does not fit: folders with `model.onnx`, or graphs' files.
+    """Refuse to load what does not fit: folders with `model.onnx` or `model.gguf`, or graphs' files.
 
     Raises:
         InputError: `out-of-memory`.
@@ -113,7 +126,7 @@ def demand_room(models: Sequence[Path]) -> None:
         raise InputError(
             "out-of-memory",
             where=str(models[-1]),
-            value=f"both models take about {need / 1e9:.1f} GB",
+            value=f"the models take about {need / 1e9:.1f} GB",
             rule=f"{free / 1e9:.1f} GB are free",
             remedy="measure on a machine with more memory",
         )
@@ -123,24 +136,23 @@ def run(job: SpeedJob, progress: Report | None = None) -> list[Row]:
     """Time both, and weigh both unless they are graphs; see `latency.measure` for the rows; `memory.peak` besides.
 
     Raises:
-        InputError: `out-of-memory`, the two do not fit; `onnx-unreadable`, `speed-failed`.
-        MissingDependency: onnxruntime or scipy.
+        InputError: `out-of-memory`, they do not fit; `onnx-unreadable`, `gguf-unreadable`, `speed-failed`.
+        MissingDependency: onnxruntime, llama-cpp-python or scipy.
     """
-    demand()
+    demand({part.runtime for part in job.sides})
     weighed = {}
     if job.samples is None:
-        demand_room([Path(part.path) for part in (job.ours, job.theirs)])
-        sides = ((job.theirs, RUNTIME), (job.ours, job.runtime))
-        weighed = {part.subject: footprint(part, job.threads, runtime) for part, runtime in sides}
+        demand_room([Path(part.path) for part in job.sides])
+        weighed = {part.subject: footprint(part, job.threads) for part in (job.theirs, job.ours)}
     rows = [*map(Row.model_validate, child.run(_time, asdict(job), progress, remedy=_REMEDY))]
     return [*rows, _memory(job, weighed)] if weighed else rows
 
 
-def footprint(part: SpeedSide, threads: int, runtime: str = RUNTIME) -> dict[str, int]:
+def footprint(part: SpeedSide, threads: int) -> dict[str, int]:
     """`resident` and `peak` bytes of a process that has loaded one side and made a step after `context` tokens, or an
     encoder's pass over `new_tokens`; of the interpreter `before`.
     """
-    (found,) = child.run(_weigh, {"folder": part.path, "threads": threads, "runtime": runtime}, remedy=_REMEDY)
+    (found,) = child.run(_weigh, {"side": asdict(part), "threads": threads}, remedy=_REMEDY)
     sizes: dict[str, int] = found
     return sizes
 
@@ -164,7 +176,7 @@ def _memory(job: SpeedJob, weighed: Mapping[str, Mapping[str, int]]) -> Row:
         baseline=Baseline(subject=job.theirs.subject, value=theirs["peak"], ratio=theirs["peak"] / ours["peak"]),
         batch=_BATCH,
         shape={"new_tokens": ours["new_tokens"], "context": ours["context"]},
-        runtime=job.runtime,
+        runtime=job.ours.runtime,
         settings={"threads": job.threads, "baseline_resident": theirs["resident"], "interpreter": ours["before"]},
         resident_bytes=ours["resident"],
         device=Device.model_validate(machine.device()),
@@ -206,35 +218,41 @@ def samples_of(file: str | None) -> dict[str, Array]:
 
 def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str = RUNTIME) -> Timeable:
     """A folder with `model.onnx` or `model.gguf`, or with samples a graph's file. Raises as `open_graph`."""
-    if (Path(path) / GGUF).is_file():
-        return LlamaModel(Path(path), threads=threads)
     return Passes(Path(path), samples, threads) if samples else _model(path, threads, runtime)
 
 
-def _model(folder: str, threads: int, runtime: str) -> OnnxModel:
+def _model(folder: str, threads: int, runtime: str) -> OnnxModel | LlamaModel:
+    if (Path(folder) / GGUF).is_file():
+        return LlamaModel(Path(folder), threads=threads)
     return OnnxModel(Path(folder), threads=threads, own=runtime != RUNTIME)
 
 
 def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
     graph = None if data["samples"] is None else Samples(**data["samples"])
-    sides = [SpeedSide(**data[side]) for side in ("ours", "theirs")]
+    sides = [SpeedSide(**data[side]) for side in ("ours", "theirs", "across") if data[side]]
     threads = data["threads"]
     samples = samples_of(graph.file if graph else None)
     entries = []
-    for part, runtime in zip(sides, (data["runtime"], RUNTIME), strict=True):
-        model = opened(part.path, samples, threads, runtime)
-        found = _cost(model, part) if isinstance(model, OnnxModel) else _cost_of_graph(part, graph, samples)
-        entries.append(TimedSide(model, found, part.subject))
-    ours, theirs = entries
+    for part in sides:
+        model = opened(part.path, samples, threads, part.runtime)
+        if isinstance(model, LlamaModel):
+            found = cost_of_file(model.path, model.sizes, part.format)
+        else:
+            found = _cost(model, part) if isinstance(model, OnnxModel) else _cost_of_graph(part, graph, samples)
+        entries.append(TimedSide(model, found, part.subject, runtime=part.runtime))
+    ours, theirs, *across = entries
     settings: dict[str, Any] = {"threads": threads, "compute_type": ours.cost.compute}
     settings["baseline_format"] = theirs.cost.format
     if isinstance(ours.model, OnnxModel):
         settings["accuracy_level"] = ours.model.accuracy_level
+    elif isinstance(ours.model, LlamaModel):
+        settings |= {key: value for key, value in ours.model.settings.items() if key != "threads"}
     rows = measure(
         ours,
         theirs,
-        runtime=data["runtime"],
+        runtime=ours.runtime,
         settings=settings,
+        across=next(iter(across), None),
         device=machine.device(),
         versions=machine.versions(),
         plan=TimingPlan(**data["plan"]),
@@ -280,7 +298,8 @@ def _cost_of_graph(part: SpeedSide, graph: Samples | None, samples: Mapping[str,
 
 def _weigh(data: Mapping[str, Any], caller: child.Caller) -> None:
     before = _status("VmRSS")
-    model = _model(data["folder"], data["threads"], data["runtime"])
+    part = SpeedSide(**data["side"])
+    model = _model(part.path, data["threads"], part.runtime)
     if model.decoder:
         new, context = 1, min(_CONTEXT, model.context - 1)
         model.decode(_BATCH, context)()

@@ -130,6 +130,7 @@ _ORIGINAL = "open what it was made from: a Hugging Face folder (./folder), or hf
 # GGUF's kinds of values: bytes of those of a fixed size, texts, arrays
 _FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
+_DIMENSIONS = 4
 # elements in a byte, of the format that has most
 _DENSEST = 8
 
@@ -162,8 +163,11 @@ def note_on(name: str, was: str) -> str:
     )
 
 
-def demand_lengths(path: Path) -> None:
+def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     """What the metadata says is long fits into the file; the library would go through 2**63 elements one by one.
+
+    Returns:
+        tensor -> its shape, and the number of its type.
 
     Raises:
         ValueError: it does not, or nests arrays. struct.error: the file ends.
@@ -193,6 +197,16 @@ def demand_lengths(path: Path) -> None:
                     raise ValueError(f"a text of {length} bytes at byte {at} of {len(data)}")
                 at += length
 
+        def tensor() -> tuple[str, tuple[tuple[int, ...], int]]:
+            begins = at
+            skip(_STRING, 1)
+            name, dimensions = data[begins + 8 : at].decode(), take("I")
+            if dimensions > _DIMENSIONS:
+                raise ValueError(f"{name[:100]}: {dimensions} dimensions")
+            shape = tuple(take("Q") for _ in range(dimensions))[::-1]
+            kind, _ = take("I"), take("Q")
+            return name, (shape, kind)
+
         if data[:4] != b"GGUF":
             raise ValueError("not a GGUF file")
         at = 4
@@ -208,6 +222,7 @@ def demand_lengths(path: Path) -> None:
                 skip(kind, take("Q"))
             else:
                 skip(kind, 1)
+        return dict(tensor() for _ in range(tensors))
 
 
 def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:

@@ -22,7 +22,7 @@ from quantkit.bundle import (
     SourceEntry,
     WeightsEntry,
 )
-from quantkit.exporters import load_exporter
+from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
@@ -36,13 +36,16 @@ from quantkit.pipeline.finished import engine
 from quantkit.pipeline.finished.inspect_engine import of_exports
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.progress import Progress, Stages
-from quantkit.pipeline.request import Request
+from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import try_to_time
 from quantkit.planning.bound import efficiency
 from quantkit.planning.compiling.result import Compiling
+from quantkit.planning.compiling.spec import timed
 from quantkit.planning.compiling.work import WHOLE
 from quantkit.planning.model.assigned import takes_head
+from quantkit.recipe import ExportStep
+from quantkit.runtimes import load_runtime
 
 # a checkpoint whose tensors were compared, but no logits
 UNRUN = "reload-not-run"
@@ -213,17 +216,18 @@ class BlocksWork:
         return Scores(rows, confirmed, [*said, *unscored(exports, self.build.bundle)])
 
     def time(self, subject: str) -> tuple[list[Row], list[Decision]]:
-        """The ONNX graph against the float model's, if there is one and the target is this machine."""
-        if not times(self.prepared):
-            return [], self._untimed()
+        """The ONNX graph, or the file, against the float model's, if there is one and it runs on this machine."""
+        step = timed(self.request.recipe)
+        if step is None or not times(self.prepared):
+            return [], self._untimed(step)
         self.stages.begin("speed")
-        self.progress.at("speed", 0.0, "the float model as ONNX, for comparison")
-        step = next(step for step in self.request.recipe.export if load_exporter(step.name).stores == "graph")
+        self.progress.at("speed", 0.0, f"the float model as {step.name}, for comparison")
         rows, untimed = try_to_time(
             self.build.bundle / folder_of(step.name),
             subject,
             self.layers,
             self.prepared.original,
+            step.name,
             step.options,
             lambda share, words: self.progress.at("speed", share, words),
         )
@@ -258,13 +262,15 @@ class BlocksWork:
         room = free // (4 * copies) - max(outside, 2 * head_size(self.prepared))
         return max(1, sum(together <= room for together in itertools.accumulate(blocks)))
 
-    def _untimed(self) -> list[Decision]:
-        """Why an ONNX graph that could have been timed was not, where nobody asked for that."""
+    def _untimed(self, step: ExportStep | None) -> list[Decision]:
+        """Why an export that could have been timed was not, where nobody asked for that."""
         request = self.request
-        exported = any(load_exporter(step.name).stores == "graph" for step in request.recipe.export)
-        if not (request.speed and exported and self.prepared.layers.schemes):
+        if not (request.speed and step is not None and self.prepared.layers.schemes):
             return []
-        return [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]
+        reason = f"target {request.target.name} is another machine"
+        if runs_here(request.target):
+            reason = str(load_runtime(reader(step.name, step.options)).why_not_here())
+        return [decision("measure", NOTE, "speed", reason)]
 
 
 def _about_reload(checks: Sequence[Check]) -> list[Decision]:

@@ -26,8 +26,7 @@ from quantkit.pipeline.finished.measure import with_changes
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
 from quantkit.pipeline.progress import Progress
 from quantkit.report.bundle import usage
-from quantkit.runtimes.llama_cpp import RUNTIME as LLAMA_CPP
-from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
+from quantkit.runtimes import load_runtime
 from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference
 from quantkit.stats.deciding.evidence import Doubt
 from quantkit.stats.deciding.slowdown import slowdown
@@ -129,12 +128,10 @@ def _reader(bundle: Bundle) -> tuple[Path, str, int]:
     Raises:
         InputError: `bundle-without-onnx`, `hash-mismatch`, `gguf-unreadable`. MissingDependency: llama-cpp-python.
     """
-    runtime = None if (bundle.path / "onnx").is_dir() else usage.file_runtime(bundle.manifest)
-    if runtime == LLAMA_CPP.name:
-        return LLAMA_CPP.checked(bundle), LLAMA_CPP.name, LLAMA_CPP.load(bundle).context
-    folder = ONNXRUNTIME.checked(bundle)
-    graph = holds_graph(bundle)
-    return folder, ONNXRUNTIME.name, 0 if graph else verdict.context_of(folder)
+    name = None if (bundle.path / "onnx").is_dir() else usage.file_runtime(bundle.manifest)
+    runtime = load_runtime(name or verdict.RUNTIME)
+    folder = runtime.checked(bundle)
+    return folder, runtime.name, 0 if holds_graph(bundle) else verdict.context_of(folder)
 
 
 def of_run(taken: Sequence[Taken], margin: float, runtime: str = verdict.RUNTIME) -> tuple[list[Quantity], list[str]]:
@@ -190,7 +187,7 @@ def recorded(a: BundleSide, b: BundleSide, margin: float) -> tuple[list[Quantity
             continue
         found.append(_by_ratio(row, other, margin))
         busy = max(busy, *(_times(other.baseline.value, row.baseline.value)))
-        versions |= {str(each.versions.get(str(each.runtime))) for each in (row, other)}
+        versions |= {each.version for each in (row, other)}
     notes = []
     if busy > _BUSY:
         notes.append(

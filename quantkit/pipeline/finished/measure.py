@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import limits, machine, plugins
 from quantkit.bundle import Bundle, Check, Decision, Manifest
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
-from quantkit.errors import InputError, MissingDependency, QuantkitError
+from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
 from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.size import folder_of, size_rows
@@ -37,13 +37,12 @@ from quantkit.recipe import Gates, Recipe
 from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
-from quantkit.runtimes.onnxruntime.runtime import OnnxRuntime
-from quantkit.runtimes.quantkit_cpu import QuantkitCpu
 from quantkit.target import Target
 
 if TYPE_CHECKING:
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.measurement.engine_layers import Inspected
+    from quantkit.measurement.timing.speed import SpeedSide
     from quantkit.model.streaming.stream import StreamedModel
 
 
@@ -60,13 +59,13 @@ class _Against:
             bundle its `content_sha256`.
         format: of its weights.
         stream: to score against; None where it cannot be had.
-        onnx: the folder of its graph, where it has one already.
+        folder: of what the runtime of floats reads, where it has that already.
     """
 
     subject: str
     format: str
     stream: StreamedModel | None
-    onnx: Path | None
+    folder: Path | None
 
 
 def default_runtime(bundle: Bundle) -> str:
@@ -108,25 +107,24 @@ def measure_bundle(
     network = is_network(bundle) and runtime == worth.RUNTIME
     if not network:
         runner.folder(bundle)
+    if not runner.engines:  # loading one says more
+        runner.demand()
     bundle.demand_writable()
     bundle.demand_intact()
     engine = runner.load(bundle) if runner.engines else None
     looked = None if engine is None else inspect_engine.look(engine, bundle.manifest.layers)
     for note in () if engine is None else engine.notes:
         progress.note(note)
-    reads_graph = isinstance(runner, OnnxRuntime)
-    if isinstance(runner, QuantkitCpu):
-        runner.demand()
-    timed = speed and reads_graph and not network
+    timed = speed and runner.floats is not None and not network
     if timed:
         from quantkit.measurement.timing.speed import demand
 
-        demand()
+        demand({runtime})
     if holds_graph(bundle):
         found, subject = measure_graph(bundle, baseline, progress, calibration=calibration, plan=plan, timed=timed)
         _keep(bundle, found, None, runtime, subject, progress)
         return found
-    against = _against(bundle, baseline, timed=timed)
+    against = _against(bundle, baseline, runner.floats if timed else None)
     chosen = plan or TimingPlan(batches=batches_of(bundle))
     stages = {"score": 60.0} if against.stream is not None else {}
     progress.plan({**stages, "speed": 60.0 + chosen.seconds} if timed else stages)
@@ -160,11 +158,14 @@ def _target(bundle: Bundle) -> Target:
     return Target.from_dict({key: value for key, value in stored.items() if key != "name"}, name=str(stored["name"]))
 
 
-def _against(bundle: Bundle, baseline: str | None, *, timed: bool) -> _Against:
+def _against(bundle: Bundle, baseline: str | None, timed: str | None) -> _Against:
     """Open what the bundle is measured against, and refuse what cannot be.
 
+    Args:
+        timed: the runtime that its floats are timed in; None where nothing is timed.
+
     Raises:
-        InputError: `baseline-needed`, `baseline-kind`, `baseline-vocabulary`, `bundle-without-onnx`,
+        InputError: `baseline-needed`, `baseline-kind`, `baseline-vocabulary`, `bundle-without-onnx`, `-gguf`,
             `bundle-without-checkpoint`, `hash-mismatch`, those of `open_model`.
         MissingDependency: torch, where nothing can be measured without.
     """
@@ -184,7 +185,7 @@ def _against(bundle: Bundle, baseline: str | None, *, timed: bool) -> _Against:
             source.sha256 if is_original else other.manifest.content_sha256,
             worth.format_of(other.manifest.layers),
             TORCH.stream(other.model_folder) if has_torch and checkpoint else None,
-            ONNXRUNTIME.checked(other) if timed else None,
+            load_runtime(timed).checked(other) if timed else None,
         )
     elif has_torch:
         from quantkit.model.source.open import open_model
@@ -199,7 +200,8 @@ def _against(bundle: Bundle, baseline: str | None, *, timed: bool) -> _Against:
             where="--baseline",
             value="torch is not installed, so the float model cannot be exported here",
             rule="speed is measured against the float model in the same runtime",
-            remedy="--baseline FOLDER of a bundle compiled elsewhere with --recipe float --set 'export=[{onnx: {}}]'",
+            remedy="--baseline FOLDER of a bundle compiled elsewhere with --recipe float --set "
+            f"'export=[{{{export_of(timed)}: {{}}}}]'",
         )
     else:
         found = _Against("", "float32", None, None)
@@ -280,15 +282,18 @@ def _renamed(row: Row, old: str, new: str) -> Row:
 
 
 def _speed(bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progress, runtime: str) -> list[Row]:
-    from quantkit.pipeline.baseline import float_onnx
+    from quantkit.pipeline.baseline import float_export
 
-    folder = ONNXRUNTIME.folder(bundle)
-    progress.at("speed", 0.0, "the float model as ONNX, for comparison")
-    theirs = against.onnx
+    folder, exporter = load_runtime(runtime).folder(bundle), export_of(runtime)
+    options, form = _options(bundle, exporter), against.format
+    progress.at("speed", 0.0, f"the float model as {exporter}, for comparison")
+    theirs = against.folder
     if theirs is None:
         assert against.stream is not None
-        theirs = float_onnx(against.stream.source, _options(bundle))
-    context = min(worth.context_of(folder), worth.context_of(theirs))
+        theirs, form = float_export(against.stream.source, exporter, options), worth.float_format(exporter, options)
+    across = _across(bundle, against, progress) if load_runtime(runtime).floats != worth.RUNTIME else None
+    sides = [folder, theirs, *([Path(across.path)] if across else [])]
+    context = min(map(worth.context_of, sides))
     return worth.time_it(
         folder,
         bundle.manifest.content_sha256,
@@ -297,9 +302,30 @@ def _speed(bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progre
         against.subject,
         worth.fitting(plan, context, bundle.manifest.model.kind),
         lambda share, words: progress.at("speed", share, words),
-        baseline_format=against.format,
+        baseline_format=form,
         runtime=runtime,
+        across=across,
     )
+
+
+def _across(bundle: Bundle, against: _Against, progress: Progress) -> SpeedSide | None:
+    """What ONNX Runtime runs in turns with a file of another runtime: the bundle's own graph, else the float model's;
+    None, with a note, where there is neither."""
+    from quantkit.measurement.timing.speed import SpeedSide
+    from quantkit.pipeline.baseline import float_export
+
+    manifest, name = bundle.manifest, export_of(worth.RUNTIME)
+    if usage.has(manifest, "onnx/"):
+        return SpeedSide(str(ONNXRUNTIME.checked(bundle)), manifest.content_sha256, worth.format_of(manifest.layers))
+    if against.stream is None or against.folder is not None:
+        return None
+    progress.at("speed", 0.0, f"the float model as {name}, for comparison")
+    try:
+        made = float_export(against.stream.source, name, _options(bundle, name))
+    except (InputError, MissingDependency, GateError) as problem:
+        progress.note(f"not timed beside {worth.RUNTIME}: {problem.line()}")
+        return None
+    return SpeedSide(str(made), against.subject, "float32")
 
 
 def _on_gpu(model: Any, bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progress) -> list[Row]:
@@ -319,12 +345,11 @@ def _on_gpu(model: Any, bundle: Bundle, against: _Against, plan: TimingPlan, pro
     )
 
 
-def _options(bundle: Bundle) -> dict[str, Any]:
-    """What the bundle's graph was exported with."""
+def _options(bundle: Bundle, exporter: str) -> dict[str, Any]:
+    """What an exporter was told of the bundle; nothing where it was not asked."""
     for step in bundle.manifest.recipe.get("export", []):
-        for name, options in step.items():
-            if plugins.EXPORTERS.load(name).stores == "graph":
-                return dict(options or {})
+        if exporter in step:
+            return dict(step[exporter] or {})
     return {}
 
 
@@ -432,7 +457,8 @@ def runtimes_of(manifest: Manifest) -> list[str]:
 def _kind(row: Row, against: str) -> tuple[Any, ...]:
     """Rows of one kind replace each other; those against another baseline, in another runtime, or timed on another
     machine stand beside each other. A row without baseline is one against `against`."""
-    export = tuple(row.settings.get(key) for key in ("export", "kv_cache", "output", "surer_than", "way"))
+    told = ("export", "kv_cache", "output", "surer_than", "way", "baseline_runtime")
+    export = tuple(row.settings.get(key) for key in told)
     baseline = row.baseline.subject if row.baseline else against
     device = row.device.id if row.device and worth.is_timing(row) else None
     return row.name, baseline, row.runtime, export, device, row.batch, tuple(sorted((row.shape or {}).items()))

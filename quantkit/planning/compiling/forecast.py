@@ -19,7 +19,7 @@ from quantkit.errors import InputError
 from quantkit.planning.compiling import graph
 from quantkit.planning.compiling.graph import GraphSpec
 from quantkit.planning.compiling.result import Compiling, Disk, Machine, Rates, shipped
-from quantkit.planning.compiling.spec import CompileSpec, elements, fitted, needs, stores
+from quantkit.planning.compiling.spec import CompileSpec, elements, fitted, needs, stores, timed
 from quantkit.planning.compiling.work import CONFIRMED, WHOLE, counted, held, packed_bytes, table_saved
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import assign_sizes
@@ -49,7 +49,7 @@ def described(
 
     Args:
         recipe: its exports those that the target reads (`planning.support`).
-        speed: whether a graph that it exports is timed.
+        speed: whether what it exports is timed, if it can be.
         cached: whether the original was scored on the same text before.
         baseline: whether its graph has to be made to be timed against.
         positions: that are scored, at least.
@@ -63,7 +63,7 @@ def described(
     looks = fixed or cache or any(needs(step) for step in recipe.passes)
     length = min(recipe.calibration.tokens, architecture.max_context or recipe.calibration.tokens)
     scored = min(LENGTH, architecture.max_context or LENGTH) if recipe.calibration.set == "random-tokens" else length
-    timed = speed and bool(found.schemes) and any(stores(step.name) == "graph" for step in recipe.export)
+    is_timed = speed and bool(found.schemes) and timed(recipe) is not None
     return CompileSpec(
         architecture,
         recipe,
@@ -73,7 +73,7 @@ def described(
         -(-positions // max(scored - 1, 1)) * scored,
         scored,
         cached=cached,
-        timed=TIMED[architecture.kind] if timed else 0.0,
+        timed=TIMED[architecture.kind] if is_timed else 0.0,
         baseline=baseline,
     )
 
@@ -160,5 +160,7 @@ def disk(spec: CompileSpec) -> Disk:
         bundle += _PAGE
     streams = 1 + spec.corrected
     hidden = 4.0 * streams * spec.tokens * model.hidden if spec.sequences else 0.0
-    cache = 4.0 * model.parameters if spec.timed and spec.baseline else 0.0
+    cache = 0.0
+    if spec.timed and spec.baseline:  # a file is in 16 bits
+        cache = (2.0 if stores(spec.timed_export) == "file" else 4.0) * model.parameters
     return Disk(bundle, (elements(list(model.inside())) if spec.schemes else 0.0) + 2 * hidden, cache)

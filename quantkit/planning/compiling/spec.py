@@ -9,7 +9,7 @@ from functools import cache
 from quantkit import plugins
 from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
 from quantkit.plugins import Stores
-from quantkit.recipe import PassStep, Recipe
+from quantkit.recipe import ExportStep, PassStep, Recipe
 from quantkit.scheme import WeightScheme
 
 # what one forward may take for activations, and tensors of the widest activation alive at one time, roughly
@@ -71,6 +71,12 @@ class CompileSpec:
         """Destinations by name, in order."""
         return [step.name for step in self.recipe.export]
 
+    @property
+    def timed_export(self) -> str:
+        """The export that is timed, if any is, and in which the float model is written for that."""
+        step = timed(self.recipe)
+        return step.name if step is not None else ""
+
 
 def chunk_size(widest: int, tokens: int) -> int:
     """How many sequences of `tokens` go through one forward when the widest activation has `widest` features."""
@@ -85,6 +91,12 @@ def needs(step: PassStep) -> frozenset[str]:
 def stores(export: str) -> Stores:
     """What becomes of a model in an export."""
     return plugins.EXPORTERS.load(export).stores
+
+
+def timed(recipe: Recipe) -> ExportStep | None:
+    """The export that is timed against the float model: a graph, else a file of everything."""
+    found = {stores(step.name): step for step in reversed(recipe.export)}
+    return found.get("graph") or found.get("file")
 
 
 @cache

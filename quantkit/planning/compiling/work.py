@@ -148,8 +148,8 @@ def counted(spec: CompileSpec) -> dict[str, WorkCounts]:
     if spec.timed:
         parts["speed"] = WorkCounts({"fixed:speed": 1, "timed": spec.timed})
         if spec.baseline:
-            parts["speed"] += _export(spec, storing("graph"), dense=True)
-            parts["speed"] += _check(spec, storing("graph"), dense=True)
+            parts["speed"] += _export(spec, spec.timed_export, dense=True)
+            parts["speed"] += _check(spec, spec.timed_export, dense=True)
     parts["finish"] = WorkCounts({"fixed:finish": 1, "fixed:page": 1 if spec.schemes else 0})
     return parts
 
@@ -409,7 +409,8 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
                 **left,
             }
             parts["confirm"] = {**libraries, "whole": 4.0 * model.parameters, **left}
-    if spec.timed and spec.baseline:  # the float model as a graph, made and loaded
+    # the float model as a graph, made and loaded; a file is written and read tensor by tensor
+    if spec.timed and spec.baseline and stores(spec.timed_export) == "graph":
         whole = 4.0 * model.parameters + _table(spec)
         parts["speed"] = {**libraries, "ends": ends, "whole": whole, **left}
     return parts

@@ -215,13 +215,17 @@ def series(manifest: Manifest, rows: Sequence[Row]) -> list[Series]:
     return [curve for curve in found if curve.cells]
 
 
-def names(manifest: Manifest) -> tuple[str, str]:
+def names(manifest: Manifest, row: Row | None = None) -> tuple[str, str]:
     """Short names of the two sides; a bundle of several formats is `quantized`.
 
-    Runtimes compute the float side in float32, so a source in another dtype is just the `original`.
+    Runtimes compute the float side in float32, so a source in another dtype is just the `original`; where its weights
+    were stored otherwise to be timed, a row says so.
     """
     formats = {str(layer.scheme.get("format")) for layer in manifest.layers}
     this = formats.pop() if len(formats) == 1 else "quantized" if formats else "this"
+    stored = row.settings.get("baseline_format") if row is not None else None
+    if isinstance(stored, str) and stored != "float32":
+        return this, stored
     return this, "float32" if manifest.model.source.dtype == "float32" else "original"
 
 
@@ -244,7 +248,7 @@ def _series(manifest: Manifest, rows: Sequence[Row], group: Sequence[Row], title
         for row in sorted(group, key=at)
         if at(row)
     ]
-    return Series.of(title, cells, _even(rows, group[0], over), names(manifest), over, unit)
+    return Series.of(title, cells, _even(rows, group[0], over), names(manifest, group[0]), over, unit)
 
 
 def _of(rows: Sequence[Row], cell: Row, name: str) -> Row | None:
@@ -384,7 +388,7 @@ def setting(curve: Series) -> str:
     if isinstance(threads, int | float):
         parts.append(words.plural(int(threads), "thread"))
     if row.runtime:
-        parts.append(" ".join(part for part in (row.runtime, row.versions.get(row.runtime, "")) if part))
+        parts.append(f"{row.runtime} {row.version}".rstrip())
     level = row.settings.get("accuracy_level")
     parts += [f"accuracy level {level}"] if level is not None else []
     parts += [row.device.name] if row.device is not None else []

@@ -94,7 +94,7 @@ def commands(manifest: Manifest) -> list[Command]:
         lines += [generate(".", "onnxruntime")] if manifest.model.kind == "decoder" else []
         found.append(Command("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
     if (runtime := file_runtime(manifest)) is not None:
-        lines = ["# pip install 'quantkit[gguf]'", generate(".", runtime)]
+        lines = ["# pip install 'quantkit[gguf]'", generate(".", runtime), _measured(manifest, ".", runtime)]
         found.append(Command("llama.cpp", "\n".join([*lines, "llama-cli -m gguf/model.gguf"])))
     if has(manifest, "engine/"):
         lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for"]
@@ -120,8 +120,14 @@ def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> l
     """
     if has(manifest, "engine/") and not has(manifest, "onnx/"):
         return ["# on the GPU that the engine is for", *_measure_engine(manifest, place, files)]
+    if not has(manifest, "onnx/") and (runtime := file_runtime(manifest)) is not None:
+        return [_measured(manifest, place, runtime, files)]
     export = [] if has(manifest, "onnx/") else [f"quantkit export {place} --to onnx"]
-    return [*export, " ".join([f"quantkit measure {place} --runtime onnxruntime", *against(manifest, files)])]
+    return [*export, _measured(manifest, place, "onnxruntime", files)]
+
+
+def _measured(manifest: Manifest, place: str, runtime: str, files: Files = _AS_NAMED) -> str:
+    return " ".join([f"quantkit measure {place} --runtime {runtime}", *against(manifest, files)])
 
 
 def against(manifest: Manifest, files: Files = _AS_NAMED) -> list[str]:

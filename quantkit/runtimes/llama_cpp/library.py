@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from quantkit.runtimes import text
 
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p"}
+# how threads wait for one another, read once when the OpenMP library is loaded
+_WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 class LlamaLibrary:
@@ -20,7 +24,8 @@ class LlamaLibrary:
 
     def __init__(self) -> None:
         try:
-            import llama_cpp
+            with _waiting_as_by_default():
+                import llama_cpp
         except ImportError:
             raise MissingDependency("llama_cpp", extra="gguf", purpose="running gguf/model.gguf") from None
         self.api: Any = llama_cpp
@@ -40,6 +45,18 @@ class LlamaLibrary:
     def features(self) -> str:
         """The instruction sets that it was compiled for and found here: `AVX2 = 1 | FMA = 1 ...`."""
         return str(self.api.llama_print_system_info().decode())
+
+
+@contextmanager
+def _waiting_as_by_default() -> Iterator[None]:
+    """Without what quantkit asks of OpenMP: with threads that sleep at each of llama.cpp's barriers a decode step takes
+    a multiple of its time. Where torch is loaded first, the OpenMP library has been told already.
+    """
+    asked = {name: os.environ.pop(name) for name in _WAITS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(asked)
 
 
 @cache

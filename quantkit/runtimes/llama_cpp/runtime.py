@@ -19,7 +19,7 @@ __all__ = ["RUNTIME", "LlamaCpp"]
 class LlamaCpp(Runtime):
     """See the module."""
 
-    name = "llama_cpp"
+    name = floats = "llama_cpp"
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """See `Runtime`."""
@@ -56,16 +56,6 @@ class LlamaCpp(Runtime):
             InputError: `bundle-without-gguf`, `hash-mismatch`, `gguf-unreadable`.
         """
         return LlamaModel(self.checked(bundle), **settings)
-
-    def checked(self, bundle: Bundle) -> Path:
-        """The folder with the file, once it is found to be what the manifest says.
-
-        Raises:
-            InputError: `bundle-without-gguf`, `hash-mismatch`.
-        """
-        folder = self.folder(bundle)
-        bundle.demand_intact(f"{FOLDER}/")
-        return folder
 
     def tokenizer(self, bundle: Bundle) -> Vocabulary:
         """Of the file itself, as llama.cpp reads it."""

@@ -49,6 +49,22 @@ class LlamaState:
             self.context = None
 
 
+@dataclass(frozen=True)
+class AttentionSizes:
+    """What attention looks at and keeps, and what comes out.
+
+    Args:
+        layers, heads: of queries, kv_heads: of keys and values, head_dim: numbers of each.
+        vocabulary: logits of a position.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+
 class LlamaModel:
     """A model in llama.cpp.
 
@@ -91,6 +107,15 @@ class LlamaModel:
     def context(self) -> int:
         """The most tokens that a sequence can have."""
         return int(self.api.llama_model_n_ctx_train(self.loaded.model))
+
+    @cached_property
+    def sizes(self) -> AttentionSizes:
+        """As the file's metadata has them."""
+        api, model = self.api, self.loaded.model
+        layers, heads = api.llama_model_n_layer(model), api.llama_model_n_head(model)
+        stated = self.loaded.said(f"{self.loaded.said('general.architecture')}.attention.key_length")
+        width = int(stated) if stated else api.llama_model_n_embd(model) // heads
+        return AttentionSizes(layers, heads, api.llama_model_n_head_kv(model), width, self.vocabulary)
 
     @property
     def weight_bytes(self) -> int:

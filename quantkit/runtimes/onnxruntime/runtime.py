@@ -18,7 +18,7 @@ __all__ = ["RUNTIME", "OnnxRuntime", "Sampling", "stream"]
 class OnnxRuntime(Runtime):
     """See the module."""
 
-    name = "onnxruntime"
+    name = floats = "onnxruntime"
 
     def folder(self, bundle: Bundle) -> Path:
         """The folder with the graph.
@@ -49,16 +49,6 @@ class OnnxRuntime(Runtime):
             InputError: `bundle-without-onnx`, `hash-mismatch`, `onnx-unreadable`.
         """
         return OnnxModel(self.checked(bundle), **settings)
-
-    def checked(self, bundle: Bundle) -> Path:
-        """The folder with the graph, once its files are found to be what the manifest says.
-
-        Raises:
-            InputError: `bundle-without-onnx`, `hash-mismatch`.
-        """
-        folder = self.folder(bundle)
-        bundle.demand_intact(f"{FOLDER}/")
-        return folder
 
 
 RUNTIME = OnnxRuntime()

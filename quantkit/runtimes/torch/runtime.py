@@ -109,12 +109,6 @@ class TorchRuntime(Runtime):
         dtype = getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
         return built(model_class, config, {name: weights.read(name) for name in weights.entries}, dtype)
 
-    def checked(self, bundle: Bundle) -> Path:
-        """The checkpoint's folder, once its files are found to be what the manifest says: `hash-mismatch`."""
-        folder = self.folder(bundle)
-        bundle.demand_intact(f"{folder.name}/")
-        return folder
-
     def folder(self, bundle: Bundle) -> Path:
         """The checkpoint's folder."""
         if not (bundle.model_folder / "config.json").is_file():

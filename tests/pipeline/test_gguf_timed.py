@@ -1,0 +1,199 @@
+"""A file for llama.cpp is timed in llama.cpp: what with what, what is said of it, and what a night makes of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import zoo
+from planted_times import Timer, rows
+
+from quantkit import machine
+from quantkit.bundle import Bundle, LayerEntry
+from quantkit.errors import InputError
+from quantkit.measurement.operators.ceilings import Ceiling
+from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.speed import SpeedJob, SpeedSide
+from quantkit.model.source.open import open_model
+from quantkit.pipeline import verdict
+from quantkit.pipeline.compile import compile_model
+from quantkit.pipeline.finished.measure import default_runtime, measure_bundle
+from quantkit.pipeline.request import Request, this_machine
+from quantkit.recipe import Recipe
+from quantkit.runtimes import load_runtime
+from quantkit.target import Target
+
+if TYPE_CHECKING:
+    from conftest import Made
+
+needed = pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes")
+PLAN = TimingPlan(batches=(1, 2), contexts=(16,), prefills=(8,), seconds=0.2, rounds=1)
+HERE = Target.load(this_machine())
+LAYERS = [LayerEntry(name="x", shape=[8, 8], scheme={"format": "q4_0"}, bits_per_weight=4.5)]
+
+
+def job(runtime: str = "llama_cpp") -> SpeedJob:
+    floats = "onnxruntime" if runtime != "llama_cpp" else runtime
+    ours = SpeedSide("a", "ours", "q4_0", runtime=runtime)
+    return SpeedJob(ours, SpeedSide("b", "source", "float16", runtime=floats), 2, PLAN)
+
+
+def across(subject: str, form: str, ratio: float) -> list[Row]:
+    """Steps of llama.cpp against ONNX Runtime's."""
+    of = [row for row in rows(job(), lambda batch: ratio) if row.name.startswith("latency.")]
+    changed = []
+    for row in of:
+        assert row.baseline is not None
+        told = {**row.settings, "baseline_runtime": "onnxruntime", "baseline_format": form}
+        named = {"name": row.name.replace("latency.", "across."), "settings": told}
+        changed.append(
+            row.model_copy(update={**named, "baseline": row.baseline.model_copy(update={"subject": subject})})
+        )
+    return changed
+
+
+def test_a_verdict_on_a_file_rests_on_its_own_runtime() -> None:
+    found = verdict.decide([*rows(job(), lambda batch: 2.0), *across("source", "float32", 0.5)], [], LAYERS, HERE)
+    assert found is not None
+    assert found.answer == "ship_it", "the other runtime's times decide nothing"
+    (line,) = [each for each in found.because if "llama_cpp and onnxruntime (float32) in turns: batch 1, con" in each]
+    assert "0.50 times as fast" in line
+    assert not any("alone" in each for each in found.because)
+
+
+def test_where_a_graph_was_timed_too_the_verdict_is_the_graph_s() -> None:
+    graph = rows(job("onnxruntime"), lambda batch: 0.5)
+    found = verdict.decide([*graph, *rows(job(), lambda batch: 2.0)], [], LAYERS, HERE)
+    assert found is not None and found.answer == "do_not_quantize"
+    assert not any("llama_cpp" in each for each in found.because), "the ratios are to two baselines"
+
+
+def test_times_against_the_bundle_s_own_graph_are_of_the_bundle() -> None:
+    mine, foreign = across("ours", "int4", 0.5), across("another bundle", "int4", 0.5)
+    timed = rows(job(), lambda batch: 2.0)
+    found = verdict.of_original([*timed, *mine, *foreign], "source")
+    assert [row for row in found if row.name.startswith("across.")] == mine
+
+
+@pytest.mark.parametrize(("flag", "floats_in"), [("avx2", "float16"), ("avx512_bf16", "bfloat16")])
+def test_a_compile_times_a_file_in_its_own_runtime(
+    flag: str, floats_in: str, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({flag}))
+    timer, asked = Timer(), []
+
+    def floats(source: Any, exporter: str, options: Any) -> Path:
+        asked.append((exporter, options))
+        return made.model
+
+    monkeypatch.setattr("quantkit.measurement.timing.speed.run", timer)
+    monkeypatch.setattr("quantkit.pipeline.baseline.float_export", floats)
+    monkeypatch.setattr(verdict, "context_of", lambda folder: 64)
+    source = open_model(str(made.model))
+    found, decisions = verdict.try_to_time(made.model, "ours", LAYERS, source, "gguf", {})
+    assert decisions == [] and asked == [("gguf", {})]
+    (one,) = timer.jobs
+    assert (one.ours.runtime, one.theirs.runtime, one.theirs.format) == ("llama_cpp", "llama_cpp", floats_in)
+    assert {row.runtime for row in found if row.name == "latency.decode_step"} == {"llama_cpp"}
+
+
+def test_a_runtime_that_is_not_here_is_refused_before_anything(
+    made: Made, copied: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = load_runtime("llama_cpp")
+    monkeypatch.setattr(type(runtime), "why_not_here", lambda self, folder=None: "not installed")
+    monkeypatch.setattr(type(runtime), "folder", lambda self, bundle: bundle.path)
+    with pytest.raises(InputError, match=r"runtime-not-here.*llama_cpp.*not installed"):
+        measure_bundle(copied(made.both), str(made.model), runtime="llama_cpp")
+
+
+# --- with llama.cpp ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) -> tuple[Path, Path, Timer]:
+    """A tiny model, its bundle of a file alone, and what the compile had timed."""
+    home, timer = tmp_path_factory.mktemp("gguf"), Timer()
+    zoo.tiny("llama", vocab_size=len(merging_tokenizer)).save_pretrained(home / "m")
+    merging_tokenizer.save_pretrained(home / "m")
+    recipe = Recipe.from_dict(
+        {
+            "summary": "a test",
+            "calibration": {"set": "prose-en", "samples": 2, "tokens": 32},
+            "scheme": {"weights": {"format": "q4_0"}},
+            "passes": ["rtn"],
+            "export": [{"gguf": {}}],
+        },
+        name="tiny-gguf",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTKIT_CACHE", str(home / "cache"))
+        patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+        patch.setattr("quantkit.measurement.timing.speed.run", timer)
+        compile_model(Request.of(str(home / "m"), recipe=recipe, out=home / "b"))
+    return home / "m", home / "b", timer
+
+
+@needed
+def test_compiled_and_measured_in_llama_cpp(
+    compiled: tuple[Path, Path, Timer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, path, timer = compiled
+    bundle = Bundle.load(path)
+    assert default_runtime(bundle) == "llama_cpp"
+    assert bundle.manifest.verdict is not None, "of a compile's own times"
+    (first,) = timer.jobs
+    floats = Path(first.theirs.path) / "model.gguf"
+    assert floats.stat().st_size > (path / "gguf" / "model.gguf").stat().st_size
+    later = Timer()
+    monkeypatch.setenv("QUANTKIT_CACHE", str(source.parent / "cache"))
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.measurement.timing.speed.run", later)
+    monkeypatch.setattr("quantkit.pipeline.finished.measure._across", lambda *_: None)  # a graph takes seconds to trace
+    found = measure_bundle(bundle, str(source), plan=PLAN)
+    assert {row.runtime for row in found if row.name == "accuracy.kl"} == {"llama_cpp"}
+    (again,) = later.jobs
+    assert again.theirs.path == first.theirs.path, "made once"
+    assert "llama_cpp" in (path / "README.md").read_text()
+
+
+@needed
+def test_its_steps_are_timed_against_floats_in_llama_cpp(
+    compiled: tuple[Path, Path, Timer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.measurement.timing import speed
+    from quantkit.runtimes.child import Caller
+
+    class Told(Caller):
+        def __init__(self) -> None:
+            self.rows: list[Row] = []
+
+        def row(self, data: Any) -> None:
+            self.rows.append(Row.model_validate(data))
+
+        def at(self, share: float, words: str) -> None:
+            pass
+
+    monkeypatch.setattr(
+        "quantkit.measurement.operators.ceilings.measured",
+        lambda threads: [Ceiling("ceiling.read", "B/s", (1e10, 1e10), {}, {})],
+    )
+    _, path, timer = compiled
+    ours = SpeedSide(str(path / "gguf"), "ours", "q4_0", runtime="llama_cpp")
+    told = Told()
+    speed._time(json.loads(json.dumps(asdict(SpeedJob(ours, timer.jobs[0].theirs, 1, PLAN)))), told)
+    steps = [row for row in told.rows if row.name == "latency.decode_step"]
+    assert [row.batch for row in steps] == [1, 2]
+    assert all(row.runtime == "llama_cpp" and row.value and row.baseline for row in steps)
+    assert steps[0].settings["baseline_format"] in ("float16", "bfloat16") and steps[0].settings["cache"] == "float16"
+
+
+@needed
+def test_a_night_times_it(compiled: tuple[Path, Path, Timer]) -> None:
+    from quantkit.nightly.running.steps import loaded
+
+    loaded(compiled[1], "llama_cpp", 2, {})()
