@@ -17,7 +17,7 @@ from quantkit.errors import InputError
 _Line = Annotated[str, Field(max_length=200)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 # what `devices.there` imports; `quantkit`'s own metadata says how recent each has to be
-NEEDED = ("numpy", "onnxruntime", "pydantic", "pyyaml", "safetensors", "tokenizers")
+NEEDED = ("numpy", "onnxruntime", "pydantic", "pyyaml")
 # seconds that its clock may be off: certificates and the dates in rows hold
 _OFF = 86_400.0
 # two models are loaded side by side, and what runs them

@@ -6,6 +6,7 @@ index that pip is set to, or from a wheelhouse, a folder of wheels. The device i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quantkit import _version, content
@@ -23,8 +24,6 @@ from quantkit.bundle.disk import sha256, writing
 from quantkit.devices.probed import NEEDED, Probed
 from quantkit.errors import InputError
 
-# a package that another one names, and that running a bundle does not import
-_UNUSED = {("tokenizers", "huggingface-hub")}
 _KINDS: tuple[content.Kind, ...] = ("recipes", "export")
 # the oldest C libraries that wheels are built for
 _OLDEST = {"x86_64": 5, "aarch64": 17}
@@ -61,21 +60,22 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def requirements(have: dict[str, str]) -> list[str]:
-    """Of `NEEDED`, what is not there in a version that is recent enough: `numpy>=1.26`."""
-    found = []
-    for text in importlib.metadata.requires("quantkit") or []:
-        name, least = re.match(r"([A-Za-z0-9_.-]+?)(?:>=([0-9.]+))?(?:[^0-9.]|$)", text).groups()  # type: ignore[union-attr]
-        if name.lower() in NEEDED and f"{name}>={least}" not in found and not _recent(have.get(name.lower()), least):
-            found.append(f"{name}>={least}" if least else name)
-    return found
+def requirements(have: Mapping[str, str]) -> list[str]:
+    """Of what runs there, what is not there in a version that is recent enough: `numpy>=1.26`."""
+    least = dict.fromkeys(NEEDED, "0")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a clone that is not installed
+        for text in importlib.metadata.requires("quantkit") or []:
+            found = re.match(r"([a-z0-9-]+)>=([0-9.]+)", text)
+            if found and found[1] in least:
+                least[found[1]] = found[2]
+    return [f"{name}>={version}" for name, version in least.items() if not _recent(have.get(name), version)]
 
 
-def _recent(version: str | None, least: str | None) -> bool:
+def _recent(version: str | None, least: str) -> bool:
     def parts(text: str) -> list[int]:
         return [int(part) for part in re.findall(r"\d+", text)[:3]]
 
-    return version is not None and (least is None or parts(version) >= parts(least))
+    return version is not None and parts(version) >= parts(least)
 
 
 def tags(about: Probed) -> list[str]:
@@ -171,7 +171,7 @@ def _used(folder: Path, asked: Sequence[str]) -> list[Path]:
             about = next(each for each in wheel.namelist() if each.endswith(".dist-info/METADATA"))
             head = wheel.read(about).decode("utf-8", "replace").partition("\n\n")[0]
         for needs, marker in re.findall(r"^Requires-Dist:\s*([A-Za-z0-9_.-]+)([^\n]*)", head, re.MULTILINE):
-            if "extra ==" not in marker and (name, _plain(needs)) not in _UNUSED:
+            if "extra ==" not in marker:
                 waiting.append(_plain(needs))
     return found
 

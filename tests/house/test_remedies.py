@@ -27,6 +27,9 @@ OTHERS = {
     "--only-binary": "pip",
     "--disable-pip-version-check": "pip",
     "--dest": "pip",
+    **dict.fromkeys(
+        ("--implementation", "--python-version", "--abi", "--platform", "--no-index", "--find-links"), "pip"
+    ),
     "--query-gpu": "nvidia-smi",
     "--format": "nvidia-smi, and our own",
     "--id": "nvidia-smi",

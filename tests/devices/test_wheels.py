@@ -1,0 +1,94 @@
+"""What travels to be installed: quantkit's own wheel, and wheels for the device's platform and Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devices.wheels import wheelhouse
+from quantkit.devices import wheels
+from quantkit.devices.probed import NEEDED, Probed, probe
+from quantkit.devices.ssh.address import Address
+from quantkit.devices.ssh.link import SSHLink
+from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheelhouse(tmp_path_factory.mktemp("house"))
+
+
+@pytest.fixture(scope="module")
+def about() -> Probed:
+    """This machine, where nothing is installed."""
+    found = probe(OpenSSH(Address("here"), name="here", begin=["sh", "-c"], python=sys.executable), "~/quantkit")
+    return found.model_copy(update={"packages": {}})
+
+
+def test_own_wheel_is_the_package_and_always_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = wheels.own(tmp_path / "a"), wheels.own(tmp_path / "b")
+    assert first.read_bytes() == second.read_bytes()
+    assert first.stat().st_size < 5e6
+    with zipfile.ZipFile(first) as made:
+        names = set(made.namelist())
+    assert {"quantkit/devices/sent/jobs.py", "quantkit/content/export/cpu-arm.yaml"} <= names
+    assert not any(name.startswith("quantkit/content/calibration") or name.endswith(".pyc") for name in names)
+
+
+def test_what_is_installed_there_runs_and_is_small(house: Path, about: Probed, tmp_path: Path) -> None:
+    """With nothing else: no site-packages, no network."""
+    shell = OpenSSH(Address("here"), name="here", begin=["sh", "-c"], python=sys.executable)
+    there = tmp_path / "there"
+    link = SSHLink(shell, str(there), wheels=wheels.needed(about, wheelhouse=house, where="here"))
+    link.install()
+    path = [str(each) for each in (there / "wheels").iterdir()]
+    program = f"import sys; sys.path[:0] = {path!r}; import onnxruntime, pydantic, yaml, numpy, quantkit.devices.job; "
+    program += "assert all('site-packages' not in path for path in sys.path); print(quantkit.__file__)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(there) in done.stdout
+    assert sum(file.stat().st_size for file in there.rglob("*") if file.is_file()) < 150e6
+
+
+def test_only_what_is_lacking_travels(about: Probed) -> None:
+    asked = wheels.requirements({})
+    assert [each.partition(">=")[0] for each in asked] == list(NEEDED)
+    assert wheels.requirements({"numpy": "99.1", "onnxruntime": "1.0", "pyyaml": "6.0.2"}) == [
+        each for each in asked if each.startswith(("onnxruntime", "pydantic"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "last"),
+    [
+        ({"libc": "glibc-2.36", "machine": "aarch64"}, "manylinux_2_36_aarch64", "linux_aarch64"),
+        ({"libc": "glibc-2.17", "machine": "x86_64"}, "manylinux_2_17_x86_64", "linux_x86_64"),
+        ({"libc": "-", "machine": "x86_64"}, "musllinux_1_2_x86_64", "linux_x86_64"),
+        ({"system": "Darwin", "libc": "-", "machine": "arm64"}, "macosx_26_0_arm64", "macosx_11_0_arm64"),
+    ],
+)
+def test_platforms(about: Probed, changes: dict[str, Any], first: str, last: str) -> None:
+    found = wheels.tags(Probed.model_validate({**about.as_dict(), "system": "Linux", **changes}))
+    assert (found[0], found[-1]) == (first, last)
+
+
+def test_no_wheel_for_a_platform_is_said(house: Path, about: Probed) -> None:
+    pi = about.model_copy(update={"machine": "riscv64", "libc": "glibc-2.36"})
+    with pytest.raises(InputError, match=r"no-wheel.*manylinux_2_36_riscv64 and Python 3.*--wheelhouse") as met:
+        wheels.needed(pi, wheelhouse=house, where="board")
+    assert met.value.where == "board"
+    with pytest.raises(InputError, match="no-wheel"):
+        wheels.needed(about, wheelhouse=house.parent / "nothing", where="board")

@@ -1,0 +1,41 @@
+"""A wheelhouse of what is installed here: wheels for a device that is this machine, without a network."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import zipfile
+from pathlib import Path
+
+from quantkit.devices.probed import NEEDED
+
+
+def packed(name: str, folder: Path) -> Path:
+    """The wheel of an installed package, with its files as they are."""
+    found = importlib.metadata.distribution(name)
+    plain = re.sub(r"[-_.]+", "_", found.metadata["Name"])
+    *_, tag = (line[5:] for line in (found.read_text("WHEEL") or "").splitlines() if line.startswith("Tag: "))
+    wheel = folder / f"{plain}-{found.version}-{tag}.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_STORED) as made:
+        for file in found.files or []:
+            outside = file.parts[0] == ".." or "__pycache__" in file.parts
+            if not outside and file.name not in ("INSTALLER", "REQUESTED", "direct_url.json"):
+                made.write(str(file.locate()), str(file))
+    return wheel
+
+
+def wheelhouse(folder: Path, but: tuple[str, ...] = ()) -> Path:
+    """What runs on a device, and what that needs."""
+    waiting, done = [name for name in NEEDED if name not in but], set[str]()
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name in done:
+            continue
+        done.add(name)
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform
+        packed(name, folder)
+        waiting += [re.split(r"[^A-Za-z0-9_.-]", each)[0] for each in needs if "extra ==" not in each]
+    return folder
