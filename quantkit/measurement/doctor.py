@@ -47,7 +47,7 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
         found = ceilings.measured(machine.cores(), ("read", "copy", "compute"), size=size, runs=runs)
         kept = {"device": about["device"], "versions": machine.versions()}
         report["measurements"] = [ceiling.row(**kept).as_dict() for ceiling in found]
-        report["figures"] = _figures(target, found, about)
+        report["figures"] = figures(target, found, about)
         for row in report["measurements"]:
             if "noisy" in row["flags"]:
                 spread = f"{row['aa_spread']:.0%}"
@@ -124,7 +124,13 @@ def _auto(target: Target) -> list[str]:
     return [place for place, figure in target.figures().items() if figure.state != "stated"]
 
 
-def _figures(target: Target, found: list[ceilings.Ceiling], about: dict[str, Any]) -> dict[str, float]:
+def figures(target: Target, found: Sequence[ceilings.Ceiling], about: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a target that are not stated in it: place -> value.
+
+    Args:
+        found: of `read`, `copy` and `compute`, in this order.
+        about: `memory_limit` and `last_level_cache`, of the machine.
+    """
     values = {
         "memory.capacity": about["memory_limit"],
         "memory.last_level_cache": about["last_level_cache"],
