@@ -10,9 +10,15 @@ import shutil
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantkit.bundle.disk import fsync, is_plain, sha256, walk, write_atomic
 from quantkit.errors import Rebuilt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAME = "hidden"
 
 
 def put(made: Path, place: Path) -> None:
@@ -53,6 +59,35 @@ def remove(place: Path) -> None:
         shutil.rmtree(place)
     else:
         place.unlink(missing_ok=True)
+
+
+def read_tensor(place: Path) -> Tensor | None:
+    """A tensor that was kept; None where there is none, or where the file is not what was kept."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not is_intact(place):
+        return None
+    try:
+        found: Tensor | None = load_file(place).get(_NAME)
+    except (OSError, SafetensorError):
+        return None
+    return found
+
+
+def keep_tensor(place: Path, tensor: Tensor) -> None:
+    """Keep a tensor; a cache that cannot be written costs time, not the result."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    temporary = place.with_suffix(f".{os.getpid()}.tmp")
+    with suppress(OSError):
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            save_file({_NAME: tensor.contiguous()}, temporary)
+            put(temporary, place)
+        except (OSError, SafetensorError):  # the library says so of a full disk
+            temporary.unlink(missing_ok=True)
 
 
 def _sums(place: Path) -> Path:

@@ -74,6 +74,7 @@ class CalibrationEntry(_Closed):
     """What the passes saw; `ids_sha256` is over the token ids as used.
 
     `begins`: the special tokens that every sequence begins with, as text: `<bos>`.
+    `generated`: how many of the samples, the last ones, the model wrote itself.
     """
 
     set: str
@@ -82,12 +83,13 @@ class CalibrationEntry(_Closed):
     samples: int
     tokens: int
     begins: str | None = None
+    generated: int | None = None
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Of sequences that begin with a text's own tokens, the five keys that every reader of schema 1 knows."""
         data: dict[str, Any] = handler(self)
-        return {key: value for key, value in data.items() if key != "begins" or value is not None}
+        return {key: value for key, value in data.items() if value is not None}
 
 
 class LayerEntry(_Closed):

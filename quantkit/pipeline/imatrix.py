@@ -19,6 +19,7 @@ def importance_of(
     calibration: str = "prose-en",
     samples: int = 64,
     tokens: int = 512,
+    generated: float = 0.0,
     trust_remote_code: bool = False,
 ) -> ImportanceMatrix:
     """Run a model on its calibration set, one block in memory, and write what its linears are given.
@@ -28,6 +29,7 @@ def importance_of(
         out: the file; `.dat` is the format of before.
         calibration: a set's name or a user's file.
         samples, tokens: sequences, and the length of each.
+        generated: share of them that the model writes itself.
 
     Raises:
         InputError: of `open_model` and of the calibration set; `not-writable`. Stopped: `disk-full`.
@@ -41,7 +43,8 @@ def importance_of(
     with MissingDependency.unless_found("gguf", extra="compile", purpose="an importance matrix"):
         import gguf  # noqa: F401
     source = open_model(model, trust_remote_code=trust_remote_code)
-    changes = [f"calibration.set={calibration}", f"calibration.samples={samples}", f"calibration.tokens={tokens}"]
+    asked = {"set": calibration, "samples": samples, "tokens": tokens, "generated": generated}
+    changes = [f"calibration.{name}={value}" for name, value in asked.items()]
     seen, _ = texts.load(Recipe.load("float", changes), source, calibrate=True, decisions=[])
     assert seen is not None
     found = imatrix.collected(StreamedModel(source), seen.ids, [texts.public(calibration)])

@@ -52,6 +52,8 @@ class CalibrationChoice(Closed):
     Args:
         set: a shipped name or a path (folder with `card.yaml`, `.txt`, `.jsonl`, `.parquet`, `datasets` folder).
         samples: sequences.
+        generated: share of these that the model writes itself, drawn from its own probabilities: of every kind of text
+            that it knows, where a set has one kind. Decoders alone; nothing scores on them.
         tokens: tokens a sequence.
         template: `chat`: the model's chat template writes the texts, or `messages`, that calibrate and that score it.
         images: of a set of images, instead of sequences.
@@ -62,6 +64,7 @@ class CalibrationChoice(Closed):
 
     set: str = "prose-en"
     samples: int = Field(default=16, gt=0)
+    generated: float = Field(default=0.0, ge=0, le=1)
     tokens: int = Field(default=512, gt=0)
     template: Literal["chat"] | None = None
     images: int = Field(default=128, gt=0)

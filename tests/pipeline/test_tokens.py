@@ -150,6 +150,48 @@ def test_random_tokens_calibrate_and_text_scores(byte_tokenizer: Any) -> None:
     assert [(each.code, each.to) for each in decisions] == [("note", "prose-en")]
 
 
+def written(changes: dict[str, Any]) -> Recipe:
+    found = {"samples": 4, "tokens": 16, "generated": 0.5} | changes
+    return Recipe.from_dict({"summary": "", "calibration": {"set": "prose-en", **found}}, name="x")
+
+
+def test_a_model_writes_its_share_itself(byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.arange(48).reshape(3, 16)
+    monkeypatch.setattr("quantkit.calibrate.tokens.generated.generated", lambda *_, samples, **__: own[:samples])
+    calibration, _ = tokens.load(written({}), source(byte_tokenizer), calibrate=True, decisions=[])
+    plain, _ = tokens.load(written({"generated": 0}), source(byte_tokenizer), calibrate=True, decisions=[])
+    assert calibration is not None
+    assert plain is not None
+    assert torch.equal(calibration.ids, torch.cat([plain.ids[:2], own[:2]]))
+    assert (calibration.generated, plain.generated) == (2, 0)
+    assert calibration.sha256 != plain.sha256
+    none, _ = tokens.load(written({"samples": 3, "generated": 1}), source(byte_tokenizer), calibrate=True, decisions=[])
+    assert none is not None
+    assert torch.equal(none.ids, own), "no text of the set at all"
+
+
+def test_sequences_of_the_set_stand_in_where_only_sizes_count(byte_tokenizer: Any) -> None:
+    found, _ = tokens.load(written({}), source(byte_tokenizer), calibrate=True, decisions=[], write=False)
+    assert found is not None
+    assert found.ids.shape == (4, 16)
+
+
+def test_a_model_that_does_not_fit_whole_is_calibrated_on_the_set(
+    byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.calibrate.tokens.generated.generated", lambda *_, **__: None)
+    decisions: list[Decision] = []
+    found, _ = tokens.load(written({}), source(byte_tokenizer), calibrate=True, decisions=decisions)
+    assert found is not None
+    assert (found.ids.shape, found.generated) == ((4, 16), 0)
+    assert [(each.code, each.where) for each in decisions] == [("set-instead", "calibration.generated")]
+
+
+def test_only_a_decoder_writes(byte_tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="calibration-generated"):
+        tokens.load(written({}), source(byte_tokenizer, kind="encoder"), calibrate=True, decisions=[])
+
+
 # --- as in use --------------------------------------------------------------------------------------------------------
 
 

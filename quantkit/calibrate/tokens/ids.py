@@ -55,6 +55,7 @@ class TokenSet:
         notes: what was decided on the way, one sentence each; for the manifest.
         pairs: of the texts that the ids are of, where embeddings are scored; `sha256` is then theirs.
         begins: the special tokens that every sequence begins with, as text: `<bos>`; None where there are none.
+        generated: how many of the samples, the last ones, the model wrote itself.
     """
 
     ids: torch.Tensor
@@ -64,6 +65,7 @@ class TokenSet:
     notes: tuple[str, ...] = ()
     pairs: PairSet | None = None
     begins: str | None = None
+    generated: int = 0
 
     @property
     def items(self) -> int:

@@ -21,6 +21,9 @@ def imatrix(
     ] = "prose-en",
     samples: Annotated[int, typer.Option(min=1, help="Sequences.")] = 64,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
+    generated: Annotated[
+        float, typer.Option(min=0, max=1, metavar="SHARE", help="Of the sequences, those that the model writes itself.")
+    ] = 0.0,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> Answer:
@@ -30,7 +33,13 @@ def imatrix(
     with showing() as progress:
         progress.begin(f"opening {model}", None)
         found = importance_of(
-            model, out, calibration=calibration, samples=samples, tokens=tokens, trust_remote_code=trust_remote_code
+            model,
+            out,
+            calibration=calibration,
+            samples=samples,
+            tokens=tokens,
+            generated=generated,
+            trust_remote_code=trust_remote_code,
         )
     said = f"{out}: {len(found.squares)} tensors, {found.tokens:,} tokens of {', '.join(found.datasets)}"
     result = {"file": str(out), "tensors": len(found.squares), "tokens": found.tokens, "datasets": list(found.datasets)}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.bundle import cached
 from quantkit.calibrate.sets.pairs import PairSet
 from quantkit.calibrate.tokens.ids import LONGEST, token_ids
 from quantkit.measurement.accuracy.labelled import About, retrieval
@@ -70,11 +71,11 @@ def _original(model: StreamedModel, ids: Sequence[Sequence[int]]) -> Array:
     from quantkit.measurement.accuracy import states
 
     place = states.place(model, hashlib.sha256(b"pooled" + json.dumps(ids).encode()).hexdigest())
-    kept = states.read(place)
+    kept = cached.read_tensor(place)
     if kept is not None and kept.shape[0] == len(ids):
         return np.asarray(kept.numpy())
     found = embeddings(model, ids)
-    states.write(place, torch.from_numpy(found))
+    cached.keep_tensor(place, torch.from_numpy(found))
     return found
 
 

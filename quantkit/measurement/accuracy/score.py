@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit import machine
+from quantkit.bundle import cached
 from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.measurement.accuracy import states
 from quantkit.measurement.accuracy.labelled import About
@@ -39,13 +40,13 @@ def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
     from quantkit.model.streaming.stream import Answers
 
     place = states.place(model, tokens.sha256)
-    kept = states.read(place)
+    kept = cached.read_tensor(place)
     if kept is None or kept.shape[:2] != tokens.ids.shape:
         calls = model.through(tokens.ids)
         if calls.live:  # what its blocks leave for each other cannot be kept
             return Answers(calls, tokens.ids)
         kept = calls.hidden
-        states.write(place, kept)
+        cached.keep_tensor(place, kept)
     return model.answers(tokens.ids, hidden=kept)
 
 

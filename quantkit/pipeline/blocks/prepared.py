@@ -148,7 +148,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
-    calibration, scoring = seen or tokens.load(recipe, source, calibrate=looks, decisions=decisions)
+    calibration, scoring = seen or tokens.load(recipe, source, calibrate=looks, decisions=decisions, write=whole)
     if added:
         reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
         decisions.append(decision("export", NOTE, "onnx", reason))

@@ -84,7 +84,13 @@ class TransformerSubject:
             return model, None
         samples, length = seen.ids.shape
         return model, CalibrationEntry(
-            set=seen.name, split=seen.split, ids_sha256=seen.sha256, samples=samples, tokens=length, begins=seen.begins
+            set=seen.name,
+            split=seen.split,
+            ids_sha256=seen.sha256,
+            samples=samples,
+            tokens=length,
+            begins=seen.begins,
+            generated=seen.generated or None,
         )
 
     def planned(self) -> dict[str, Any]:

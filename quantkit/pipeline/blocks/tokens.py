@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from quantkit import content
 from quantkit.bundle import Decision
 from quantkit.calibrate.tokens import chat
 from quantkit.errors import InputError
+from quantkit.lazy import torch
 from quantkit.passes import NOTE, decision
 from quantkit.recipe import CalibrationChoice, Recipe
 
@@ -55,7 +57,19 @@ def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> i
 
 
 def demand_talking(choice: CalibrationChoice, kind: str) -> None:
-    """Refuse a chat template for what is no decoder. Raises InputError (`calibration-template`)."""
+    """Refuse a chat template, and text of its own, for what is no decoder.
+
+    Raises:
+        InputError: `calibration-template`, `calibration-generated`.
+    """
+    if choice.generated and kind != "decoder":
+        raise InputError(
+            "calibration-generated",
+            where="calibration.generated",
+            value=f"{choice.generated:g}, and the model's kind is {kind}",
+            rule="a decoder writes text",
+            remedy="--set calibration.generated=0",
+        )
     if choice.template is not None and kind != "decoder":
         raise InputError(
             chat.CODE,
@@ -67,15 +81,16 @@ def demand_talking(choice: CalibrationChoice, kind: str) -> None:
 
 
 def load(
-    recipe: Recipe, source: Source, *, calibrate: bool, decisions: list[Decision]
+    recipe: Recipe, source: Source, *, calibrate: bool, decisions: list[Decision], write: bool = True
 ) -> tuple[TokenSet | None, TokenSet]:
     """What to calibrate on (None if no pass looks at data), and what to score on.
 
     Args:
         decisions: gets what was done otherwise than asked.
+        write: have the model write its share; else sequences of the set stand in for it, for their number and length.
 
     Raises:
-        InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template`, an encoder's.
+        InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template` and `-generated`, an encoder's.
     """
     from quantkit.calibrate.tokens.ids import LONGEST, is_pairs, load_pair_tokens, load_tokens
 
@@ -93,7 +108,7 @@ def load(
     common |= _as_in_use(recipe, source)
     calibration = None
     if calibrate:
-        calibration = load_tokens(choice.set, "calib", samples=choice.samples, **common)
+        calibration = _calibrating(recipe, source, common, decisions, write=write)
     samples = -(-SCORED // max(tokens - 1, 1))
     problem, code = "it is too short to score on", "scored-elsewhere"
     try:
@@ -123,6 +138,35 @@ def load(
     return calibration, load_tokens(_FALLBACK, "eval", samples=samples, **common)
 
 
+def _calibrating(
+    recipe: Recipe, source: Source, common: dict[str, Any], decisions: list[Decision], *, write: bool
+) -> TokenSet:
+    """Sequences of the recipe's set, and behind them those that the model writes."""
+    from quantkit.calibrate.tokens.generated import generated
+    from quantkit.calibrate.tokens.ids import ids_sha256, load_tokens
+    from quantkit.calibrate.tokens.pack import frame
+
+    choice = recipe.calibration
+    own = round(choice.generated * choice.samples)
+    if not own:
+        return load_tokens(choice.set, "calib", samples=choice.samples, **common)
+    found = load_tokens(choice.set, "calib", samples=max(1, choice.samples - own), **common)
+    given = found.ids[: choice.samples - own]
+    length = found.ids.shape[1]
+    written = None
+    if write:
+        before = frame(common["tokenizer"])[0]
+        written = generated(source, samples=own, tokens=length, seed=recipe.seed, before=before)
+        if written is None:
+            reason = "the model does not fit in memory whole, so it writes nothing: all are of the set"
+            decisions.append(decision("calibrate", "set-instead", "calibration.generated", reason, choice.generated, 0))
+            return load_tokens(choice.set, "calib", samples=choice.samples, **common)
+    if written is None:
+        written = found.ids.repeat(-(-own // len(found.ids)), 1)[:own]
+    ids = torch.cat([given, written])
+    return replace(found, ids=ids, sha256=ids_sha256(ids.numpy()), generated=own)
+
+
 def again(
     recipe: Recipe, source: Source, asked: str | None, seen: CalibrationEntry | None, decisions: list[Decision]
 ) -> TokenSet:
@@ -142,7 +186,7 @@ def again(
         decisions.append(decision("score", "scored-elsewhere", own, reason, own, _FALLBACK))
         recipe = _on(recipe, _FALLBACK)
     if asked is None:
-        return load(recipe, source, calibrate=seen is not None, decisions=decisions)[1]
+        return load(recipe, source, calibrate=seen is not None, decisions=decisions, write=False)[1]
     recipe = _on(recipe, asked)
     taken: list[Decision] = []
     _, scoring = load(recipe, source, calibrate=False, decisions=taken)
@@ -174,10 +218,12 @@ def _calibrated(recipe: Recipe, source: Source, seen: CalibrationEntry, scoring:
         return False  # their splits are apart
     try:
         common = _common(recipe, source, _tokenizer(source, recipe), seen.tokens) | _as_in_use(recipe, source)
-        found = load_tokens(recipe.calibration.set, "calib", samples=seen.samples, **common)
+        own = seen.generated or 0
+        found = load_tokens(recipe.calibration.set, "calib", samples=max(1, seen.samples - own), **common)
     except InputError:
         return False  # there are no such sequences in it
-    return found.sha256 == seen.ids_sha256 and _overlap(found, scoring)
+    # what the model wrote is in the hash too, and nowhere else
+    return (own > 0 or found.sha256 == seen.ids_sha256) and _overlap(found, scoring)
 
 
 def guiding(

@@ -95,7 +95,7 @@ class GraphSubject:
         """The model, and what it is calibrated on, as a manifest lists them."""
         graph, calib = self.prepared.graph, self.prepared.calib
         origin = SourceEntry(ref=self.prepared.ref, sha256=graph.sha256, dtype="float32", was=None)
-        seen = {"set": calib.name, "split": calib.split, "ids_sha256": calib.sha256}
+        seen: dict[str, Any] = {"set": calib.name, "split": calib.split, "ids_sha256": calib.sha256}
         # samples of a graph are not cut into tokens
         return (
             ModelEntry(name=graph.name, kind=graph.kind, source=origin),

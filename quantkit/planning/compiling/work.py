@@ -57,6 +57,8 @@ _HARM = 128
 LONG, LONG_SEQUENCES = 2048, 4
 # sequences of a forward that scores
 SCORED_TOGETHER = 4
+# of text that a model writes itself, whole in memory: seconds of a layer's calls, bytes of weights read in a second
+_CALL, _READ = 2e-3, 1e10
 
 
 class _Pass(plugins.PassFacts, Protocol):
@@ -187,9 +189,12 @@ def _run(layers: Sequence[BlockShapes], tokens: int, length: int, times: float =
 
 def _open(spec: CompileSpec) -> WorkCounts:
     model = spec.architecture
-    return WorkCounts(
-        {"fixed:open": 1, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)}
-    )
+    found = {"fixed:open": 1.0, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)}
+    if spec.sequences and spec.recipe.calibration.generated:
+        # a step of all sequences reads all weights once
+        step = _CALL * len(model.layers) + 4.0 * model.parameters / _READ
+        found["timed"] = spec.length * step
+    return WorkCounts(found)
 
 
 def _prove(spec: CompileSpec) -> WorkCounts:

@@ -243,7 +243,8 @@ def counted(row: Row) -> str:
 def calibrated(seen: CalibrationEntry) -> str:
     """What the passes saw: `prose-en (calib), 16 sequences of 512 tokens`; images and pairs have no tokens."""
     of = f"sequences of {seen.tokens} tokens" if seen.tokens else "items"
-    return f"{seen.set} ({seen.split}), {seen.samples} {of}{begins(seen.begins)}"
+    own = f", {seen.generated} of them written by the model itself" if seen.generated else ""
+    return f"{seen.set} ({seen.split}), {seen.samples} {of}{own}{begins(seen.begins)}"
 
 
 def begins(tokens: str | None) -> str:
