@@ -150,7 +150,27 @@ class Doctor(Closed):
     threads: Count | None = None
 
 
-Work = Annotated[Measure | Accuracy | Tax | Generate | Verify | Doctor, Field(discriminator="kind")]
+class Night(Closed):
+    """Times of a nightly cell: see `measurement.timing.anew`.
+
+    Args:
+        sides: `candidate`, and what it is set against.
+        samples: of graphs, an .npz below WORKDIR.
+    """
+
+    kind: Literal["night"] = "night"
+    sides: dict[Literal["candidate", "baseline", "release"], Side] = Field(min_length=1)
+    runtime: str
+    batch: Count
+    rounds: Count
+    blocks: Count | None = None
+    seconds: Seconds | None = None
+    seed: int = 0
+    samples: Place | None = None
+    threads: Count | None = None
+
+
+Work = Annotated[Measure | Accuracy | Tax | Generate | Verify | Doctor | Night, Field(discriminator="kind")]
 
 
 class Job(Closed):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.bundle.disk import sha256
 from quantkit.devices import wheels
 from quantkit.devices.named import NamedDevice, find
 from quantkit.devices.probed import Probed, probe
@@ -29,6 +30,12 @@ class Reached:
     device: NamedDevice
     about: Probed
     link: SSHLink
+
+    def carry(self, name: str, files: Mapping[str, Path], progress: Report | None = None) -> str:
+        """A folder of files there, relative path -> file here; its `Place`. Raises as `Link.put`."""
+        hashes = {place: sha256(path) for place, path in files.items()}
+        self.link.put({hashes[place]: path for place, path in files.items()}, progress)
+        return self.link.lay_out(name, hashes)
 
     def install(self, progress: Report | None = None) -> None:
         """Carry what runs there, unless it is there: after all that can be refused has been. Raises as `Link.put`."""

@@ -43,7 +43,7 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
         if busy := _busy(about["cores"]):
             report["warnings"].append(busy)
         if write:
-            _same_architecture(target, about["isa"])
+            demand_architecture(target, about["isa"])
         found = ceilings.measured(machine.cores(), ("read", "copy", "compute"), size=size, runs=runs)
         kept = {"device": about["device"], "versions": machine.versions()}
         report["measurements"] = [ceiling.row(**kept).as_dict() for ceiling in found]
@@ -140,14 +140,15 @@ def figures(target: Target, found: Sequence[ceilings.Ceiling], about: Mapping[st
     return {place: float(values[place]) for place in _auto(target) if values.get(place) is not None}
 
 
-def _same_architecture(target: Target, isa: list[str]) -> None:
+def demand_architecture(target: Target, isa: list[str]) -> None:
+    """Refuse figures of a machine for a target of another one. Raises InputError `wrong-machine`."""
     arm = any(name.startswith(("neon", "sve")) for name in isa)
     fits = {"x86": not arm, "intel": not arm, "amd": not arm, "arm": arm, "apple": arm}
     if not fits.get(target.arch.vendor, True):
         raise InputError(
             "wrong-machine",
             where=target.name,
-            value=f"this machine has {isa[0]}",
+            value=f"the machine has {isa[0]}",
             rule=f"figures of a target are measured on that target ({target.arch.vendor})",
             remedy=f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there",
         )
@@ -158,7 +159,7 @@ def _same_architecture(target: Target, isa: list[str]) -> None:
         raise InputError(
             "wrong-machine",
             where=target.name,
-            value=f"this machine has no {', '.join(missing)}",
+            value=f"the machine has no {', '.join(missing)}",
             rule="figures of a target are measured on a processor that has what it names",
             remedy=f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there",
         )

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field
 
 from quantkit.content import Closed, is_path, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
-from quantkit.nightly.store.records import SEPARATOR, BaselineKind, NightCell
+from quantkit.nightly.store.records import HERE, SEPARATOR, BaselineKind, NightCell
 from quantkit.stats.deciding.decision import ALPHA
 from quantkit.stats.deciding.slowdown import BLOCKS, MARGIN, ROUNDS
 
@@ -32,6 +32,7 @@ class Match(Closed):
     """Cells by their parts: all that are named have to fit; globs, `*-int4`.
 
     Args:
+        on: a device; `here` is this machine.
         batch: one or several.
     """
 
@@ -39,6 +40,7 @@ class Match(Closed):
     recipe: str | None = None
     target: str | None = None
     runtime: str | None = None
+    on: str | None = None
     batch: list[Batch] | None = None
 
     @field_validator("batch", mode="before")
@@ -54,7 +56,8 @@ class Match(Closed):
 
     def fits(self, cell: NightCell) -> bool:
         """Whether a cell is meant."""
-        globs = ((getattr(self, name), getattr(cell, name)) for name in ("model", "recipe", "target", "runtime"))
+        parts = {"model": cell.model, "recipe": cell.recipe, "target": cell.target, "runtime": cell.program}
+        globs = ((getattr(self, name), value) for name, value in {**parts, "on": cell.on or HERE}.items())
         fitting = all(glob is None or fnmatchcase(value, glob) for glob, value in globs)
         return fitting and (self.batch is None or cell.batch in self.batch)
 
@@ -181,6 +184,7 @@ class Nightly(Closed):
         recipes: names or paths.
         targets: names or paths.
         runtimes: none: for each recipe and target the one that computes in most of what is stored.
+        on: devices that cells are measured on, by their names (`quantkit device list`); `here` is this machine.
         batches: sequences at once.
         exclude: cells of the product that are left out; each entry must fit some.
         include: cells besides the product.
@@ -202,6 +206,7 @@ class Nightly(Closed):
     recipes: list[Name] = Field(min_length=1)
     targets: list[Name] = Field(min_length=1)
     runtimes: list[Name] = Field(default=[])
+    on: list[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]] = Field(default=[HERE], min_length=1)
     batches: list[Batch] = Field(default=[1], min_length=1)
     exclude: list[Match] = Field(default=[])
     include: list[Include] = Field(default=[])
@@ -220,7 +225,7 @@ class Nightly(Closed):
     _sha256: str = PrivateAttr(default="")
     _cells: tuple[NightCell, ...] = PrivateAttr(default=())
 
-    @field_validator("models", "recipes", "targets", "runtimes", "batches")
+    @field_validator("models", "recipes", "targets", "runtimes", "on", "batches")
     @classmethod
     def _once(cls, value: list[Any]) -> list[Any]:
         twice = [each for each in value if value.count(each) > 1]

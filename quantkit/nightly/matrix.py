@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.content import is_path
+from quantkit.devices import named
 from quantkit.errors import InputError
 from quantkit.model.source.alias import ALIASES, unknown_model
-from quantkit.nightly.store.records import NightCell
+from quantkit.nightly.store.records import HERE, ON, NightCell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
 from quantkit.planning import support
 
@@ -31,13 +33,19 @@ def checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
     """
     for model in config.all_models():
         _demand_model(config, model, where)
+    for device in config.on:
+        if device != HERE:
+            named.find(device, where=f"{where}: on")
     _demand_bundles(config, where)
     runtime_of = _runtimes(config, where)
     cells = _product(config, where, runtime_of)
     for number, added in enumerate(config.include):
         runtime = runtime_of(added.model, added.recipe, added.target, added.runtime)
         batches = added.batches or config.batches
-        more = [NightCell(added.model, added.recipe, added.target, runtime, batch) for batch in batches]
+        more = [
+            NightCell(added.model, added.recipe, added.target, _on(runtime, device), batch)
+            for device, batch in itertools.product(config.on, batches)
+        ]
         if set(more) <= cells.keys():
             raise _idle(f"{where}: include.{number}", "adds no cell")
         cells.update(dict.fromkeys(more))
@@ -61,17 +69,23 @@ def _product(config: Nightly, where: str, runtime_of: RuntimeOf) -> dict[NightCe
     cells: dict[NightCell, None] = {}
     for model, recipe, target, asked in config.product():
         # what is left out need not run, so it is not asked which runtime would
-        batches = [
-            batch for batch in config.batches if not left_out(NightCell(model, recipe, target, asked or "", batch))
+        places = [
+            (device, batch)
+            for device, batch in itertools.product(config.on, config.batches)
+            if not left_out(NightCell(model, recipe, target, _on(asked or "", device), batch))
         ]
-        if batches:
+        if places:
             runtime = runtime_of(model, recipe, target, asked)
-            found = [NightCell(model, recipe, target, runtime, batch) for batch in batches]
+            found = [NightCell(model, recipe, target, _on(runtime, device), batch) for device, batch in places]
             cells.update(dict.fromkeys(cell for cell in found if not left_out(cell)))
     for number in range(len(config.exclude)):
         if number not in used:
             raise _idle(f"{where}: exclude.{number}", "fits no cell of the product")
     return cells
+
+
+def _on(runtime: str, device: str) -> str:
+    return runtime if device == HERE else f"{runtime}{ON}{device}"
 
 
 def _runtimes(config: Nightly, where: str) -> RuntimeOf:

@@ -62,7 +62,7 @@ def test_figures_of_one_architecture_are_not_measured_on_another() -> None:
 def test_figures_of_a_processor_are_measured_on_one_that_has_its_instructions() -> None:
     here = Target.load(HERE)
     other = here.model_copy(update={"arch": here.arch.model_copy(update={"isa": ["amx_of_tomorrow"]})})
-    with pytest.raises(InputError, match="this machine has no amx_of_tomorrow"):
+    with pytest.raises(InputError, match="the machine has no amx_of_tomorrow"):
         doctor(other, write=True, runs=1, size=64)
     assert not runs_here(other)
     assert runs_here(here)

@@ -20,7 +20,7 @@ def work(job: BuildJob, progress: Progress) -> None:
     home = Path(job.config).parent
     store = Store.open(home / "store")
     with (home / "log").open("a") as log:
-        log.write(f"{job.build} {os.getpid()}\n")
+        log.write(f"{job.build} {os.getpid()} {time.monotonic()}\n")
     recipe = NightCell.of(job.cells[0]).recipe
     if recipe == "raises":
         raise InputError("planted", where="here", value="1", rule="2", remedy="3")
@@ -44,6 +44,14 @@ def work(job: BuildJob, progress: Progress) -> None:
         )
         taken = times(job, cell, slower=(home / "slower").exists())
         store.commit(result, [each for each in taken if before or each.side == "candidate"])
+
+
+def prepare(job: BuildJob, progress: Progress) -> None:
+    """What stands for a compile."""
+    with (Path(job.config).parent / "log").open("a") as log:
+        log.write(f"prepare {os.getpid()}\n")
+    if NightCell.of(job.cells[0]).recipe == "unprepared":
+        raise InputError("planted", where="compile")
 
 
 def times(job: BuildJob, cell: NightCell, *, slower: bool) -> list[Time]:

@@ -17,6 +17,7 @@ import zoo
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.measurement.timing import anew
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.running import bundles, timing
 from quantkit.nightly.running.build import build, request_of, why_not_here
@@ -110,7 +111,7 @@ def home(made: Path, tmp_path: Path) -> Home:
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that nothing was started for, where a test is about something else."""
 
-    def planted(task: timing.Task, progress: Any) -> timing.CellTimes:
+    def planted(task: anew.Task, progress: Any) -> timing.CellTimes:
         steps = [
             timing.Iteration(side, turn, 0, place, 1e-3, 1.0)
             for turn in (0, 1)
@@ -221,7 +222,7 @@ def test_the_last_release_is_a_third_side(home: Home) -> None:
 def test_a_cell_that_fails_is_a_result_and_the_next_goes_on(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     real = timing.run
 
-    def failing(task: timing.Task, progress: Any) -> timing.CellTimes:
+    def failing(task: anew.Task, progress: Any) -> timing.CellTimes:
         if task.batch == 1:
             raise InputError("out-of-memory", where="batch 1", value="2 GB", rule="1 GB is free", remedy="less")
         return real(task, progress)

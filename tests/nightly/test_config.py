@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
 from quantkit.nightly.config import BaselineChoice, Nightly
 from quantkit.nightly.running import expect
@@ -233,3 +234,22 @@ def test_it_is_read_without_what_is_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_devices_multiply_the_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in ("pi5", "gpu-box"):
+        NamedDevice(name=name, address=f"ssh://{name}").save()
+    config = made(on=["here", "pi5", "gpu-box"], batches=[1], exclude=[{"on": "gpu-*"}])
+    assert named(config) == ["rtn-int4:onnxruntime:1", "rtn-int4:onnxruntime@pi5:1"]
+    here, there = config.cells()
+    assert (here.on, here.program, there.on, there.program) == ("", "onnxruntime", "pi5", "onnxruntime")
+    assert here.build != there.build
+    # a runtime is the same one wherever it is
+    assert named(made(on=["pi5"], batches=[1, 8], exclude=[{"runtime": "onnxruntime", "batch": 8}])) == [
+        "rtn-int4:onnxruntime@pi5:1"
+    ]
+    with pytest.raises(InputError, match=r"unknown-device.*no device is called 'pi6'.*did you mean 'pi5'"):
+        made(on=["pi6"])
+    with pytest.raises(InputError, match="nightly-invalid"):
+        made(on=["ssh://pi"])

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
+from quantkit.measurement.timing.anew import Task, measure
 from quantkit.measurement.timing.clocks import Clocks
 from quantkit.nightly.config import TimeBudget
 from quantkit.nightly.gating.evidence import paired
-from quantkit.nightly.running.timing import Iteration, Task, iterations, measure
+from quantkit.nightly.running.timing import Iteration, iterations, task_of
 from quantkit.nightly.store.records import Time
 from quantkit.stats.deciding.slowdown import BURST, SETTLE
 
@@ -26,7 +27,7 @@ Loads = list[str]
 
 
 def task(*sides: str, **others: Any) -> Task:
-    return Task.of(
+    return task_of(
         TimeBudget(**{"rounds": 3, "blocks": 7, **others}),
         sides={side: f"./{side}" for side in sides},
         runtime="onnxruntime",

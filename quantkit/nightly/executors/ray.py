@@ -3,6 +3,8 @@
     ray start --head --resources='{"cpu-x86": 1}'
     ray start --address=HEAD:6379 --resources='{"l4": 1}'
 
+Cells of a device (`on: [pi5]`) go to a node that offers the device's name: one that reaches it.
+
 A build takes one of the resource, so a node that offers 1 runs one build at a time. Where a node dies, its build begins
 anew on another; what it had committed is not done again. The store, the bundles and `nightly.yaml` lie on a path that
 all nodes share, and quantkit is installed on all of them.
@@ -65,8 +67,8 @@ class Ray:
 
     def _run(self, ray: Any, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
         task = ray.remote(num_cpus=0, max_retries=self.retries)(_on_a_node)
-        waiting = {task.options(resources={job.target: 1}, name=job.build).remote(job, work): job for job in jobs}
-        seen = dict.fromkeys((job.target for job in jobs), time.monotonic())
+        waiting = {task.options(resources={job.place: 1}, name=job.build).remote(job, work): job for job in jobs}
+        seen = dict.fromkeys((job.place for job in jobs), time.monotonic())
         try:
             while waiting:
                 ready, _ = ray.wait([*waiting], timeout=_LOOK)
@@ -78,7 +80,7 @@ class Ray:
                 now, there = time.monotonic(), ray.cluster_resources()
                 seen |= dict.fromkeys((target for target in seen if there.get(target, 0) >= 1), now)
                 for reference, job in [*waiting.items()]:
-                    if now - seen[job.target] > self.patience:
+                    if now - seen[job.place] > self.patience:
                         del waiting[reference]
                         ray.cancel(reference, force=True)
                         yield JobOutcome.of(job, _nowhere(job), "missing")
@@ -119,9 +121,9 @@ def _nowhere(job: BuildJob) -> InputError:
     return InputError(
         "no-machine",
         where=job.build,
-        value=f"no node of the cluster offers {job.target!r}",
+        value=f"no node of the cluster offers {job.place!r}",
         rule="a build runs on a node whose resources name its target",
-        remedy=f"ray start --resources='{{\"{job.target}\": 1}}'",
+        remedy=f"ray start --resources='{{\"{job.place}\": 1}}'",
     )
 
 

@@ -19,14 +19,15 @@ from quantkit._version import __version__
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.measurement.size import folder_of, weight_bytes
+from quantkit.measurement.timing.anew import CANDIDATE
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.gating.evidence import UNLOADABLE
-from quantkit.nightly.running import items, timing
+from quantkit.nightly.running import items, there, timing
 from quantkit.nightly.running.against import Against, against
 from quantkit.nightly.running.bundles import Bundles
 from quantkit.nightly.running.items import Answered
 from quantkit.nightly.running.jobs import BuildJob
-from quantkit.nightly.running.timing import CANDIDATE, CellTimes, Task
+from quantkit.nightly.running.timing import CellTimes, task_of
 from quantkit.nightly.store.parquet import Store
 from quantkit.nightly.store.records import Item, NightCell, Result, Side, Time
 from quantkit.pipeline.finished.measure import export_of
@@ -53,12 +54,23 @@ def build(job: BuildJob, progress: Progress) -> None:
     if not cells:
         return
     request = request_of(config, cells[0])
+    if job.on:
+        with there.reached(job.on, request.target, progress, job.limit) as device:
+            Measuring(config, store, job, request, progress, device).run(cells)
+        return
     if (why := why_not_here(request.target)) is not None:
         for cell in cells:
             own = {"attempt": job.attempt, "error": why.as_dict(), **machine_now()}
             store.commit(Result.of(job.night, cell, "missing", **own))
         return
     Measuring(config, store, job, request, progress).run(cells)
+
+
+def prepare(job: BuildJob, progress: Progress) -> None:
+    """Compile what a device will measure. Raises as `build`."""
+    config = Nightly.load(job.config)
+    _demand_unchanged(config, job)
+    Bundles(config.at(config.bundles)).make(request_of(config, NightCell.of(job.cells[0])), progress)
 
 
 def request_of(config: Nightly, cell: NightCell) -> Request:
@@ -97,12 +109,21 @@ def why_not_here(target: Target) -> InputError | None:
 class Measuring:
     """The cells of one build, one after another; see the module."""
 
-    def __init__(self, config: Nightly, store: Store, job: BuildJob, request: Request, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: Nightly,
+        store: Store,
+        job: BuildJob,
+        request: Request,
+        progress: Progress,
+        device: there.Timer | None = None,
+    ) -> None:
         self.config = config
         self.store = store
         self.job = job
         self.request = request
         self.progress = progress
+        self.device = device
         self.bundles = Bundles(config.at(config.bundles))
         self._since = time.monotonic()
 
@@ -132,6 +153,8 @@ class Measuring:
                 except QuantkitError as problem:
                     result, found, answered = {"state": "failed", "error": problem.as_dict()}, CellTimes(), Answered([])
                 said = [*flags, *result.pop("flags", ()), *answered.flags]
+                if answered.items and cell.on:
+                    said.append(f"scored here, not on {cell.on}")
                 self._commit(cell, {**result, "flags": tuple(said)}, bundle, found, answered)
 
     def _measured(
@@ -148,31 +171,35 @@ class Measuring:
         answered = Answered([])
         if self.job.attempt == 1 and not self._has_items(cell.build):
             self.progress.at("items", 0.0)
-            answered = items.answered(here, cell.runtime, self.request)
+            answered = items.answered(here, cell.program, self.request)
         baseline, release = here.get("baseline"), here.get("release")
         result = {
             "state": "done",
             "baseline_sha256": None if baseline is None else baseline.manifest.content_sha256,
             "baseline_kind": others.kind,
             "release_sha256": None if release is None else release.manifest.content_sha256,
-            "bytes": _bytes(bundle, cell.runtime),
-            "baseline_bytes": None if baseline is None else _bytes(baseline, cell.runtime),
+            "bytes": _bytes(bundle, cell.program),
+            "baseline_bytes": None if baseline is None else _bytes(baseline, cell.program),
             "flags": [f"{UNLOADABLE[side]}: {why}" for side, why in missing.items()],
         }
         return result, found, answered
 
     def _timed(self, cell: NightCell, sides: Mapping[Side, Bundle], samples: Path | None) -> CellTimes:
-        task = Task.of(
+        task = task_of(
             self.config.budget,
             sides={side: str(each.path) for side, each in sides.items()},
-            runtime=cell.runtime,
+            runtime=cell.program,
             batch=cell.batch,
             # another order in each night and attempt, the same where one is looked into again
             seed=zlib.crc32(f"{self.job.night} {cell.key} {self.job.attempt}".encode()),
             gpu=self.request.target.kind == "gpu",
             samples=None if samples is None else str(samples),
         )
-        return timing.run(task, lambda share, words: self.progress.at("timing", share, f"batch {cell.batch}, {words}"))
+
+        def at(share: float, words: str) -> None:
+            self.progress.at("timing", share, f"batch {cell.batch}, {words}")
+
+        return timing.run(task, at) if self.device is None else self.device.run(task, at)
 
     def _has_items(self, build: str) -> bool:
         """Whether a cell of the build that is done has brought its items."""
@@ -192,7 +219,7 @@ class Measuring:
                 **values,
                 content_sha256=bundle.manifest.content_sha256,
                 seconds=seconds,
-                **machine_now(self.request.target),
+                **(machine_now(self.request.target) if self.device is None else self.device.now()),
             ),
             [Time(cell=cell.key, **own, **asdict(each)) for each in found.iterations],
             [Item(build=cell.build, **own, **each) for each in answered.items],

@@ -97,7 +97,7 @@ def _planned(config: Nightly, cells: Sequence[NightCell]) -> tuple[float, list[f
         config.reference(first.model),
         [config.reference(first.recipe)],
         config.reference(first.target),
-        first.runtime,
+        first.program,
         sorted({cell.batch for cell in cells}),
         changes=config.set_,
     )

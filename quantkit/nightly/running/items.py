@@ -21,8 +21,8 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.measurement.accuracy import positions
 from quantkit.measurement.compared import WordFlip
 from quantkit.measurement.rows import read_rows
+from quantkit.measurement.timing.anew import CANDIDATE
 from quantkit.nightly.gating.evidence import UNSCORED
-from quantkit.nightly.running.timing import CANDIDATE
 from quantkit.nightly.store.records import Side
 from quantkit.pipeline.compare.scores import demand_one_text
 from quantkit.pipeline.compare.sides import BundleSide as Compared

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -59,6 +60,16 @@ class BuildJob:
         """Where it has to run."""
         return NightCell.of(self.cells[0]).target
 
+    @property
+    def place(self) -> str:
+        """What a node of a cluster offers that it can run on."""
+        return self.on or self.target
+
+    @property
+    def on(self) -> str:
+        """The device that its cells are measured on; empty: the machine that builds it."""
+        return NightCell.of(self.cells[0]).on
+
 
 @dataclass(frozen=True)
 class JobOutcome:
@@ -100,18 +111,30 @@ class Executor(Protocol):
         ...
 
 
-def contained(job: BuildJob, work: Work, progress: Progress) -> JobOutcome:
-    """Run a job in a process of its own, one at a time on this machine: timing needs a quiet one.
+def contained(
+    job: BuildJob, work: Work, progress: Progress, *, alone: bool = True, over: threading.Event | None = None
+) -> JobOutcome:
+    """Run a job in a process of its own.
+
+    Args:
+        alone: one at a time on this machine: timing needs a quiet one.
+        over: ends it, at its next word, once it is set.
 
     Raises:
-        Stopped: the disk is full, or somebody ended the process safely.
+        Stopped: the disk is full, `over` is set, or somebody ended the process safely.
     """
-    with _machine(progress):
+
+    def at(share: float, words: str) -> None:
+        if over is not None and over.is_set():
+            raise Stopped("interrupted", where=job.build)
+        progress.at(job.build, share, words)
+
+    with _machine(progress) if alone else nullcontext():
         try:
             child.run(
                 _run,
                 {"job": asdict(job), "module": work.__module__, "function": work.__qualname__},
-                lambda share, words: progress.at(job.build, share, words),
+                at,
                 where=job.build,
                 died="process-died",
                 remedy="look into the system's log; raise `limit` in nightly.yaml if it was still at work",

@@ -5,6 +5,7 @@ measurement of accuracy: a build. Both are named by a key, their parts joined by
 
     smollm2-135m|awq-int4|cpu-x86|onnxruntime           build
     smollm2-135m|awq-int4|cpu-x86|onnxruntime|8         cell, at batch 8
+    smollm2-135m|awq-int4|cpu-arm|onnxruntime@pi5|8     the same on another machine
 
     str, int, float, bool   string, int64, float64, bool; `| None` may be null
     datetime                timestamp in microseconds, UTC
@@ -32,6 +33,8 @@ What = Literal["latency", "accuracy", "kl", "size", "drift"]
 Answer = Literal["better", "same", "worse", "inconclusive", "missing", "failed"]
 
 SEPARATOR = "|"
+# between a runtime and the device that it runs on; the word for this machine among devices
+ON, HERE = "@", "here"
 NIGHT_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{4,32}")
 
 RowKind = TypeVar("RowKind", bound="Record")
@@ -59,6 +62,16 @@ class NightCell:
     def build(self) -> str:
         """The key of what it shares with the cells of other batches."""
         return SEPARATOR.join((self.model, self.recipe, self.target, self.runtime))
+
+    @property
+    def program(self) -> str:
+        """Its runtime, without the device."""
+        return self.runtime.partition(ON)[0]
+
+    @property
+    def on(self) -> str:
+        """The device that it is measured on; empty: this machine."""
+        return self.runtime.partition(ON)[2]
 
     @property
     def key(self) -> str:

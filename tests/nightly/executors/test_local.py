@@ -57,6 +57,35 @@ def test_jobs_end_one_by_one_whatever_becomes_of_them(tmp_path: Path) -> None:
     assert any("fine" in line and "measure" in line for line in heard.lines)
 
 
+def on(home: Path, device: str, recipe: str) -> BuildJob:
+    cell = NightCell("tiny", recipe, "cpu-x86", f"onnxruntime@{device}", 1)
+    return BuildJob(FIRST, str(home / "nightly.yaml"), "", (cell.key,), 1, 30.0)
+
+
+def test_devices_work_side_by_side_and_this_machine_after_them(tmp_path: Path) -> None:
+    store_of(tmp_path)
+    (tmp_path / "seconds").write_text("1.5")
+    jobs = [
+        job(tmp_path, "fine"),
+        on(tmp_path, "pi5", "fine"),
+        on(tmp_path, "box", "fine"),
+        on(tmp_path, "pi5", "raises"),
+    ]
+    jobs.append(on(tmp_path, "box", "unprepared"))
+    found = list(Local(prepare=fake_work.prepare).run(jobs, fake_work.work, Progress()))
+    assert {each.job: each.state for each in found} == dict(
+        zip(jobs, ["done", "done", "done", "failed", "failed"], strict=True)
+    )
+    began = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    order = [line[0] for line in began]
+    assert order[:4] == ["prepare"] * 4
+    assert {line.rpartition("|")[2] for line in order[4:6]} == {"onnxruntime@pi5", "onnxruntime@box"}
+    assert order[-1].endswith("|onnxruntime")
+    # the second began before the first had its cell measured
+    first, second = (float(line[2]) for line in began[4:6])
+    assert abs(first - second) < 1.5
+
+
 def _night(home: Path, recipe: str) -> None:
     list(Local().run([job(home, recipe)], fake_work.work, Progress()))
 

@@ -1,0 +1,188 @@
+"""A cell timed on a device: as `timing` does it here, by the same code there, and what comes back is checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from pydantic import Field
+
+from quantkit._version import __version__
+from quantkit.bundle import Bundle
+from quantkit.bundle.disk import walk
+from quantkit.content import Closed, validated
+from quantkit.devices import job as jobs
+from quantkit.devices.job import At, Failed, Found, Job
+from quantkit.devices.reached import Reached, reach
+from quantkit.errors import GateError, Inconclusive, InputError, Stopped
+from quantkit.measurement.doctor import demand_architecture
+from quantkit.measurement.size import folder_of
+from quantkit.measurement.timing.anew import Task
+from quantkit.nightly.running.timing import CellTimes, times
+from quantkit.nightly.store.records import Side
+from quantkit.pipeline.finished.measure import export_of
+from quantkit.pipeline.graphs.remeasure import file_of, holds_graph
+from quantkit.pipeline.progress import Progress
+from quantkit.target import Target
+
+Report = Callable[[float, str], None]
+# seconds between two looks whether a device is free
+_LOOK = 20.0
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Taken = Annotated[float, Field(gt=0, lt=1e6)]
+_Text = Annotated[str, Field(max_length=2000)]
+
+
+class _State(Closed):
+    clock_hz: _Number | None
+    temperature_c: _Number | None
+    throttled: bool | None
+
+
+class _Turns(Closed):
+    seconds: dict[Side, list[list[list[_Taken]]]]
+    began: dict[Side, list[list[list[_Number]]]]
+    order: list[list[Side]]
+    rounds: list[Annotated[int, Field(ge=0)]]
+
+
+class _Round(Closed):
+    round: Annotated[int, Field(ge=0)]
+    state: _State
+    turns: _Turns
+
+    def is_whole(self) -> bool:
+        """Whether each side has times of each block."""
+        sides, turns = set(self.turns.seconds), self.turns
+        if set(turns.began) != sides or any(sorted(order) != sorted(sides) for order in turns.order):
+            return False
+        shapes = {
+            (len(found), tuple(len(visit) for block in found for visit in block), *{len(block) for block in found})
+            for both in (turns.seconds, turns.began)
+            for found in both.values()
+        }
+        return len(shapes) == 1 and all(len(found) == len(turns.order) for found in turns.seconds.values())
+
+
+class _Unloadable(Closed):
+    unloadable: Side
+    error: dict[Annotated[str, Field(max_length=20)], _Text]
+
+
+class _Row(Closed):
+    row: _Round | _Unloadable
+
+
+class Timer:
+    """A device that times cells, one at a time.
+
+    Args:
+        reached: it.
+        limit: seconds that it is waited for while it is at work for somebody else.
+    """
+
+    def __init__(self, reached: Reached, limit: float) -> None:
+        self._reached, self._limit = reached, limit
+        self._versions: dict[str, str] = {}
+
+    def run(self, task: Task, progress: Report) -> CellTimes:
+        """See `timing.run`."""
+        device, link = self._reached, self._reached.link
+        folders = {cast(Side, side): _files(Bundle.load(path), task.runtime) for side, path in task.sides.items()}
+        weights = {str(path): path for _, files in folders.values() for path in files.values()}
+        device.about.demand_memory(weights.values(), device.device.name)
+        device.install(progress)
+        sides: dict[Side, jobs.Side] = {}
+        for side, (inner, files) in folders.items():
+            place = device.carry("night", files, progress)
+            sides[side] = jobs.Side(place=f"{place}/{inner}" if inner else place, subject=side, format="")
+        samples = None
+        if task.samples is not None:
+            samples = f"{device.carry('samples', {'samples.npz': Path(task.samples)})}/samples.npz"
+        work = jobs.Night(
+            sides=sides,
+            runtime=task.runtime,
+            batch=task.batch,
+            rounds=task.rounds,
+            blocks=task.blocks,
+            seconds=task.seconds,
+            seed=task.seed,
+            samples=samples,
+        )
+        rows: list[dict[str, Any]] = []
+        for answer in link.follow(self._started(Job(work=work), progress)):
+            if isinstance(answer, At):
+                progress(answer.share, answer.words)
+            elif isinstance(answer, Failed):
+                raise failed(answer)
+            elif isinstance(answer, Found) and answer.cell == "about":
+                self._versions = _versions(answer.rows)
+            elif isinstance(answer, Found):
+                rows += [self._checked(row) for row in answer.rows]
+        return times(rows)
+
+    def now(self) -> dict[str, Any]:
+        """`device` and `versions` of a result that was measured there."""
+        about, name = self._reached.about, self._reached.device.name
+        device: dict[str, Any] = {"id": f"{name}-{about.machine}", "kind": "cpu", "name": about.processor, "on": name}
+        device |= {"machine": about.machine, "isa": about.isa[0], "threads": about.cores}
+        return {"device": device, "versions": {**self._versions, "quantkit": __version__, "python": about.python}}
+
+    def _started(self, job: Job, progress: Report) -> str:
+        until = time.monotonic() + self._limit
+        while True:
+            try:
+                return self._reached.link.start(job)
+            except InputError as problem:
+                if problem.code != "device-busy" or time.monotonic() + _LOOK > until:
+                    raise
+                progress(0.0, f"waiting: {problem.value}")
+                time.sleep(_LOOK)
+
+    def _checked(self, row: dict[str, Any]) -> dict[str, Any]:
+        where = self._reached.device.name
+        found = validated(_Row, {"row": row}, where=where, code="answer-invalid").row
+        if isinstance(found, _Round) and not found.is_whole():
+            rule = "each side has times of each block"
+            raise InputError("answer-invalid", where=where, value="times that do not fit together", rule=rule)
+        return found.model_dump()
+
+
+@contextmanager
+def reached(on: str, target: Target, progress: Progress, limit: float) -> Iterator[Timer]:
+    """A device that cells of a target can be measured on. Raises InputError: `wrong-machine`, those of `reach`."""
+    progress.at("timing", 0.0, f"reaching {on}")
+    with reach(on) as found:
+        if target.kind == "cpu":
+            demand_architecture(target, found.about.isa)
+        elif target.arch.sm not in {gpu.sm for gpu in found.about.gpus}:
+            value = ", ".join(f"{gpu.name} (SM {gpu.sm})" for gpu in found.about.gpus) or "no NVIDIA GPU"
+            rule = f"{target.name} has SM {target.arch.sm}"
+            raise InputError("wrong-machine", where=on, value=value, rule=rule, remedy="exclude it in nightly.yaml")
+        yield Timer(found, limit)
+
+
+def failed(answer: Failed) -> InputError | GateError | Inconclusive | Stopped:
+    """What ended the work there, as the error that it is."""
+    kinds = {each.exit: each for each in (GateError, Inconclusive, Stopped)}
+    kind = kinds.get(answer.exit, InputError)
+    return kind(answer.code, where=answer.where, value=answer.value, rule=answer.rule, remedy=answer.remedy)
+
+
+def _files(bundle: Bundle, runtime: str) -> tuple[str, dict[str, Path]]:
+    """What a runtime loads of a bundle: of a graph its file's name, and relative path -> file."""
+    if holds_graph(bundle):
+        file = file_of(bundle)
+        return file.name, {path.name: path for path in sorted(file.parent.glob(f"{file.name}*"))}
+    folder = bundle.path / folder_of(export_of(runtime))
+    return "", {path.relative_to(folder).as_posix(): path for path in walk(folder)}
+
+
+def _versions(rows: Any) -> dict[str, str]:
+    found = rows[0].get("versions") if rows else None
+    if not isinstance(found, dict):
+        return {}
+    return {str(name)[:80]: str(version)[:80] for name, version in list(found.items())[:100]}
