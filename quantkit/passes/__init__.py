@@ -119,6 +119,14 @@ class Pass(Protocol):
         """
         raise AssertionError(f"{self.name} assigns no codes")
 
+    def accepts(self, columns: Mapping[str, int], settings: Any) -> None:
+        """Refuse, before any work, settings that do not fit a model: linear of its blocks -> K. Raises InputError."""
+        return
+
+    def brought(self, head: str, columns: int, settings: Any) -> Moments | None:
+        """What its settings bring on a head's inputs [.., K = columns], instead of calibration; None: nothing."""
+        return None
+
 
 def unkept(found: Pass) -> str:
     """The method that a pass declares to have and has not; "" where it has all."""

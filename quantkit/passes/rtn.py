@@ -17,6 +17,8 @@ from quantkit.formats import QuantTensor, joined
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from quantkit.passes import (
         Block,
         InputStats,
@@ -101,6 +103,36 @@ class Rtn(Pass):
         squares = moments.mean_square if scheme.rows_apart else moments.mean_square.mean(0, keepdim=True)
         parts = zip(weight.chunk(len(squares)), squares, strict=True)
         return joined([nearest(part, scheme, settings.range, own) for part, own in parts])
+
+    def accepts(self, columns: Mapping[str, int], settings: Settings) -> None:
+        """A file has to be of the model.
+
+        Raises:
+            InputError: `imatrix-damaged`, `imatrix-foreign`, `file-missing`.
+        """
+        from quantkit.calibrate.statistics import imatrix
+
+        if settings.imatrix:
+            imatrix.read(Path(settings.imatrix)).demand_of(columns, settings.imatrix)
+
+    def brought(self, head: str, columns: int, settings: Settings) -> Moments | None:
+        """By a file, under the head's own name or that of the table which it is tied to.
+
+        Raises:
+            InputError: `imatrix-damaged`, `imatrix-foreign`, `file-missing`.
+        """
+        if not settings.imatrix:
+            return None
+        from quantkit.calibrate.statistics import imatrix
+        from quantkit.lazy import torch
+        from quantkit.passes.assign import Moments
+
+        squares = imatrix.read(Path(settings.imatrix)).of_head(columns, settings.imatrix)
+        taken = []
+        if squares is None:
+            reason = "the importance matrix does not speak of it; its inputs count alike"
+            taken, squares = [decision(self.name, "no-importance", head, reason)], torch.ones(columns)
+        return Moments(squares.diag()[None], name=head, decisions=taken)
 
 
 def _given(block: Block, file: str) -> dict[str, Tensor]:

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.errors import MissingDependency
+from quantkit.errors import InputError, MissingDependency
+from quantkit.passes.rtn import Rtn
 from quantkit.recipe import Recipe
 
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics.imatrix import ImportanceMatrix
+
+
+def weighed_by(file: Path, recipe: str, changes: Sequence[str] = ()) -> list[str]:
+    """The changes that make a recipe weigh errors by a file.
+
+    Args:
+        recipe: its name or path. changes: to it, besides.
+
+    Raises:
+        InputError: `imatrix-unused`, it has no pass that does; those of `Recipe.load`.
+    """
+    if all(step.name != Rtn.name for step in Recipe.load(recipe, changes).passes):
+        raise InputError(
+            "imatrix-unused",
+            where="--imatrix",
+            value=f"{recipe} has no pass `{Rtn.name}`",
+            rule="it weighs the errors of rounding to nearest; a solver weighs by the Hessian of its own calibration",
+            remedy="leave --imatrix out, or use --recipe rtn-int4",
+        )
+    return [f"{Rtn.name}.imatrix={json.dumps(str(file.expanduser().resolve()))}", f"{Rtn.name}.range=importance"]
 
 
 def importance_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -77,6 +78,37 @@ def test_one_of_another_model_is_refused(found: imatrix.ImportanceMatrix) -> Non
         found.of_linears({"model.layers.0.self_attn.q_proj": 96}, "i.gguf")
     with pytest.raises(InputError, match=r"imatrix-foreign.*nothing on blk.9.attn_q"):
         found.of_linears({"model.layers.9.self_attn.q_proj": 64}, "i.gguf")
+
+
+def test_one_of_a_larger_model_is_refused(found: imatrix.ImportanceMatrix) -> None:
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    parts += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    layers = {name: len(squares) for name, squares in found.squares.items() if name.startswith("blk.")}
+    ours = {f"model.layers.{number}.{part}" for number in range(3) for part in parts}
+    widths = {linear: layers[imatrix.tensor_name(linear)] for linear in ours}
+    found.demand_of(widths, "i.gguf")
+    fewer = {linear: width for linear, width in widths.items() if ".2." not in linear}
+    with pytest.raises(InputError, match=r"imatrix-foreign.*blk.2.*which the model has not"):
+        found.demand_of(fewer, "i.gguf")
+
+
+def test_a_head_is_weighed_by_the_file(folder: Path, tmp_path: Path, found: imatrix.ImportanceMatrix) -> None:
+    from quantkit.passes import load_pass
+
+    rtn = load_pass("rtn")
+    imatrix.write(found, tmp_path / "i.gguf")
+    settings = rtn.Settings(range="importance", imatrix=str(tmp_path / "i.gguf"))
+    moments = rtn.brought("lm_head", 64, settings)
+    assert moments is not None and moments.decisions == []
+    torch.testing.assert_close(moments.mean_square[0], found.squares["output.weight"])
+    with pytest.raises(InputError, match=r"imatrix-foreign.*64 inputs of output.weight, which has 96"):
+        rtn.brought("lm_head", 96, settings)
+    # llama-imatrix leaves the head out, unless it is told to take it
+    without = {name: squares for name, squares in found.squares.items() if name != "output.weight"}
+    imatrix.write(replace(found, squares=without), tmp_path / "i.gguf")
+    moments = rtn.brought("lm_head", 64, settings)
+    assert moments is not None and [each.code for each in moments.decisions] == ["no-importance"]
+    assert rtn.brought("lm_head", 64, rtn.Settings(range="importance")) is None
 
 
 def test_damaged_files_are_one_line(tmp_path: Path, found: imatrix.ImportanceMatrix) -> None:

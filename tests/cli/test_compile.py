@@ -123,3 +123,9 @@ def test_request_reaches_the_pipeline_whole(quantkit: Any, monkeypatch: pytest.M
     assert request.resume
     assert request.strict
     assert request.trust_remote_code
+
+
+def test_an_importance_matrix_that_nothing_weighs_by_names_the_option(quantkit: Any) -> None:
+    ran = quantkit("compile", "smollm2-135m", "--recipe", "gptq-int4", "--imatrix", "i.gguf", "--dry-run")
+    assert ran.code == 2
+    assert "[imatrix-unused] --imatrix: gptq-int4 has no pass `rtn`" in ran.err

@@ -294,6 +294,50 @@ def test_a_damaged_file(content: bytes, tmp_path: Path) -> None:
     assert caught.value.code == "gguf-damaged"
 
 
+@pytest.mark.parametrize(
+    ("part", "lie", "said"),
+    [
+        (4, (77).to_bytes(4, "little"), "type 77, which the gguf package does not know"),
+        (4, int(gguf.GGMLQuantizationType.Q8_0).to_bytes(4, "little"), "is next"),
+        (5, (4).to_bytes(8, "little"), "is next"),
+        (5, (2**50).to_bytes(8, "little"), "is next"),
+        (3, bytes(8), "0] in blocks of 1"),
+        (3, (2**40).to_bytes(8, "little"), "the data end at"),
+        (2, (200).to_bytes(4, "little"), "200 dimensions"),
+    ],
+)
+def test_a_tensor_that_lies_of_itself_is_refused(part: int, lie: bytes, said: str, tmp_path: Path) -> None:
+    """Of one in the middle: type, offset, sizes. Parts are those of the package's reader."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model_of("llama"))
+    data = path.read_bytes()
+    reader = gguf.GGUFReader(path)
+    tensor = next(each for each in reader.tensors if each.name == "blk.0.attn_q.weight")
+    at = tensor.field.parts[part].ctypes.data - reader.data.ctypes.data
+    path.write_bytes(data[:at] + lie + data[at + len(lie) :])
+    with pytest.raises(InputError, match=f"gguf-damaged.*{said}"):
+        convert_gguf(path, tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["tiny.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "said"),
+    [
+        ("general.alignment", 0, "an alignment of 0"),
+        ("general.alignment", 48, "an alignment of 48"),
+        ("llama.attention.head_count", 0, "head_count = 0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(key: str, number: int, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model_of("llama"), general__alignment=32)
+    data = path.read_bytes()
+    at = data.index(key.encode()) + len(key) + 4
+    path.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(InputError, match=f"gguf-damaged.*{said}"):
+        convert_gguf(path, tmp_path)
+
+
 def test_a_count_that_its_file_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, model_of("llama"))

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _KIND, _SUMS, _COUNTS = "imatrix", ".in_sum2", ".counts"
 _LEGACY = ".dat"
+# a head; one that is tied to the table may be called as that is
+_HEADS = ("output.weight", "token_embd.weight")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,31 @@ class ImportanceMatrix:
             value = f"nothing on {tensor_name(next(iter(linears)))}; it speaks of {', '.join(list(self.squares)[:2])} …"
             raise _foreign(where, value)
         return found
+
+    def demand_of(self, linears: Mapping[str, int], where: str) -> None:
+        """It is of a model whose blocks have these linears, and of no larger one.
+
+        Raises:
+            InputError: `imatrix-foreign`.
+        """
+        self.of_linears(linears, where)
+        known = {tensor_name(linear) for linear in linears}
+        other = next((name for name in self.squares if name.startswith("blk.") and name not in known), None)
+        if other is not None:
+            raise _foreign(where, f"it speaks of {other}, which the model has not")
+
+    def of_head(self, columns: int, where: str) -> Tensor | None:
+        """[K = columns] float32 of the head's inputs; None where the file does not speak of it, as llama-imatrix's.
+
+        Raises:
+            InputError: `imatrix-foreign`: it is of another width.
+        """
+        name = next((name for name in _HEADS if name in self.squares), None)
+        if name is None:
+            return None
+        if len(self.squares[name]) != columns:
+            raise _foreign(where, f"{len(self.squares[name])} inputs of {name}, which has {columns}")
+        return self.squares[name].float()
 
 
 def _foreign(where: str, value: str) -> InputError:

@@ -45,12 +45,13 @@ def compile(  # noqa: A001 (the word of the command line)
     from quantkit.pipeline import Request
     from quantkit.pipeline.estimate import first_guess
     from quantkit.pipeline.gates import failed_gate
+    from quantkit.pipeline.imatrix import weighed_by
     from quantkit.report import terminal
     from quantkit.report.bundle.usage import Files
 
     changes = list(set_ or ())
     changes += [f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else []
-    changes += [f"rtn.imatrix={imatrix.expanduser().resolve()}", "rtn.range=importance"] if imatrix is not None else []
+    changes += weighed_by(imatrix, recipe, set_ or ()) if imatrix is not None else []
     request = Request.of(
         model,
         recipe=recipe,

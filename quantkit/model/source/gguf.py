@@ -129,7 +129,7 @@ _ARCHITECTURES = {
 _ORIGINAL = "open what it was made from: a Hugging Face folder (./folder), or hf:org/name"
 # GGUF's kinds of values: bytes of those of a fixed size, texts, arrays
 _FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY = 8, 9
+_UINT32, _STRING, _ARRAY = 4, 8, 9
 _DIMENSIONS = 4
 # elements in a byte, of the format that has most
 _DENSEST = 8
@@ -164,14 +164,18 @@ def note_on(name: str, was: str) -> str:
 
 
 def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """What the metadata says is long fits into the file; the library would go through 2**63 elements one by one.
+    """What the metadata says is long fits into the file, and so do the tensors, each where the one before it ends, as
+    llama.cpp demands it. The library would go through 2**63 elements one by one, and read whatever lies at an offset.
 
     Returns:
         tensor -> its shape, and the number of its type.
 
     Raises:
-        ValueError: it does not, or nests arrays. struct.error: the file ends.
+        ValueError: it does not, or nests arrays. struct.error: the file ends. MissingDependency: the `gguf` package.
     """
+    with MissingDependency.unless_found("gguf", extra="compile", purpose="reading a GGUF file"):
+        import gguf
+
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = 0
 
@@ -197,15 +201,24 @@ def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
                     raise ValueError(f"a text of {length} bytes at byte {at} of {len(data)}")
                 at += length
 
-        def tensor() -> tuple[str, tuple[tuple[int, ...], int]]:
+        def text() -> str:
             begins = at
             skip(_STRING, 1)
-            name, dimensions = data[begins + 8 : at].decode(), take("I")
+            return data[begins + 8 : at].decode()
+
+        def tensor() -> tuple[str, tuple[int, ...], int, int, int]:
+            """Name, shape, type, offset and bytes."""
+            name, dimensions = text(), take("I")
             if dimensions > _DIMENSIONS:
                 raise ValueError(f"{name[:100]}: {dimensions} dimensions")
             shape = tuple(take("Q") for _ in range(dimensions))[::-1]
-            kind, _ = take("I"), take("Q")
-            return name, (shape, kind)
+            kind, offset = take("I"), take("Q")
+            if kind not in known:
+                raise ValueError(f"{name[:100]}: type {kind}, which the gguf package does not know")
+            block, size = known[kind]
+            if 0 in shape or (shape[-1] if shape else 1) % block:
+                raise ValueError(f"{name[:100]}: {list(shape)} in blocks of {block}")
+            return name, shape, kind, offset, math.prod(shape) // block * size
 
         if data[:4] != b"GGUF":
             raise ValueError("not a GGUF file")
@@ -214,15 +227,27 @@ def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
         tensors, fields = take("Q"), take("Q")
         if max(tensors, fields) * 8 > len(data):
             raise ValueError(f"{tensors} tensors and {fields} fields in {len(data)} bytes")
+        alignment = gguf.GGUF_DEFAULT_ALIGNMENT
         for _ in range(fields):
-            skip(_STRING, 1)
-            kind = take("I")
+            key, kind = text(), take("I")
             if kind == _ARRAY:
                 kind = take("I")
                 skip(kind, take("Q"))
+            elif key == gguf.Keys.General.ALIGNMENT:
+                alignment = take("I")
+                if kind != _UINT32 or not alignment or alignment & (alignment - 1):
+                    raise ValueError(f"an alignment of {alignment}")
             else:
                 skip(kind, 1)
-        return dict(tensor() for _ in range(tensors))
+        known = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+        found = [tensor() for _ in range(tensors)]
+        begins, wanted = -(-at // alignment) * alignment, 0
+        for name, _, _, offset, size in found:
+            if offset != wanted or begins + offset + size > len(data):
+                where = f"{size} bytes at {offset}, where {wanted} is next and the data end at {len(data) - begins}"
+                raise ValueError(f"{name[:100]}: {where}")
+            wanted += -(-size // alignment) * alignment
+        return {name: (shape, kind) for name, shape, kind, _, _ in found}
 
 
 def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
@@ -355,6 +380,9 @@ def _config(meta: dict[str, Any], architecture: _Architecture, *, tied: bool, wh
     if "tokenizer.ggml.tokens" not in meta:
         raise InputError("gguf-tokenizer", where=where, value="no tokens", rule="a model comes with its vocabulary")
     hidden, heads = need("embedding_length"), need("attention.head_count")
+    if not isinstance(heads, int) or heads < 1:
+        value = f"{prefix}attention.head_count = {heads!r:.40}"
+        raise InputError("gguf-damaged", where=where, value=value, rule="every layer has as many heads, one or more")
     head_dim = stated.pop("attention.key_length", hidden // heads)
     layers = need("block_count")
     limits.LAYERS.demand(layers, f"{where}: {prefix}block_count")

@@ -38,6 +38,20 @@ def needs(steps: Sequence[PassRun]) -> frozenset[str]:
     return found.needs_with(passes[found.name]) if found is not None else frozenset()
 
 
+def brought(stream: StreamedModel, head: str, steps: Sequence[PassRun]) -> Moments | None:
+    """What the pass that gives the head its codes knows of its inputs without calibration; None: nothing.
+
+    Raises:
+        InputError: the pass's.
+    """
+    passes = settings_of(steps)
+    found = assigner(passes)
+    if found is None:
+        return None
+    columns = int(stream.skeleton.get_parameter(f"{head}.weight").shape[1])
+    return found.brought(head, columns, passes[found.name])
+
+
 def moments_of(
     stream: StreamedModel, worked: Worked, ids: Tensor, head: str, steps: Sequence[PassRun]
 ) -> Moments | None:

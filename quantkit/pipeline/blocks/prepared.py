@@ -131,6 +131,8 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     cpu_seconds = time.process_time() - begun
     original, source = source, stream.source
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
+    for each in steps:
+        each.run.accepts({name: columns for name, (_, columns) in layers.inside.items()}, each.settings)
     partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
     asked = replace(
         layers.asked(partly=partly, cache=recipe.scheme.kv_cache),

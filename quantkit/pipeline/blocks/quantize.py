@@ -14,7 +14,7 @@ from quantkit.bundle import Build
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.head import moments_of, quantize_head, settings_of
+from quantkit.pipeline.blocks.head import brought, moments_of, quantize_head, settings_of
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.progress import Progress
 
@@ -187,8 +187,8 @@ def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Pro
         return
     progress.at("quantize", 1.0, layers.head)
     begun = time.process_time()
-    moments = None
-    if prepared.calibration is not None:
+    moments = brought(prepared.stream, layers.head, steps)
+    if moments is None and prepared.calibration is not None:
         moments = moments_of(prepared.stream, worked, prepared.calibration.ids, layers.head, steps)
     tensor, entry = quantize_head(prepared.stream, layers, settings_of(steps), moments)
     result = build.temporary("head.safetensors")
