@@ -150,7 +150,7 @@ class Doctor(Closed):
     threads: Count | None = None
 
 
-class Night(Closed):
+class NightTimes(Closed):
     """Times of a nightly cell: see `measurement.timing.anew`.
 
     Args:
@@ -170,7 +170,7 @@ class Night(Closed):
     threads: Count | None = None
 
 
-Work = Annotated[Measure | Accuracy | Tax | Generate | Verify | Doctor | Night, Field(discriminator="kind")]
+Work = Annotated[Measure | Accuracy | Tax | Generate | Verify | Doctor | NightTimes, Field(discriminator="kind")]
 
 
 class Job(Closed):

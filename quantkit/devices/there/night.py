@@ -20,7 +20,7 @@ _TOKENS = 128
 
 def night(data: Mapping[str, Any], caller: child.Caller) -> None:
     """Cells: one for each round, and one for each side that does not load."""
-    work, workdir = jobs.Night.model_validate(data["work"]), Path(data["workdir"])
+    work, workdir = jobs.NightTimes.model_validate(data["work"]), Path(data["workdir"])
     threads = work.threads or machine.cores()
     samples = speed.samples_of(str(workdir / work.samples) if work.samples else None)
     paths: dict[str, str] = {side: str(workdir / each.place) for side, each in work.sides.items()}

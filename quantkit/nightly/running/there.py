@@ -102,7 +102,7 @@ class Timer:
         samples = None
         if task.samples is not None:
             samples = f"{device.carry('samples', {'samples.npz': Path(task.samples)})}/samples.npz"
-        work = jobs.Night(
+        work = jobs.NightTimes(
             sides=sides,
             runtime=task.runtime,
             batch=task.batch,
