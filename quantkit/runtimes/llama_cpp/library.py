@@ -15,8 +15,8 @@ from quantkit.runtimes import text
 
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p"}
-# how threads wait for one another, read once when the OpenMP library is loaded
-_WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+# how threads wait for one another, read once when the OpenMP library is loaded: how often one looks before it sleeps
+_WAITS = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "1000"}
 
 
 class LlamaLibrary:
@@ -24,7 +24,7 @@ class LlamaLibrary:
 
     def __init__(self) -> None:
         try:
-            with _waiting_as_by_default():
+            with _waiting_shortly():
                 import llama_cpp
         except ImportError:
             raise MissingDependency("llama_cpp", extra="gguf", purpose="running gguf/model.gguf") from None
@@ -48,15 +48,22 @@ class LlamaLibrary:
 
 
 @contextmanager
-def _waiting_as_by_default() -> Iterator[None]:
-    """Without what quantkit asks of OpenMP: with threads that sleep at each of llama.cpp's barriers a decode step takes
-    a multiple of its time. Where torch is loaded first, the OpenMP library has been told already.
+def _waiting_shortly() -> Iterator[None]:
+    """Threads wait awake, but not for long, whatever quantkit asks of OpenMP besides.
+
+    Some hundred barriers stand in a decode step: with threads that sleep at each it takes a multiple of its time, and so
+    does a prompt with threads that wait for long, as by default, where others want the processors
+    (`benchmarks/llama_cpp_waits.py`). Where torch is loaded first, the OpenMP library has been told already.
     """
-    asked = {name: os.environ.pop(name) for name in _WAITS if name in os.environ}
+    before = {name: os.environ.pop(name, None) for name in _WAITS}
+    os.environ.update({name: value for name, value in _WAITS.items() if value is not None})
     try:
         yield
     finally:
-        os.environ.update(asked)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @cache
