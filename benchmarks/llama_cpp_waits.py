@@ -2,9 +2,9 @@
 
 python benchmarks/llama_cpp_waits.py MODEL.gguf [--no-record]
 
-Each spin count (`GOMP_SPINCOUNT`; None: OpenMP's default) gets a process of its own, twice in turns; medians of 30 steps at
-batch 1 with 128 tokens in the cache, and of 5 prompts of 256 tokens; of the two visits the better. On a quiet machine, and
-beside as many processes as there are processors. `quantkit/runtimes/llama_cpp/library.py` sets what this finds.
+Each spin count (`GOMP_SPINCOUNT`; None: OpenMP's default) gets a process of its own, twice in turns: medians of 30
+steps at batch 1 with 128 tokens in the cache, and of 5 prompts of 256 tokens; the better of two visits. On a quiet
+machine, and beside as many processes as there are processors. `quantkit/runtimes/llama_cpp/library.py` rests on it.
 """
 
 from __future__ import annotations

@@ -122,3 +122,16 @@ def test_what_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(MissingDependency, match=r"quantkit\[gguf\]"):
         library.LlamaLibrary()
+
+
+def test_what_openmp_is_told_is_told_for_the_library_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from quantkit.runtimes.llama_cpp.library import _waiting_shortly
+
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    before = dict(os.environ)
+    with _waiting_shortly():
+        assert "OMP_WAIT_POLICY" not in os.environ and int(os.environ["GOMP_SPINCOUNT"]) > 0
+    assert dict(os.environ) == before

@@ -16,7 +16,7 @@ from quantkit.runtimes import text
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p"}
 # how threads wait for one another, read once when the OpenMP library is loaded: how often one looks before it sleeps
-_WAITS = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "1000"}
+_WAITS = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "10000"}
 
 
 class LlamaLibrary:
@@ -51,8 +51,8 @@ class LlamaLibrary:
 def _waiting_shortly() -> Iterator[None]:
     """Threads wait awake, but not for long, whatever quantkit asks of OpenMP besides.
 
-    Some hundred barriers stand in a decode step: with threads that sleep at each it takes a multiple of its time, and so
-    does a prompt with threads that wait for long, as by default, where others want the processors
+    Some hundred barriers stand in a decode step. With threads that sleep at each it takes a multiple of its time; with
+    threads that wait for long, as by default, a prompt does where others want the processors
     (`benchmarks/llama_cpp_waits.py`). Where torch is loaded first, the OpenMP library has been told already.
     """
     before = {name: os.environ.pop(name, None) for name in _WAITS}
