@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -333,3 +334,30 @@ def test_llama_cpp_writes_what_it_was_asked_for(sources: Callable[[str], Path], 
     kinds = {each.tensor_type.name for each in reader.tensors if len(each.shape) > 1 and "blk" in each.name}
     assert kinds == {"Q5_0", "Q8_0"}, "no super-block divides its rows"
     assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
+
+
+def test_a_file_alone_is_read_and_run(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    """`verify` of a bundle that holds nothing else."""
+    made = written(sources("llama"), tmp_path / "b", WeightScheme(format="q8_0"), FLOAT)
+    alone = tmp_path / "alone"
+    shutil.copytree(made.folder / "gguf", alone / "gguf")
+    found = by_name(EXPORT.check(alone))
+    wanted = {"gguf.tensors", *(["gguf.logits"] if machine.has("llama_cpp") else [])}
+    assert found.keys() == wanted and all(check.ok for check in found.values())
+    reader = gguf.GGUFReader(alone / "gguf" / MODEL, "r+")
+    tensor = next(each for each in reader.tensors if each.name == "blk.0.ffn_up.weight")
+    tensor.data[:, 1] = 0x7C  # the scale of a block: infinity, or no number
+    tensor.data.flush()
+    assert not by_name(EXPORT.check(alone))["gguf.tensors"].ok
+
+
+@pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes")
+def test_llama_cpp_s_logits_are_held_against_the_codes(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    made = written(sources("llama"), tmp_path / "b", WeightScheme(format="q8_0"), FLOAT)
+    assert checks(made, FLOAT)["reload.llama_cpp"].ok
+    # the tensors are what they were, and a norm computes something else
+    field = gguf.GGUFReader(file_of(made), "r+").fields["llama.attention.layer_norm_rms_epsilon"]
+    field.parts[field.data[0]][:] = 1.0
+    field.parts[field.data[0]].flush()
+    found = checks(made, FLOAT)
+    assert found["gguf.tensors"].ok and not found["reload.llama_cpp"].ok

@@ -3,7 +3,8 @@
 Every tensor is read back by the `gguf` package and compared: exactly where it has codes, to the rounding of the file's
 floats where not. Then transformers reads the file with code of its own (names, order of rows, norms, sizes), and its
 logits are held against ours, to 1e-4 beside what the file's floats explain. Where llama.cpp is installed, the token ids
-that it makes of a few texts are those of the model's own tokenizer.
+that it makes of a few texts are those of the model's own tokenizer, and its logits those of the codes: as near as 8 bits
+allow, to which it rounds the inputs of a product with codes, or the 16 bits of bfloat16.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 from quantkit import machine
 from quantkit.bundle import Check
 from quantkit.errors import InputError, reading
-from quantkit.exporters.check import counted, judged, prompt
+from quantkit.exporters.check import counted, judged, prompt, worst
 from quantkit.exporters.gguf.types import FLOATS
 from quantkit.exporters.gguf.writer import TABLE, Content
+from quantkit.model.source.gguf import demand_lengths
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 _ROUNDING = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}
 # float16 weights move logits of a model of ordinary size by 1e-3 at most; a row out of place moves all of them
 LIMIT, ROUNDED = 1e-4, 2e-2
+# of llama.cpp's own logits: with inputs in 16 bits, and in 8
+IN_FLOATS, IN_CODES = 3e-2, 0.15
+# of a file that is only run
+_TOKENS = 8
 # of a file transformers 5.23 does not read these, though llama.cpp does
 _UNREAD = {
     "attention_bias",
@@ -54,8 +60,33 @@ def check(path: Path, content: Content, blocks: int | None = None) -> list[Check
         found.append(_tokens(path, content.values))
     if blocks is None or blocks >= len(content.values.stream.block_names):
         error, where = _logits(path, content.values, content.config)
-        floats = {each.kind for each in content.tensors} & {"F16", "BF16"}
-        found.append(judged("reload.gguf", error, ROUNDED if floats else LIMIT, where))
+        kinds = {each.kind for each in content.tensors}
+        found.append(judged("reload.gguf", error, ROUNDED if kinds & {"F16", "BF16"} else LIMIT, where))
+        if machine.has("llama_cpp"):
+            from quantkit.runtimes.llama_cpp.session import LlamaModel
+
+            limit = IN_FLOATS if kinds <= set(FLOATS.values()) else IN_CODES
+            error, where = worst(LlamaModel(path), content.values)
+            found.append(judged("reload.llama_cpp", error, limit, where))
+    return found
+
+
+def check_alone(path: Path) -> list[Check]:
+    """Of a file with nothing to hold it against: the package reads all of it, and it is finite; llama.cpp runs it."""
+    import gguf
+    import numpy as np
+
+    with reading(_damaged(path)):
+        demand_lengths(path)
+        tensors = gguf.GGUFReader(path).tensors
+        read = ((each.name, gguf.quants.dequantize(each.data, each.tensor_type)) for each in tensors)
+        found = [counted("gguf.tensors", [name for name, values in read if not np.isfinite(values).all()])]
+    if machine.has("llama_cpp"):
+        from quantkit.runtimes.llama_cpp.session import LlamaModel
+
+        model = LlamaModel(path)
+        logits = model.run(model.state(1, _TOKENS), np.arange(_TOKENS)[None] % model.vocabulary)
+        found.append(counted("gguf.logits", [] if np.isfinite(logits).all() else ["llama.cpp's logits are not finite"]))
     return found
 
 

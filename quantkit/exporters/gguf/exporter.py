@@ -135,16 +135,17 @@ class Gguf(Exporter):
         """Read the file by the `gguf` package and by transformers, and hold it against what was decided on.
 
         Returns:
-            checks `gguf.tensors` (every tensor), `gguf.tokens` (a few texts, where llama.cpp is installed) and
-            `reload.gguf` (logits of transformers' own reading, where as many blocks fit as the model has).
+            checks `gguf.tensors` (every tensor) and `gguf.tokens` (a few texts, where llama.cpp is installed); where as
+            many blocks fit as the model has, `reload.gguf` (logits of transformers' own reading) and `reload.llama_cpp`
+            (llama.cpp's). Of a file with no checkpoint beside it: that it is read, and run (`gguf.logits`).
         """
         demand_package()
         from quantkit.exporters.check import decided
-        from quantkit.exporters.gguf.check import check, read_options
+        from quantkit.exporters.gguf.check import check, check_alone, read_options
 
         values = decided(bundle, source, stream, results)
         if values is None:
-            return []
+            return check_alone(bundle / FOLDER / MODEL)
         chosen = options if options is not None else read_options(bundle / FOLDER / MODEL)
         return check(bundle / FOLDER / MODEL, _content(values, chosen), blocks)
 
