@@ -3,8 +3,8 @@
 Every tensor is read back by the `gguf` package and compared: exactly where it has codes, to the rounding of the file's
 floats where not. Then transformers reads the file with code of its own (names, order of rows, norms, sizes), and its
 logits are held against ours, to 1e-4 beside what the file's floats explain. Where llama.cpp is installed, the token ids
-that it makes of a few texts are those of the model's own tokenizer, and its logits those of the codes: as near as 8 bits
-allow, to which it rounds the inputs of a product with codes, or the 16 bits of bfloat16.
+that it makes of a few texts are those of the model's own tokenizer, and its logits those of the codes: as near as the
+bits allow to which it rounds inputs of products, 8 where a weight has codes and 16 where it is in bfloat16.
 """
 
 from __future__ import annotations
