@@ -1,0 +1,5 @@
+"""OpenVINO's own form (`openvino/model.xml`): our codes as u4 and u8 constants, the cache a state of the model."""
+
+from quantkit.exporters.openvino.exporter import EXPORT
+
+__all__ = ["EXPORT"]

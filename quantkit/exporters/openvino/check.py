@@ -1,0 +1,84 @@
+"""Does a model of OpenVINO hold the codes that were decided on, and compute from them what they stand for?
+
+`openvino.codes`: every weight that has codes is a constant of 4 or 8 bits, and the bytes of codes and zero points, and
+the scales, are those that were decided on, as OpenVINO itself reads them back.
+
+`reload.openvino`: max |found - expected| / max |expected| <= 1e-4 on the CPU, in float32, with no input rounded,
+whatever the file asks for (`exporters/check.py` says what is compared). Pairs before quantized inputs are taken out for
+that; their scales are held against those that were decided on, beside the codes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.bundle import Check
+from quantkit.errors import InputError
+from quantkit.exporters.check import counted, judged, worst
+from quantkit.exporters.onnx.exporter import dialect_weights
+from quantkit.exporters.openvino.dialect import channel_scales, packed_weights
+from quantkit.exporters.openvino.model import constants, without_pairs
+from quantkit.exporters.values import Values
+from quantkit.runtimes.openvino.library import first_line
+from quantkit.runtimes.openvino.open import MODEL, read
+from quantkit.runtimes.openvino.session import OpenvinoModel
+
+LIMIT = 1e-4
+_TYPES = {4: ("u4",), 8: ("u8",)}
+
+
+def check(folder: Path, values: Values) -> list[Check]:
+    """All checks; the numbers only if every code is right."""
+    try:
+        found = [counted("openvino.codes", wrong_codes(folder, values))]
+    except InputError as problem:
+        return [counted("openvino.codes", [problem.line()])]
+    if not found[0].ok:
+        return found
+    error, where = _numbers(folder, values)
+    return [*found, judged("reload.openvino", error, LIMIT, where)]
+
+
+def wrong_codes(folder: Path, values: Values) -> list[str]:
+    """The linears whose constants are not what was decided on. Raises InputError `openvino-unreadable`."""
+    weights, wrong = dialect_weights(values), []
+    stored = {name: (kind, data) for name, kind, data in constants(read(folder / MODEL))}
+    for name, linear in weights.linears.items():
+        if linear.scheme is None:
+            continue
+        wanted: dict[str, Any]
+        if linear.input is None:
+            packed = packed_weights(weights, name)
+            kinds = _TYPES[packed.bits]
+            wanted = {"codes": packed.codes(), "scales": packed.scales()}
+            wanted |= {} if linear.scheme.symmetric else {"zeros": packed.zeros()}
+        else:
+            kinds = ("i8",)
+            wanted = {"codes": weights.codes(name).T, "scales": channel_scales(weights, name)}
+        for part, expected in wanted.items():
+            kind, data = stored.get(f"{name}.{part}", ("", None))
+            if data is None or (part != "scales" and kind not in kinds) or not _same(data, expected):
+                wrong.append(f"{name}.{part}")
+    return wrong
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Bit by bit, in whatever shape."""
+    found, wanted = np.ascontiguousarray(found).reshape(-1), np.ascontiguousarray(wanted).reshape(-1)
+    return found.view(np.uint8).tobytes() == wanted.view(np.uint8).tobytes()
+
+
+def _numbers(folder: Path, values: Values) -> tuple[float | None, str]:
+    try:
+        model = OpenvinoModel(
+            folder, threads=torch.get_num_threads(), accuracy_level=0, device="CPU", change=without_pairs
+        )
+        return worst(model, values)
+    except InputError as problem:
+        return None, problem.line()
+    except RuntimeError as problem:  # what OpenVINO raises when a run fails
+        return None, first_line(problem)

@@ -1,0 +1,156 @@
+"""OpenVINO's own form (`openvino/model.xml`): our codes as u4 and u8 constants, the cache a state of the model.
+
+A graph is traced (`trace/transformer.py`), rewritten (`dialect.py`) and written as ONNX beside; OpenVINO's own frontend
+reads that, and what it made is given its state and saved (`model.py`). Nothing is quantized on the way: every code is
+read back and held against the one that was decided on (`check.py`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from quantkit.bundle import Check, Decision
+from quantkit.content import Closed
+from quantkit.exporters import Exporter, LayerSpec
+from quantkit.exporters.openvino.refusals import refuse, refuse_shape
+from quantkit.runtimes.openvino.library import Device, library
+from quantkit.runtimes.openvino.open import FOLDER, MODEL
+
+if TYPE_CHECKING:
+    from quantkit.exporters.values import Values
+    from quantkit.model.finished import Finished
+    from quantkit.model.source.open import Source
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+    from quantkit.target import State
+
+
+class OpenvinoOptions(Closed):
+    """Settings of `export: - openvino: {…}`.
+
+    Args:
+        device: that will run it: `CPU`, `GPU`, `NPU`, or `AUTO`, the one that OpenVINO chooses there.
+        accuracy_level: of products with compressed weights on a CPU: 4 rounds their inputs to 8 bits in groups of 32,
+            faster; 0 computes in float32.
+        shape: of an encoder that is for one shape alone, as an NPU wants it: sequences, and tokens of each.
+    """
+
+    device: Device = "CPU"
+    accuracy_level: Literal[0, 4] = 4
+    shape: tuple[()] | tuple[int, int] = Field(default=())
+
+
+class OpenvinoExporter(Exporter):
+    """See the module."""
+
+    name = "openvino"
+    runtimes = ("openvino",)
+    stores = "file"
+    moves = True
+    adds = True
+    place = FOLDER
+    Options = OpenvinoOptions
+
+    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
+        """Refuse, before any work, what OpenVINO or the device cannot take.
+
+        Raises:
+            InputError: `layout-unsupported`, naming the first layer; `npu-unsupported`.
+            MissingDependency: openvino, onnx, onnx-ir, onnxscript or onnxruntime.
+        """
+        from quantkit.exporters.onnx.exporter import demand_packages
+
+        chosen = OpenvinoOptions(**options)
+        library()
+        demand_packages("an OpenVINO export")
+        asked.demand_no_experts(self.name)
+        refuse(asked.schemes, asked.activations, asked.cache, chosen.device)
+        if asked.source is not None:
+            refuse_shape(asked.source.kind, chosen.device, chosen.shape)
+
+    def holds(
+        self,
+        options: Mapping[str, Any],
+        runtime: str,
+        weights: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme],
+        cache: CacheScheme | None,
+    ) -> State:
+        """See `Exporter`."""
+        refuse(weights, activations, cache, OpenvinoOptions(**options).device)
+        return "native"
+
+    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+        """Trace, rewrite, let OpenVINO read it, and write everything.
+
+        Raises:
+            InputError: `npu-unsupported`, `attention-unsupported`, `export-untraceable`, `openvino-operator`.
+            MissingDependency: openvino, onnx, onnx-ir or onnxscript.
+            Stopped: `disk-full`.
+        """
+        from quantkit.exporters.carried import carry
+        from quantkit.exporters.onnx.exporter import context_of, dialect_weights
+        from quantkit.exporters.openvino.dialect import OpenvinoDialect
+        from quantkit.exporters.openvino.model import converted, fixed, with_state, without_guards, write
+        from quantkit.exporters.trace.rewrite import keep_few, save
+        from quantkit.exporters.trace.transformer import trace
+
+        chosen, source = OpenvinoOptions(**options), values.source
+        decoder = source.kind == "decoder"
+        refuse_shape(source.kind, chosen.device, chosen.shape)
+        kind = "decoder" if decoder else "encoder"
+        graph = OpenvinoDialect(trace(values.skeleton, kind, positions=decoder), dialect_weights(values)).apply()
+        if decoder:
+            keep_few(graph, optional=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as beside:
+            save(graph, Path(beside) / "model.onnx", "model.onnx.data")
+            model = converted(Path(beside) / "model.onnx")
+            without_guards(model)
+            if decoder:
+                model = with_state(model)
+            if chosen.shape:
+                fixed(model, chosen.shape)
+            notes = {
+                "kind": kind,
+                "device": chosen.device,
+                "accuracy_level": chosen.accuracy_level if values.schemes and not values.inputs else 0,
+                "context": context_of(source.config),
+                "vocabulary": int(source.config.get("vocab_size", 2)),
+            }
+            write(model, folder / MODEL, notes)
+        carry(source, folder)
+        return []
+
+    def check(
+        self,
+        bundle: Path,
+        source: Source | None = None,
+        stream: StreamedModel | None = None,
+        results: Finished | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        blocks: int | None = None,
+    ) -> list[Check]:
+        """Read the file again and hold its codes and its numbers against the model that was decided on.
+
+        The whole model always runs, whatever `blocks` says.
+
+        Returns:
+            checks `openvino.codes` (codes, zero points and scales, bit by bit) and, where the CPU may run it,
+            `reload.openvino` (logits of a prompt, of steps with the cache, and of a batch padded on the left).
+        """
+        from quantkit.exporters.check import decided
+        from quantkit.exporters.openvino.check import check
+
+        values = decided(bundle, source, stream, results)
+        return [] if values is None else check(bundle / FOLDER, values)
+
+
+EXPORT = OpenvinoExporter()

@@ -1,0 +1,108 @@
+"""From an ONNX graph of ours to OpenVINO's own form: read by its frontend, its cache made a state, written, read back.
+
+A state is a variable of the model: keys and values stay where the plug-in keeps them, and a step is given new tokens
+alone. `beam_idx` says which sequence of the state each row goes on with; the plug-ins recognise the cache by it
+(src/plugins/intel_cpu/src/transformations/cpu_opset/common/pass/stateful_sdpa_fusion.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit.bundle import stopping_when_full
+from quantkit.errors import InputError
+from quantkit.runtimes.openvino.library import first_line, library
+
+if TYPE_CHECKING:
+    import openvino
+
+PAST, PRESENT = "past_key_values.", "present."
+
+
+def converted(path: Path) -> openvino.Model:
+    """What OpenVINO reads of an ONNX file.
+
+    Raises:
+        InputError: `openvino-operator`, it has an operator that OpenVINO does not read.
+        MissingDependency: openvino.
+    """
+    core = library().Core()
+    try:
+        return core.read_model(str(path))
+    except RuntimeError as problem:
+        raise InputError(
+            "openvino-operator",
+            where=path.name,
+            value=first_line(problem),
+            rule=f"OpenVINO {library().__version__} reads every operator of the graph",
+            remedy="leave `openvino` out of `export`; `onnx` runs as it is",
+        ) from None
+
+
+def without_guards(model: openvino.Model) -> None:
+    """Take out what the frontend puts behind attention, zeros for rows that see nothing: masks here are finite."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Select":
+            continue
+        seen = node.input_value(0).get_node()
+        attention = node.input_value(2)
+        if seen.get_type_name() == "IsNaN" and attention.get_node().get_type_name() == "ScaledDotProductAttention":
+            node.output(0).replace(attention)
+
+
+def with_state(model: openvino.Model) -> openvino.Model:
+    """Keys and values that came in and went out become variables; `beam_idx` [B] int32 is a new input."""
+    ov = library()
+    from openvino import opset13 as ops
+
+    given = {node.get_friendly_name(): node for node in model.get_parameters()}
+    results = {result.input_value(0).get_any_name(): result for result in model.get_results()}
+    def whole(*numbers: int) -> Any:
+        return ops.constant(np.array(numbers, np.int64))
+
+    beams = ops.parameter([-1], ov.Type.i32, name="beam_idx")
+    beams.output(0).get_tensor().set_names({"beam_idx"})
+    rows = ops.constant(np.int64(0))
+    batch = ops.gather(ops.shape_of(given["input_ids"], "i64"), whole(0), rows)
+    sinks = []
+    for name in [name for name in given if name.startswith(PAST)]:
+        past, present = given.pop(name), results.pop(name.replace(PAST, PRESENT))
+        shape = past.get_partial_shape()
+        empty = ops.broadcast(
+            ops.constant(np.float32(0)), ops.concat([batch, whole(shape[1].get_length(), 0, shape[3].get_length())], 0)
+        )
+        kept = ops.read_value(empty, name, ov.Type.f32, shape)
+        past.output(0).replace(ops.gather(kept, beams, rows).output(0))
+        sinks.append(ops.assign(present.input_value(0).get_node(), name))
+    return ov.Model(list(results.values()), sinks, [*given.values(), beams], "model")
+
+
+def fixed(model: openvino.Model, shape: tuple[int, int]) -> None:
+    """Make every input one of so many sequences and tokens."""
+    model.reshape({value.any_name: list(shape) for value in model.inputs})
+
+
+def without_pairs(model: openvino.Model) -> None:
+    """Take out what rounds inputs of products, so that they multiply floats."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "FakeQuantize" and node.input_value(0).get_node().get_type_name() != "Constant":
+            node.output(0).replace(node.input_value(0))
+
+
+def write(model: openvino.Model, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write a model and its weights beside it, numbers as they are. Raises Stopped: `disk-full`."""
+    for key, value in notes.items():
+        model.set_rt_info(str(value), ["quantkit", key])
+    with stopping_when_full(path.parent):
+        library().save_model(model, path, compress_to_fp16=False)
+
+
+def constants(model: openvino.Model) -> Iterator[tuple[str, str, Any]]:
+    """(name, element type, the bytes as they are stored) of every constant."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "Constant":
+            yield node.get_friendly_name(), node.get_element_type().get_type_name(), node.data

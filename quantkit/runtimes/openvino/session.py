@@ -1,0 +1,289 @@
+"""A bundle's `openvino/` in OpenVINO: prompts and steps whose cache is a state of the model, encoders, graphs.
+
+A state is an infer request: it holds the keys and values of its sequences, and each run adds to them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit import machine
+from quantkit.errors import InputError
+from quantkit.runtimes.generate import no_cache, too_long
+from quantkit.runtimes.openvino.open import MODEL, WEIGHTS, compiled, noted, read
+
+Array = NDArray[Any]
+
+
+@dataclass
+class OpenvinoState:
+    """Some sequences.
+
+    Args:
+        request: with their keys and values.
+        mask: [B, capacity], 1 where a token is.
+        length: columns that are filled, padding included.
+    """
+
+    request: Any
+    mask: Array
+    length: int = 0
+
+
+class OpenvinoModel:
+    """A transformer in OpenVINO.
+
+    Args:
+        folder: with `model.xml`.
+        threads: of a CPU; None is the machine's cores.
+        accuracy_level: of compressed products, instead of what the file says; with 0 none of their inputs is rounded.
+        device: `CPU`, `GPU`, `NPU` or `AUTO`; None: what the file was written for.
+        change: told the model before it is compiled.
+
+    Raises:
+        MissingDependency: openvino. InputError: `openvino-unreadable`, `runtime-not-here`.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        threads: int | None = None,
+        accuracy_level: int | None = None,
+        device: str | None = None,
+        change: Callable[[Any], None] = lambda model: None,
+    ) -> None:
+        self.folder, self.threads = folder, threads or machine.cores()
+        model = read(folder / MODEL)
+        self.meta = noted(model)
+        self.device = device or self.meta.get("device", "CPU")
+        level = int(self.meta.get("accuracy_level", 0)) if accuracy_level is None else accuracy_level
+        self.accuracy_level = level
+        change(model)
+        self._model = compiled(model, folder / MODEL, self.threads, self.device, level)
+        self.inputs = {name: value for value in self._model.inputs for name in value.names}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For rows."""
+        return {"accuracy_level": self.accuracy_level, "threads": self.threads, "device": self.device}
+
+    @property
+    def decoder(self) -> bool:
+        """Whether it has a cache and gives logits."""
+        return "beam_idx" in self.inputs
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence can have."""
+        return int(self.meta.get("context", 0)) or (1 << 31)
+
+    @cached_property
+    def features(self) -> int:
+        """Numbers that come out for a position: logits, or an encoder's last hidden state."""
+        return int(self._model.outputs[0].partial_shape[-1].get_length())
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits of a position."""
+        return self.features
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of cache for one token of one sequence, all layers."""
+        return int(self.meta.get("cache_bytes", 0))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's files."""
+        return sum((self.folder / name).stat().st_size for name in (MODEL, WEIGHTS))
+
+    def state(self, batch: int, capacity: int) -> OpenvinoState:
+        """Room for `batch` sequences of up to `capacity` tokens.
+
+        Raises:
+            InputError: `not-a-decoder`, `prompt-too-long` beyond the context, `out-of-memory` beyond what is free.
+        """
+        if not self.decoder:
+            raise no_cache(str(self.folder))
+        self._demand_positions(capacity)
+        # it is doubled when it is full, and copied then
+        self._demand_room(batch, capacity, 3 * batch * capacity * self.cache_bytes)
+        return OpenvinoState(self._model.create_infer_request(), np.zeros((batch, capacity), np.int64))
+
+    def _demand_positions(self, tokens: int) -> None:
+        if tokens > self.context:
+            remedy = "shorten the prompt, or ask for fewer new tokens"
+            raise too_long(str(self.folder), tokens, f"the context holds {self.context}", remedy)
+
+    def _demand_room(self, batch: int, tokens: int, need: int) -> None:
+        free = machine.memory_available()
+        if need > 0.9 * free:
+            raise InputError(
+                "out-of-memory",
+                where=f"batch {batch}, {tokens} tokens",
+                value=f"{need / 1e9:.2f} GB",
+                rule=f"{free / 1e9:.2f} GB are free",
+                remedy="use a smaller batch or a shorter context",
+            )
+
+    def run(self, state: OpenvinoState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
+        """Feed tokens to the sequences of a state; see `OnnxModel.run`.
+
+        Returns:
+            logits [B, S or keep, vocabulary], float32.
+
+        Raises:
+            InputError: `prompt-too-long`.
+        """
+        state.request.infer(self._feed(state, ids, mask, keep))
+        state.length += ids.shape[1]
+        return np.array(state.request.get_output_tensor(0).data)
+
+    def _feed(self, state: OpenvinoState, ids: Array, mask: Array | None = None, keep: int = 0) -> dict[str, Array]:
+        before, after = state.length, state.length + ids.shape[1]
+        if after > state.mask.shape[1]:
+            raise too_long("cache", after, f"there is room for {state.mask.shape[1]}")
+        state.mask[:, before:after] = 1 if mask is None else mask
+        # a token's position is the number of real tokens before it: padding on the left does not count
+        places = np.maximum(np.cumsum(state.mask[:, :after], axis=1) - 1, 0)[:, before:]
+        feed = {
+            "input_ids": np.ascontiguousarray(ids, np.int64),
+            "attention_mask": np.ascontiguousarray(state.mask[:, :after]),
+            "position_ids": np.ascontiguousarray(places),
+            "beam_idx": np.arange(len(ids), dtype=np.int32),
+            "logits_to_keep": np.array([keep], np.int64),
+        }
+        return {name: values for name, values in feed.items() if name in self.inputs}
+
+    def encode(self, ids: Array, mask: Array | None = None) -> Array:
+        """An encoder's last hidden states [B, S, width] for ids [B, S].
+
+        Raises:
+            InputError: `shape-unsupported`, where the file holds other shapes alone.
+        """
+        return np.array(self._encoded(ids, mask)(self._model.create_infer_request()))
+
+    def _encoded(self, ids: Array, mask: Array | None) -> Callable[[Any], Array]:
+        feed = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
+        feed |= {name: np.zeros_like(ids) for name in self.inputs if name not in feed}
+        shape = self.inputs["input_ids"].partial_shape
+        if shape.is_static and list(shape.to_shape()) != list(ids.shape):
+            batch, tokens = shape.to_shape()
+            raise InputError(
+                "shape-unsupported",
+                where=str(self.folder / MODEL),
+                value=f"{ids.shape[0]} sequences of {ids.shape[1]} tokens",
+                rule=f"it was written for {batch} of {tokens}",
+                remedy="--set openvino.shape, or a device that takes any shape",
+            )
+
+        def run(request: Any) -> Array:
+            request.infer(feed)
+            found: Array = request.get_output_tensor(0).data
+            return found
+
+        return run
+
+    # --- what latency is measured on ----------------------------------------------------------------------------------
+
+    def decode(self, batch: int, context: int) -> Callable[[], float]:
+        """One decode step with `context` tokens in the cache, ready to be repeated; gives the seconds that it took.
+
+        A step makes the cache longer, so it is put back before the next one, which is not counted.
+
+        Raises:
+            InputError: `prompt-too-long`, `out-of-memory`.
+        """
+        state = self.state(batch, context + 1)
+        generator = np.random.default_rng(0)
+        if context:
+            self.run(state, generator.integers(0, self.vocabulary, (batch, context)), keep=1)
+        library = _library()
+        kept = [library.Tensor(np.array(each.state.data)) for each in state.request.query_state()]
+        feed = self._feed(state, generator.integers(0, self.vocabulary, (batch, 1)))
+
+        def step() -> float:
+            for each, values in zip(state.request.query_state(), kept, strict=True):
+                each.state = values
+            began = time.perf_counter()
+            state.request.infer(feed)
+            return time.perf_counter() - began
+
+        return step
+
+    def prefill(self, batch: int, tokens: int) -> Callable[[], None]:
+        """A prompt of `tokens` for each sequence, up to the first logits or all hidden states, ready to be repeated.
+
+        Raises:
+            InputError: `prompt-too-long`, `out-of-memory`, `shape-unsupported`.
+        """
+        generator = np.random.default_rng(0)
+        if not self.decoder:
+            self._demand_positions(tokens)
+            words = int(self.meta.get("vocabulary", 2))
+            run = self._encoded(generator.integers(0, words, (batch, tokens)), None)
+            request = self._model.create_infer_request()
+            return lambda: (run(request), None)[1]
+        state = self.state(batch, tokens)
+        feed = self._feed(state, generator.integers(0, self.vocabulary, (batch, tokens)), keep=1)
+
+        def step() -> None:
+            state.request.reset_state()
+            state.request.infer(feed)
+
+        return step
+
+
+class OpenvinoGraph:
+    """A graph that is no transformer.
+
+    Args:
+        path: of its `.xml`.
+        threads: of a CPU; None is the machine's cores.
+
+    Raises:
+        MissingDependency: openvino. InputError: `openvino-unreadable`, `runtime-not-here`.
+    """
+
+    def __init__(self, path: Path, threads: int | None = None) -> None:
+        model = read(path)
+        self.meta = noted(model)
+        device = self.meta.get("device", "CPU")
+        self._request = compiled(model, path, threads or machine.cores(), device, 0).create_infer_request()
+        self.names = [value.any_name for value in self._request.model_outputs]
+
+    def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+        """Name -> what the outputs are. Raises InputError `shape-unsupported`."""
+        try:
+            self._request.infer(dict(feed))
+        except RuntimeError as problem:
+            from quantkit.runtimes.openvino.library import first_line
+
+            raise InputError(
+                "shape-unsupported",
+                where=", ".join(feed),
+                value=first_line(problem),
+                rule="the shapes that the file was written for",
+            ) from None
+        return {name: np.array(self._request.get_output_tensor(n).data) for n, name in enumerate(self.names)}
+
+    def decode(self, batch: int, context: int) -> Callable[[], None]:
+        """See `shapes.Timeable`: a graph has no cache."""
+        raise InputError("not-a-decoder", where="openvino", value="a graph", rule="only decoders have a cache")
+
+
+def _library() -> Any:
+    from quantkit.runtimes.openvino.library import library
+
+    return library()
