@@ -125,7 +125,7 @@ class FileEntry(_Closed):
         path: inside the bundle, with forward slashes.
         bytes: its size.
         sha256: of its content.
-        role: weights, config, tokenizer, onnx, engine, gguf, measurements, kernels, report, card, other.
+        role: weights, config, tokenizer, onnx, openvino, engine, gguf, measurements, kernels, report, card, other.
         deterministic: whether the same inputs give the same content; only these enter `content_sha256`.
         for: what the file is tied to (an engine: device and runtime version); null for what runs anywhere.
     """
@@ -361,10 +361,10 @@ def role_of(path: str) -> tuple[str, bool]:
     place, name = PurePosixPath(path).parts[0], PurePosixPath(path).name
     if place == "engine" and name.endswith((".onnx", ".onnx.data")):
         return "onnx", True  # what the engine is built from
-    if place in ("model", "onnx"):
-        weights = {"model": (".safetensors",), "onnx": (".onnx", ".onnx.data")}[place]
-        if name.endswith(weights):
-            return ("weights" if place == "model" else "onnx"), True
+    weights = {"model": (".safetensors",), "onnx": (".onnx", ".onnx.data"), "openvino": (".xml", ".bin")}
+    if place in weights:
+        if name.endswith(weights[place]):
+            return ("weights" if place == "model" else place), True
         tokenizer = name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template"))
         return ("tokenizer" if tokenizer or name.endswith(".model") else "config"), True
     roles = {

@@ -34,7 +34,7 @@ RUNTIME = "onnxruntime"
 # that read the same file, the one that everybody has first
 _ONE_FILE = (RUNTIME, "quantkit_cpu")
 # a verdict rests on the first that was timed
-RUNTIMES = (*_ONE_FILE, "llama_cpp")
+RUNTIMES = (*_ONE_FILE, "llama_cpp", "openvino")
 HARM = "harm.json"
 REPORT = "report.html"
 # a compile looks at a few shapes; `quantkit measure` at all of them

@@ -19,13 +19,22 @@ from quantkit.errors import unknown_name
 from quantkit.target import Part, State, Target, known_formats, known_runtimes
 
 # as a letter where space is short: large where the runtime computes in the format, small where it only emulates it
-LETTERS = {"onnxruntime": "O", "tensorrt": "T", "tensorrt_rtx": "R", "vllm": "V", "llama_cpp": "L", "torch": "P"}
+LETTERS = {
+    "onnxruntime": "O",
+    "tensorrt": "T",
+    "tensorrt_rtx": "R",
+    "vllm": "V",
+    "llama_cpp": "L",
+    "openvino": "N",
+    "torch": "P",
+}
 NAMES = {
     "onnxruntime": "ONNX Runtime",
     "tensorrt": "TensorRT",
     "tensorrt_rtx": "TensorRT-RTX",
     "vllm": "vLLM",
     "llama_cpp": "llama.cpp",
+    "openvino": "OpenVINO",
     "torch": "transformers (PyTorch)",
 }
 PARTS: tuple[Part, ...] = get_args(Part)

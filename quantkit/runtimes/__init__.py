@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from quantkit.runtimes.generate import TextTokens
     from quantkit.runtimes.llama_cpp.session import LlamaModel
     from quantkit.runtimes.onnxruntime.session import OnnxModel
+    from quantkit.runtimes.openvino.session import OpenvinoModel
     from quantkit.runtimes.tensorrt import decode
 
     # a model in a runtime: torch runs it block by block, a session or an engine runs it whole
-    Candidate = StreamedModel | OnnxModel | LlamaModel | decode.EngineModel
+    Candidate = StreamedModel | OnnxModel | LlamaModel | OpenvinoModel | decode.EngineModel
 
 
 class Runtime(Protocol):

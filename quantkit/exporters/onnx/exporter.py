@@ -201,13 +201,13 @@ class Onnx(Exporter):
                 "quantkit.accuracy_level": str(_level(values, chosen)),
                 **({} if stored.table is None else {TABLE: chosen.embedding}),
                 **({} if stored.rows is None else {HEAD_ROWS: str(chosen.head_rows)}),
-                **_work(model),
+                **work(model),
             }
         )
         if prompts is not None:
             other = prompts.apply()
             keep_few(other, optional=True)
-            model.metadata_props.update({PROMPT_BYTES: _work(other)[STEP_BYTES], PROMPT_ROWS: str(ROWS)})
+            model.metadata_props.update({PROMPT_BYTES: work(other)[STEP_BYTES], PROMPT_ROWS: str(ROWS)})
             model = both(model, other)
         folder.mkdir(parents=True, exist_ok=True)
         save(model, folder / MODEL, DATA)
@@ -309,7 +309,7 @@ def dialect_weights(values: Values) -> WeightsByName:
     return WeightsByName(linears, shapes, tensor, codes, grid)
 
 
-def _work(model: ir.Model) -> dict[str, str]:
+def work(model: ir.Model) -> dict[str, str]:
     """What a decode step must read and compute, for whoever draws its roofline; text, as the file wants it.
 
     `quantkit.step_bytes`: weights that every step reads (of an embedding it reads a row: not counted); of a graph that
@@ -327,11 +327,16 @@ def _work(model: ir.Model) -> dict[str, str]:
     float_head = 0
     attention = 0
     heads = {value.name for value in graph.outputs}
+    decoder = any(str(value.name).startswith("past_key_values.") for value in graph.inputs)
     for node in graph:
         if node.op_type == "GroupQueryAttention":
             past = node.inputs[3]
             assert past is not None and past.shape is not None
             attention += 4 * node.attributes["num_heads"].as_int() * int(past.shape[3])  # type: ignore[arg-type]
+        if node.op_type == "Attention":
+            queries = node.inputs[0].shape if node.inputs[0] is not None else None
+            if queries is not None:
+                attention += (4 if decoder else 8) * math.prod(int(queries[at]) for at in (1, 3))  # type: ignore[arg-type, misc]
         if node.op_type == "MultiHeadAttention":
             # queries that were rotated have no shape; values are as wide
             shapes = [value.shape for value in node.inputs[:3] if value is not None and value.shape is not None]
@@ -357,7 +362,7 @@ def _work(model: ir.Model) -> dict[str, str]:
                 read[f"{whole.name}, cut"] = round(whole.const_value.nbytes * share)
         weight = node.inputs[1] if len(node.inputs) > 1 else None
         unpacked = weight.producer() if weight is not None else None
-        if unpacked is not None and unpacked.op_type == "DequantizeLinear":
+        if unpacked is not None and unpacked.op_type in ("DequantizeLinear", "Transpose"):
             weight = unpacked.inputs[0]
         if node.op_type == "MatMulNBits":
             size = node.attributes["N"].as_int() * node.attributes["K"].as_int()

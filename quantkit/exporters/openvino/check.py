@@ -63,13 +63,17 @@ def wrong_codes(folder: Path, values: Values) -> list[str]:
             kind, data = stored.get(f"{name}.{part}", ("", None))
             if data is None or (part != "scales" and kind not in kinds) or not _same(data, expected):
                 wrong.append(f"{name}.{part}")
+        # linears that share an input share its scale, under the first one's name
+        shared = f"{name}/input.scale"
+        if linear.input is not None and shared in stored:
+            wrong += [] if _same(stored[shared][1], np.float32(linear.input.scale)) else [shared]
     return wrong
 
 
 def _same(found: Any, wanted: Any) -> bool:
     """Bit by bit, in whatever shape."""
     found, wanted = np.ascontiguousarray(found).reshape(-1), np.ascontiguousarray(wanted).reshape(-1)
-    return found.view(np.uint8).tobytes() == wanted.view(np.uint8).tobytes()
+    return bool(found.view(np.uint8).tobytes() == wanted.view(np.uint8).tobytes())
 
 
 def _numbers(folder: Path, values: Values) -> tuple[float | None, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,12 @@ class OpenvinoOptions(Closed):
         shape: of an encoder that is for one shape alone, as an NPU wants it: sequences, and tokens of each.
     """
 
+    # what `planning/model/storage.py` asks of a graph: here it is always so
+    embedding: ClassVar = "float"
+    prefill: ClassVar = "same"
+    weight_codes: ClassVar = "int8"
+    head_rows: ClassVar = 0
+
     device: Device = "CPU"
     accuracy_level: Literal[0, 4] = 4
     shape: tuple[()] | tuple[int, int] = Field(default=())
@@ -50,7 +56,7 @@ class OpenvinoExporter(Exporter):
 
     name = "openvino"
     runtimes = ("openvino",)
-    stores = "file"
+    stores = "graph"
     moves = True
     adds = True
     place = FOLDER
@@ -85,6 +91,10 @@ class OpenvinoExporter(Exporter):
         refuse(weights, activations, cache, OpenvinoOptions(**options).device)
         return "native"
 
+    def for_floats(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Without what is about codes."""
+        return {name: value for name, value in options.items() if name != "accuracy_level"}
+
     def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
         """Trace, rewrite, let OpenVINO read it, and write everything.
 
@@ -94,9 +104,9 @@ class OpenvinoExporter(Exporter):
             Stopped: `disk-full`.
         """
         from quantkit.exporters.carried import carry
-        from quantkit.exporters.onnx.exporter import context_of, dialect_weights
+        from quantkit.exporters.onnx.exporter import context_of, dialect_weights, work
         from quantkit.exporters.openvino.dialect import OpenvinoDialect
-        from quantkit.exporters.openvino.model import converted, fixed, with_state, without_guards, write
+        from quantkit.exporters.openvino.model import PAST, converted, fixed, with_state, without_guards, write
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
 
@@ -122,6 +132,12 @@ class OpenvinoExporter(Exporter):
                 "accuracy_level": chosen.accuracy_level if values.schemes and not values.inputs else 0,
                 "context": context_of(source.config),
                 "vocabulary": int(source.config.get("vocab_size", 2)),
+                "cache_bytes": sum(
+                    4 * int(value.shape[1]) * int(value.shape[3])  # type: ignore[index, arg-type, misc]
+                    for value in graph.graph.inputs
+                    if str(value.name).startswith(PAST)
+                ),
+                **work(graph),
             }
             write(model, folder / MODEL, notes)
         carry(source, folder)

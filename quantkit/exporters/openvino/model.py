@@ -7,6 +7,7 @@ alone. `beam_idx` says which sequence of the state each row goes on with; the pl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ def with_state(model: openvino.Model) -> openvino.Model:
 
     given = {node.get_friendly_name(): node for node in model.get_parameters()}
     results = {result.input_value(0).get_any_name(): result for result in model.get_results()}
+
     def whole(*numbers: int) -> Any:
         return ops.constant(np.array(numbers, np.int64))
 
@@ -87,16 +89,25 @@ def fixed(model: openvino.Model, shape: tuple[int, int]) -> None:
 
 
 def without_pairs(model: openvino.Model) -> None:
-    """Take out what rounds inputs of products, so that they multiply floats."""
+    """Take out what rounds inputs of products, so that they multiply floats: FakeQuantize, to codes and back."""
     for node in model.get_ordered_ops():
-        if node.get_type_name() == "FakeQuantize" and node.input_value(0).get_node().get_type_name() != "Constant":
-            node.output(0).replace(node.input_value(0))
+        if node.get_type_name() != "FakeQuantize" or node.input_value(0).get_node().get_type_name() == "Constant":
+            continue
+        last = node
+        while last.get_type_name() != "Multiply":
+            (reader,) = last.output(0).get_target_inputs()
+            last = reader.get_node()
+        last.output(0).replace(node.input_value(0))
 
 
 def write(model: openvino.Model, path: Path, notes: Mapping[str, Any]) -> None:
     """Write a model and its weights beside it, numbers as they are. Raises Stopped: `disk-full`."""
     for key, value in notes.items():
-        model.set_rt_info(str(value), ["quantkit", key])
+        model.set_rt_info(str(value), ["quantkit", key.removeprefix("quantkit.")])
+    for number, node in enumerate(model.get_ordered_ops()):
+        # by itself it counts all nodes that the process has made so far: a file would never be the same again
+        if re.fullmatch(rf"{node.get_type_name()}_\d+", node.get_friendly_name()):
+            node.set_friendly_name(f"{node.get_type_name()}_{number}")
     with stopping_when_full(path.parent):
         library().save_model(model, path, compress_to_fp16=False)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quantkit.runtimes import Candidate
     from quantkit.runtimes.llama_cpp.session import LlamaModel
     from quantkit.runtimes.onnxruntime.session import OnnxModel
+    from quantkit.runtimes.openvino.session import OpenvinoModel
     from quantkit.runtimes.tensorrt import decode
 
 
@@ -108,7 +109,9 @@ def _positions(candidate: Candidate, tokens: TokenSet, at_once: int | None) -> C
 class _Session:
     """A model with a cache: each part of a sequence goes on where the last one ended."""
 
-    def __init__(self, model: OnnxModel | LlamaModel | decode.EngineModel, length: int, at_once: int | None) -> None:
+    def __init__(
+        self, model: OnnxModel | LlamaModel | OpenvinoModel | decode.EngineModel, length: int, at_once: int | None
+    ) -> None:
         self.model = model
         self.length = length
         self.at_once = at_once

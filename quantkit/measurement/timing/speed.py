@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,14 @@ from quantkit.runtimes.llama_cpp.session import MODEL as GGUF
 from quantkit.runtimes.llama_cpp.session import LlamaModel
 from quantkit.runtimes.onnxruntime.open import open_graph
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
+from quantkit.runtimes.openvino.open import MODEL as XML
+from quantkit.runtimes.openvino.open import WEIGHTS
+from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
 
-RUNTIME, LLAMA = "onnxruntime", "llama_cpp"
+RUNTIME, LLAMA, OPENVINO = "onnxruntime", "llama_cpp", "openvino"
 _BATCH, _CONTEXT = 1, 128
-_EXTRA = {RUNTIME: "onnx", "quantkit_cpu": "onnx", LLAMA: "gguf"}
+_EXTRA = {RUNTIME: "onnx", "quantkit_cpu": "onnx", LLAMA: "gguf", OPENVINO: "openvino"}
+_PACKAGES = {LLAMA: "llama_cpp", OPENVINO: "openvino"}
 _REMEDY = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
 
 
@@ -49,7 +53,7 @@ class SpeedSide:
         subject: identity for the rows.
         format: of its weights.
         weight_bytes: of all constants of a graph.
-        runtime: that runs it: `onnxruntime`, `quantkit_cpu` or `llama_cpp`.
+        runtime: that runs it: `onnxruntime`, `quantkit_cpu`, `llama_cpp` or `openvino`.
     """
 
     path: str
@@ -109,7 +113,7 @@ def demand(runtimes: Collection[str] = (RUNTIME,)) -> None:
     Raises:
         MissingDependency: scipy; onnxruntime or llama-cpp-python.
     """
-    needed = {"scipy": "onnx"} | {("llama_cpp" if each == LLAMA else "onnxruntime"): _EXTRA[each] for each in runtimes}
+    needed = {"scipy": "onnx"} | {_PACKAGES.get(each, "onnxruntime"): _EXTRA[each] for each in runtimes}
     for package, extra in needed.items():
         if not machine.has(package):
             raise MissingDependency(package, extra=extra, purpose="measuring speed")
@@ -158,7 +162,7 @@ def footprint(part: SpeedSide, threads: int) -> dict[str, int]:
 
 
 def _bytes(model: Path) -> int:
-    named = (MODEL, GGUF) if model.is_dir() else (model.name,)
+    named = (MODEL, GGUF, XML, WEIGHTS) if model.is_dir() else (model.name,)
     files = [path for name in named for path in (model if model.is_dir() else model.parent).glob(f"{name}*")]
     return sum(path.stat().st_size for path in files)
 
@@ -191,13 +195,12 @@ def _memory(job: SpeedJob, weighed: Mapping[str, Mapping[str, int]]) -> Row:
 class Passes:
     """A loaded graph as `shapes.Timeable`."""
 
-    def __init__(self, file: Path, samples: Mapping[str, Array], threads: int) -> None:
-        self._session = open_graph(file, threads)
-        self._samples = samples
+    def __init__(self, run: Callable[[Mapping[str, Array]], object], samples: Mapping[str, Array]) -> None:
+        self._run, self._samples = run, samples
 
     def decode(self, batch: int, context: int) -> Step:
         """See `shapes.Timeable`: a graph has no cache."""
-        raise InputError("not-a-decoder", where="onnxruntime", value="a graph", rule="only decoders have a cache")
+        raise InputError("not-a-decoder", where="a graph", value="a decode step", rule="only decoders have a cache")
 
     def prefill(self, batch: int, tokens: int) -> Step:
         """See `shapes.Timeable`."""
@@ -205,7 +208,7 @@ class Passes:
             name: np.ascontiguousarray(np.resize(array, (batch, *array.shape[1:])))
             for name, array in self._samples.items()
         }
-        return lambda: self._session.run(None, feed)
+        return lambda: self._run(feed)
 
 
 def samples_of(file: str | None) -> dict[str, Array]:
@@ -218,10 +221,22 @@ def samples_of(file: str | None) -> dict[str, Array]:
 
 def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str = RUNTIME) -> Timeable:
     """A folder with `model.onnx` or `model.gguf`, or with samples a graph's file. Raises as `open_graph`."""
-    return Passes(Path(path), samples, threads) if samples else _model(path, threads, runtime)
+    if samples:
+        return Passes(_graph(Path(path), threads, runtime), samples)
+    return _model(path, threads, runtime)
 
 
-def _model(folder: str, threads: int, runtime: str) -> OnnxModel | LlamaModel:
+def _graph(file: Path, threads: int, runtime: str) -> Callable[[Mapping[str, Array]], object]:
+    """What runs a graph's file on a batch."""
+    if runtime == OPENVINO:
+        return OpenvinoGraph(file, threads)
+    session = open_graph(file, threads)
+    return lambda feed: session.run(None, feed)
+
+
+def _model(folder: str, threads: int, runtime: str) -> OnnxModel | LlamaModel | OpenvinoModel:
+    if runtime == OPENVINO:
+        return OpenvinoModel(Path(folder), threads=threads)
     if (Path(folder) / GGUF).is_file():
         return LlamaModel(Path(folder), threads=threads)
     return OnnxModel(Path(folder), threads=threads, own=runtime != RUNTIME)
@@ -238,14 +253,15 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
         if isinstance(model, LlamaModel):
             found = cost_of_file(model.path, model.sizes, part.format)
         else:
-            found = _cost(model, part) if isinstance(model, OnnxModel) else _cost_of_graph(part, graph, samples)
+            noted = isinstance(model, OnnxModel | OpenvinoModel)
+            found = _cost(model, part) if noted else _cost_of_graph(part, graph, samples)  # type: ignore[arg-type]
         entries.append(TimedSide(model, found, part.subject, runtime=part.runtime))
     ours, theirs, *across = entries
     settings: dict[str, Any] = {"threads": threads, "compute_type": ours.cost.compute}
     settings["baseline_format"] = theirs.cost.format
     if isinstance(ours.model, OnnxModel):
         settings["accuracy_level"] = ours.model.accuracy_level
-    elif isinstance(ours.model, LlamaModel):
+    elif isinstance(ours.model, LlamaModel | OpenvinoModel):
         settings |= {key: value for key, value in ours.model.settings.items() if key != "threads"}
     rows = measure(
         ours,
@@ -262,7 +278,7 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
         caller.row(row.as_dict())
 
 
-def _cost(model: OnnxModel, part: SpeedSide) -> StepCost:
+def _cost(model: OnnxModel | OpenvinoModel, part: SpeedSide) -> StepCost:
     """From what the exporter noted in the file."""
 
     def noted(name: str) -> float:

@@ -82,7 +82,7 @@ def _in_torch(bundle: Bundle, batch: int, *, decodes: bool) -> Step:
 
 
 def _graph(bundle: Bundle, runtime: str, batch: int, samples: Mapping[str, NDArray[Any]]) -> Step:
-    from quantkit.measurement.timing.speed import Passes
+    from quantkit.measurement.timing.speed import opened
 
     if is_network(bundle) or runtime != "onnxruntime" or not samples:
         raise InputError(
@@ -92,4 +92,4 @@ def _graph(bundle: Bundle, runtime: str, batch: int, samples: Mapping[str, NDArr
             rule="graphs are timed in ONNX Runtime",
             remedy="name `runtimes: [onnxruntime]`",
         )
-    return Passes(file_of(bundle), samples, machine.cores()).prefill(batch, 1)
+    return opened(str(file_of(bundle)), samples, machine.cores()).prefill(batch, 1)

@@ -106,8 +106,9 @@ def storing(what: Stores) -> str:
 
 
 def rated(export: str) -> str:
-    """The exporter whose rates are an export's: no compile with a file of everything has been fitted yet."""
-    return storing("tensors") if stores(export) == "file" else export
+    """The exporter whose rates are an export's: the first that stores so; no file of everything has been fitted yet."""
+    what = stores(export)
+    return storing("tensors" if what == "file" else what)
 
 
 def fitted(part: str) -> str:

@@ -42,7 +42,9 @@ def noted(model: openvino.Model) -> dict[str, str]:
     place = "quantkit"
     if not model.has_rt_info([place]):
         return {}
-    return {str(name): str(value.astype(str)) for name, value in model.get_rt_info([place]).astype(dict).items()}
+    return {
+        f"{place}.{name}": str(value.astype(str)) for name, value in model.get_rt_info([place]).astype(dict).items()
+    }
 
 
 def compiled(model: openvino.Model, path: Path, threads: int, device: str, level: int) -> Any:

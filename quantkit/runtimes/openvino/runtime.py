@@ -19,7 +19,7 @@ __all__ = ["RUNTIME", "OpenvinoRuntime"]
 class OpenvinoRuntime(Runtime):
     """See the module."""
 
-    name = "openvino"
+    name = floats = "openvino"
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """See `Runtime`."""
@@ -54,16 +54,6 @@ class OpenvinoRuntime(Runtime):
             InputError: `bundle-without-openvino`, `hash-mismatch`, `openvino-unreadable`, `runtime-not-here`.
         """
         return OpenvinoModel(self.checked(bundle), **settings)
-
-    def checked(self, bundle: Bundle) -> Path:
-        """The folder with the model, once its files are found to be what the manifest says.
-
-        Raises:
-            InputError: `bundle-without-openvino`, `hash-mismatch`.
-        """
-        folder = self.folder(bundle)
-        bundle.demand_intact(f"{FOLDER}/")
-        return folder
 
 
 RUNTIME = OpenvinoRuntime()

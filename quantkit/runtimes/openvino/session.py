@@ -53,6 +53,8 @@ class OpenvinoModel:
     """
 
     notes: tuple[str, ...] = ()
+    # prompts and steps go one way
+    prompt_rows = 0
 
     def __init__(
         self,
@@ -66,8 +68,8 @@ class OpenvinoModel:
         self.folder, self.threads = folder, threads or machine.cores()
         model = read(folder / MODEL)
         self.meta = noted(model)
-        self.device = device or self.meta.get("device", "CPU")
-        level = int(self.meta.get("accuracy_level", 0)) if accuracy_level is None else accuracy_level
+        self.device = device or self.meta.get("quantkit.device", "CPU")
+        level = int(self.meta.get("quantkit.accuracy_level", 0)) if accuracy_level is None else accuracy_level
         self.accuracy_level = level
         change(model)
         self._model = compiled(model, folder / MODEL, self.threads, self.device, level)
@@ -86,7 +88,7 @@ class OpenvinoModel:
     @property
     def context(self) -> int:
         """The most tokens that a sequence can have."""
-        return int(self.meta.get("context", 0)) or (1 << 31)
+        return int(self.meta.get("quantkit.context", 0)) or (1 << 31)
 
     @cached_property
     def features(self) -> int:
@@ -101,7 +103,7 @@ class OpenvinoModel:
     @property
     def cache_bytes(self) -> int:
         """Bytes of cache for one token of one sequence, all layers."""
-        return int(self.meta.get("cache_bytes", 0))
+        return int(self.meta.get("quantkit.cache_bytes", 0))
 
     @property
     def weight_bytes(self) -> int:
@@ -231,7 +233,7 @@ class OpenvinoModel:
         generator = np.random.default_rng(0)
         if not self.decoder:
             self._demand_positions(tokens)
-            words = int(self.meta.get("vocabulary", 2))
+            words = int(self.meta.get("quantkit.vocabulary", 2))
             run = self._encoded(generator.integers(0, words, (batch, tokens)), None)
             request = self._model.create_infer_request()
             return lambda: (run(request), None)[1]
@@ -259,7 +261,7 @@ class OpenvinoGraph:
     def __init__(self, path: Path, threads: int | None = None) -> None:
         model = read(path)
         self.meta = noted(model)
-        device = self.meta.get("device", "CPU")
+        device = self.meta.get("quantkit.device", "CPU")
         self._request = compiled(model, path, threads or machine.cores(), device, 0).create_infer_request()
         self.names = [value.any_name for value in self._request.model_outputs]
 
@@ -277,10 +279,6 @@ class OpenvinoGraph:
                 rule="the shapes that the file was written for",
             ) from None
         return {name: np.array(self._request.get_output_tensor(n).data) for n, name in enumerate(self.names)}
-
-    def decode(self, batch: int, context: int) -> Callable[[], None]:
-        """See `shapes.Timeable`: a graph has no cache."""
-        raise InputError("not-a-decoder", where="openvino", value="a graph", rule="only decoders have a cache")
 
 
 def _library() -> Any:
