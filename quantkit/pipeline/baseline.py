@@ -27,7 +27,7 @@ from quantkit.report.kit import words
 if TYPE_CHECKING:
     from quantkit.model.source.open import Source
 
-_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "gguf")
+_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "gguf", "openvino")
 
 
 def place(source: Source, exporter: str, options: Mapping[str, Any]) -> Path:
