@@ -61,9 +61,12 @@ def refuse_shape(kind: str, device: str, shape: tuple[int, ...]) -> None:
     if device != "NPU":
         return
     if kind == "decoder":
-        value, remedy = "a decoder, whose cache grows", "--set openvino.device=CPU, or GPU"
+        value, remedy = "a decoder, whose cache grows", "export it with `openvino: {device: CPU}`, or GPU"
     elif not shape:
-        value, remedy = "inputs of any shape", "--set 'openvino.shape=[1, 128]': sequences, and tokens of each"
+        value, remedy = (
+            "inputs of any shape",
+            "export it with `openvino: {device: NPU, shape: [1, 128]}`: sequences, and tokens of each",
+        )
     else:
         return
     raise refused_by_npu("openvino.device", value, "only models with static shapes run on an NPU", SHAPES, remedy)

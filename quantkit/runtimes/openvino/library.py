@@ -39,5 +39,5 @@ def demand_device(device: str) -> None:
             where=f"openvino on {device}",
             value=why,
             rule="the device and its driver are there",
-            remedy="run it on a machine that has one, or export with --set openvino.device=CPU",
+            remedy="run it on a machine that has one, or export it with `openvino: {device: CPU}`",
         )

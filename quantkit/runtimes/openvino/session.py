@@ -187,7 +187,7 @@ class OpenvinoModel:
                 where=str(self.folder / MODEL),
                 value=f"{ids.shape[0]} sequences of {ids.shape[1]} tokens",
                 rule=f"it was written for {batch} of {tokens}",
-                remedy="--set openvino.shape, or a device that takes any shape",
+                remedy="export it with another `openvino: {shape: …}`, or for a device that takes any shape",
             )
 
         def run(request: Any) -> Array:
