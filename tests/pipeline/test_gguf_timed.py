@@ -111,34 +111,60 @@ def test_a_runtime_that_is_not_here_is_refused_before_anything(
         measure_bundle(copied(made.both), str(made.model), runtime="llama_cpp")
 
 
+RECIPE = Recipe.from_dict(
+    {
+        "summary": "a test",
+        "calibration": {"set": "prose-en", "samples": 2, "tokens": 32},
+        "scheme": {"weights": {"format": "q4_0"}},
+        "passes": ["rtn"],
+        "export": [{"gguf": {}}],
+    },
+    name="tiny-gguf",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("gguf") / "m"
+    zoo.tiny("llama", vocab_size=len(merging_tokenizer)).save_pretrained(folder)
+    merging_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def few(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(model.parent / "cache"))
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+
+
+@pytest.mark.usefixtures("few")
+def test_what_cannot_be_timed_here_is_a_note(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        type(load_runtime("llama_cpp")), "why_not_here", lambda self, folder=None: "it is not installed"
+    )
+    found = compile_model(Request.of(str(model), recipe=RECIPE, out=tmp_path / "b"))
+    notes = {each.where: each.reason for each in found.decisions}
+    assert notes["speed"] == "it is not installed"
+    assert found.bundle.manifest.verdict is None
+
+
 # --- with llama.cpp ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) -> tuple[Path, Path, Timer]:
+def compiled(model: Path) -> tuple[Path, Path, Timer]:
     """A tiny model, its bundle of a file alone, and what the compile had timed."""
-    home, timer = tmp_path_factory.mktemp("gguf"), Timer()
-    zoo.tiny("llama", vocab_size=len(merging_tokenizer)).save_pretrained(home / "m")
-    merging_tokenizer.save_pretrained(home / "m")
-    recipe = Recipe.from_dict(
-        {
-            "summary": "a test",
-            "calibration": {"set": "prose-en", "samples": 2, "tokens": 32},
-            "scheme": {"weights": {"format": "q4_0"}},
-            "passes": ["rtn"],
-            "export": [{"gguf": {}}],
-        },
-        name="tiny-gguf",
-    )
+    timer = Timer()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTKIT_CACHE", str(home / "cache"))
+        patch.setenv("QUANTKIT_CACHE", str(model.parent / "cache"))
         patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
         patch.setattr("quantkit.measurement.timing.speed.run", timer)
-        compile_model(Request.of(str(home / "m"), recipe=recipe, out=home / "b"))
-    return home / "m", home / "b", timer
+        compile_model(Request.of(str(model), recipe=RECIPE, out=model.parent / "b"))
+    return model, model.parent / "b", timer
 
 
 @needed
+@pytest.mark.usefixtures("few")
 def test_compiled_and_measured_in_llama_cpp(
     compiled: tuple[Path, Path, Timer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,8 +176,6 @@ def test_compiled_and_measured_in_llama_cpp(
     floats = Path(first.theirs.path) / "model.gguf"
     assert floats.stat().st_size > (path / "gguf" / "model.gguf").stat().st_size
     later = Timer()
-    monkeypatch.setenv("QUANTKIT_CACHE", str(source.parent / "cache"))
-    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     monkeypatch.setattr("quantkit.measurement.timing.speed.run", later)
     monkeypatch.setattr("quantkit.pipeline.finished.measure._across", lambda *_: None)  # a graph takes seconds to trace
     found = measure_bundle(bundle, str(source), plan=PLAN)
