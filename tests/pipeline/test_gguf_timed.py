@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,9 @@ from quantkit.measurement.timing.speed import SpeedJob, SpeedSide
 from quantkit.model.source.open import open_model
 from quantkit.pipeline import verdict
 from quantkit.pipeline.compile import compile_model
+from quantkit.pipeline.finished import measure
 from quantkit.pipeline.finished.measure import default_runtime, measure_bundle
+from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, this_machine
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
@@ -109,6 +112,29 @@ def test_a_runtime_that_is_not_here_is_refused_before_anything(
     monkeypatch.setattr(type(runtime), "folder", lambda self, bundle: bundle.path)
     with pytest.raises(InputError, match=r"runtime-not-here.*llama_cpp.*not installed"):
         measure_bundle(copied(made.both), str(made.model), runtime="llama_cpp")
+
+
+def test_onnx_runtime_takes_turns_with_the_bundle_s_own_graph_or_the_float_model_s(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(Progress, "note", lambda self, line: lines.append(line))
+    said, both, packed = Progress(), Bundle.load(made.both), Bundle.load(made.packed)
+    source: Any = SimpleNamespace(source=None)
+    against = measure._Against("source", "float32", source, None)
+    own = measure._across(both, against, said)
+    assert own is not None and (own.path, own.format) == (str(made.both / "onnx"), "int4")
+    assert own.subject == both.manifest.content_sha256 and own.runtime == "onnxruntime"
+    monkeypatch.setattr("quantkit.pipeline.baseline.float_export", lambda *_: made.floating / "onnx")
+    floats = measure._across(packed, against, said)
+    assert floats is not None and (floats.subject, floats.format) == ("source", "float32") and not lines
+
+    def fail(*_: object) -> Path:
+        raise InputError("attention-unsupported", value="x")
+
+    monkeypatch.setattr("quantkit.pipeline.baseline.float_export", fail)
+    assert measure._across(packed, against, said) is None
+    assert "not timed beside onnxruntime: [attention-unsupported]" in lines[0]
 
 
 RECIPE = Recipe.from_dict(
