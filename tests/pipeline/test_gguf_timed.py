@@ -120,7 +120,7 @@ def test_onnx_runtime_takes_turns_with_the_bundle_s_own_graph_or_the_float_model
     lines: list[str] = []
     monkeypatch.setattr(Progress, "note", lambda self, line: lines.append(line))
     said, both, packed = Progress(), Bundle.load(made.both), Bundle.load(made.packed)
-    source: Any = SimpleNamespace(source=None)
+    source: Any = SimpleNamespace(source=open_model(str(made.model)))
     against = measure._Against("source", "float32", source, None)
     own = measure._across(both, against, said)
     assert own is not None and (own.path, own.format) == (str(made.both / "onnx"), "int4")
@@ -135,6 +135,8 @@ def test_onnx_runtime_takes_turns_with_the_bundle_s_own_graph_or_the_float_model
     monkeypatch.setattr("quantkit.pipeline.baseline.float_export", fail)
     assert measure._across(packed, against, said) is None
     assert "not timed beside onnxruntime: [attention-unsupported]" in lines[0]
+    monkeypatch.setattr(machine, "memory_available", lambda: 1000)
+    assert measure._across(packed, against, said) is None and "of memory" in lines[1]
 
 
 RECIPE = Recipe.from_dict(
