@@ -50,12 +50,15 @@ def jobs_of_text(bundle: Bundle, seconds: float) -> dict[str, SpeedJob]:
 
 
 def jobs_of_network(bundle: Bundle, seconds: float, folder: Path) -> dict[str, SpeedJob]:
+    from quantkit.graph.open import open_graph
     from quantkit.graph.sites import sites
+    from quantkit.model.source.alias import ALIASES, materialize
     from quantkit.pipeline.graphs.measure import cost
-    from quantkit.pipeline.graphs.remeasure import float_graph, samples_of
+    from quantkit.pipeline.graphs.remeasure import samples_of
 
     subject, form = bundle.manifest.content_sha256, verdict.format_of(bundle.manifest.layers)
-    graph, samples = float_graph(bundle, None), samples_of(bundle, None)
+    alias = ALIASES[bundle.manifest.model.source.ref.removeprefix("alias:")]
+    graph, samples = open_graph(materialize(alias) / "model.onnx"), samples_of(bundle, None)
     costs = cost(graph.model, sites(graph.model), samples.first(2))
     np.savez(folder / "samples.npz", allow_pickle=False, **samples.first(32))
     given = Samples(str(folder / "samples.npz"), float(sum(costs.macs.values())), float(costs.outputs))

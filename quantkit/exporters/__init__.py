@@ -40,6 +40,7 @@ class Exporter(ExporterFacts, Protocol):
         moves: whether it holds inputs whose channels are moved before they are quantized.
         adds: whether it exports a finished bundle's checkpoint, too: `add`.
         place: the folder of a bundle that it writes.
+        reads_graphs: whether it exports a finished bundle's graph, too: `add_graph`, `check_graph`.
         builds: whether something is compiled from what was written and checked: `build`.
         stores: what becomes of a model, `plugins.Stores`: plans count its bytes and its checks by that.
         Options: closed pydantic model of its options.
@@ -51,6 +52,7 @@ class Exporter(ExporterFacts, Protocol):
     moves: bool = False
     adds: bool = False
     place: str = ""
+    reads_graphs: bool = False
     builds: bool = False
     stores: Stores
     Options: type[BaseModel]
@@ -160,6 +162,14 @@ class Exporter(ExporterFacts, Protocol):
         from quantkit.exporters.values import Values
 
         return self.export(folder, Values.of_bundle(bundle), options)
+
+    def add_graph(self, graph: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
+        """Export a graph with its pairs, as it was written for ONNX Runtime. Of exporters with `reads_graphs`."""
+        raise AssertionError(f"{self.name} reads no graphs")
+
+    def check_graph(self, graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Check]:
+        """Hold what `add_graph` wrote against the graph, on some samples."""
+        raise AssertionError(f"{self.name} reads no graphs")
 
     def build(self, bundle: Path, options: Mapping[str, Any], progress: BuildReport | None = None) -> dict[str, str]:
         """Compile what was written and checked. Of exporters with `builds`.

@@ -10,6 +10,7 @@ that; their scales are held against those that were decided on, beside the codes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from quantkit.errors import InputError
 from quantkit.exporters.check import counted, judged, worst
 from quantkit.exporters.onnx.exporter import dialect_weights
 from quantkit.exporters.openvino.dialect import channel_scales, packed_weights
-from quantkit.exporters.openvino.model import constants, without_pairs
+from quantkit.exporters.openvino.model import CODES, around_zero, constants, without_pairs
 from quantkit.exporters.values import Values
 from quantkit.runtimes.openvino.library import first_line
 from quantkit.runtimes.openvino.open import MODEL, read
-from quantkit.runtimes.openvino.session import OpenvinoModel
+from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
 
 LIMIT = 1e-4
+# of graphs, as `reload.onnxruntime` of them: a value at the edge of two codes may fall to either
+ROUNDED = 0.05
 _TYPES = {4: ("u4",), 8: ("u8",)}
 
 
@@ -68,6 +71,29 @@ def wrong_codes(folder: Path, values: Values) -> list[str]:
         if linear.input is not None and shared in stored:
             wrong += [] if _same(stored[shared][1], np.float32(linear.input.scale)) else [shared]
     return wrong
+
+
+def check_graph(graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Check]:
+    """A graph's codes, and its outputs beside those of ONNX Runtime, which rounds the same values."""
+    import onnx
+
+    from quantkit.graph.run import Runner
+
+    try:
+        model = OpenvinoGraph(folder / MODEL, device="CPU")
+        stored = {name: data for name, _, data in constants(read(folder / MODEL))}
+    except InputError as problem:
+        return [counted("openvino.codes", [problem.line()])]
+    codes = [each for each in onnx.load(str(graph)).graph.initializer if each.name.endswith(CODES)]
+    wanted = {each.name: around_zero(onnx.numpy_helper.to_array(each)) for each in codes}
+    wrong = [name for name, values in wanted.items() if name not in stored or not _same(stored[name], values)]
+    found = [counted("openvino.codes", wrong)]
+    if wrong:
+        return found
+    expected, given = Runner(graph)(feed), model(feed)
+    errors = {name: float(np.abs(given[name] - each).max() / np.abs(each).max()) for name, each in expected.items()}
+    worst_of = max(errors, key=lambda name: errors[name])
+    return [*found, judged("reload.openvino", errors[worst_of], ROUNDED, worst_of)]
 
 
 def _same(found: Any, wanted: Any) -> bool:

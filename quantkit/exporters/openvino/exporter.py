@@ -37,7 +37,7 @@ class OpenvinoOptions(Closed):
         device: that will run it: `CPU`, `GPU`, `NPU`, or `AUTO`, the one that OpenVINO chooses there.
         accuracy_level: of products with compressed weights on a CPU: 4 rounds their inputs to 8 bits in groups of 32,
             faster; 0 computes in float32.
-        shape: of an encoder that is for one shape alone, as an NPU wants it: sequences, and tokens of each.
+        shape: for one shape alone, as an NPU wants it: sequences of an encoder and tokens of each; samples of a graph.
     """
 
     # what `planning/model/storage.py` asks of a graph: here it is always so
@@ -48,7 +48,7 @@ class OpenvinoOptions(Closed):
 
     device: Device = "CPU"
     accuracy_level: Literal[0, 4] = 4
-    shape: tuple[()] | tuple[int, int] = Field(default=())
+    shape: tuple[()] | tuple[int] | tuple[int, int] = Field(default=())
 
 
 class OpenvinoExporter(Exporter):
@@ -59,6 +59,7 @@ class OpenvinoExporter(Exporter):
     stores = "graph"
     moves = True
     adds = True
+    reads_graphs = True
     place = FOLDER
     Options = OpenvinoOptions
 
@@ -142,6 +143,30 @@ class OpenvinoExporter(Exporter):
             write(model, folder / MODEL, notes)
         carry(source, folder)
         return []
+
+    def add_graph(self, graph: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
+        """See `Exporter`.
+
+        Raises:
+            InputError: `npu-unsupported`, `openvino-operator`. MissingDependency: openvino, onnx. Stopped: `disk-full`.
+        """
+        from quantkit.exporters.openvino.model import converted, fixed, signed, write
+
+        chosen = OpenvinoOptions(**options)
+        refuse_shape("network", chosen.device, chosen.shape)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as beside:
+            model = converted(signed(graph, Path(beside)))
+        if chosen.shape:
+            fixed(model, chosen.shape)
+        write(model, folder / MODEL, {"kind": "network", "device": chosen.device})
+        return []
+
+    def check_graph(self, graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Check]:
+        """Codes bit by bit, `openvino.codes`; and outputs beside ONNX Runtime's, `reload.openvino`."""
+        from quantkit.exporters.openvino.check import check_graph
+
+        return check_graph(graph, folder, feed)
 
     def check(
         self,

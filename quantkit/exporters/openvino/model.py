@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import openvino
 
 PAST, PRESENT = "past_key_values.", "present."
+CODES, ZERO = ".weight.codes", ".weight.zero"
+_MIDDLE = 128
 
 
 def converted(path: Path) -> openvino.Model:
@@ -83,9 +85,38 @@ def with_state(model: openvino.Model) -> openvino.Model:
     return ov.Model(list(results.values()), sinks, [*given.values(), beams], "model")
 
 
-def fixed(model: openvino.Model, shape: tuple[int, int]) -> None:
-    """Make every input one of so many sequences and tokens."""
-    model.reshape({value.any_name: list(shape) for value in model.inputs})
+def signed(graph: Path, folder: Path) -> Path:
+    """A graph whose weights in bytes from 0, around 128, are the same codes around 0.
+
+    OpenVINO 2026.4 multiplies signed weights in integers, and expands others to floats. Whether sums of pairs saturate on
+    processors without VNNI has not been tried.
+    """
+    import onnx
+
+    model = onnx.load(str(graph))
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    for name, tensor in stored.items():
+        codes = onnx.numpy_helper.to_array(tensor)
+        zero = stored.get(f"{name.removesuffix(CODES)}{ZERO}")
+        if not name.endswith(CODES) or codes.dtype != np.uint8 or zero is None:
+            continue
+        points = onnx.numpy_helper.to_array(zero)
+        if (points == _MIDDLE).all():
+            tensor.CopyFrom(onnx.numpy_helper.from_array(around_zero(codes), name))
+            zero.CopyFrom(onnx.numpy_helper.from_array(around_zero(points), zero.name))
+    found = folder / graph.name
+    onnx.save(model, str(found))
+    return found
+
+
+def around_zero(codes: Any) -> Any:
+    """Bytes around 128 as int8 around 0; others as they are."""
+    return (codes.astype(np.int16) - _MIDDLE).astype(np.int8) if codes.dtype == np.uint8 else codes
+
+
+def fixed(model: openvino.Model, shape: tuple[int, ...]) -> None:
+    """Make every input one of so many sequences and tokens, or of so many samples."""
+    model.reshape({value.any_name: [*shape, *list(value.partial_shape)[len(shape) :]] for value in model.inputs})
 
 
 def without_pairs(model: openvino.Model) -> None:

@@ -53,7 +53,7 @@ def refuse_shape(kind: str, device: str, shape: tuple[int, ...]) -> None:
 
     Args:
         kind: of the model.
-        shape: [batch, tokens] that was asked for, or of a graph [batch]; () where none was.
+        shape: [sequences, tokens] that was asked for, or of a graph [samples]; () where none was.
 
     Raises:
         InputError: `npu-unsupported`.
@@ -65,7 +65,7 @@ def refuse_shape(kind: str, device: str, shape: tuple[int, ...]) -> None:
     elif not shape:
         value, remedy = (
             "inputs of any shape",
-            "export it with `openvino: {device: NPU, shape: [1, 128]}`: sequences, and tokens of each",
+            "export it with `openvino: {shape: [1, 128]}`, sequences and their tokens, or `shape: [1]`, samples",
         )
     else:
         return

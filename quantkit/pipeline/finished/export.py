@@ -20,10 +20,13 @@ from quantkit.measurement.size import folder_of
 from quantkit.pipeline import verdict
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.gates import demand
-from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
+from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network, samples_of
 from quantkit.pipeline.progress import Progress
 from quantkit.report.bundle import usage
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+
+# on which an exported graph is held against the bundle's
+_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def export_bundle(
     exporter = load_exporter(to, where="--to")
     if exporter.builds and engine.has_network(bundle, to):
         return _one_engine_more(bundle, exporter, changes, dry_run, progress)
-    if holds_graph(bundle):
+    graph = holds_graph(bundle)
+    if graph and (is_network(bundle) or not exporter.reads_graphs):
         raise InputError(
             "export-graph",
             where=str(bundle.path),
@@ -115,10 +119,11 @@ def export_bundle(
     }
     cache = (manifest.recipe.get("scheme") or {}).get("kv_cache")
     stored = None if cache is None else CacheScheme.model_validate(cache)
-    exporter.accepts(options, LayerSpec(schemes, list(schemes), activations=activations, cache=stored))
+    if not graph:
+        exporter.accepts(options, LayerSpec(schemes, list(schemes), activations=activations, cache=stored))
+        _demand_codes(bundle)
     place = folder_of(to)
     bundle.demand_free(place)
-    _demand_codes(bundle)
     bundle.demand_writable()
     bundle.demand_intact()
     if dry_run:
@@ -129,12 +134,19 @@ def export_bundle(
     ) as temporary:
         beside = Path(temporary)
         progress.at("export", 0.0, to)
-        decisions = exporter.add(bundle.path, beside / place, options)
+        if graph:
+            decisions = exporter.add_graph(file_of(bundle), beside / place, options)
+        else:
+            decisions = exporter.add(bundle.path, beside / place, options)
         # the check reads the expected values from the checkpoint
-        for name in ("model", "manifest.json"):
+        for name in ("model", "manifest.json") if not graph else ():
             (beside / name).symlink_to((bundle.path / name).resolve())
         progress.at("check", 0.0, f"reloading the {to}")
-        checks = exporter.check(beside)
+        if graph:
+            samples = samples_of(bundle, None).first(_SAMPLES)
+            checks = exporter.check_graph(file_of(bundle), beside / place, samples)
+        else:
+            checks = exporter.check(beside)
         demand(checks, "the export is not what the checkpoint is; nothing was added. Please report it")
         if exporter.builds:
             built = exporter.build(beside, options, lambda share, words: progress.at("build", share, words))

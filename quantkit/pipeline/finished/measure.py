@@ -124,7 +124,9 @@ def measure_bundle(
 
         demand({runtime})
     if holds_graph(bundle):
-        found, subject = measure_graph(bundle, baseline, progress, calibration=calibration, plan=plan, timed=timed)
+        found, subject = measure_graph(
+            bundle, baseline, progress, calibration=calibration, plan=plan, timed=timed, runtime=runtime
+        )
         _keep(bundle, found, None, runtime, subject, progress)
         return found
     against = _against(bundle, baseline, runner.floats if timed else None)

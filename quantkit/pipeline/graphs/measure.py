@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from quantkit.measurement.timing.speed import SpeedSide
 
 Array = NDArray[Any]
+# a graph in some runtime: values of its inputs to those of its outputs
+Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 RUNTIME = "onnxruntime"
 # samples of a pass that is timed, and how long a compile looks at them
 QUICK = TimingPlan(batches=(1, 32), seconds=40.0, rounds=4)
@@ -78,25 +80,33 @@ def _demand_floats(outputs: Feed) -> None:
 
 
 def scored(
-    original: ir.Model | Path, own: Path | Runner, scoring: InputSet, *, subject: str, baseline: str, progress: Progress
+    original: ir.Model | Path,
+    own: Path | Run,
+    scoring: InputSet,
+    *,
+    subject: str,
+    baseline: str,
+    progress: Progress,
+    runtime: str = RUNTIME,
 ) -> list[Row]:
     """Accuracy of a file against the float graph.
 
     Args:
         subject, baseline: their identities in the rows.
+        runtime: that runs the file.
     """
     expected = answers(original, scoring, lambda done: progress.at("score", done / 2))
     given = answers(own, scoring, lambda done: progress.at("score", (1 + done) / 2))
-    return agreement(expected, given, scoring, subject=subject, baseline=baseline)
+    return agreement(expected, given, scoring, subject=subject, baseline=baseline, runtime=runtime)
 
 
 def answers(
-    graph: ir.Model | Path | Runner, samples: InputSet, report: Callable[[float], None] = lambda done: None
+    graph: ir.Model | Path | Run, samples: InputSet, report: Callable[[float], None] = lambda done: None
 ) -> dict[str, Array]:
     """Name of each output -> [n, ...], for all samples."""
     from quantkit.graph.run import Runner
 
-    runner = graph if isinstance(graph, Runner) else Runner(graph)
+    runner: Run = graph if callable(graph) else Runner(graph)
     found: dict[str, list[Any]] = {}
     done = 0
     for feed in samples.feeds(_SCORED):
@@ -115,7 +125,13 @@ def classes_of(expected: Mapping[str, Array], samples: InputSet) -> str | None:
 
 
 def agreement(
-    expected: Mapping[str, Array], given: Mapping[str, Array], samples: InputSet, *, subject: str, baseline: str
+    expected: Mapping[str, Array],
+    given: Mapping[str, Array],
+    samples: InputSet,
+    *,
+    subject: str,
+    baseline: str,
+    runtime: str = RUNTIME,
 ) -> list[Row]:
     """Accuracy of one graph's answers against another's."""
     from quantkit.measurement.accuracy.labelled import About, classification, outputs
@@ -123,7 +139,7 @@ def agreement(
     about = About(
         subject=subject,
         baseline=baseline,
-        runtime=RUNTIME,
+        runtime=runtime,
         data=Data(set=samples.name, split=samples.split, sha256=samples.sha256, items=len(samples)),
         device=Device.model_validate(machine.device()),
         versions=machine.versions(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,9 +21,12 @@ from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.model.source.hashes import file_sha256
 from quantkit.pipeline import verdict
 from quantkit.pipeline.graphs.exported_module import REF, place
-from quantkit.pipeline.graphs.measure import cost, scored, speed
+from quantkit.pipeline.graphs.measure import RUNTIME, cost, scored, speed
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
+from quantkit.runtimes.openvino import RUNTIME as OPENVINO
+from quantkit.runtimes.openvino.open import MODEL as XML
+from quantkit.runtimes.openvino.session import OpenvinoGraph
 from quantkit.runtimes.tensorrt.file import FOLDER as ENGINE
 from quantkit.runtimes.tensorrt.file import NETWORK
 
@@ -108,6 +111,7 @@ def measure_graph(
     calibration: str | None,
     plan: TimingPlan | None,
     timed: bool,
+    runtime: str = RUNTIME,
 ) -> tuple[list[Row], str]:
     """Score and time a bundle's graph against a float one.
 
@@ -115,6 +119,7 @@ def measure_graph(
         baseline: a .onnx file or a shipped network; None is what the bundle was made from, where that can be found.
         calibration: the set whose `eval` split scores; None is the one that the bundle was calibrated on.
         plan: whose batches, seconds and rounds are timed.
+        runtime: that runs the bundle's graph; the float one is run by ONNX Runtime.
 
     Returns:
         The rows, and what the baseline is called in them: the hash of the float graph.
@@ -135,14 +140,20 @@ def measure_graph(
     plan = plan or verdict.quick("network")
     progress.plan({"score": 10.0, **({"speed": plan.seconds} if timed else {})})
     path, subject = file_of(bundle), manifest.content_sha256
+    if runtime == OPENVINO.name:
+        path = OPENVINO.folder(bundle) / XML
+        runs: Any = OpenvinoGraph(path)
+    else:
+        runs = Runner(path, literal=path.parent.name == ENGINE)
     folder = path.parent.name
     rows = scored(
         graph.model,
-        Runner(path, literal=folder == ENGINE),
+        runs,
         data,
         subject=subject,
         baseline=graph.sha256,
         progress=progress,
+        runtime=runtime,
     )
     rows += size_rows(
         manifest.layers,
@@ -157,7 +168,7 @@ def measure_graph(
 
         size = sum(entry.bytes for entry in manifest.files if entry.path.startswith(f"{folder}/"))
         rows += speed(
-            SpeedSide(str(path), subject, verdict.format_of(manifest.layers), size),
+            SpeedSide(str(path), subject, verdict.format_of(manifest.layers), size, runtime),
             SpeedSide(str(graph.path), graph.sha256, "float32", graph.bytes),
             data,
             cost(graph.model, sites(graph.model), data.first(2)),

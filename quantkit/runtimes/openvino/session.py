@@ -253,15 +253,16 @@ class OpenvinoGraph:
     Args:
         path: of its `.xml`.
         threads: of a CPU; None is the machine's cores.
+        device: as of `OpenvinoModel`.
 
     Raises:
         MissingDependency: openvino. InputError: `openvino-unreadable`, `runtime-not-here`.
     """
 
-    def __init__(self, path: Path, threads: int | None = None) -> None:
+    def __init__(self, path: Path, threads: int | None = None, device: str | None = None) -> None:
         model = read(path)
         self.meta = noted(model)
-        device = self.meta.get("quantkit.device", "CPU")
+        device = device or self.meta.get("quantkit.device", "CPU")
         self._request = compiled(model, path, threads or machine.cores(), device, 0).create_infer_request()
         self.names = [value.any_name for value in self._request.model_outputs]
 
