@@ -149,3 +149,50 @@ def test_an_npu_takes_encoders_of_one_shape_alone(tmp_path: Path) -> None:
         model.encode(ids[:, :4])
     with pytest.raises(InputError, match="finds no NPU"):
         opened(made)
+
+
+def test_a_network_s_codes_stay_and_are_multiplied_in_bytes(tmp_path: Path) -> None:
+    from onnx import TensorProto, helper, numpy_helper, save
+
+    draw = np.random.default_rng(0)
+    codes = draw.integers(1, 256, (8, 3, 3, 3), dtype=np.uint8)
+    stored = {
+        "c.weight.codes": codes,
+        "c.weight.scale": draw.uniform(0.001, 0.002, 8).astype(np.float32),
+        "c.weight.zero": np.full(8, 128, np.uint8),
+        "x.scale": np.float32(0.02),
+        "x.zero": np.uint8(128),
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "x.scale", "x.zero"], ["x.codes"]),
+        helper.make_node("DequantizeLinear", ["x.codes", "x.scale", "x.zero"], ["x.values"]),
+        helper.make_node(
+            "DequantizeLinear", ["c.weight.codes", "c.weight.scale", "c.weight.zero"], ["c.weight"], axis=0
+        ),
+        helper.make_node("Conv", ["x.values", "c.weight"], ["y"]),
+    ]
+    value = helper.make_tensor_value_info
+    x, y = (value(name, TensorProto.FLOAT, ["n", size, None, None]) for name, size in (("x", 3), ("y", 8)))
+    x.type.tensor_type.shape.dim[2].dim_value = x.type.tensor_type.shape.dim[3].dim_value = 16
+    constants_ = [numpy_helper.from_array(np.asarray(array), name) for name, array in stored.items()]
+    graph = helper.make_graph(nodes, "g", [x], [y], constants_)
+    path = tmp_path / "model.onnx"
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    with pytest.raises(InputError, match="static shapes"):
+        EXPORT.add_graph(path, tmp_path / "npu", {"device": "NPU"})
+    EXPORT.add_graph(path, tmp_path / "openvino", {"shape": (2,)})
+    feed = {"x": draw.normal(size=(2, 3, 16, 16)).astype(np.float32)}
+    assert {check.name: check.ok for check in EXPORT.check_graph(path, tmp_path / "openvino", feed)} == {
+        "openvino.codes": True,
+        "reload.openvino": True,
+    }
+    import openvino
+
+    model = openvino.Core().read_model(str(tmp_path / "openvino" / "model.xml"))
+    found = next(node for node in model.get_ordered_ops() if node.get_friendly_name() == "c.weight.codes")
+    assert found.get_element_type().get_type_name() == "i8"
+    assert (found.data.astype(np.int16) + 128 == codes).all()
+    from quantkit.runtimes.openvino.session import OpenvinoGraph
+
+    with pytest.raises(InputError, match="shape-unsupported"):
+        OpenvinoGraph(tmp_path / "openvino" / "model.xml", 1)({"x": feed["x"][:1]})

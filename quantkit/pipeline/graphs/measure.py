@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from quantkit.calibrate.sets.inputs import Feed, InputSet
-    from quantkit.graph.run import Runner
     from quantkit.graph.sites import Site
     from quantkit.measurement.timing.speed import SpeedSide
 
