@@ -41,8 +41,7 @@ def measure(
     from quantkit.passes import NOTE
     from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
     from quantkit.pipeline.gates import failed_gate
-    from quantkit.pipeline.graphs.remeasure import holds_graph
-    from quantkit.pipeline.verdict import RUNTIME
+    from quantkit.pipeline.graphs.remeasure import RUNTIMES, holds_graph
     from quantkit.pipeline.verdict import quick as few
     from quantkit.report import terminal
     from quantkit.report.bundle import engine, figures
@@ -51,7 +50,7 @@ def measure(
     opened = quantkit.load(bundle)
     chosen = runtime or default_runtime(opened)
     known = load_runtime(chosen, where="--runtime")
-    if holds_graph(opened) and known.name != RUNTIME:
+    if holds_graph(opened) and known.name not in RUNTIMES:
         rule = "it is a runtime that bundles are scored in"
         raise InputError(
             "runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy=f"use {default_runtime(opened)}"

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from quantkit.graph.open import FloatGraph
 
 MODEL = "model.onnx"
+# that run a bundle's graph
+RUNTIMES = (RUNTIME, OPENVINO.name)
 _CODES = ".weight.codes"
 
 
