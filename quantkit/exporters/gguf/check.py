@@ -56,18 +56,18 @@ def check(path: Path, content: Content, blocks: int | None = None) -> list[Check
     found = [_tensors(path, content)]
     if not found[0].ok:
         return found
+    kinds = {each.kind for each in content.tensors}
     if machine.has("llama_cpp"):
+        from quantkit.runtimes.llama_cpp.session import LlamaModel
+
         found.append(_tokens(path, content.values))
+        # what is expected is made block by block, and llama.cpp maps its file
+        error, where = worst(LlamaModel(path), content.values)
+        limit = IN_FLOATS if kinds <= set(FLOATS.values()) else IN_CODES
+        found.append(judged("reload.llama_cpp", error, limit, where))
     if blocks is None or blocks >= len(content.values.stream.block_names):
         error, where = _logits(path, content.values, content.config)
-        kinds = {each.kind for each in content.tensors}
         found.append(judged("reload.gguf", error, ROUNDED if kinds & {"F16", "BF16"} else LIMIT, where))
-        if machine.has("llama_cpp"):
-            from quantkit.runtimes.llama_cpp.session import LlamaModel
-
-            limit = IN_FLOATS if kinds <= set(FLOATS.values()) else IN_CODES
-            error, where = worst(LlamaModel(path), content.values)
-            found.append(judged("reload.llama_cpp", error, limit, where))
     return found
 
 

@@ -135,9 +135,9 @@ class Gguf(Exporter):
         """Read the file by the `gguf` package and by transformers, and hold it against what was decided on.
 
         Returns:
-            checks `gguf.tensors` (every tensor) and `gguf.tokens` (a few texts, where llama.cpp is installed); where as
-            many blocks fit as the model has, `reload.gguf` (logits of transformers' own reading) and `reload.llama_cpp`
-            (llama.cpp's). Of a file with no checkpoint beside it: that it is read, and run (`gguf.logits`).
+            checks `gguf.tensors` (every tensor); where llama.cpp is installed `gguf.tokens` (a few texts) and
+            `reload.llama_cpp` (its logits); where as many blocks fit as the model has, `reload.gguf` (logits of
+            transformers' own reading). Of a file with no checkpoint beside it: that it is read and run (`gguf.logits`).
         """
         demand_package()
         from quantkit.exporters.check import decided
