@@ -248,6 +248,22 @@ def device() -> dict[str, str]:
     return {"id": f"cpu-{hashlib.sha256(kind.encode()).hexdigest()[:12]}", "kind": "cpu", "name": name}
 
 
+def emulated(root: Path = Path("/")) -> bool:
+    """Whether the processor is a program (`qemu-user`, QEMU without KVM): its times say nothing of any machine.
+
+    The kernel knows the machine that it runs on, whatever a process is told.
+
+    Args:
+        root: where `/proc` and `/sys` stand, for tests.
+    """
+    told = {"aarch64": "aarch64", "arm64": "aarch64", "x86_64": "x86", "amd64": "x86"}.get(platform.machine().lower())
+    alias = _text(root / "sys/devices/system/cpu/modalias").removeprefix("cpu:type:")
+    real = alias.partition(",")[0] or _text(root / "proc/sys/kernel/arch").strip()
+    known = {"x86": "x86", "x86_64": "x86", "aarch64": "aarch64", "arm64": "aarch64"}.get(real)
+    software = "QEMU TCG CPU" in _text(root / "proc/cpuinfo")
+    return software or (known is not None and told is not None and known != told)
+
+
 def gpu(name: str) -> dict[str, str]:
     """The `device` of measurements for a GPU, by the driver's name for it."""
     return {"id": f"gpu-{name.lower().replace(' ', '-')}", "kind": "gpu", "name": name}

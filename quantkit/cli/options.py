@@ -33,6 +33,12 @@ Runtime = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="What runs it; default: onnxruntime where the bundle has a graph, else torch."),
 ]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on", metavar="DEVICE", help="A device of `quantkit device list`, or ssh://USER@HOST.", show_default=False
+    ),
+]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the figures.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, on failure too.")]
 

@@ -46,7 +46,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Count = Annotated[int, Field(gt=0, le=1 << 20)]
 
 
-class Side(Closed):
+class PlacedModel(Closed):
     """A model there.
 
     Args:
@@ -62,7 +62,7 @@ class Side(Closed):
     weight_bytes: float = 0.0
 
 
-class Samples(Closed):
+class PlacedSamples(Closed):
     """What a graph is run on: see `measurement.timing.speed.Samples`."""
 
     place: Place
@@ -70,83 +70,130 @@ class Samples(Closed):
     outputs: float
 
 
-class Shape(Closed):
+class ShapeCell(Closed):
     """See `measurement.timing.shapes.Shape`."""
 
     kind: Literal["decode", "prefill"]
     batch: Count
     size: Count
 
+    @property
+    def cell(self) -> str:
+        """Its name among a job's answers."""
+        return f"{self.kind}-{self.batch}-{self.size}"
+
 
 class Measure(Closed):
-    """Times of two models, shape by shape, interleaved.
+    """Times of two models, shape by shape, interleaved; what each takes in memory, unless they are graphs.
 
     Args:
+        runtime: of what is judged; `floats` is that of the float model.
+        graphs: a folder of `ceilings.write_graphs`.
         threads: of both; None: as many as the device has cores.
         seconds: for all shapes together.
     """
 
     kind: Literal["measure"] = "measure"
-    ours: Side
-    theirs: Side
+    ours: PlacedModel
+    theirs: PlacedModel
     runtime: str
-    shapes: tuple[Shape, ...] = Field(min_length=1, max_length=_MANY)
+    floats: str
+    shapes: tuple[ShapeCell, ...] = Field(min_length=1, max_length=_MANY)
+    graphs: Place
     threads: Count | None = None
     seconds: Seconds = 300.0
     cell_seconds: Seconds = 120.0
     rounds: Annotated[int, Field(ge=1, le=100)] = 5
     seed: int = 0
-    samples: Samples | None = None
+    samples: PlacedSamples | None = None
 
 
-class Accuracy(Closed):
-    """What a model says at positions that were scored elsewhere.
+class Rounds(Closed):
+    """Raw times of two models that are loaded anew in every round: see `measurement.timing.rounds`."""
+
+    kind: Literal["rounds"] = "rounds"
+    ours: PlacedModel
+    theirs: PlacedModel
+    shapes: tuple[ShapeCell, ...] = Field(min_length=1, max_length=_MANY)
+    threads: Count | None = None
+    seconds: Seconds = 60.0
+    seed: int = 0
+    samples: PlacedSamples | None = None
+
+
+class ScoreBeside(Closed):
+    """What a model says where the float model's answer is known, or is worked out beside it.
+
+    Of a decoder both are run over the same tokens, and what tells them apart is kept of each position: the same numbers
+    as `measurement.accuracy.positions` keeps, without a logit on its way. An encoder gives its mean-pooled vectors, a
+    graph what comes out of it; these are compared where the job came from.
 
     Args:
-        data: what was scored, and what the float model said of it: an .npz below WORKDIR.
+        theirs: the float model, of a decoder.
+        data: an .npz below WORKDIR: `ids` [n, T], or the inputs of a graph.
     """
 
     kind: Literal["accuracy"] = "accuracy"
-    ours: Side
+    of: Literal["decoder", "encoder", "network"]
+    ours: PlacedModel
+    theirs: PlacedModel | None = None
     runtime: str
+    floats: str = ""
     data: Place
     threads: Count | None = None
 
 
 class Tax(Closed):
-    """The dequantization tax of matrix products, shape by shape."""
+    """Single products, timed side by side: see `measurement.operators.products`.
+
+    Args:
+        products: a folder of their graphs and weights, for where nothing can make them.
+    """
 
     kind: Literal["tax"] = "tax"
-    format: str
-    layers: tuple[tuple[Count, Count], ...] = Field(min_length=1, max_length=_MANY)
+    products: Place
+    graphs: Place
+    model: str
+    linears: tuple[dict[str, str | int], ...] = Field(min_length=1, max_length=_MANY)
+    baseline: str
+    variants: tuple[str, ...] = Field(min_length=1, max_length=_MANY)
     batches: tuple[Count, ...] = Field(min_length=1, max_length=_MANY)
-    group: Count | None = None
-    seconds: Seconds = 60.0
     threads: Count | None = None
+    seconds: Seconds = 60.0
+    seed: int = 0
 
 
 class Generate(Closed):
-    """Goes on with a prompt."""
+    """Goes on with a prompt: tokens in, tokens out, so that the device needs no tokenizer."""
 
     kind: Literal["generate"] = "generate"
-    bundle: Place
+    ours: PlacedModel
     runtime: str
-    prompt: Annotated[str, Field(max_length=1 << 20)]
+    ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=1 << 20)
+    ends: tuple[int, ...] = ()
     new_tokens: Count = 64
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    seed: int = 0
     threads: Count | None = None
 
 
 class Verify(Closed):
-    """Hashes a bundle's files and loads its exports in what is installed there."""
+    """Hashes a bundle's files and loads what its runtime there reads."""
 
     kind: Literal["verify"] = "verify"
     bundle: Place
 
 
 class Doctor(Closed):
-    """Measures the ceilings of the device; `subject` of its rows is the machine."""
+    """Measures the ceilings of the device; `size` is the side of the matrices whose product is timed."""
 
     kind: Literal["doctor"] = "doctor"
+    graphs: Place
+    size: Count = 1024
+    runs: Annotated[int, Field(ge=1, le=100)] = 15
     threads: Count | None = None
 
 
@@ -159,7 +206,7 @@ class NightTimes(Closed):
     """
 
     kind: Literal["night"] = "night"
-    sides: dict[Literal["candidate", "baseline", "release"], Side] = Field(min_length=1)
+    sides: dict[Literal["candidate", "baseline", "release"], PlacedModel] = Field(min_length=1)
     runtime: str
     batch: Count
     rounds: Count
@@ -170,7 +217,9 @@ class NightTimes(Closed):
     threads: Count | None = None
 
 
-Work = Annotated[Measure | Accuracy | Tax | Generate | Verify | Doctor | NightTimes, Field(discriminator="kind")]
+Work = Annotated[
+    Measure | Rounds | ScoreBeside | Tax | Generate | Verify | Doctor | NightTimes, Field(discriminator="kind")
+]
 
 
 class Job(Closed):
@@ -262,7 +311,7 @@ def parse(line: bytes, *, where: str) -> At | Note | Found | Failed | Done:
     Raises:
         InputError: `answer-invalid`, it is too long or not as the protocol says.
     """
-    rule = f"a line of at most {LINE} bytes, as this version of quantkit writes them"
+    rule = f"a line of at most {LINE} bytes, as this version writes them"
     try:
         if len(line) > LINE:
             raise ValueError(f"{len(line)} bytes")

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from quantkit.bundle.disk import sha256
 from quantkit.devices.job import At, Done, Failed, Found, Job, Note
 from quantkit.runtimes.child import Report
-
-
-@dataclass(frozen=True)
-class Completed:
-    """A command that ran there."""
-
-    code: int
-    out: bytes
-    err: bytes
 
 
 class Link(Protocol):
@@ -27,10 +18,6 @@ class Link(Protocol):
     @property
     def name(self) -> str:
         """Of the device, as rows and pages have it."""
-        ...
-
-    def run(self, argv: Sequence[str], stdin: bytes | None = None, timeout: float = 60.0) -> Completed:
-        """Run a short command; its words are quoted, never a shell's."""
         ...
 
     def put(self, files: Mapping[str, Path], progress: Report | None = None) -> None:
@@ -52,3 +39,10 @@ class Link(Protocol):
     def cancel(self, job: str) -> None:
         """End the job and all that it started; what it answered stays."""
         ...
+
+
+def carry(link: Link, name: str, files: Mapping[str, Path], progress: Report | None = None) -> str:
+    """A folder of files there, relative path -> file here; its `Place`. Raises as `Link.put`."""
+    hashes = {place: sha256(path) for place, path in files.items()}
+    link.put({hashes[place]: path for place, path in files.items()}, progress)
+    return link.lay_out(name, hashes)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.bundle.disk import sha256
 from quantkit.devices import wheels
+from quantkit.devices.link import carry
 from quantkit.devices.named import NamedDevice, find
 from quantkit.devices.probed import Probed, probe
 from quantkit.devices.ssh.address import Address
 from quantkit.devices.ssh.link import SSHLink
 from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.pipeline.progress import Progress
 from quantkit.runtimes.child import Report
 
 
@@ -33,9 +34,17 @@ class Reached:
 
     def carry(self, name: str, files: Mapping[str, Path], progress: Report | None = None) -> str:
         """A folder of files there, relative path -> file here; its `Place`. Raises as `Link.put`."""
-        hashes = {place: sha256(path) for place, path in files.items()}
-        self.link.put({hashes[place]: path for place, path in files.items()}, progress)
-        return self.link.lay_out(name, hashes)
+        return carry(self.link, name, files, progress)
+
+    def ready(self, progress: Progress | None = None) -> Callable[[Iterable[Path]], None]:
+        """What is called with the files of all models before they are carried: refuses those that do not fit, and
+        carries what runs there. Raises as `Probed.demand_memory` and `install`."""
+
+        def demand(models: Iterable[Path]) -> None:
+            self.about.demand_memory(models, self.device.name)
+            self.install(lambda share, words: progress.at("carrying", share, words) if progress else None)
+
+        return demand
 
     def install(self, progress: Report | None = None) -> None:
         """Carry what runs there, unless it is there: after all that can be refused has been. Raises as `Link.put`."""

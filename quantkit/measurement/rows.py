@@ -56,7 +56,7 @@ class _Part(Closed):
 # a field that rows of other kinds go without -> that without which it is left out: readers of schema 1 know no such key
 _LEFT_OUT = {
     **dict.fromkeys(("difference", "difference_ci95", "p_value"), "difference"),
-    **{name: name for name in ("shares", "hp_shares", "begins")},
+    **{name: name for name in ("shares", "hp_shares", "begins", "on", "machine", "isa")},
 }
 
 
@@ -107,12 +107,19 @@ class Operation(_Sparse):
     hp_shares: dict[str, Interval] | None = None
 
 
-class Device(_Part):
-    """What it was measured on; `id` tells two machines of one name apart."""
+class Device(_Sparse):
+    """What it was measured on; `id` tells two machines of one name apart.
+
+    Of a device that was reached from another machine also `on`, what it is called there, its `machine` (`aarch64`) and
+    its instruction set; other rows go without these keys.
+    """
 
     id: str
     kind: Literal["cpu", "gpu"]
     name: str
+    on: str | None = None
+    machine: str | None = None
+    isa: str | None = None
 
 
 class Data(_Sparse):
@@ -198,6 +205,11 @@ class Row(_Part):
         """Of its runtime; "" where it does not say. `llama_cpp` is the package llama-cpp-python."""
         called = {name.replace("-", "_").removesuffix("_python"): number for name, number in self.versions.items()}
         return called.get(self.runtime or "", "")
+
+    @property
+    def on(self) -> str | None:
+        """The device, of those that are reached from another machine, that it was measured on."""
+        return self.device.on if self.device else None
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's form: every key, in the contract's order."""

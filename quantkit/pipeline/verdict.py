@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict
 from quantkit.passes import decision
+from quantkit.report.on_devices import DeviceRows
 from quantkit.runtimes import load_runtime
 from quantkit.target import Target
 
@@ -148,18 +150,24 @@ def is_timing(row: Row) -> bool:
     )
 
 
-def of_original(rows: Sequence[Row], source: str) -> list[Row]:
+def of_original(rows: Sequence[Row], source: str, on: str | None = None) -> list[Row]:
     """The rows that set a bundle against the model of hash `source` that it was made from, not against others.
 
     Of a runtime's timings, those of the device that it was timed on last: two devices' times make no curve.
+
+    Args:
+        on: a device that is reached from here; None: this machine, or whichever the bundle was on.
     """
     found = [
         row
         for row in rows
-        if row.baseline is None
-        or row.baseline.subject == source
-        # a bundle's own other export, in its own runtime
-        or (row.name.startswith("across.") and row.baseline.subject == row.subject)
+        if row.on == on
+        and (
+            row.baseline is None
+            or row.baseline.subject == source
+            # a bundle's own other export, in its own runtime
+            or (row.name.startswith("across.") and row.baseline.subject == row.subject)
+        )
     ]
     last = {row.runtime: row.device for row in found if row.name.startswith("latency.")}
     # ceilings are of no runtime, and belong to whichever was timed there
@@ -212,6 +220,31 @@ def decide(
         if steps and not failed
         else found
     )
+
+
+def by_device(manifest: Manifest, rows: Sequence[Row]) -> list[DeviceRows]:
+    """What was measured on each device that is reached from here, against the model that the bundle was made from, and
+    what follows from it: nothing from an emulator's times, which say nothing of any machine."""
+    exports, found = manifest.recipe.get("export") or [], []
+    for name in dict.fromkeys(row.on for row in rows if row.on is not None):
+        own = of_original(rows, manifest.model.source.sha256, name)
+        judged = None
+        if not any("emulated" in row.flags for row in own):
+            with suppress(InputError):
+                judged = decide(own, manifest.checks, manifest.layers, target_of(manifest), exports)
+        if own:
+            found.append(DeviceRows(name, own, judged))
+    return found
+
+
+def target_of(manifest: Manifest) -> Target:
+    """What a bundle was made for; this machine where it does not say. Raises InputError: those of a target."""
+    from quantkit.pipeline.request import this_machine
+
+    stored = manifest.target
+    if not stored:
+        return Target.load(this_machine())
+    return Target.from_dict({key: value for key, value in stored.items() if key != "name"}, name=str(stored["name"]))
 
 
 def _is_latency(row: Row) -> bool:
@@ -274,24 +307,26 @@ def _setting(runtime: str, exports: Sequence[Mapping[str, Any]], target: Target,
 
 
 def page(
-    manifest: Manifest, rows: Sequence[Row], notes: Sequence[str], folder: Path
+    manifest: Manifest, rows: Sequence[Row], notes: Sequence[str], folder: Path, devices: Sequence[DeviceRows] = ()
 ) -> tuple[bytes | None, list[Decision]]:
     """`report.html`; None, with the reason, where plotly is missing."""
     from quantkit.report.bundle.page import page as make
 
     try:
-        return make(manifest, rows, notes, harm=read_harm(folder), engines=stored(folder)).encode(), []
+        return make(manifest, rows, notes, harm=read_harm(folder), engines=stored(folder), devices=devices).encode(), []
     except QuantkitError as problem:
         return None, [decision("report", "page-not-made", REPORT, problem.line())]
 
 
-def documents(manifest: Manifest, rows: Sequence[Row], folder: Path) -> tuple[dict[str, bytes | None], list[Decision]]:
+def documents(
+    manifest: Manifest, rows: Sequence[Row], folder: Path, devices: Sequence[DeviceRows] = ()
+) -> tuple[dict[str, bytes | None], list[Decision]]:
     """Page and card of a finished bundle; the page is None where it cannot be made, so that no old one stays."""
     from quantkit.report.bundle import figures
     from quantkit.report.bundle.card import card
 
     notes = figures.notes(manifest)
-    made, missing = page(manifest, rows, notes, folder)
+    made, missing = page(manifest, rows, notes, folder, devices)
     return {REPORT: made, "README.md": card(manifest, rows, notes).encode()}, missing
 
 

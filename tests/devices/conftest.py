@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from devices.loopback import ABSENT, SSHD, Loopback, left
-from quantkit.devices.job import Found, Job, Measure, Shape, Side
+from quantkit.devices.job import Found, Job, Measure, PlacedModel, ShapeCell
 from quantkit.devices.ssh.address import Address
 from quantkit.devices.ssh.link import SSHLink
 from quantkit.devices.ssh.openssh import OpenSSH
@@ -71,9 +71,19 @@ def linked(fake: dict[str, Path], tmp_path: Path) -> Iterator[Links]:
 
 def job(manner: str = "", rounds: int = 5) -> Job:
     """A job for the runner in `fake_there.py`."""
-    side = Side(place="bundles/x", subject=manner, format="int4")
-    shapes = (Shape(kind="decode", batch=1, size=16),)
-    return Job(work=Measure(ours=side, theirs=side, runtime="onnxruntime", shapes=shapes, rounds=rounds))
+    side = PlacedModel(place="bundles/x", subject=manner, format="int4")
+    shapes = (ShapeCell(kind="decode", batch=1, size=16),)
+    return Job(
+        work=Measure(
+            ours=side,
+            theirs=side,
+            runtime="onnxruntime",
+            floats="onnxruntime",
+            shapes=shapes,
+            graphs="graphs",
+            rounds=rounds,
+        )
+    )
 
 
 def cells(link: SSHLink, name: str, after: int = 0) -> list[str]:

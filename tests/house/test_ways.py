@@ -50,6 +50,7 @@ def calls(module: str) -> list[tuple[int, str]]:
                 "quantkit.bundle.build",
                 "quantkit.model.source.weights",
                 "quantkit.devices.sent.store",
+                "quantkit.devices.there.ledger",
             },
             "files are written by bundle/disk.py, which leaves the old state or the new one",
         ),

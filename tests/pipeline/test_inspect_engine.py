@@ -15,7 +15,7 @@ from quantkit.errors import GateError
 from quantkit.exporters import load_exporter
 from quantkit.measurement.engine_layers import stored
 from quantkit.pipeline.finished import inspect_engine
-from quantkit.pipeline.finished.measure import _with_engine
+from quantkit.pipeline.finished.keep import _with_engine
 from quantkit.pipeline.gates import refuse
 from quantkit.recipe import Recipe
 from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime

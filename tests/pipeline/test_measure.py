@@ -209,7 +209,7 @@ def test_a_gate_that_only_the_added_graph_fails_is_judged_when_it_is_measured(ma
 def test_times_taken_here_are_no_verdict_on_a_target_elsewhere(
     made: Made, copied: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.pipeline.finished.measure.runs_here", lambda target: False)
+    monkeypatch.setattr("quantkit.pipeline.finished.keep.runs_here", lambda target: False)
     bundle, notes = copied(made.both), Notes()
     measure_bundle(bundle, str(made.model), notes, plan=PLAN)
     assert Bundle.load(bundle.path).manifest.verdict is None
@@ -225,7 +225,7 @@ def test_accuracy_measured_elsewhere_leaves_the_verdict_of_the_target(
     bundle = copied(made.both)
     measure_bundle(bundle, str(made.model), plan=PLAN)
     before = Bundle.load(bundle.path).manifest.verdict
-    monkeypatch.setattr("quantkit.pipeline.finished.measure.runs_here", lambda target: False)
+    monkeypatch.setattr("quantkit.pipeline.finished.keep.runs_here", lambda target: False)
     measure_bundle(bundle, str(made.model), runtime="torch")
     assert Bundle.load(bundle.path).manifest.verdict == before
 

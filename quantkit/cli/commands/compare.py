@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit._version import __version__
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Html, Json, batches
-from quantkit.errors import GateError, Inconclusive, QuantkitError
+from quantkit.cli.options import Html, Json, On, batches
+from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.devices.rounds import DeviceTimer
+    from quantkit.pipeline.progress import Progress
 
 _SIDE = "A bundle, or the model that the other one was made from."
 
@@ -44,6 +50,7 @@ def compare(
         float | None,
         typer.Option(metavar="X", help="0.05: 5 % slower. [default: 0.05, or what B's verdict ships]"),
     ] = None,
+    on: On = None,
     size_margin: Annotated[float, typer.Option(metavar="X", help="0.01: 1 % larger.")] = 0.01,
     html: Html = None,
     as_json: Json = False,
@@ -54,14 +61,23 @@ def compare(
     from quantkit.report.compare.screen import terminal
     from quantkit.report.compare.words import because
 
+    if on is not None and not measure:
+        raise InputError(
+            "usage",
+            where="--on",
+            value="without --measure",
+            rule="what is recorded is compared",
+            remedy="add --measure",
+        )
     check_place(html)
     if html is not None:
         from quantkit.report.compare import page as compare_page
         from quantkit.report.kit import shell
 
         shell.demand()
-    with showing() as progress:
+    with showing() as progress, ExitStack() as devices:
         progress.begin(f"comparing {a} and {b}", 5.0 + (60.0 + (seconds or 60.0) if measure and speed else 0.0))
+        timer = devices.enter_context(timing_on(on, progress)) if on is not None else None
         found = compare_bundles(
             a,
             b,
@@ -74,6 +90,7 @@ def compare(
             seconds=seconds,
             speed=speed,
             examples=examples,
+            timer=timer,
         )
     if html is not None:
         shell.write(html, compare_page.page(found, __version__))
@@ -92,3 +109,13 @@ def compare(
         remedy = f"{longer}, or score more text; or compare with --no-speed"
         error = Inconclusive("inconclusive", where=b, value=said, rule=rule, remedy=remedy)
     return Answer(found.as_dict(), terminal(found, html), warnings=list(found.notes), error=error)
+
+
+@contextmanager
+def timing_on(on: str, progress: Progress) -> Iterator[DeviceTimer]:
+    """A device that takes the times of a comparison."""
+    from quantkit.devices.reached import reach
+    from quantkit.devices.rounds import DeviceTimer
+
+    with reach(on) as found:
+        yield DeviceTimer(found.link, found.ready(progress))

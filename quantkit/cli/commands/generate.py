@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import quantkit
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import BundlePath, Json, Runtime
+from quantkit.cli.options import BundlePath, Json, On, Runtime
 
 
 def generate(
@@ -19,9 +19,10 @@ def generate(
     sample: Annotated[bool, typer.Option("--sample", help="Draw, instead of the most likely token.")] = False,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the drawing.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    on: On = None,
     as_json: Json = False,
 ) -> Answer:
-    """Let a bundle's model go on from a prompt."""
+    """Let a bundle's model go on from a prompt, here or on a device."""
     from rich.text import Text
 
     from quantkit.pipeline.finished.measure import default_runtime
@@ -31,7 +32,23 @@ def generate(
     runner = load_runtime(runtime or default_runtime(opened), where="--runtime")
     with showing() as progress:
         progress.begin(f"loading {bundle}", 15.0)
-        made = runner.generate(opened, prompt, new_tokens=new_tokens, sample=sample, seed=seed, chat=chat)
+        if on is None:
+            made = runner.generate(opened, prompt, new_tokens=new_tokens, sample=sample, seed=seed, chat=chat)
+        else:
+            from quantkit.devices.reached import reach
+            from quantkit.devices.rounds import generate_on
+
+            asked: dict[str, Any] = {
+                "runtime": runner.name,
+                "new_tokens": new_tokens,
+                "sample": sample,
+                "seed": seed,
+                "chat": chat,
+            }
+            with reach(on) as found:
+                made = generate_on(
+                    opened, found.link, prompt, progress, runtime=runner.name, ready=found.ready(progress), **asked
+                )
     text = made["text"] if chat else f"{prompt}{made['text']}"
     notes = made.pop("notes", [])
     return Answer({"prompt": prompt, **made}, [Text(text), *(Text(f"! {note}") for note in notes)], warnings=notes)

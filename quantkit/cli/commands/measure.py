@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import quantkit
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import BundlePath, Json, Runtime, batches
+from quantkit.cli.options import BundlePath, Json, On, Runtime, batches
 from quantkit.errors import Inconclusive, InputError, QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.bundle import Bundle, Manifest
+    from quantkit.measurement.rows import Row
 
 
 def measure(
@@ -32,9 +37,13 @@ def measure(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Time the few shapes that a compile does.")] = False,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Time it against the float model.")] = True,
+    on: On = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --on: measure only what the bundle lacks of the device.")
+    ] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Score, weigh and time a bundle again."""
+    """Score, weigh and time a bundle again, here or on a device."""
     from quantkit.bundle import Decision
     from quantkit.measurement.engine_layers import stored
     from quantkit.measurement.timing.shapes import TimingPlan
@@ -47,6 +56,8 @@ def measure(
     from quantkit.report.bundle import engine, figures
     from quantkit.runtimes import load_runtime
 
+    if resume and on is None:
+        raise InputError("usage", where="--resume", value="no --on", rule="what was measured here is measured whole")
     opened = quantkit.load(bundle)
     chosen = runtime or default_runtime(opened)
     known = load_runtime(chosen, where="--runtime")
@@ -60,20 +71,37 @@ def measure(
     decisions: list[Decision] = []
     with showing() as progress:
         progress.begin(f"measuring {bundle}", 60.0)
-        rows = measure_bundle(
-            opened,
-            baseline,
-            progress,
-            runtime=chosen,
-            calibration=calibration,
-            plan=plan,
-            speed=speed,
-            decisions=decisions,
-        )
+        if on is None:
+            rows = measure_bundle(
+                opened,
+                baseline,
+                progress,
+                runtime=chosen,
+                calibration=calibration,
+                plan=plan,
+                speed=speed,
+                decisions=decisions,
+            )
+        else:
+            from quantkit.devices.measure import measure_at
+
+            rows = measure_at(
+                on,
+                opened,
+                baseline,
+                progress,
+                runtime=chosen,
+                calibration=calibration,
+                plan=plan,
+                speed=speed,
+                resume=resume,
+                decisions=decisions,
+            )
     opened = quantkit.load(bundle)
     notes = figures.notes(opened.manifest)
     notes += [f"{each.where}: {figures.change(each)}; {each.reason}" for each in decisions if each.code != NOTE]
-    verdict = opened.manifest.verdict
+    manifest = opened.manifest if on is None else on_device(opened, rows)
+    verdict = manifest.verdict
     result: dict[str, Any] = {
         "bundle": str(opened.path),
         "content_sha256": opened.manifest.content_sha256,
@@ -94,10 +122,21 @@ def measure(
             rule="an interval lies above or below 1",
             remedy=f"measure again on a quieter machine, or for longer: --seconds {3 * plan.seconds:g}",
         )
-    shown = terminal.measured(opened.path, opened.manifest, rows, notes)
+    shown = terminal.measured(opened.path, manifest, rows, notes)
     if chosen.startswith("tensorrt"):
         for each in stored(opened.path):
             result.setdefault("engines", []).append(each.model_dump(mode="json"))
             shown += engine.table(each)
     taken = [each.as_dict() for each in decisions]
     return Answer(result, shown, taken, notes, error)
+
+
+def on_device(bundle: Bundle, rows: Sequence[Row]) -> Manifest:
+    """A manifest with the verdict of the device that rows are of, as the bundle holds it now."""
+    from quantkit.measurement.rows import Row
+    from quantkit.pipeline.verdict import by_device
+
+    name = next((row.on for row in rows), None)
+    found = by_device(bundle.manifest, [Row.model_validate(row) for row in bundle.measurements])
+    verdict = next((each.verdict for each in found if each.name == name), None)
+    return bundle.manifest.model_copy(update={"verdict": verdict})

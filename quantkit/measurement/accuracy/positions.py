@@ -39,7 +39,8 @@ Better = Literal["lower", "higher"]
 # logits worked on at a time: on a CPU two float32 buffers of this many stay in the cache, twice as fast as in memory; a
 # GPU wants to be busy
 _ELEMENTS, _ON_GPU = 1 << 18, 1 << 25
-_DTYPES: dict[str, type] = {
+# of the arrays of `Items`
+DTYPES: dict[str, type] = {
     "sequence": np.int32,
     "nll_original": np.float64,
     "nll_candidate": np.float64,
@@ -222,7 +223,7 @@ class Accuracy:
         """
         self._sequences = max(self._sequences, sequence + 1)
         count, width = original.shape
-        found: dict[str, Array] = {name: np.empty(count, dtype) for name, dtype in _DTYPES.items()}
+        found: dict[str, Array] = {name: np.empty(count, dtype) for name, dtype in DTYPES.items()}
         found["sequence"].fill(sequence)
         rows = max(1, min(count, (_ON_GPU if original.is_cuda else _ELEMENTS) // width))
         d, e = self._buffers(rows, width, original.device)
@@ -249,8 +250,8 @@ class Accuracy:
 
     def items(self) -> Items:
         """All that was scored so far."""
-        empty: dict[str, Array] = {name: np.empty(0, dtype) for name, dtype in _DTYPES.items()}
-        return Items(**{name: np.concatenate([part[name] for part in (empty, *self._parts)]) for name in _DTYPES})
+        empty: dict[str, Array] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
+        return Items(**{name: np.concatenate([part[name] for part in (empty, *self._parts)]) for name in DTYPES})
 
 
 def _not_finite(where: str, original_is: bool) -> InputError | GateError:

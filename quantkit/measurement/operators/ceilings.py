@@ -20,12 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import machine
+from quantkit import limits, machine
+from quantkit.errors import MissingDependency
 from quantkit.measurement.rows import Device, Row
 
 Bytes = NDArray[np.int8]
@@ -44,10 +46,12 @@ class Pool:
     Args:
         threads: of one operation; None: all cores.
         shared: they are those of `onnxruntime.set_global_thread_pool_sizes`; a process that called it must say so.
+        graphs: a folder of what `write_graphs` wrote, for where the package onnx is not installed.
     """
 
     threads: int | None = None
     shared: bool = False
+    graphs: Path | None = None
 
 
 # name -> what prepares a product of two matrices
@@ -196,7 +200,7 @@ def launch(threads: int, runs: int, pool: Pool | None = None) -> Ceiling:
 
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "empty", ends[:1], ends[1:])
-    step = _onnxruntime(graph, {"x": np.zeros(1, np.float32)}, pool or Pool(threads))
+    step = _onnxruntime(_serialized(graph), {"x": np.zeros(1, np.float32)}, pool or Pool(threads))
     # a thousand at a time: one alone is close to what the clock can tell
     rates = _timed(lambda: [step() for _ in range(1000)], 1000.0, runs)
     return Ceiling("ceiling.launch", "s", tuple(1 / rate for rate in rates), settings, {"M": 1})
@@ -243,7 +247,7 @@ def _compute(
     """The rate of the fastest of some kernels."""
     tried: dict[str, float] = {}
     reasons = []
-    small = max(size // 8, 32)
+    small = _small(size)
     for name, make in kernels.items():
         try:
             tried[name] = max(_timed(make(*pair(small), pool), 2.0 * small**3, 3))
@@ -302,30 +306,72 @@ def _fp32_numpy(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
 
 def _product(kind: str, left: Any, right: Any, pool: Pool) -> Callable[[], object]:
     """A product in ONNX Runtime, by a weight that it knows."""
-    _need("onnxruntime", "onnx")
-    from onnx import TensorProto, helper, numpy_helper
-
-    types = (TensorProto.INT8, TensorProto.INT32) if left.dtype == np.int8 else (TensorProto.FLOAT,) * 2
-    ends = [helper.make_tensor_value_info(name, kind, left.shape) for name, kind in zip("xy", types, strict=True)]
-    graph = helper.make_graph(
-        [helper.make_node(kind, ["x", "w"], ["y"])], kind, ends[:1], ends[1:], [numpy_helper.from_array(right, "w")]
-    )
-    return _onnxruntime(graph, {"x": left}, pool)
+    _need("onnxruntime", *(() if pool.graphs else ("onnx",)))
+    size = len(left)
+    graph = product_graph(kind, size) if pool.graphs is None else limits.read(pool.graphs / _file(kind, size))
+    # of signed inputs it has no fast kernel on x86: a thirtieth of this
+    return _onnxruntime(graph, {"x": left.view(np.uint8) if left.dtype == np.int8 else left}, pool)
 
 
-def _onnxruntime(graph: Any, feeds: dict[str, Any], pool: Pool) -> Callable[[], object]:
-    """A graph in a session, from memory to memory."""
-    import onnxruntime
+def product_graph(kind: str, size: int) -> bytes:
+    """A graph of one product of [size, size] by a weight of ones, which the runtime makes when it is loaded."""
+    from onnx import TensorProto, helper
+
+    integers = (TensorProto.UINT8, TensorProto.INT8, TensorProto.INT32)
+    x, w, y = integers if kind == "MatMulInteger" else (TensorProto.FLOAT,) * 3
+    ends = [helper.make_tensor_value_info(name, of, (size, size)) for name, of in (("x", x), ("y", y))]
+    one = helper.make_tensor("one", w, [1], [1])
+    sides = helper.make_tensor("sides", TensorProto.INT64, [2], [size, size])
+    nodes = [
+        helper.make_node("ConstantOfShape", ["sides"], ["w"], value=one),
+        helper.make_node(kind, ["x", "w"], ["y"]),
+    ]
+    return _serialized(helper.make_graph(nodes, kind, ends[:1], ends[1:], [sides]))
+
+
+def write_graphs(folder: Path, size: int = 1024) -> list[Path]:
+    """The products of `measured` of this size as files, for a machine without the package onnx. Bytes: a few hundred.
+
+    Raises:
+        MissingDependency: onnx.
+    """
+    with MissingDependency.unless_found("onnx", extra="compile", purpose="writing the graphs of the ceilings"):
+        found = {
+            _file(kind, each): product_graph(kind, each)
+            for kind in ("MatMul", "MatMulInteger")
+            for each in (size, _small(size))
+        }
+    for name, data in found.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in found]
+
+
+def _file(kind: str, size: int) -> str:
+    return f"{kind}-{size}.onnx"
+
+
+def _small(size: int) -> int:
+    return max(size // 8, 32)
+
+
+def _serialized(graph: Any) -> bytes:
     from onnx import helper
 
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return bytes(model.SerializeToString())
+
+
+def _onnxruntime(graph: bytes, feeds: dict[str, Any], pool: Pool) -> Callable[[], object]:
+    """A graph in a session, from memory to memory."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     if pool.shared:
         options.use_per_session_threads = False
     elif pool.threads is not None:
         options.intra_op_num_threads = pool.threads
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
     for name, values in feeds.items():
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(values))

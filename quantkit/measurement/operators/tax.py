@@ -123,19 +123,22 @@ class Limits:
         read: bytes a second.
         compute: input type -> operations a second.
         error: the farthest that the end of a ceiling's interval lies from it, as a share.
+        cache: bytes of the last-level cache; None: not known.
     """
 
     read: float | None
     compute: Mapping[str, float]
     error: float = 0.0
+    cache: int | None = None
 
     @classmethod
-    def of(cls, measured: Sequence[Ceiling]) -> Limits:
+    def of(cls, measured: Sequence[Ceiling], cache: int | None = None) -> Limits:
         """From measured ceilings; what could not be measured is absent."""
         read = next((c.value for c in measured if c.name == "ceiling.read"), None)
         rates = {str(c.settings["compute_type"]): c.value for c in measured if c.name == "ceiling.compute"}
         used = [c.error for c in measured if c.name in ("ceiling.read", "ceiling.compute")]
-        return cls(read, {kind: rate for kind, rate in rates.items() if rate is not None}, max(used, default=0.0))
+        known = {kind: rate for kind, rate in rates.items() if rate is not None}
+        return cls(read, known, max(used, default=0.0), cache)
 
     def promise(self, bound: float | None, hp_bound: float | None) -> dict[str, float]:
         """Settings of a latency: `promised`, S* = R_hp / R_f, and `promised_most`, as far as the ceilings may be wrong.

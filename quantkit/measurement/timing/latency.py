@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,22 +29,31 @@ from quantkit.runtimes.child import Report
 from quantkit.stats.abba import Comparison, compare
 
 _FEWEST = {"decode": 30, "prefill": 10}
-_SUBJECT, _BASELINE, _ACROSS = "subject", "baseline", "across"
+SUBJECT, BASELINE, ACROSS = "subject", "baseline", "across"
 # blocks of four visits a shape: never fewer, however slow; no more, however fast
 _BLOCKS = (5, 240)
 
 
 @dataclass(frozen=True)
-class TimedSide:
+class Side:
     """One of the two that are compared.
 
     Args:
-        model: loaded.
         cost: what its steps must move and compute.
         subject: `content_sha256` of its bundle.
         resident_bytes: what it takes in memory, where known.
         runtime: that runs it; of those that `measure` is given besides.
     """
+
+    cost: StepCost
+    subject: str
+    resident_bytes: int | None = None
+    runtime: str = ""
+
+
+@dataclass(frozen=True)
+class TimedSide:
+    """A side that can be run; `model` is loaded. The rest: see `Side`."""
 
     model: Timeable
     cost: StepCost
@@ -51,10 +61,15 @@ class TimedSide:
     resident_bytes: int | None = None
     runtime: str = ""
 
+    @property
+    def side(self) -> Side:
+        """Without the model."""
+        return Side(self.cost, self.subject, self.resident_bytes, self.runtime)
+
 
 @dataclass
 class ShapeTiming:
-    """One shape as it is timed."""
+    """One shape as it is timed; `settings` and `flags` go into its rows."""
 
     shape: Shape
     visit: Visit | None = None
@@ -63,6 +78,22 @@ class ShapeTiming:
     finished: bool = False
     found: Comparison | None = None
     across: Comparison | None = None
+    settings: Mapping[str, str | bool | int | float | None] = field(default_factory=dict)
+    flags: Sequence[str] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its times, of what JSON has."""
+        if self.skipped:
+            return {"skipped": self.skipped}
+        turns = Turns.joined(self.parts)
+        return {"seconds": {side: found.tolist() for side, found in turns.seconds.items()}, "rounds": turns.rounds}
+
+    def given(self, seconds: Mapping[str, Any], rounds: Sequence[int], skipped: str = "") -> ShapeTiming:
+        """With what `as_dict` gave: when each step began is not in it."""
+        times = {side: np.asarray(found) for side, found in seconds.items()}
+        self.parts = [] if skipped else [Turns(times, times, [], tuple(rounds))]
+        self.skipped = skipped
+        return self
 
     @property
     def few(self) -> bool:
@@ -114,16 +145,56 @@ def measure(
     progress(0.0, "ceilings")
     before = ceilings()
     timings = [ShapeTiming(shape) for shape in plan.shapes()]
-    sides = {_BASELINE: baseline, _SUBJECT: subject, **({_ACROSS: across} if across else {})}
-    _time(timings, sides, plan, progress, clock)
+    take(timings, subject, baseline, plan, progress, clock, across=across)
     progress(1.0, "ceilings")
     measured = joined(before, ceilings())
-    limits = Limits.of(measured)
+    return judged(
+        timings,
+        subject.side,
+        baseline.side,
+        measured,
+        runtime=runtime,
+        settings=settings,
+        device=device,
+        versions=versions,
+        cache=machine.last_level_cache(),
+        seed=plan.seed,
+        across=across.side if across else None,
+    )
+
+
+def judged(
+    timings: Sequence[ShapeTiming],
+    subject: Side,
+    baseline: Side,
+    ceilings: Sequence[Ceiling],
+    *,
+    runtime: str,
+    settings: Mapping[str, str | bool | int | float | None],
+    device: Mapping[str, str],
+    versions: Mapping[str, str],
+    cache: int | None,
+    seed: int = 0,
+    across: Side | None = None,
+) -> list[Row]:
+    """What follows from raw times, wherever they were taken; see `measure` for the rows.
+
+    Args:
+        timings: with their times, or why there are none; `found` is filled in.
+        ceilings: of the device.
+        cache: bytes of its last-level cache.
+        seed: of the resamples.
+        across: see `measure`.
+    """
+    limits = Limits.of(ceilings, cache)
     for timing in timings:
         if not timing.skipped:
             turns = Turns.joined(timing.parts)
-            ours, others = turns.seconds[_SUBJECT], [turns.seconds[side] for side in sides if side != _SUBJECT]
-            timing.found, *more = (compare(ours, each, rounds=turns.rounds, seed=plan.seed) for each in others)
+            ours, others = (
+                turns.seconds[SUBJECT],
+                [turns.seconds[side] for side in (BASELINE, ACROSS) if side in turns.seconds],
+            )
+            timing.found, *more = (compare(ours, each, rounds=turns.rounds, seed=seed) for each in others)
             timing.across = more[0] if more else None
     common = {
         "subject": subject.subject,
@@ -131,9 +202,9 @@ def measure(
         "device": Device.model_validate(dict(device)),
         "versions": dict(versions),
     }
-    rows = [ceiling.row(device=dict(device), versions=dict(versions)) for ceiling in measured]
+    rows = [ceiling.row(device=dict(device), versions=dict(versions)) for ceiling in ceilings]
     for timing in timings:
-        rows += rows_of(timing, subject, baseline, limits, common, dict(settings))
+        rows += rows_of(timing, subject, baseline, limits, common, {**settings, **timing.settings})
         if across is not None and timing.across is not None:
             rows.append(across_row(timing.shape, timing.across, across, common, dict(settings)))
     for over, curve in curves(timings):
@@ -141,10 +212,18 @@ def measure(
     return rows
 
 
-def _time(
-    timings: Sequence[ShapeTiming], entries: Mapping[str, TimedSide], plan: TimingPlan, progress: Report, clock: Clock
+def take(
+    timings: Sequence[ShapeTiming],
+    subject: TimedSide,
+    baseline: TimedSide,
+    plan: TimingPlan,
+    progress: Report,
+    clock: Clock = time.perf_counter,
+    *,
+    across: TimedSide | None = None,
 ) -> None:
-    """Fill in `parts`, or `skipped`, of every shape."""
+    """Fill in `parts`, or `skipped`, of every shape; of the plan count seconds, rounds and seed."""
+    entries = {BASELINE: baseline, SUBJECT: subject, **({ACROSS: across} if across else {})}
     generator = np.random.default_rng(plan.seed)
     end = clock() + plan.seconds
     turns = [(turn, timing) for turn in range(plan.rounds) for timing in timings]
@@ -181,7 +260,7 @@ def _round(
         except InputError as error:
             if error.code not in TOO_LARGE:
                 raise
-            raise _TooLarge(error.code if side == _SUBJECT else f"{error.code}-{side}") from None
+            raise _TooLarge(error.code if side == SUBJECT else f"{error.code}-{side}") from None
     prepared = clock() - began
     # what costs more to prepare than to time is prepared once
     rounds = left if prepared > share else 1

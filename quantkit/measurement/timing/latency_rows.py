@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit import machine
 from quantkit.measurement.operators.tax import Limits, ideal
 from quantkit.measurement.rows import Baseline, Operation, Row
 from quantkit.measurement.timed_rows import Point, break_even_row, latency_row, tax_row
@@ -14,14 +13,14 @@ from quantkit.stats.abba import Comparison, Interval
 from quantkit.stats.deciding.speedup import SpeedUp
 
 if TYPE_CHECKING:
-    from quantkit.measurement.timing.latency import ShapeTiming, TimedSide
+    from quantkit.measurement.timing.latency import ShapeTiming, Side
     from quantkit.measurement.timing.shapes import Shape
 
 
 def rows_of(
     timing: ShapeTiming,
-    subject: TimedSide,
-    baseline: TimedSide,
+    subject: Side,
+    baseline: Side,
     limits: Limits,
     common: dict[str, Any],
     settings: dict[str, Any],
@@ -30,9 +29,9 @@ def rows_of(
     shape, found = timing.shape, timing.found
     common = common | {"batch": shape.batch, "shape": shape.sizes, "resident_bytes": subject.resident_bytes}
     if found is None:
-        flags = [timing.skipped]
+        flags = [timing.skipped, *timing.flags]
         return [Row(name=shape.name, value=None, unit="s", better="lower", flags=flags, settings=settings, **common)]
-    flags = [*found.flags, *(["few-steps"] if timing.few else [])]
+    flags = [*found.flags, *(["few-steps"] if timing.few else []), *timing.flags]
     common |= {"n": found.n, "aa_spread": found.aa_spread}
     tokens, time_s, hp_s = shape.batch * shape.tokens, found.quantiles["p50"], found.baseline["p50"]
     # an interval of the ratio of medians is the same for times and for rates
@@ -54,7 +53,7 @@ def rows_of(
             **common,
         ),
     ]
-    cached = ["weights-near-cache"] if _near_cache(subject) else []
+    cached = ["weights-near-cache"] if _near_cache(subject, limits) else []
     if shape.kind == "decode":
         moved = subject.cost.bytes(*sizes)
         share = {"share_of_ceiling": moved / time_s / limits.read} if limits.read else {}
@@ -88,9 +87,7 @@ def rows_of(
     return rows
 
 
-def across_row(
-    shape: Shape, found: Comparison, across: TimedSide, common: dict[str, Any], settings: dict[str, Any]
-) -> Row:
+def across_row(shape: Shape, found: Comparison, across: Side, common: dict[str, Any], settings: dict[str, Any]) -> Row:
     """The subject's step against the same step of another runtime, timed in turns."""
     there = {"baseline_runtime": across.runtime, "baseline_format": across.cost.format}
     common = common | {"batch": shape.batch, "shape": shape.sizes, "n": found.n, "aa_spread": found.aa_spread}
@@ -98,15 +95,14 @@ def across_row(
     return latency_row(name, found, across.subject, settings=settings | there, flags=found.flags, common=common)
 
 
-def _near_cache(side: TimedSide) -> bool:
+def _near_cache(side: Side, limits: Limits) -> bool:
     """Whether the weights may stay in the cache: then neither bytes nor bound are those of the memory."""
-    cache = machine.last_level_cache()
-    return cache is not None and side.cost.weight_bytes < 3 * cache
+    return limits.cache is not None and side.cost.weight_bytes < 3 * limits.cache
 
 
-def _promise(shape: Shape, subject: TimedSide, baseline: TimedSide, limits: Limits) -> dict[str, float]:
+def _promise(shape: Shape, subject: Side, baseline: Side, limits: Limits) -> dict[str, float]:
     """What the roofline promises of a shape; nothing where the weights may stay in the cache."""
-    if _near_cache(subject):
+    if _near_cache(subject, limits):
         return {}
     sizes = (shape.batch, shape.tokens, shape.context)
     return limits.promise(*(side.cost.bound(*sizes, limits) for side in (subject, baseline)))
@@ -133,8 +129,8 @@ def curves(timings: Sequence[ShapeTiming]) -> list[tuple[str, list[ShapeTiming]]
 def break_even(
     over: str,
     curve: Sequence[ShapeTiming],
-    subject: TimedSide,
-    baseline: TimedSide,
+    subject: Side,
+    baseline: Side,
     limits: Limits,
     common: dict[str, Any],
     settings: dict[str, Any],

@@ -168,7 +168,28 @@ def _bytes(model: Path) -> int:
 
 
 def _memory(job: SpeedJob, weighed: Mapping[str, Mapping[str, int]]) -> Row:
-    ours, theirs = weighed[job.ours.subject], weighed[job.theirs.subject]
+    return memory_row(
+        weighed[job.ours.subject],
+        weighed[job.theirs.subject],
+        subjects=(job.ours.subject, job.theirs.subject),
+        runtime=job.ours.runtime,
+        threads=job.threads,
+        device=machine.device(),
+        versions=machine.versions(),
+    )
+
+
+def memory_row(
+    ours: Mapping[str, int],
+    theirs: Mapping[str, int],
+    *,
+    subjects: tuple[str, str],
+    runtime: str,
+    threads: int,
+    device: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> Row:
+    """`memory.peak`, of what `footprint` says of both."""
     return Row(
         name="memory.peak",
         value=ours["peak"],
@@ -176,15 +197,15 @@ def _memory(job: SpeedJob, weighed: Mapping[str, Mapping[str, int]]) -> Row:
         stat="max",
         better="lower",
         n=1,
-        subject=job.ours.subject,
-        baseline=Baseline(subject=job.theirs.subject, value=theirs["peak"], ratio=theirs["peak"] / ours["peak"]),
+        subject=subjects[0],
+        baseline=Baseline(subject=subjects[1], value=theirs["peak"], ratio=theirs["peak"] / ours["peak"]),
         batch=_BATCH,
         shape={"new_tokens": ours["new_tokens"], "context": ours["context"]},
-        runtime=job.ours.runtime,
-        settings={"threads": job.threads, "baseline_resident": theirs["resident"], "interpreter": ours["before"]},
+        runtime=runtime,
+        settings={"threads": threads, "baseline_resident": theirs["resident"], "interpreter": ours["before"]},
         resident_bytes=ours["resident"],
-        device=Device.model_validate(machine.device()),
-        versions=machine.versions(),
+        device=Device.model_validate(dict(device)),
+        versions=dict(versions),
         flags=["one-process", "with-interpreter"],
     )
 
@@ -242,27 +263,37 @@ def _model(folder: str, threads: int, runtime: str) -> OnnxModel | LlamaModel | 
     return OnnxModel(Path(folder), threads=threads, own=runtime != RUNTIME)
 
 
-def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
-    graph = None if data["samples"] is None else Samples(**data["samples"])
-    sides = [SpeedSide(**data[side]) for side in ("ours", "theirs", "across") if data[side]]
-    threads = data["threads"]
-    samples = samples_of(graph.file if graph else None)
+def sides(job: SpeedJob) -> tuple[list[TimedSide], dict[str, Any]]:
+    """What is judged, what it is set against and what is timed across, loaded; settings of their rows.
+
+    Raises:
+        InputError: those of `open_graph`.
+    """
+    samples = samples_of(job.samples.file if job.samples else None)
     entries = []
-    for part in sides:
-        model = opened(part.path, samples, threads, part.runtime)
+    for part in (job.ours, job.theirs, *([job.across] if job.across else [])):
+        model = opened(part.path, samples, job.threads, part.runtime)
         if isinstance(model, LlamaModel):
             found = cost_of_file(model.path, model.sizes, part.format)
         else:
             noted = isinstance(model, OnnxModel | OpenvinoModel)
-            found = _cost(model, part) if noted else _cost_of_graph(part, graph, samples)  # type: ignore[arg-type]
+            found = _cost(model, part) if noted else _cost_of_graph(part, job.samples, samples)  # type: ignore[arg-type]
         entries.append(TimedSide(model, found, part.subject, runtime=part.runtime))
-    ours, theirs, *across = entries
-    settings: dict[str, Any] = {"threads": threads, "compute_type": ours.cost.compute}
+    ours, theirs = entries[:2]
+    settings: dict[str, Any] = {"threads": job.threads, "compute_type": ours.cost.compute}
     settings["baseline_format"] = theirs.cost.format
     if isinstance(ours.model, OnnxModel):
         settings["accuracy_level"] = ours.model.accuracy_level
     elif isinstance(ours.model, LlamaModel | OpenvinoModel):
         settings |= {key: value for key, value in ours.model.settings.items() if key != "threads"}
+    return entries, settings
+
+
+def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
+    graph = None if data["samples"] is None else Samples(**data["samples"])
+    parts = {side: SpeedSide(**data[side]) for side in ("ours", "theirs", "across") if data[side]}
+    job = SpeedJob(**parts, threads=data["threads"], plan=TimingPlan(**data["plan"]), samples=graph)
+    (ours, theirs, *across), settings = sides(job)
     rows = measure(
         ours,
         theirs,
@@ -271,7 +302,7 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
         across=next(iter(across), None),
         device=machine.device(),
         versions=machine.versions(),
-        plan=TimingPlan(**data["plan"]),
+        plan=job.plan,
         progress=caller.at,
     )
     for row in rows:

@@ -30,7 +30,7 @@ from quantkit.nightly.running.jobs import BuildJob
 from quantkit.nightly.running.timing import CellTimes, task_of
 from quantkit.nightly.store.parquet import Store
 from quantkit.nightly.store.records import Item, NightCell, Result, Side, Time
-from quantkit.pipeline.finished.measure import export_of
+from quantkit.pipeline.finished.keep import export_of
 from quantkit.pipeline.graphs.remeasure import holds_graph
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, runs_here

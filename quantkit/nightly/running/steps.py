@@ -19,7 +19,7 @@ from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.timing.schedule import Step
-from quantkit.pipeline.finished.measure import config_of
+from quantkit.pipeline.finished.against import config_of
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
 from quantkit.runtimes import load_runtime
 

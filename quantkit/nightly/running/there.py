@@ -15,15 +15,16 @@ from quantkit.bundle import Bundle
 from quantkit.bundle.disk import walk
 from quantkit.content import Closed, validated
 from quantkit.devices import job as jobs
+from quantkit.devices.collect import failed
 from quantkit.devices.job import At, Failed, Found, Job
 from quantkit.devices.reached import Reached, reach
-from quantkit.errors import GateError, Inconclusive, InputError, Stopped
+from quantkit.errors import InputError
 from quantkit.measurement.doctor import demand_architecture
 from quantkit.measurement.size import folder_of
 from quantkit.measurement.timing.anew import Task
 from quantkit.nightly.running.timing import CellTimes, times
 from quantkit.nightly.store.records import Side
-from quantkit.pipeline.finished.measure import export_of
+from quantkit.pipeline.finished.keep import export_of
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph
 from quantkit.pipeline.progress import Progress
 from quantkit.target import Target
@@ -95,10 +96,10 @@ class Timer:
         weights = {str(path): path for _, files in folders.values() for path in files.values()}
         device.about.demand_memory(weights.values(), device.device.name)
         device.install(progress)
-        sides: dict[Side, jobs.Side] = {}
+        sides: dict[Side, jobs.PlacedModel] = {}
         for side, (inner, files) in folders.items():
             place = device.carry("night", files, progress)
-            sides[side] = jobs.Side(place=f"{place}/{inner}" if inner else place, subject=side, format="")
+            sides[side] = jobs.PlacedModel(place=f"{place}/{inner}" if inner else place, subject=side, format="")
         samples = None
         if task.samples is not None:
             samples = f"{device.carry('samples', {'samples.npz': Path(task.samples)})}/samples.npz"
@@ -163,13 +164,6 @@ def reached(on: str, target: Target, progress: Progress, limit: float) -> Iterat
             rule = f"{target.name} has SM {target.arch.sm}"
             raise InputError("wrong-machine", where=on, value=value, rule=rule, remedy="exclude it in nightly.yaml")
         yield Timer(found, limit)
-
-
-def failed(answer: Failed) -> InputError | GateError | Inconclusive | Stopped:
-    """What ended the work there, as the error that it is."""
-    kinds = {each.exit: each for each in (GateError, Inconclusive, Stopped)}
-    kind = kinds.get(answer.exit, InputError)
-    return kind(answer.code, where=answer.where, value=answer.value, rule=answer.rule, remedy=answer.remedy)
 
 
 def _files(bundle: Bundle, runtime: str) -> tuple[str, dict[str, Path]]:

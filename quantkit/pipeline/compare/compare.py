@@ -7,7 +7,7 @@ runs anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite, log
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.compare import times
 from quantkit.pipeline.compare.scores import by_item, by_row, common_runtime, demand_one_text
 from quantkit.pipeline.compare.sides import BundleSide, open_sides
-from quantkit.pipeline.compare.times import BundleTiming
+from quantkit.pipeline.compare.times import BundleTiming, RoundsTimer
 from quantkit.pipeline.compare.words import flips, scored_text
 from quantkit.pipeline.finished.measure import default_runtime
 from quantkit.pipeline.gates import allowed
@@ -95,6 +95,7 @@ def compare_bundles(
     seconds: float | None = None,
     speed: bool = True,
     examples: int = EXAMPLES,
+    timer: RoundsTimer | None = None,
 ) -> Compared:
     """Set B against A.
 
@@ -103,6 +104,7 @@ def compare_bundles(
         batches: of that run; None is those of `measure --quick`.
         seconds: for all of that run.
         examples: flipped words of each kind that are shown.
+        timer: takes the times of that run; None: this machine.
 
     Raises:
         InputError: `usage`, `unknown-runtime`, `models-differ`, `items-differ`, `items-missing`, `hash-mismatch`,
@@ -118,6 +120,7 @@ def compare_bundles(
     notes: list[str] = []
     if measure and speed:
         timing, notes = times.prepare(*sides, batches=batches, seconds=seconds, calibration=calibration)
+        timing = replace(timing, timer=timer) if timer is not None else timing
     scored = _scored(*sides, margins.accuracy or ACCURACY, runtime, calibration, examples)
     latency = margins.latency or LATENCY
     timed, said = _timed(*sides, latency, timing, progress) if speed else ([], [])
@@ -191,7 +194,7 @@ def _timed(
     a: BundleSide, b: BundleSide, margin: float, timing: BundleTiming | None, progress: Progress
 ) -> tuple[list[Quantity], list[str]]:
     if timing is not None:
-        return times.of_run(timing.run(progress), margin, timing.runtime)
+        return times.of_run(timing.run(progress), margin, timing.runtime, timing.timer.device)
     found, notes = times.recorded(a, b, margin)
     if not found:
         both = " and ".join(dict.fromkeys(side.measure() for side in (a, b)))
@@ -217,7 +220,7 @@ def _again(
     progress.note("what was called faster or slower is timed once more")
     places = [(asked[i].name, asked[i].batch, asked[i].shape) for i in called.values()]
     shapes = [shape for shape in timing.job.shapes if (shape.name, shape.batch, shape.sizes) in places]
-    second, _ = times.of_run(timing.run(progress, shapes), margin, timing.runtime)
+    second, _ = times.of_run(timing.run(progress, shapes), margin, timing.runtime, timing.timer.device)
     found = {}
     for each, decision in zip(second, decided(second), strict=True):
         i = called[times.key(each)]

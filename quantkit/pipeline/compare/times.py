@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
 from quantkit.pipeline.progress import Progress
 from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime
+from quantkit.runtimes.child import Report
 from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference
 from quantkit.stats.deciding.evidence import Doubt
 from quantkit.stats.deciding.slowdown import slowdown
@@ -42,6 +43,24 @@ _GROUPS = 20
 _BUSY = 1.2
 
 
+class RoundsTimer(Protocol):
+    """What takes raw times of two sides: this machine, or a device that is reached from here."""
+
+    device: str
+
+    def __call__(self, job: RoundsJob, report: Report) -> list[Taken]:
+        """Of all shapes. Raises InputError: those of `timing.rounds.run`."""
+        ...
+
+
+class _Here:
+    def __init__(self) -> None:
+        self.device = str(machine.device().get("name"))
+
+    def __call__(self, job: RoundsJob, report: Report) -> list[Taken]:
+        return rounds.run(job, report)
+
+
 @dataclass(frozen=True)
 class BundleTiming:
     """Two bundles that can be timed in turns, in ONNX Runtime or llama.cpp each.
@@ -50,11 +69,13 @@ class BundleTiming:
         job: what is timed; its samples have no file yet.
         samples: of graphs, an array [n, ...] for each input; None else.
         runtime: of both, for their rows.
+        timer: takes the times.
     """
 
     job: RoundsJob
     samples: Feed | None = None
     runtime: str = verdict.RUNTIME
+    timer: RoundsTimer = field(default_factory=_Here)
 
     def run(self, progress: Progress, shapes: Sequence[Shape] | None = None) -> list[Taken]:
         """Times of all shapes; of some, in another order and in their share of the seconds.
@@ -72,11 +93,11 @@ class BundleTiming:
             progress.at("speed", share, words)
 
         if self.samples is None:
-            return rounds.run(job, report)
+            return self.timer(job, report)
         with tempfile.TemporaryDirectory(prefix="quantkit-speed-") as folder:
             file = Path(folder) / "samples.npz"
             np.savez(file, allow_pickle=False, **self.samples)
-            return rounds.run(replace(job, samples=str(file)), report)
+            return self.timer(replace(job, samples=str(file)), report)
 
 
 def prepare(
@@ -134,9 +155,15 @@ def _reader(bundle: Bundle) -> tuple[Path, str, int]:
     return folder, runtime.name, 0 if holds_graph(bundle) else verdict.context_of(folder)
 
 
-def of_run(taken: Sequence[Taken], margin: float, runtime: str = verdict.RUNTIME) -> tuple[list[Quantity], list[str]]:
-    """What raw times say, by the same test as every night's; and which shapes have none."""
-    device = machine.device().get("name")
+def of_run(
+    taken: Sequence[Taken], margin: float, runtime: str = verdict.RUNTIME, device: str | None = None
+) -> tuple[list[Quantity], list[str]]:
+    """What raw times say, by the same test as every night's; and which shapes have none.
+
+    Args:
+        device: that they were taken on; None: this machine.
+    """
+    device = device or machine.device().get("name")
     found, notes = [], []
     for each in taken:
         if each.turns is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.model.source.hashes import file_sha256
 from quantkit.pipeline import verdict
 from quantkit.pipeline.graphs.exported_module import REF, place
-from quantkit.pipeline.graphs.measure import RUNTIME, cost, scored, speed
+from quantkit.pipeline.graphs.measure import RUNTIME, SampleCost, cost, scored, speed
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.runtimes.openvino import RUNTIME as OPENVINO
@@ -105,6 +106,30 @@ def _stored(bundle: Bundle, stored: Mapping[str, ir.Value], codes: int) -> list[
     ]
 
 
+@dataclass(frozen=True)
+class FloatSide:
+    """What a bundle's graph is held against: the float graph, and what both are run on."""
+
+    graph: FloatGraph
+    data: InputSet
+
+    def costs(self) -> SampleCost:
+        """What one sample takes. Raises as `measure.cost`."""
+        from quantkit.graph.sites import sites
+
+        return cost(self.graph.model, sites(self.graph.model), self.data.first(2))
+
+
+def float_side(bundle: Bundle, baseline: str | None, calibration: str | None) -> FloatSide:
+    """Found and opened; the arguments are those of `measure_graph`. Raises InputError: see there."""
+    from quantkit.graph.open import open_graph
+
+    file, alias = _float_file(bundle, baseline)
+    graph = open_graph(file)
+    _demand_inputs(bundle, graph)
+    return FloatSide(graph, _scoring(bundle, graph.inputs, calibration, alias))
+
+
 def measure_graph(
     bundle: Bundle,
     baseline: str | None,
@@ -130,15 +155,11 @@ def measure_graph(
         InputError: `baseline-needed`, `baseline-kind`, `baseline-inputs`, `calibration-needed`, those of `open_graph`
             and `load_inputs`.
     """
-    from quantkit.graph.open import open_graph
     from quantkit.graph.run import Runner
-    from quantkit.graph.sites import sites
 
     manifest = bundle.manifest
-    file, alias = _float_file(bundle, baseline)
-    graph = open_graph(file)
-    _demand_inputs(bundle, graph)
-    data = _scoring(bundle, graph.inputs, calibration, alias)
+    against = float_side(bundle, baseline, calibration)
+    graph, data = against.graph, against.data
     plan = plan or verdict.quick("network")
     progress.plan({"score": 10.0, **({"speed": plan.seconds} if timed else {})})
     path, subject = file_of(bundle), manifest.content_sha256
@@ -173,7 +194,7 @@ def measure_graph(
             SpeedSide(str(path), subject, verdict.format_of(manifest.layers), size, runtime),
             SpeedSide(str(graph.path), graph.sha256, "float32", graph.bytes),
             data,
-            cost(graph.model, sites(graph.model), data.first(2)),
+            against.costs(),
             progress,
             plan,
         )

@@ -13,6 +13,7 @@ from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import Inspected
 from quantkit.measurement.rows import Row
 from quantkit.measurement.verdict import speed_up
+from quantkit.report import on_devices as device_sections
 from quantkit.report.bundle import accuracy as accuracy_sections
 from quantkit.report.bundle import curves, figures, sections, speed, usage
 from quantkit.report.bundle import engine as engine_sections
@@ -20,6 +21,7 @@ from quantkit.report.bundle import harm as harm_sections
 from quantkit.report.bundle.figures import DecisionLine
 from quantkit.report.kit import shares, shell, words
 from quantkit.report.kit.parts import FigureTile, Sheet
+from quantkit.report.on_devices import DeviceRows
 
 
 def page(
@@ -29,6 +31,7 @@ def page(
     *,
     harm: Harm | None = None,
     engines: Sequence[Inspected] = (),
+    devices: Sequence[DeviceRows] = (),
 ) -> str:
     """The page as HTML.
 
@@ -36,6 +39,7 @@ def page(
         notes: what a reader must know about the figures; stands beside them.
         harm: where it is hurt, if that was looked for.
         engines: what was found out about each of its engines.
+        devices: what was measured on each that was reached from elsewhere.
 
     Raises:
         MissingDependency: plotly, extra `report`.
@@ -66,6 +70,8 @@ def page(
         hurts=harm_sections.said(harm),
         worst=harm_sections.worst(harm),
         engines=engine_sections.sections(engines),
+        devices=device_sections.tabs(manifest, devices),
+        together=device_sections.together(manifest, rows, devices),
         sizes=sections.sizes(manifest, rows),
         groups=figures.grouped(manifest.decisions),
         every=[DecisionLine.of(each) for each in manifest.decisions],

@@ -1,0 +1,216 @@
+"""Bundles on Arm, without an Arm machine: Debian's arm64 Python and PyPI's arm64 onnxruntime in qemu-user.
+
+    apt-get install qemu-user
+    python benchmarks/devices_arm.py BUNDLE... --work FOLDER --out FILE.json
+
+What is run is the device's own runner (`python -m quantkit.devices.there`), in an install of its own: Python from
+Debian's packages, the rest from PyPI's wheels, both unpacked into FOLDER; nothing of this machine is changed. The
+emulated core is a Cortex-A76, a Raspberry Pi 5's. Of each bundle:
+
+    apart     the largest difference of outputs, Arm against x86, as a share of the largest output
+    rounding  the same of x86 alone, its products of 8-bit inputs against products in float32 (accuracy level 0): what
+              the runtime itself rounds; null of graphs without such products
+    kl        nats, of decoders: random tokens, scored by the same runner there and here
+
+Times are an emulator's: rows carry `emulated`, take part in no verdict, and none is printed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import numpy as np
+from devices.local_link import LocalLink
+
+from quantkit import load, machine
+from quantkit.devices import job as jobs
+from quantkit.devices.answers import DeviceFacts, ScoredStretch
+from quantkit.devices.collect import CollectedCells
+from quantkit.devices.job import Job
+from quantkit.devices.link import carry
+from quantkit.pipeline.finished.against import against
+from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
+from quantkit.pipeline.progress import Progress
+
+_DEBS = (
+    *("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libstdc++6", "libgcc-s1"),
+    *("libssl3", "zlib1g", "libexpat1", "libffi8", "libbz2-1.0", "liblzma5", "libsqlite3-0", "libuuid1", "libgomp1"),
+)
+_WHEELS = ("onnxruntime", "numpy", "pydantic", "pyyaml", "rich", "typer", "jinja2", "safetensors")
+_PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
+# the kernel's file of the machine underneath would be an x86's
+_CPU = (
+    "processor\t: {}\nBogoMIPS\t: 108.00\nFeatures\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp"
+    " cpuid asimdrdm lrcpc dcpop asimddp\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x4\n"
+    "CPU part\t: 0xd0b\nCPU revision\t: 1\n\n"
+)
+# of decoders: sequences and tokens of the score
+_SEQUENCES, _TOKENS = 2, 33
+# what a graph gives, or a decoder's logits of the first tokens
+_OUTPUTS = """
+import sys, numpy as np
+from quantkit.runtimes.onnxruntime.open import open_graph
+from quantkit.runtimes.onnxruntime.session import OnnxModel
+from pathlib import Path
+graph, data, level, out = sys.argv[1:]
+level = None if level == "-" else int(level)
+given = dict(np.load(data))
+if "ids" in given:
+    model = OnnxModel(Path(graph).parent, threads=2, accuracy_level=level)
+    found = np.stack([model.run(model.state(1, len(row)), row[None])[0] for row in given["ids"]])
+else:
+    found = np.asarray(open_graph(Path(graph), 2).run(None, given)[0])
+np.save(out, found)
+"""
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bundles", nargs="+", type=Path)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    work = args.work.resolve()
+    link = installed(work)
+    size = sum(path.stat().st_size for path in (work / "site").rglob("*") if path.is_file())
+    about = asked(link)
+    print(f"{about.machine}, {about.isa}, emulated: {about.emulated}; the small install: {size / 1e6:.0f} MB")
+    found = [compared(link, work, bundle) for bundle in args.bundles]
+    for each in found:
+        print(json.dumps(each))
+    if args.out:
+        data = {"device": about.model_dump(mode="json"), "install_bytes": size, "bundles": found}
+        data["here"] = {"machine": machine.device(), "versions": machine.versions()}
+        args.out.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def installed(work: Path) -> LocalLink:
+    """The arm64 Python with the small install and this checkout, made where it is not there yet."""
+    root, site, python = work / "root", work / "site", work / "python"
+    if not (root / "usr/bin/python3.11").is_file():
+        unpack_debs(work, root)
+    if not (site / "onnxruntime").is_dir():
+        wheels = work / "wheels"
+        platforms = [word for each in _PLATFORMS for word in ("--platform", each)]
+        here = ["--python-version", "3.11", "--only-binary=:all:", "--dest", str(wheels)]
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", *platforms, *here, *_WHEELS], check=True)
+        for wheel in wheels.glob("*.whl"):
+            zipfile.ZipFile(wheel).extractall(site)
+    (root / "proc").mkdir(exist_ok=True)
+    (root / "proc/cpuinfo").write_text("".join(map(_CPU.format, range(machine.cores()))))
+    script = f'exec env PYTHONHOME={root}/usr qemu-aarch64 -0 {python} -L {root} {root}/usr/bin/python3.11 "$@"'
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    checkout = Path(__file__).resolve().parent.parent
+    path = os.pathsep.join(map(str, (site, checkout)))
+    environment = {"PYTHONPATH": path, "QEMU_CPU": "cortex-a76", "PYTHONNOUSERSITE": "1", "VIRTUAL_ENV": ""}
+    return LocalLink(work / "there", "qemu", [str(python)], environment)
+
+
+def unpack_debs(work: Path, root: Path) -> None:
+    """Debian's arm64 packages, by an apt whose lists are in `work`."""
+    debs, state = work / "debs", work / "apt"
+    for folder in (debs, state / "lists/partial", state / "cache/archives/partial", root):
+        folder.mkdir(parents=True, exist_ok=True)
+    (state / "status").touch()
+    options = ["APT::Architecture=arm64", "APT::Architectures=arm64", "Dir::State={state}"]
+    options += [f"Dir::State::status={state}/status", f"Dir::Cache={state}/cache", "APT::Sandbox::User=root"]
+    apt = ["apt-get", "-qq", *(word for each in options for word in ("-o", each))]
+    subprocess.run([*apt, "update"], check=True)
+    subprocess.run([*apt, "download", *_DEBS], check=True, cwd=debs)
+    for deb in debs.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "-x", str(deb), str(root)], check=True)
+
+
+def asked(link: LocalLink) -> DeviceFacts:
+    """What the device says of itself. A job that only loads quantkit."""
+    program = (
+        "from quantkit.devices.there.work import about; from quantkit.devices.answers import dumped; import json;"
+        " print(json.dumps(dumped(about())))"
+    )
+    return DeviceFacts.model_validate_json(there(link, program))
+
+
+def there(link: LocalLink, program: str, *arguments: object) -> str:
+    """What a program prints in the device's Python."""
+    environment = {**os.environ, **link._environment}
+    command = [*link._python, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def compared(link: LocalLink, work: Path, path: Path) -> dict[str, Any]:
+    """One bundle; see the module."""
+    bundle = load(path)
+    data = work / "data.npz"
+    network = holds_graph(bundle)
+    graph = file_of(bundle) if network else bundle.path / "onnx" / "model.onnx"
+    if network:
+        np.savez(data, **samples_of(bundle, None).first(4))
+    else:
+        ids = np.random.default_rng(0).integers(0, 49_000, (_SEQUENCES, _TOKENS))
+        np.savez(data, ids=ids)
+    arm, x86, exact = (work / f"{name}.npy" for name in ("arm", "x86", "exact"))
+    there(link, _OUTPUTS, graph, data, "-", arm)
+    here = [sys.executable, "-c", _OUTPUTS]
+    subprocess.run([*here, graph, data, "-", x86], check=True)
+    if not network:
+        subprocess.run([*here, graph, data, "0", exact], check=True)
+    ours, theirs = np.load(arm), np.load(x86)
+    found: dict[str, Any] = {
+        "bundle": path.name,
+        "outputs": list(theirs.shape),
+        "apart": apart(ours, theirs),
+        "rounding": None if network else apart(np.load(exact), theirs),
+        "same_best": float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
+    }
+    return found if network else found | scored(link, bundle, data)
+
+
+def apart(one: Any, other: Any) -> float:
+    """The largest difference as a share of the largest output."""
+    return float(np.abs(one - other).max() / np.abs(other).max())
+
+
+def scored(link: LocalLink, bundle: Any, data: Path) -> dict[str, Any]:
+    """KL by the runner there, and by the same code here."""
+    found = against(bundle, None, "onnxruntime")
+    theirs, _ = found.floats(bundle, "onnxruntime")
+    kl = {}
+    here = LocalLink(link.workdir.parent / "here", "here")
+    for each in (link, here):
+        began = time.monotonic()
+        sides = {}
+        for name, folder in (("subject", bundle.path / "onnx"), ("baseline", theirs)):
+            files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+            sides[name] = jobs.PlacedModel(
+                place=carry(each, f"{name}-{bundle.path.name}", files), subject=name, format=""
+            )
+        place = carry(each, f"ids-{bundle.path.name}", {data.name: data})
+        work = jobs.ScoreBeside(
+            of="decoder",
+            ours=sides["subject"],
+            theirs=sides["baseline"],
+            runtime="onnxruntime",
+            floats="onnxruntime",
+            data=f"{place}/{data.name}",
+        )
+        cells = CollectedCells.of(each, Job(work=work), Progress(), "score").cells
+        rows = [row for cell, rows in cells.items() if cell.startswith("scored") for row in rows]
+        kl[each.name] = float(np.mean([x for row in rows for x in ScoredStretch.model_validate(row).found["kl"]]))
+        print(f"{bundle.path.name} on {each.name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return {"kl_arm": kl["qemu"], "kl_x86": kl["here"]}
+
+
+if __name__ == "__main__":
+    main()

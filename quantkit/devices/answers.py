@@ -1,0 +1,179 @@
+"""What the cells of a job hold: written there, and validated here before anything is made of it.
+
+All numbers are finite and every list has a limit: a line (`job.LINE`) is as much as one cell can be.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from quantkit.errors import InputError
+from quantkit.measurement.operators.ceilings import Ceiling
+from quantkit.measurement.operators.tax import StepCost
+from quantkit.measurement.timing.clocks import Clocks
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Taken = Annotated[float, Field(gt=0, lt=1e6)]
+Name = Annotated[str, Field(max_length=200)]
+Setting = str | bool | int | Finite | None
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class DeviceFacts(_Answer):
+    """The device, as it knows itself.
+
+    Args:
+        id: equal on machines of the same kind.
+        name: of the processor.
+        machine: `aarch64`.
+        isa: the best instruction set for quantized kernels.
+        cores: that a process may keep busy.
+        memory: bytes that it may use.
+        cache: bytes of the last-level cache.
+        versions: package -> version.
+        emulated: whether its processor is a program.
+    """
+
+    id: Name
+    name: Name
+    machine: Name
+    isa: Name
+    cores: Annotated[int, Field(gt=0)]
+    memory: Annotated[int, Field(gt=0)]
+    cache: int | None = None
+    versions: dict[Name, Name] = Field(max_length=100)
+    emulated: bool = False
+
+    def device(self, on: str) -> dict[str, Any]:
+        """The `device` of its rows; `on` is what it is called here."""
+        return {"id": self.id, "kind": "cpu", "name": self.name, "on": on, "machine": self.machine, "isa": self.isa}
+
+    @property
+    def flags(self) -> list[str]:
+        """Of all that is timed there."""
+        return ["emulated"] if self.emulated else []
+
+
+class SideCosts(_Answer):
+    """What the steps of both must move and compute, and how they run."""
+
+    ours: StepCost
+    theirs: StepCost
+    settings: dict[Name, Setting] = Field(max_length=50)
+
+
+class CeilingSamples(_Answer):
+    """What the device can do at best, as far as it was measured."""
+
+    ceilings: tuple[Ceiling, ...] = Field(max_length=20)
+
+
+class ShapeTimes(_Answer):
+    """One shape.
+
+    Args:
+        seconds: side -> [blocks, 2, burst] of one step.
+        rounds: blocks of each.
+        skipped: why there are no times.
+        before, after: clocks and temperature.
+    """
+
+    seconds: dict[Name, list[list[list[Taken]]]] = Field(default_factory=dict, max_length=2)
+    rounds: tuple[Annotated[int, Field(gt=0)], ...] = ()
+    skipped: Annotated[str, Field(pattern=r"^[a-z-]{0,64}$")] = ""
+    before: Clocks = Clocks()
+    after: Clocks = Clocks()
+
+    def demand_whole(self, sides: set[str], where: str) -> None:
+        """Refuse times that do not fit together. Raises InputError `answer-invalid`."""
+        try:
+            sizes = {np.array(blocks, np.float64).shape for blocks in self.seconds.values()}
+        except ValueError:  # ragged
+            sizes = set()
+        size = next(iter(sizes), ())
+        whole = set(self.seconds) == sides and len(sizes) == 1
+        if not whole or len(size) != 3 or size[:2] != (sum(self.rounds), 2) or not size[2]:
+            raise invalid(where, "times that do not fit together")
+
+
+class Footprints(_Answer):
+    """Bytes of a process that has loaded a model and made a step: see `timing.speed.footprint`."""
+
+    ours: dict[Name, Annotated[int, Field(ge=0)]]
+    theirs: dict[Name, Annotated[int, Field(ge=0)]]
+
+
+class ScoredStretch(_Answer):
+    """Consecutive positions of one sequence: the numbers of `positions.Items`, a list each."""
+
+    way: Literal["", "prompts", "steps"]
+    sequence: Annotated[int, Field(ge=0)]
+    found: dict[Name, list[Finite]]
+
+
+class SampleOutputs(_Answer):
+    """What came out for consecutive samples: name -> its shape and its numbers."""
+
+    first: Annotated[int, Field(ge=0)]
+    shapes: dict[Name, tuple[Annotated[int, Field(ge=0)], ...]]
+    numbers: dict[Name, list[Finite]]
+
+    def arrays(self) -> dict[str, Any]:
+        """Name -> array [n, ...]. Raises ValueError where they do not fit."""
+        return {name: np.array(self.numbers[name], np.float32).reshape(shape) for name, shape in self.shapes.items()}
+
+
+class SessionSettings(_Answer):
+    """How a model runs there: of its session's settings."""
+
+    settings: dict[Name, Setting] = Field(max_length=50)
+
+
+class MadeTokens(_Answer):
+    """Tokens that a model went on with, and seconds."""
+
+    ids: tuple[Annotated[int, Field(ge=0)], ...]
+    seconds: Finite
+    first_token_s: Finite
+    notes: tuple[Annotated[str, Field(max_length=500)], ...] = ()
+
+
+class CheckResult(_Answer):
+    """A check of `verify`."""
+
+    name: Name
+    ok: bool
+    where: Annotated[str, Field(max_length=2000)] = ""
+
+
+def dumped(answer: BaseModel) -> dict[str, Any]:
+    """As a row of a line."""
+    data: dict[str, Any] = TypeAdapter(type(answer)).dump_python(answer, mode="json")
+    return data
+
+
+def read(kind: type[Answer], row: Any, where: str) -> Answer:
+    """A row of a line as what it has to be. Raises InputError `answer-invalid`."""
+    try:
+        return kind.model_validate(row)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        raise invalid(where, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def invalid(where: str, value: str) -> InputError:
+    """The error of an answer that is not what was asked for."""
+    return InputError(
+        "answer-invalid",
+        where=where,
+        value=value[:200],
+        rule="a device answers as this version writes",
+        remedy="run it again; if it stays, what runs there is not this version's",
+    )

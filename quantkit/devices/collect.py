@@ -1,0 +1,83 @@
+"""What a device answers, taken line by line, checked, and made of it what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from quantkit.devices.answers import DeviceFacts, read
+from quantkit.devices.job import At, Failed, Found, Job, Note
+from quantkit.devices.link import Link
+from quantkit.errors import GateError, Inconclusive, InputError, Stopped
+from quantkit.pipeline.progress import Progress
+
+Rows = tuple[dict[str, Any], ...]
+
+
+class CollectedCells:
+    """The cells of one job, each as it came.
+
+    Args:
+        cells: name -> rows.
+        on: what the device is called.
+    """
+
+    def __init__(self, on: str) -> None:
+        self.on = on
+        self.cells: dict[str, Rows] = {}
+
+    def one(self, kind: Any, cell: str) -> Any:
+        """The only row of a cell, as what it has to be. Raises InputError `answer-invalid`."""
+        rows = self.cells.get(cell, ())
+        return read(kind, rows[0] if len(rows) == 1 else None, self.on)
+
+    @property
+    def about(self) -> DeviceFacts:
+        """The device. Raises InputError `answer-invalid`."""
+        found: DeviceFacts = self.one(DeviceFacts, "about")
+        return found
+
+    @classmethod
+    def of(
+        cls,
+        link: Link,
+        job: Job,
+        progress: Progress,
+        stage: str,
+        found: Callable[[Self, str], None] = lambda answers, cell: None,
+    ) -> Self:
+        """Do a job there, or go on with it, and hear it to its end.
+
+        Args:
+            stage: of the progress.
+            found: told each cell that has come.
+
+        Raises:
+            InputError, GateError, Inconclusive, Stopped: what ended it there; those of the link.
+        """
+        answers, name = cls(link.name), link.start(job)
+        try:
+            for line in link.follow(name):
+                if isinstance(line, At):
+                    progress.at(stage, line.share, f"{line.words}, on {link.name}")
+                elif isinstance(line, Note):
+                    progress.note(f"{link.name}: {line.words}")
+                elif isinstance(line, Found):
+                    answers.cells[line.cell] = line.rows
+                    found(answers, line.cell)
+                elif isinstance(line, Failed):
+                    raise failed(line)
+        except KeyboardInterrupt:
+            link.cancel(name)
+            raise
+        return answers
+
+
+def failed(answer: Failed) -> InputError | GateError | Inconclusive | Stopped:
+    """What ended the work there, as the error that it is."""
+    kinds: Mapping[int, Any] = {each.exit: each for each in (GateError, Inconclusive, Stopped)}
+    kind = kinds.get(answer.exit, InputError)
+    error: InputError | GateError | Inconclusive | Stopped = kind(
+        answer.code, where=answer.where, value=answer.value, rule=answer.rule, remedy=answer.remedy
+    )
+    return error

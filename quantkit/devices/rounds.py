@@ -1,0 +1,145 @@
+"""Two bundles timed in turns on a device, for a comparison; and text that a model there goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.bundle import Bundle
+from quantkit.bundle.disk import walk
+from quantkit.devices import job as jobs
+from quantkit.devices.answers import MadeTokens, ShapeTimes, invalid
+from quantkit.devices.collect import CollectedCells
+from quantkit.devices.job import Job
+from quantkit.devices.link import Link, carry
+from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob, Taken
+from quantkit.measurement.timing.schedule import Turns
+from quantkit.pipeline.progress import Progress
+from quantkit.runtimes import load_runtime
+from quantkit.runtimes.child import Report
+from quantkit.runtimes.generate import demand_decoder, demand_tokens
+
+Ready = Callable[[Iterable[Path]], None]
+
+
+class DeviceTimer:
+    """See `pipeline.compare.times.RoundsTimer`.
+
+    Args:
+        link: the way there.
+        ready: told the files of both before anything is carried.
+    """
+
+    def __init__(self, link: Link, ready: Ready = lambda models: None) -> None:
+        self._link, self._ready = link, ready
+        self.device = link.name
+
+    def __call__(self, job: RoundsJob, report: Report) -> list[Taken]:
+        """Raw times of both. Raises InputError: what the device answers, those of the link."""
+        sides = {CANDIDATE: Path(job.candidate), BASELINE: Path(job.baseline)}
+        files = {side: _files(path) for side, path in sides.items()}
+        self._ready([path for found in files.values() for path in found.values()])
+        placed = {}
+        for side, path in sides.items():
+            place = carry(self._link, side, files[side], report)
+            at = place if path.is_dir() else f"{place}/{path.name}"
+            placed[side] = jobs.PlacedModel(place=at, subject=side, format="")
+        samples = None
+        if job.samples:
+            place = carry(self._link, "samples", {"samples.npz": Path(job.samples)}, report)
+            samples = jobs.PlacedSamples(place=f"{place}/samples.npz", macs=0.0, outputs=0.0)
+        work = jobs.Rounds(
+            ours=placed[CANDIDATE],
+            theirs=placed[BASELINE],
+            shapes=tuple(jobs.ShapeCell(kind=each.kind, batch=each.batch, size=each.size) for each in job.shapes),
+            seconds=job.seconds,
+            seed=job.seed,
+            samples=samples,
+        )
+        found = CollectedCells.of(self._link, Job(work=work), _Told(report), "speed")
+        if found.about.emulated:
+            report(1.0, f"{self.device} is an emulator: its times say nothing of any machine")
+        taken = []
+        for shape, cell in zip(job.shapes, work.shapes, strict=True):
+            times: ShapeTimes = found.one(ShapeTimes, cell.cell)
+            if not times.skipped:
+                times.demand_whole({CANDIDATE, BASELINE}, f"{self.device}, {cell.cell}")
+            seconds = {side: np.array(each) for side, each in times.seconds.items()}
+            turns = None if times.skipped else Turns(seconds, seconds, [], times.rounds)
+            taken.append(Taken(shape, turns, times.skipped))
+        return taken
+
+
+def generate_on(
+    bundle: Bundle,
+    link: Link,
+    prompt: str,
+    progress: Progress | None = None,
+    *,
+    runtime: str,
+    new_tokens: int = 64,
+    sample: bool = False,
+    seed: int = 0,
+    chat: bool = False,
+    ready: Ready = lambda models: None,
+) -> dict[str, Any]:
+    """Continue a prompt on a device: tokens go there and tokens come back; see `Runtime.generate`.
+
+    Raises:
+        InputError: what the device answers, those of the link; `not-a-decoder`, `no-tokenizer`, `prompt-empty`.
+    """
+    progress = progress or Progress()
+    demand_decoder(bundle)
+    runner = load_runtime(runtime)
+    tokenizer = runner.tokenizer(bundle)
+    ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt, special=not chat)
+    demand_tokens(len(ids))
+    files = _files(runner.checked(bundle))
+    ready(files.values())
+    progress.plan({"carrying": 30.0, "generating": 30.0})
+    place = carry(link, "subject", files, lambda share, words: progress.at("carrying", share, words))
+    settings = tokenizer.generation
+    work = jobs.Generate(
+        ours=jobs.PlacedModel(place=place, subject=bundle.manifest.content_sha256, format=""),
+        runtime=runtime,
+        ids=tuple(ids),
+        ends=tuple(sorted(tokenizer.ends)),
+        new_tokens=new_tokens,
+        sample=sample,
+        temperature=float(settings.get("temperature") or 1.0),
+        top_k=int(settings.get("top_k", 50) or 0),
+        top_p=float(settings.get("top_p") or 1.0),
+        seed=seed,
+    )
+    made: MadeTokens = CollectedCells.of(link, Job(work=work), progress, "generating").one(MadeTokens, "made")
+    if len(made.ids) > new_tokens:
+        raise invalid(link.name, f"{len(made.ids)} tokens, not at most {new_tokens}")
+    steps = made.seconds - made.first_token_s
+    return {
+        "text": tokenizer.decode(list(made.ids)),
+        "tokens": len(made.ids),
+        "seconds": made.seconds,
+        "first_token_s": made.first_token_s,
+        "tokens_per_s": (len(made.ids) - 1) / steps if len(made.ids) > 1 and steps > 0 else None,
+        "device": link.name,
+    }
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Relative path -> file of a folder, or of a graph's file and what lies beside it under its name."""
+    if path.is_dir():
+        return {each.relative_to(path).as_posix(): each for each in walk(path)}
+    return {each.name: each for each in sorted(path.parent.glob(f"{path.name}*"))}
+
+
+class _Told(Progress):
+    """Progress of one stage."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def at(self, stage: str, share: float, words: str = "") -> None:
+        self._report(share, words)

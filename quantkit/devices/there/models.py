@@ -1,0 +1,178 @@
+"""What a model says on this device: beside the float model, position by position, or token after token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit import machine
+from quantkit.devices import job as jobs
+from quantkit.devices.answers import MadeTokens, SampleOutputs, ScoredStretch, SessionSettings, dumped
+from quantkit.errors import GateError, InputError
+from quantkit.measurement.timing.speed import demand_room, opened, samples_of
+from quantkit.runtimes import child
+from quantkit.runtimes.generate import Sampling, stream
+from quantkit.runtimes.onnxruntime.session import OnnxModel
+
+Array = NDArray[Any]
+# logits of one model that are in memory at one time; samples of a graph in one run
+_LOGITS, _SAMPLES = 1 << 22, 8
+# positions in one line
+_LINE = 1024
+
+
+def score(data: Mapping[str, Any], caller: child.Caller) -> None:
+    """Cells: `settings`, then stretches of positions or of samples."""
+    work, workdir = jobs.ScoreBeside.model_validate(data["work"]), Path(data["workdir"])
+    {"decoder": _decoder, "encoder": _encoder, "network": _network}[work.of](work, workdir, data["cells"], caller)
+
+
+def _decoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
+    if work.theirs is None:
+        raise InputError("job-invalid", where="theirs", value="none", rule="a decoder is held against the float model")
+    ids, threads = samples_of(str(workdir / work.data))["ids"], work.threads or machine.cores()
+    demand_room([workdir / side.place for side in (work.ours, work.theirs)])
+    ours = opened(str(workdir / work.ours.place), {}, threads, work.runtime)
+    theirs = opened(str(workdir / work.theirs.place), {}, threads, work.floats)
+    _settings(ours, done, caller)
+    few = max(1, _LOGITS // theirs.vocabulary)  # type: ignore[attr-defined]
+    # a graph that multiplies in two ways is scored in both, as `measurement.accuracy.score` does
+    two = isinstance(ours, OnnxModel) and bool(ours.ways)
+    ways = {way: ours.prompt_rows - 1 if way == "steps" else 0 for way in ours.ways} if two else {"": 0}  # type: ignore[attr-defined]
+    for number, (way, most) in enumerate(ways.items()):
+        for sequence, tokens in enumerate(ids):
+            caller.at((number + sequence / len(ids)) / len(ways), f"sequence {sequence + 1} of {len(ids)}")
+            cells = [f"scored-{way}-{sequence}-{start}" for start in range(0, len(tokens) - 1, _LINE)]
+            if all(cell in done for cell in cells):
+                continue
+            states = [model.state(1, len(tokens)) for model in (ours, theirs)]  # type: ignore[attr-defined]
+            parts: list[dict[str, Array]] = []
+            for start in range(0, len(tokens) - 1, few):
+                part = tokens[None, start : min(start + few, len(tokens) - 1)]
+                pieces = [part[:, at : at + (most or few)] for at in range(0, part.shape[1], most or few)]
+                own = np.concatenate([ours.run(states[0], piece)[0] for piece in pieces])  # type: ignore[attr-defined]
+                other = theirs.run(states[1], part)[0]  # type: ignore[attr-defined]
+                parts.append(positions(tokens[start + 1 : start + 1 + part.shape[1]], other, own))
+            found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            _demand_finite(found, sequence)
+            for at, cell in enumerate(cells):
+                row = {name: values[at * _LINE : (at + 1) * _LINE].tolist() for name, values in found.items()}
+                if cell not in done:
+                    answer = ScoredStretch(way=way, sequence=sequence, found=row)  # type: ignore[arg-type]
+                    caller.row({"cell": cell, "rows": [dumped(answer)]})
+
+
+def positions(following: Array, original: Array, candidate: Array) -> dict[str, Array]:
+    """The formulas of `measurement.accuracy.positions` in NumPy, which is all that a device has.
+
+    Args:
+        following: [P] the tokens that follow.
+        original, candidate: logits [P, V]; the first is written over.
+
+    Returns:
+        the numbers of `positions.Items` but the sequence, [P] each.
+    """
+    at = np.arange(len(following))
+    best_o, best_c = original.argmax(axis=1), candidate.argmax(axis=1)
+    o, c = original - original[at, best_o][:, None], candidate - candidate[at, best_c][:, None]
+    chances = np.exp(o)
+    sum_o = chances.sum(axis=1, dtype=np.float64)
+    log_o, log_c = np.log(sum_o), np.log(np.exp(c).sum(axis=1, dtype=np.float64))
+    at_o, at_c = o[at, following], c[at, following]
+    with np.errstate(invalid="ignore"):
+        # a token that the original rules out adds nothing
+        moved = np.where(chances > 0, chances * (o - c), 0).sum(axis=1, dtype=np.float64)
+    return {
+        "nll_original": log_o - at_o,
+        "nll_candidate": log_c - at_c,
+        "kl": np.maximum(moved / sum_o + log_c - log_o, 0.0),
+        "agree": best_o == best_c,
+        "right_original": best_o == following,
+        "right_candidate": best_c == following,
+        "best_original": best_o,
+        "best_candidate": best_c,
+        "chance_original": np.exp(-log_o),
+        "chance_candidate": np.exp(-log_c),
+    }
+
+
+def _demand_finite(found: Mapping[str, Array], sequence: int) -> None:
+    for name in ("nll_original", "nll_candidate", "kl"):
+        if not np.isfinite(found[name]).all():
+            side = "the float model" if name == "nll_original" else "the model"
+            where = f"sequence {sequence}, position {int(np.flatnonzero(~np.isfinite(found[name]))[0])}"
+            value = f"{side} gives NaN, or no chance to a token that it must give one"
+            raise GateError("logits-not-finite", where=where, value=value, rule="logits are finite")
+
+
+def _encoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
+    ids = samples_of(str(workdir / work.data))["ids"]
+    model = opened(str(workdir / work.ours.place), {}, work.threads or machine.cores(), work.runtime)
+    _settings(model, done, caller)
+    _outputs(
+        len(ids),
+        lambda part: {"pooled": model.encode(ids[part]).mean(axis=1)},  # type: ignore[attr-defined]
+        done,
+        caller,
+    )
+
+
+def _network(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
+    from quantkit.runtimes.onnxruntime.open import open_graph
+
+    samples = samples_of(str(workdir / work.data))
+    session = open_graph(workdir / work.ours.place, work.threads or machine.cores())
+    names = [value.name for value in session.get_outputs()]
+    count = len(next(iter(samples.values())))
+    # a graph of a fixed batch takes that
+    fixed = next((value.shape[0] for value in session.get_inputs() if isinstance(value.shape[0], int)), _SAMPLES)
+
+    def run(part: slice) -> dict[str, Array]:
+        feed = {name: np.ascontiguousarray(values[part]) for name, values in samples.items()}
+        return dict(zip(names, map(np.atleast_1d, session.run(None, feed)), strict=True))
+
+    _outputs(count, run, done, caller, step=fixed)
+
+
+def _outputs(count: int, run: Any, done: Mapping[str, Any], caller: child.Caller, step: int = _SAMPLES) -> None:
+    for first in range(0, count, step):
+        cell = f"outputs-{first}"
+        if cell in done:
+            continue
+        caller.at(first / count, f"sample {first + 1} of {count}")
+        arrays = run(slice(first, min(first + step, count)))
+        answer = SampleOutputs(
+            first=first,
+            shapes={name: array.shape for name, array in arrays.items()},
+            numbers={name: array.ravel().tolist() for name, array in arrays.items()},
+        )
+        caller.row({"cell": cell, "rows": [dumped(answer)]})
+
+
+def _settings(model: Any, done: Mapping[str, Any], caller: child.Caller) -> None:
+    if "settings" not in done:
+        caller.row({"cell": "settings", "rows": [dumped(SessionSettings(settings=model.settings))]})
+
+
+def generate(data: Mapping[str, Any], caller: child.Caller) -> None:
+    """One cell, `made`."""
+    work, workdir = jobs.Generate.model_validate(data["work"]), Path(data["workdir"])
+    if "made" in data["cells"]:
+        return
+    model: Any = opened(str(workdir / work.ours.place), {}, work.threads or machine.cores(), work.runtime)
+    sampling = Sampling(work.sample, work.temperature, work.top_k, work.top_p, np.random.default_rng(work.seed))
+    made: list[int] = []
+    started = first = time.perf_counter()
+    for tokens in stream(model, np.array([work.ids]), work.new_tokens, sampling):
+        first = first if made else time.perf_counter()
+        if int(tokens[0]) in work.ends:
+            break
+        made.append(int(tokens[0]))
+        caller.at(len(made) / work.new_tokens, f"token {len(made)}")
+    answer = MadeTokens(ids=tuple(made), seconds=time.perf_counter() - started, first_token_s=first - started)
+    caller.row({"cell": "made", "rows": [dumped(answer)]})

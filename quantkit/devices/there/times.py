@@ -1,0 +1,103 @@
+"""ShapeTimes of two models on this device: raw, for whoever asked makes rows of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quantkit import machine
+from quantkit.devices import job as jobs
+from quantkit.devices.answers import CeilingSamples, Footprints, ShapeTimes, SideCosts, dumped
+from quantkit.measurement.operators import ceilings
+from quantkit.measurement.timing import latency, speed
+from quantkit.measurement.timing import rounds as raw
+from quantkit.measurement.timing.clocks import of_cpu
+from quantkit.measurement.timing.shapes import Shape, TimingPlan
+from quantkit.runtimes import child
+
+
+def measure(data: Mapping[str, Any], caller: child.Caller) -> None:
+    """Cells: `sides`, `ceilings`, one for each shape, `ceilings-after`."""
+    work, workdir = jobs.Measure.model_validate(data["work"]), Path(data["workdir"])
+    done, job = data["cells"], _speed_job(work, workdir)
+    left = [shape for shape in work.shapes if shape.cell not in done]
+    if left:
+        speed.demand_room([Path(side.path) for side in (job.ours, job.theirs)])
+        (ours, theirs), settings = speed.sides(job)
+        _tell(caller, done, "sides", lambda: SideCosts(ours=ours.cost, theirs=theirs.cost, settings=settings))
+    caller.at(0.0, "ceilings")
+    pool = ceilings.Pool(graphs=workdir / work.graphs)
+
+    def limits() -> CeilingSamples:
+        return CeilingSamples(ceilings=tuple(ceilings.measured(job.threads, pool=pool)))
+
+    _tell(caller, done, "ceilings", limits)
+    end = time.monotonic() + work.seconds * len(left) / len(work.shapes)
+    for number, shape in enumerate(left):
+        share = max(end - time.monotonic(), 1e-3) / (len(left) - number)
+        at = 1 - (len(left) - number) / len(work.shapes)
+        timing, before = latency.ShapeTiming(Shape(**shape.model_dump())), of_cpu()
+        plan = replace(job.plan, seconds=share)
+        latency.take([timing], ours, theirs, plan, lambda part, words, at=at: caller.at(at, words))  # type: ignore[misc]
+        found = ShapeTimes.model_validate({**timing.as_dict(), "before": before, "after": of_cpu()})
+        caller.row({"cell": shape.cell, "rows": [dumped(found)]})
+    caller.at(1.0, "ceilings")
+    _tell(
+        caller,
+        done,
+        "ceilings-after",
+        lambda: CeilingSamples(ceilings=tuple(ceilings.measured(job.threads, pool=pool))),
+    )
+
+
+def rounds(data: Mapping[str, Any], caller: child.Caller) -> None:
+    """Cells: one for each shape, after the last of the rounds, in which all of them have their turn."""
+    work, workdir = jobs.Rounds.model_validate(data["work"]), Path(data["workdir"])
+    threads = work.threads or machine.cores()
+    paths = {raw.CANDIDATE: str(workdir / work.ours.place), raw.BASELINE: str(workdir / work.theirs.place)}
+    speed.demand_room([Path(path) for path in paths.values()])
+    samples = speed.samples_of(str(workdir / work.samples.place) if work.samples else None)
+    loads = {side: (lambda path=path: speed.opened(path, samples, threads)) for side, path in paths.items()}
+    shapes = [Shape(**shape.model_dump()) for shape in work.shapes]
+    before = of_cpu()
+    taken = raw.take(loads, shapes, seconds=work.seconds, seed=work.seed, progress=caller.at)
+    for shape, each in zip(work.shapes, taken, strict=True):
+        turns = each.turns
+        times = {} if turns is None else {side: found.tolist() for side, found in turns.seconds.items()}
+        found = ShapeTimes(
+            seconds=times,
+            rounds=() if turns is None else turns.rounds,
+            skipped=each.skipped,
+            before=before,
+            after=of_cpu(),
+        )
+        caller.row({"cell": shape.cell, "rows": [dumped(found)]})
+
+
+def memory(work: jobs.Measure, workdir: Path) -> Footprints:
+    """What each of the two takes, in a process of its own. Raises InputError: see `speed.footprint`."""
+    job = _speed_job(work, workdir)
+    speed.demand_room([Path(side.path) for side in (job.ours, job.theirs)])
+    return Footprints(ours=speed.footprint(job.ours, job.threads), theirs=speed.footprint(job.theirs, job.threads))
+
+
+def _tell(caller: child.Caller, done: Mapping[str, Any], cell: str, find: Any) -> None:
+    if cell not in done:
+        caller.row({"cell": cell, "rows": [dumped(find())]})
+
+
+def _speed_job(work: jobs.Measure, workdir: Path) -> speed.SpeedJob:
+    def side(of: jobs.PlacedModel, runtime: str) -> speed.SpeedSide:
+        return speed.SpeedSide(str(workdir / of.place), of.subject, of.format, of.weight_bytes, runtime)
+
+    samples = work.samples
+    return speed.SpeedJob(
+        side(work.ours, work.runtime),
+        side(work.theirs, work.floats),
+        work.threads or machine.cores(),
+        TimingPlan(cell_seconds=work.cell_seconds, rounds=work.rounds, seed=work.seed),
+        None if samples is None else speed.Samples(str(workdir / samples.place), samples.macs, samples.outputs),
+    )

@@ -1,0 +1,67 @@
+"""What each kind of job is: cells, done one by one, in processes of their own."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit import machine
+from quantkit.devices import job as jobs
+from quantkit.devices.answers import DeviceFacts, dumped
+from quantkit.devices.there import checks, models, night, times
+from quantkit.devices.there.ledger import Ledger
+from quantkit.runtimes import child
+
+_REMEDY = "try smaller batches: --batch 1,2,4"
+# kind of job -> what its process does
+_DONE_BY: Mapping[str, Callable[[Any, child.Caller], None]] = {
+    "measure": times.measure,
+    "rounds": times.rounds,
+    "accuracy": models.score,
+    "generate": models.generate,
+    "verify": checks.verify,
+    "doctor": checks.doctor,
+    "night": night.night,
+}
+
+
+def do(work: jobs.Work, workdir: Path, ledger: Ledger) -> None:
+    """All cells of a job that the ledger lacks.
+
+    The work is done in a child: its end for want of memory is one more answer, and not the end of this process.
+
+    Raises:
+        InputError, GateError, Stopped: what the child met.
+    """
+    if "about" not in ledger.cells:
+        ledger.found("about", [dumped(about())])
+    if isinstance(work, jobs.Measure) and work.samples is None and "memory" not in ledger.cells:
+        ledger.found("memory", [dumped(times.memory(work, workdir))])
+    child.run(
+        _DONE_BY[work.kind],
+        {"work": work.model_dump(mode="json"), "workdir": str(workdir), "cells": dict(ledger.cells)},
+        ledger.at,
+        remedy=_REMEDY,
+        where=work.kind,
+        died="device-failed",
+        note=ledger.note,
+        row=lambda row: ledger.found(row["cell"], row["rows"]),
+    )
+
+
+def about() -> DeviceFacts:
+    """This machine, as it knows itself."""
+    device = machine.device()
+    return DeviceFacts(
+        id=device["id"],
+        name=device["name"],
+        machine=platform.machine(),
+        isa=machine.isa(),
+        cores=machine.cores(),
+        memory=machine.memory_limit(),
+        cache=machine.last_level_cache(),
+        versions=machine.versions(),
+        emulated=machine.emulated(),
+    )

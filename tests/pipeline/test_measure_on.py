@@ -1,0 +1,182 @@
+"""A bundle measured on a device: a folder of this machine, in which the runner works as it does elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from devices.local_link import LocalLink
+
+from quantkit.bundle import Bundle, Manifest
+from quantkit.devices.job import At, Done, Failed, Found, Job, Note
+from quantkit.devices.measure import measure_on
+from quantkit.devices.rounds import DeviceTimer, generate_on
+from quantkit.errors import Stopped
+from quantkit.measurement.rows import Baseline, Device, Row
+from quantkit.measurement.timing.rounds import RoundsJob
+from quantkit.measurement.timing.shapes import Shape, TimingPlan
+from quantkit.pipeline.verdict import by_device
+from quantkit.runtimes import load_runtime
+
+if TYPE_CHECKING:
+    from conftest import Made
+
+Copy = Callable[[Path], Bundle]
+PLAN = TimingPlan(batches=(1, 2), contexts=(16,), prefills=(8,), seconds=0.3, cell_seconds=0.3, rounds=2)
+TIMED = {"latency.decode_step", "latency.prefill"}
+
+
+@pytest.fixture(autouse=True)
+def small(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(made.model.parent / "cache"))
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+    monkeypatch.setattr(
+        "quantkit.pipeline.baseline.float_export", lambda source, exporter, options: made.floating / "onnx"
+    )
+
+
+def stored(bundle: Bundle) -> list[Row]:
+    return [Row.model_validate(row) for row in Bundle.load(bundle.path).measurements]
+
+
+def measured(bundle: Bundle, link: Any, made: Made, **how: Any) -> list[Row]:
+    return measure_on(bundle, link, str(made.model), runtime="onnxruntime", plan=PLAN, **how)
+
+
+# a device has none of these
+ABSENT = ("torch", "transformers", "scipy", "onnx", "onnx_ir", "tokenizers", "plotly", "psutil")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a Python in which they cannot be imported."""
+    folder = tmp_path_factory.mktemp("absent")
+    for name in ABSENT:
+        (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+class Cut(LocalLink):
+    """A connection that ends after some cells; what works there is ended by the power."""
+
+    def __init__(self, workdir: Path, after: int) -> None:
+        super().__init__(workdir, "pi5")
+        self.left = after
+
+    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
+        for line in super().follow(job, after):
+            if isinstance(line, Found) and line.cell.startswith(("decode", "prefill")):
+                self.left -= 1
+                if self.left < 0:
+                    os.killpg(self._jobs[job].pid, signal.SIGKILL)
+                    raise Stopped("device-gone", where=self.name)
+            yield line
+
+
+def test_rows_of_two_devices_stand_in_one_bundle(
+    made: Made, copied: Copy, bare: dict[str, str], tmp_path: Path
+) -> None:
+    bundle = copied(made.both)
+    before = {row.line() for row in stored(bundle)}
+    rows = measured(bundle, LocalLink(tmp_path / "a", "pi5", environment=bare), made)
+    assert {row.on for row in rows} == {"pi5"}
+    names = {row.name for row in rows}
+    assert names >= {*TIMED, "accuracy.kl", "tax.break_even", "memory.peak", "ceiling.read"}
+    # the same positions in the same runtime: what this machine's score of the export has found
+    kept = {row.line() for row in stored(bundle)}
+    assert before <= kept
+    here = {row.name: row for row in stored(bundle) if row.on is None and row.runtime == "onnxruntime"}
+    there = {row.name: row for row in rows}
+    for name in ("accuracy.kl", "accuracy.perplexity", "accuracy.top1_agreement"):
+        assert there[name].value == pytest.approx(here[name].value, rel=1e-3), name
+        assert there[name].data == here[name].data
+    measured(bundle, LocalLink(tmp_path / "b", "box"), made)
+    assert len([row for row in stored(bundle) if row.name in TIMED and row.on]) == 2 * 3
+    page = (bundle.path / "report.html").read_text()
+    assert "<summary>pi5</summary>" in page
+    assert "<summary>box</summary>" in page
+    assert "All devices at once" in page
+    assert all(check.ok for check in Bundle.load(bundle.path).verify())
+
+
+def test_a_connection_that_is_cut_leaves_what_has_come_and_resume_measures_the_rest(
+    made: Made, copied: Copy, tmp_path: Path
+) -> None:
+    bundle, link = copied(made.both), Cut(tmp_path / "there", after=1)
+    with pytest.raises(Stopped):
+        measured(bundle, link, made)
+    (first,) = [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED]
+    link.left = 100
+    rows = measured(bundle, link, made, resume=True)
+    after = [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED]
+    assert len(after) == 3
+    assert first in after
+    assert len([row for row in rows if row.name in TIMED]) == 2
+    assert measured(bundle, link, made, resume=True) == []
+    assert not list((tmp_path / "there" / "jobs").glob("*/pid")) or link._jobs.popitem()[1].poll() is not None
+
+
+def test_work_that_was_ended_goes_on_where_it_was(made: Made, copied: Copy, tmp_path: Path) -> None:
+    bundle, link = copied(made.both), Cut(tmp_path / "there", after=1)
+    with pytest.raises(Stopped):
+        measured(bundle, link, made)
+    (folder,) = (tmp_path / "there" / "jobs").iterdir()
+    link.left = 100
+    lines = (folder / "rows.jsonl").read_bytes()
+    (folder / "rows.jsonl").write_bytes(lines + b'{"n": 99, "kind": "ro')  # the power went while it wrote
+    job = Job.read((folder / "job.json").read_text())
+    cells = [line.cell for line in link.follow(link.start(job)) if isinstance(line, Found)]
+    assert len(cells) == len(set(cells))
+    assert {"decode-1-16", "decode-2-16", "prefill-1-8", "ceilings-after"} <= set(cells)
+
+
+def test_a_device_goes_on_with_the_same_words(made: Made, tmp_path: Path, bare: dict[str, str]) -> None:
+    bundle = Bundle.load(made.both)
+    here = load_runtime("onnxruntime").generate(bundle, "The state of", new_tokens=6)
+    link = LocalLink(tmp_path, "pi5", environment=bare)
+    there = generate_on(bundle, link, "The state of", runtime="onnxruntime", new_tokens=6)
+    assert there["text"] == here["text"]
+    assert there["tokens"] == here["tokens"]
+
+
+def test_two_bundles_are_timed_in_turns_there(made: Made, tmp_path: Path) -> None:
+    shapes = [Shape("decode", 1, 16), Shape("prefill", 1, 8)]
+    job = RoundsJob(str(made.both / "onnx"), str(made.floating / "onnx"), shapes, threads=1, seconds=0.2)
+    taken = DeviceTimer(LocalLink(tmp_path, "pi5"))(job, lambda share, words: None)
+    assert [each.shape for each in taken] == shapes
+    for each in taken:
+        assert each.turns is not None
+        assert len(each.turns.rounds) >= 6
+        assert {len(times) for times in each.turns.seconds.values()} == {sum(each.turns.rounds)}
+
+
+def test_an_emulator_s_times_are_in_no_verdict(made: Made, copied: Copy) -> None:
+    manifest = copied(made.both).manifest
+    device = {"id": "cpu-1", "kind": "cpu", "name": "aarch64", "on": "qemu", "machine": "aarch64"}
+    rows = [row.model_copy(update={"device": Device.model_validate(device)}) for row in planted(manifest)]
+    assert [each.verdict is None for each in by_device(manifest, rows)] == [False]
+    flagged = [row.model_copy(update={"flags": ["emulated"]}) for row in rows]
+    assert [each.verdict for each in by_device(manifest, flagged)] == [None]
+
+
+def planted(manifest: Manifest) -> list[Row]:
+    return [
+        Row(
+            name="latency.decode_step",
+            value=0.01,
+            unit="s",
+            n=100,
+            aa_spread=0.001,
+            quantiles={"p50": 0.01, "p99": 0.01},
+            subject=manifest.content_sha256,
+            baseline=Baseline(subject=manifest.model.source.sha256, value=0.02, ratio=2.0, ratio_ci95=(1.9, 2.1)),
+            settings={"p99_ratio": 2.0, "p99_ratio_low": 1.9, "p99_ratio_high": 2.1},
+            batch=1,
+            shape={"new_tokens": 1, "context": 16},
+            runtime="onnxruntime",
+        )
+    ]
