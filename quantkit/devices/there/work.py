@@ -37,8 +37,6 @@ def do(work: jobs.Work, workdir: Path, ledger: Ledger) -> None:
     """
     if "about" not in ledger.cells:
         ledger.found("about", [dumped(about())])
-    if isinstance(work, jobs.Measure) and work.samples is None and "memory" not in ledger.cells:
-        ledger.found("memory", [dumped(times.memory(work, workdir))])
     child.run(
         _DONE_BY[work.kind],
         {"work": work.model_dump(mode="json"), "workdir": str(workdir), "cells": dict(ledger.cells)},
@@ -49,6 +47,9 @@ def do(work: jobs.Work, workdir: Path, ledger: Ledger) -> None:
         note=ledger.note,
         row=lambda row: ledger.found(row["cell"], row["rows"]),
     )
+    # last: the first times are waited for
+    if isinstance(work, jobs.Measure) and work.samples is None and "memory" not in ledger.cells:
+        ledger.found("memory", [dumped(times.memory(work, workdir))])
 
 
 def about() -> DeviceFacts:
