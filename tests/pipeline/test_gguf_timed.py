@@ -23,6 +23,7 @@ from quantkit.model.source.open import open_model
 from quantkit.pipeline import verdict
 from quantkit.pipeline.compile import compile_model
 from quantkit.pipeline.finished import measure
+from quantkit.pipeline.finished.against import MeasuredAgainst
 from quantkit.pipeline.finished.measure import default_runtime, measure_bundle
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, this_machine
@@ -121,7 +122,7 @@ def test_onnx_runtime_takes_turns_with_the_bundle_s_own_graph_or_the_float_model
     monkeypatch.setattr(Progress, "note", lambda self, line: lines.append(line))
     said, both, packed = Progress(), Bundle.load(made.both), Bundle.load(made.packed)
     source: Any = SimpleNamespace(source=open_model(str(made.model)))
-    against = measure._Against("source", "float32", source, None)
+    against = MeasuredAgainst("source", "float32", source, None)
     own = measure._across(both, against, said)
     assert own is not None and (own.path, own.format) == (str(made.both / "onnx"), "int4")
     assert own.subject == both.manifest.content_sha256 and own.runtime == "onnxruntime"
