@@ -1,0 +1,173 @@
+"""The tables and the picture of docs/gguf.md, from the records of `gguf_peers.py`. No claim.
+
+    python benchmarks/gguf_table.py            write them
+    python benchmarks/gguf_table.py --check    say whether they differ, and exit 1
+
+Between `<!-- peers -->` and `<!-- end -->` nothing is written by hand. Of each row the latest record counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "results"
+PAGE, PICTURE = ROOT / "docs" / "gguf.md", ROOT / "docs" / "gguf-peers.svg"
+BLOCK = re.compile(r"(<!-- peers -->\n).*?(<!-- end -->)", re.DOTALL)
+MODELS = {
+    "smollm2-135m": "SmolLM2-135M",
+    "gemma-3-270m": "Gemma 3 270M",
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B",
+}
+TEXTS = {"speeches": "speeches", "fiction": "fiction", "code": "code"}
+Row = dict[str, Any]
+# of the picture, in pixels: a panel a model
+WIDE, HIGH, LEFT, TOP, LOW = 330, 260, 52, 30, 44
+COLOURS = {"kl": "#1a7f64", "kl_llama": "#8a8f98"}
+SIDES = {"kl": "quantkit", "kl_llama": "llama-quantize"}
+
+
+def records() -> list[Row]:
+    """Rows of the latest record of each model, models and types in the order of their tables."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for path in sorted(RECORDS.glob("gguf-peers-*-*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            found[row["model"], row["type"], row["text"]] = row
+    order = list(MODELS)
+    return sorted(found.values(), key=lambda row: (order.index(row["model"]), row["bits"], row["type"]))
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Markdown: what each file loses, and how fast it is."""
+    lines = [
+        "| model, type | text | ours | llama-quantize | ratio | top-1, ours and theirs |",
+        "|---|---|---|---|---|---|",
+    ]
+    before = ""
+    for row in rows:
+        place = f"{MODELS[row['model']]}, {row['type'].upper()}: {row['bits']:.2f} bits, {row['ours'] / 1e6:.1f} MB"
+        low, high = row["ratio_ci95"]
+        lines.append(
+            f"| {place if place != before else ''} | {TEXTS[row['text']]} "
+            f"| {row['kl']:.3f} ± {row['kl_half']:.3f} | {row['kl_llama']:.3f} ± {row['kl_llama_half']:.3f} "
+            f"| **{row['ratio']:.2f}** ({low:.2f} to {high:.2f}) | {row['top1']:.3f}, {row['top1_llama']:.3f} |"
+        )
+        before = place
+    timed = {(row["model"], row["type"]): row["times"] for row in rows if row["times"]}
+    if timed:
+        lines += [
+            "",
+            "| model, type | load, ms | a step, ms | a prompt of 256, ms | ours to theirs: load, step, prompt |",
+            "|---|---|---|---|---|",
+        ]
+    for (model, name), times in timed.items():
+        cells, ratios = [], []
+        for what in ("load", "decode", "prefill"):
+            ours, theirs = (f"{1e3 * each:.1f}" for each in times[what])
+            cells.append(f"{ours}, {theirs}")
+            low, high = times[f"{what}_ratio_ci95"]
+            ratios.append(f"{times[f'{what}_ratio']:.2f} ({low:.2f} to {high:.2f})")
+        lines.append(f"| {MODELS[model]}, {name.upper()} | {' | '.join(cells)} | {', '.join(ratios)} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(rows: Sequence[Row]) -> str:
+    """An SVG: KL against bytes, a panel a model; both axes by powers, the mean of the texts a point."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    width = WIDE * len(models)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HIGH}" viewBox="0 0 {width} {HIGH}" '
+        'font-family="system-ui, sans-serif" font-size="12" fill="#3b3f46">',
+        f'<rect width="{width}" height="{HIGH}" fill="#ffffff"/>',
+    ]
+    for number, model in enumerate(models):
+        parts += _panel([row for row in rows if row["model"] == model], number * WIDE)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(rows: Sequence[Row], begin: int) -> list[str]:
+    points: dict[str, dict[str, tuple[float, float]]] = {side: {} for side in SIDES}
+    for name in dict.fromkeys(row["type"] for row in rows):
+        of = [row for row in rows if row["type"] == name]
+        for side in SIDES:
+            size = of[0]["ours" if side == "kl" else "bytes"]
+            points[side][name] = size / 1e6, sum(row[side] for row in of) / len(of)
+    every = [point for side in points.values() for point in side.values()]
+    x, y = (_scale([point[axis] for point in every]) for axis in (0, 1))
+    left, right, bottom = begin + LEFT, begin + WIDE - 16, HIGH - LOW
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        return left + x(point[0]) * (right - left), bottom - y(point[1]) * (bottom - TOP)
+
+    parts = [
+        f'<text x="{left}" y="18" font-weight="600">{MODELS[rows[0]["model"]]}</text>',
+        f'<path d="M{left} {TOP}V{bottom}H{right}" fill="none" stroke="#c9ccd1"/>',
+        f'<text x="{right}" y="{HIGH - 8}" text-anchor="end">MB</text>',
+        f'<text x="{begin + 8}" y="{TOP - 2}">KL</text>',
+    ]
+    for value in _ticks([point[1] for point in every]):
+        height = at((every[0][0], value))[1]
+        parts.append(f'<text x="{left - 6}" y="{height + 4:.1f}" text-anchor="end">{value:g}</text>')
+        parts.append(f'<path d="M{left} {height:.1f}H{right}" stroke="#eceef1"/>')
+    for side, colour in COLOURS.items():
+        line = sorted(points[side].items(), key=lambda each: each[1])
+        path = " ".join(f"{each[0]:.1f},{each[1]:.1f}" for each in (at(point) for _, point in line))
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        for name, point in line:
+            px, py = at(point)
+            parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.5" fill="{colour}"/>')
+            if side == "kl_llama":
+                said = f"{name.upper()} {point[0]:.0f}"
+                anchor = "end" if px > right - 40 else "start" if px < left + 30 else "middle"
+                parts.append(f'<text x="{px:.1f}" y="{py - 8:.1f}" text-anchor="{anchor}" font-size="10">{said}</text>')
+        last = at(line[-1][1])
+        below = 16 if side == "kl" else 14
+        parts.append(
+            f'<text x="{right}" y="{last[1] + below:.1f}" text-anchor="end" fill="{colour}">{SIDES[side]}</text>'
+        )
+    return parts
+
+
+def _scale(values: Sequence[float]) -> Any:
+    """Value -> its place between 0 and 1, by powers, with room at both ends."""
+    low, high = math.log(min(values)), math.log(max(values))
+    room = 0.1 * (high - low) or 0.5
+    return lambda value: (math.log(value) - low + room) / (high - low + 2 * room)
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    steps = [digit * 10.0**power for power in range(-4, 2) for digit in (1, 2, 5)]
+    return [step for step in steps if min(values) * 0.9 <= step <= max(values) * 1.1]
+
+
+def rendered(page: str, rows: Sequence[Row]) -> str:
+    """The page with today's tables."""
+    return BLOCK.sub(lambda found: found[1] + tables(rows) + found[2], page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    rows = records()
+    made = {PAGE: rendered(PAGE.read_text(encoding="utf-8"), rows), PICTURE: picture(rows)}
+    different = [
+        path.name for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    if check:
+        print("\n".join(f"{name} differs" for name in different), file=sys.stderr)
+        return bool(different)
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
