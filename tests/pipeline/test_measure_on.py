@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from devices.local_link import LocalLink
 
 from quantkit.bundle import Bundle, Manifest
+from quantkit.cli import run
 from quantkit.devices.job import At, Done, Failed, Found, Job, Note
 from quantkit.devices.measure import measure_on
 from quantkit.devices.rounds import DeviceTimer, generate_on
@@ -141,6 +145,23 @@ def test_a_device_goes_on_with_the_same_words(made: Made, tmp_path: Path, bare: 
     there = generate_on(bundle, link, "The state of", runtime="onnxruntime", new_tokens=6)
     assert there["text"] == here["text"]
     assert there["tokens"] == here["tokens"]
+
+
+def test_generate_on_a_device(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def reach(on: str) -> Iterator[Any]:
+        yield SimpleNamespace(link=LocalLink(tmp_path, on), ready=lambda progress: lambda models: None)
+
+    monkeypatch.setattr("quantkit.devices.reached.reach", reach)
+    words = ["generate", str(made.both), "--prompt", "The state of", "--new-tokens", "4", "--json"]
+    answers = []
+    for more in ([], ["--on", "pi5"]):
+        assert run([*words, *more]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["result"])
+    here, there = answers
+    assert (there["text"], there["tokens"], there["device"]) == (here["text"], 4, "pi5")
 
 
 def test_two_bundles_are_timed_in_turns_there(made: Made, tmp_path: Path) -> None:

@@ -32,23 +32,16 @@ def generate(
     runner = load_runtime(runtime or default_runtime(opened), where="--runtime")
     with showing() as progress:
         progress.begin(f"loading {bundle}", 15.0)
+        how: dict[str, Any] = {"new_tokens": new_tokens, "sample": sample, "seed": seed, "chat": chat}
         if on is None:
-            made = runner.generate(opened, prompt, new_tokens=new_tokens, sample=sample, seed=seed, chat=chat)
+            made = runner.generate(opened, prompt, **how)
         else:
             from quantkit.devices.reached import reach
             from quantkit.devices.rounds import generate_on
 
-            asked: dict[str, Any] = {
-                "runtime": runner.name,
-                "new_tokens": new_tokens,
-                "sample": sample,
-                "seed": seed,
-                "chat": chat,
-            }
             with reach(on) as found:
-                made = generate_on(
-                    opened, found.link, prompt, progress, runtime=runner.name, ready=found.ready(progress), **asked
-                )
+                ready = found.ready(progress)
+                made = generate_on(opened, found.link, prompt, progress, runtime=runner.name, ready=ready, **how)
     text = made["text"] if chat else f"{prompt}{made['text']}"
     notes = made.pop("notes", [])
     return Answer({"prompt": prompt, **made}, [Text(text), *(Text(f"! {note}") for note in notes)], warnings=notes)
