@@ -39,8 +39,20 @@ On = Annotated[
         "--on", metavar="DEVICE", help="A device of `quantkit device list`, or ssh://USER@HOST.", show_default=False
     ),
 ]
+Wheelhouse = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH", help="With --on: a folder with wheels for the device; default: its own, or pip's index."
+    ),
+]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the figures.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, on failure too.")]
+
+
+def demand_device(on: str | None, wheelhouse: Path | None) -> None:
+    """Refuse wheels for no device. Raises InputError `usage`."""
+    if wheelhouse is not None and on is None:
+        raise InputError("usage", where="--wheelhouse", value="no --on", rule="it holds wheels for a device")
 
 
 def listed(text: str | None) -> list[str]:

@@ -181,10 +181,17 @@ class Generate(Closed):
 
 
 class Verify(Closed):
-    """Hashes a bundle's files and loads what its runtime there reads."""
+    """Hashes a bundle's files and loads what the runtimes there read.
+
+    Args:
+        loads: runtime -> what it opens, a folder or a graph's file.
+        graphs: whether it is no transformer.
+    """
 
     kind: Literal["verify"] = "verify"
     bundle: Place
+    loads: dict[str, Place] = Field(default={}, max_length=20)
+    graphs: bool = False
 
 
 class Doctor(Closed):

@@ -8,7 +8,7 @@ is not lost with the connection.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from quantkit.devices.answers import (
     invalid,
     read,
 )
+from quantkit.devices.asked.room import Ready, running, unasked
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
@@ -67,7 +68,7 @@ def measure_on(
     speed: bool = True,
     resume: bool = False,
     decisions: list[Decision] | None = None,
-    ready: Callable[[Iterable[Path]], None] = lambda models: None,
+    ready: Ready = unasked,
 ) -> list[Row]:
     """Score and time a bundle on a device; see `measure_bundle` for what is common to both.
 
@@ -97,23 +98,32 @@ def measure_on(
         side = _Model(bundle, against(bundle, baseline, runner.floats), runtime, calibration, decisions)
     stages = {"carrying": 30.0, "score": 60.0, **({"speed": 30.0 + plan.seconds} if speed else {})}
     progress.plan(stages)
-    ready([path for files in side.files() for path in files.values()])
+    fitting = side.fitting(plan)
+    # both are of one architecture, and both are there at once
+    beside = 2 * running(bundle.path, fitting.shapes(), runtime) if speed else 0.0
+    ready([path for files in side.files() for path in files.values()], beside)
     work = _Measuring(bundle, link, side, runtime, progress, _kept(bundle, link.name, side.subject) if resume else [])
     rows = work.scored()
     if speed:
-        rows += work.timed(side.fitting(plan))
+        rows += work.timed(fitting)
     if not rows:
         progress.note(f"nothing is missing of {link.name}")
     return rows
 
 
 def measure_at(
-    on: str, bundle: Bundle, baseline: str | None = None, progress: Progress | None = None, **how: Any
+    on: str,
+    bundle: Bundle,
+    baseline: str | None = None,
+    progress: Progress | None = None,
+    *,
+    wheelhouse: Path | None = None,
+    **how: Any,
 ) -> list[Row]:
     """`measure_on` of a device's name or address. Raises InputError: those of `reach` as well."""
     from quantkit.devices.reached import reach
 
-    with reach(on) as found:
+    with reach(on, wheelhouse=wheelhouse) as found:
         return measure_on(bundle, found.link, baseline, progress, ready=found.ready(progress), **how)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +13,7 @@ from pydantic import Field
 
 from quantkit import machine
 from quantkit.content import Closed, validated
+from quantkit.devices.ssh.link import held
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 
@@ -20,7 +23,7 @@ Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 NEEDED = ("numpy", "onnxruntime", "pydantic", "pyyaml")
 # seconds that its clock may be off: certificates and the dates in rows hold
 _OFF = 86_400.0
-# two models are loaded side by side, and what runs them
+# a runtime that lays weights out anew holds them twice while it loads them: as `timing.speed.demand_room` there has it
 _TWICE = 2.2
 
 
@@ -46,7 +49,7 @@ class Probed(Closed):
         governor: of the clock of its first core.
         temperature: of the hottest zone, degrees Celsius.
         off: seconds that its clock is ahead of ours.
-        busy: what holds it, as JSON; empty where nothing does.
+        busy: who has it, and for what; empty where nobody does.
     """
 
     host: _Line
@@ -70,7 +73,7 @@ class Probed(Closed):
     governor: _Line
     temperature: float | None
     off: float
-    busy: Annotated[str, Field(max_length=2000)]
+    busy: _Line
 
     def demand(self, where: str) -> None:
         """Refuse what no job can run on. Raises InputError `wrong-python`, `clock-off`."""
@@ -87,16 +90,17 @@ class Probed(Closed):
                 remedy="set it there: sudo timedatectl set-ntp true, or sudo date -s",
             )
 
-    def demand_memory(self, models: Iterable[Path], where: str) -> None:
+    def demand_memory(self, models: Iterable[Path], where: str, running: float = 0.0) -> None:
         """Refuse models that do not fit together, before anything is carried there.
 
         Args:
             models: files of weights, all of them loaded at once.
+            running: bytes besides, while they run.
 
         Raises:
             InputError: `out-of-memory`.
         """
-        need, free = _TWICE * sum(path.stat().st_size for path in models), self.memory_free
+        need, free = _TWICE * sum(path.stat().st_size for path in models) + running, self.memory_free
         if need > free:
             raise InputError(
                 "out-of-memory",
@@ -122,4 +126,10 @@ def probe(shell: OpenSSH, workdir: str) -> Probed:
     found = shell.call("probe", {**asked, "packages": sorted({*machine.PACKAGES, *NEEDED})}, seconds=60.0)
     there = found.pop("time", None)
     off = there - time.time() if isinstance(there, float) else None
-    return validated(Probed, {**found, "off": off}, where=shell.name, code="answer-invalid", rule="what a device says")
+    busy = found.get("busy")
+    if busy:
+        with contextlib.suppress(ValueError, RecursionError, TypeError):
+            busy = json.loads(busy)
+        busy = held(busy)
+    told = {**found, "off": off, "busy": busy}
+    return validated(Probed, told, where=shell.name, code="answer-invalid", rule="what a device says")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.devices import wheels
+from quantkit.devices.asked.room import Ready
 from quantkit.devices.link import carry
 from quantkit.devices.named import NamedDevice, find
 from quantkit.devices.probed import Probed, probe
 from quantkit.devices.ssh.address import Address
 from quantkit.devices.ssh.link import SSHLink
 from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.errors import InputError
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes.child import Report
 
@@ -36,12 +38,12 @@ class Reached:
         """A folder of files there, relative path -> file here; its `Place`. Raises as `Link.put`."""
         return carry(self.link, name, files, progress)
 
-    def ready(self, progress: Progress | None = None) -> Callable[[Iterable[Path]], None]:
+    def ready(self, progress: Progress | None = None) -> Ready:
         """What is called with the files of all models before they are carried: refuses those that do not fit, and
         carries what runs there. Raises as `Probed.demand_memory` and `install`."""
 
-        def demand(models: Iterable[Path]) -> None:
-            self.about.demand_memory(models, self.device.name)
+        def demand(models: Iterable[Path], running: float = 0.0) -> None:
+            self.about.demand_memory(models, self.device.name, running)
             self.install(lambda share, words: progress.at("carrying", share, words) if progress else None)
 
         return demand
@@ -60,14 +62,18 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None) -> Iterator[
         wheelhouse: instead of the device's own.
 
     Raises:
-        InputError: there is no such device, OpenSSH does not get there, or nothing can run on it.
+        InputError: there is no such device, OpenSSH does not get there, or nothing can run on it; `file-missing`, no
+            such wheelhouse.
         Stopped: `device-gone`.
     """
     device = find(on) if isinstance(on, str) else on
+    house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
+    if house is not None and not house.is_dir():
+        rule, remedy = "a wheelhouse is a folder of wheels", "pip download -d FOLDER, or leave out --wheelhouse"
+        raise InputError("file-missing", where="--wheelhouse", value=f"no folder {house}", rule=rule, remedy=remedy)
     with shell(device) as way:
         about = probe(way, device.workdir)
         about.demand(device.name)
-        house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
         brought = wheels.needed(about, wheelhouse=house, where=device.name)
         yield Reached(device, about, SSHLink(way, device.workdir, wheels=brought))
 

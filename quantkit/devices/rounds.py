@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,17 @@ from quantkit.bundle import Bundle
 from quantkit.bundle.disk import walk
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import MadeTokens, ShapeTimes, invalid
+from quantkit.devices.asked.room import Ready, running, unasked
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
 from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob, Taken
 from quantkit.measurement.timing.schedule import Turns
+from quantkit.measurement.timing.shapes import Shape
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.generate import demand_decoder, demand_tokens
-
-Ready = Callable[[Iterable[Path]], None]
 
 
 class DeviceTimer:
@@ -33,7 +32,7 @@ class DeviceTimer:
         ready: told the files of both before anything is carried.
     """
 
-    def __init__(self, link: Link, ready: Ready = lambda models: None) -> None:
+    def __init__(self, link: Link, ready: Ready = unasked) -> None:
         self._link, self._ready = link, ready
         self.device = link.name
 
@@ -41,7 +40,8 @@ class DeviceTimer:
         """Raw times of both. Raises InputError: what the device answers, those of the link."""
         sides = {CANDIDATE: Path(job.candidate), BASELINE: Path(job.baseline)}
         files = {side: _files(path) for side, path in sides.items()}
-        self._ready([path for found in files.values() for path in found.values()])
+        beside = sum(running(path, job.shapes, "") for path in sides.values())
+        self._ready([path for found in files.values() for path in found.values()], beside)
         placed = {}
         for side, path in sides.items():
             place = carry(self._link, side, files[side], report)
@@ -84,7 +84,7 @@ def generate_on(
     sample: bool = False,
     seed: int = 0,
     chat: bool = False,
-    ready: Ready = lambda models: None,
+    ready: Ready = unasked,
 ) -> dict[str, Any]:
     """Continue a prompt on a device: tokens go there and tokens come back; see `Runtime.generate`.
 
@@ -98,7 +98,7 @@ def generate_on(
     ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt, special=not chat)
     demand_tokens(len(ids))
     files = _files(runner.checked(bundle))
-    ready(files.values())
+    ready(files.values(), running(bundle.path, [Shape("decode", 1, len(ids) + new_tokens)], runtime))
     progress.plan({"carrying": 30.0, "generating": 30.0})
     place = carry(link, "subject", files, lambda share, words: progress.at("carrying", share, words))
     settings = tokenizer.generation

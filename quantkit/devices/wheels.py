@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import io
 import json
 import platform
 import re
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quantkit import _version, content
-from quantkit.bundle.disk import sha256, writing
+from quantkit.bundle.disk import sha256, write_atomic, writing
 from quantkit.devices.probed import NEEDED, Probed
 from quantkit.errors import InputError
 
@@ -32,14 +33,14 @@ _WHEN = (1980, 1, 1, 0, 0, 0)
 
 
 def own(folder: Path) -> Path:
-    """quantkit's wheel in a folder: the package as it is imported here, recipes and targets, no calibration sets."""
+    """quantkit's wheel below a folder: the package as it is imported here, recipes and targets, no calibration sets."""
     root = Path(__file__).parents[1]
-    wheel = folder / f"quantkit-{_version.__version__}-py3-none-any.whl"
+    data = io.BytesIO()
     about = f"quantkit-{_version.__version__}.dist-info"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as made:
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as made:
 
-        def add(name: str, data: bytes) -> None:
-            made.writestr(zipfile.ZipInfo(name, _WHEN), data, zipfile.ZIP_DEFLATED)
+        def add(name: str, content: bytes) -> None:
+            made.writestr(zipfile.ZipInfo(name, _WHEN), content, zipfile.ZIP_DEFLATED)
 
         for path in _files(root):
             if path.relative_to(root).parts[0] != "content":
@@ -51,6 +52,12 @@ def own(folder: Path) -> Path:
         add(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: quantkit\nVersion: {_version.__version__}\n".encode())
         add(f"{about}/WHEEL", b"Wheel-Version: 1.0\nGenerator: quantkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         add(f"{about}/RECORD", b"")
+    # by its content, and whole: others may carry it just now, and those of another checkout another one
+    wheel = (
+        folder / hashlib.sha256(data.getvalue()).hexdigest()[:16] / f"quantkit-{_version.__version__}-py3-none-any.whl"
+    )
+    if not wheel.is_file():
+        write_atomic(wheel, data.getvalue(), inside=folder)
     return wheel
 
 
@@ -120,8 +127,11 @@ def needed(about: Probed, *, wheelhouse: Path | None, where: str) -> dict[str, P
                     _fetch(asked, platforms, about.python, wheelhouse, fetched, where)
                 for path in set(fetched.glob("*.whl")) - set(_used(fetched, asked)):
                     path.unlink()
-                if not kept.exists():
+                try:
                     fetched.rename(kept)
+                except OSError:
+                    if not kept.is_dir():  # else another one that needs the same was first
+                        raise
     # quantkit's own is made each time: of a checkout that may have changed
     mine = content.cache_dir() / "devices" / "own"
     with writing(mine):

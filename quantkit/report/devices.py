@@ -55,16 +55,18 @@ def device(each: Mapping[str, Any]) -> list[RenderableType]:
         facts.add_row("clock governor", about["governor"])
     if about["temperature"] is not None:
         facts.add_row("temperature", f"{about['temperature']:.0f} °C")
+    if about["busy"]:
+        facts.add_row("at work", about["busy"])
     facts.add_row("clock", "right" if abs(about["off"]) < 5 else f"{about['off']:+,.0f} s off")
     return [*titled(each["name"], facts)[1:], Text(f"probed {each['probed']}", DIM)]
 
 
-def ceilings(rows: Sequence[Mapping[str, Any]], written: str | None) -> list[RenderableType]:
+def ceilings(name: str, rows: Sequence[Mapping[str, Any]], written: str | None) -> list[RenderableType]:
     """What a device can do at best."""
     shown = []
     for row in rows:
-        kind = f" {row['compute_type']}" if row.get("compute_type") else ""
+        kind = f" {row['settings']['compute_type']}" if row["settings"].get("compute_type") else ""
         value = "not measured" if row["value"] is None else words.rate(row["value"], row["unit"])
         shown.append((f"{row['name']}{kind}", Text(value, "bold")))
-    keep = f"target written to {written}; use --target {written}" if written else "`--write` makes a target of it"
-    return [*titled("measured ceilings", grid(shown))[1:], Text(keep, DIM)]
+    keep = f"its target: --target {written}" if written else "`--write` makes a target of it"
+    return [*titled(f"{name}: measured ceilings", grid(shown))[1:], Text(keep, DIM)]

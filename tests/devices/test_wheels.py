@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,25 @@ def test_own_wheel_is_the_package_and_always_the_same(tmp_path: Path) -> None:
         names = set(made.namelist())
     assert {"quantkit/devices/sent/jobs.py", "quantkit/content/export/cpu-arm.yaml"} <= names
     assert not any(name.startswith("quantkit/content/calibration") or name.endswith(".pyc") for name in names)
+
+
+def test_who_needs_wheels_at_one_time_has_whole_ones(about: Probed, tmp_path: Path) -> None:
+    """Devices side by side, in processes and threads of their own: nobody's file changes while it is carried."""
+    have = about.model_copy(update={"packages": dict.fromkeys(NEEDED, "99")})
+    stop = threading.Event()
+
+    def again(_: int) -> set[str]:
+        found = set()
+        while not stop.is_set():
+            for sha, path in wheels.needed(have, wheelhouse=None, where="here").items():
+                found.add(sha)
+                if hashlib.sha256(path.read_bytes()).hexdigest() != sha:
+                    found.add("changed")
+        return found
+
+    threading.Timer(1.5, stop.set).start()
+    with ThreadPoolExecutor(3) as pool:
+        assert len(set.union(*pool.map(again, range(3)))) == 1
 
 
 def test_what_is_installed_there_runs_and_is_small(house: Path, about: Probed, tmp_path: Path) -> None:

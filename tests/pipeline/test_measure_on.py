@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from devices.local_link import LocalLink
 
 from quantkit.bundle import Bundle, Manifest
+from quantkit.cli import run
+from quantkit.devices.asked.room import unasked
+from quantkit.devices.asked.verify import verify_on
 from quantkit.devices.job import At, Done, Failed, Found, Job, Note
 from quantkit.devices.measure import measure_on
+from quantkit.devices.named import NamedDevice
+from quantkit.devices.probed import probe
+from quantkit.devices.reached import Reached
 from quantkit.devices.rounds import DeviceTimer, generate_on
-from quantkit.errors import Stopped
+from quantkit.devices.ssh.address import Address
+from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.errors import InputError, Stopped
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.rounds import RoundsJob
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
@@ -134,6 +145,33 @@ def test_work_that_was_ended_goes_on_where_it_was(made: Made, copied: Copy, tmp_
     assert {"decode-1-16", "decode-2-16", "prefill-1-8", "ceilings-after"} <= set(cells)
 
 
+def test_too_little_memory_is_said_before_anything_is_carried(made: Made, copied: Copy, tmp_path: Path) -> None:
+    """By what a plan knows of cache, activations and logits, beside the weights."""
+    bundle, link = copied(made.both), LocalLink(tmp_path / "there", "pi5")
+    weights = 2.2 * sum(
+        path.stat().st_size for folder in (bundle.path, made.floating) for path in (folder / "onnx").rglob("*.*")
+    )
+    about = probe(OpenSSH(Address("here"), name="here", begin=["sh", "-c"]), str(tmp_path)).model_copy(
+        update={"memory_free": int(weights) + 1000}
+    )
+    reached = Reached(NamedDevice(name="pi5", address="ssh://pi5"), about, link)  # type: ignore[arg-type]
+    rows = stored(bundle)
+    with pytest.raises(InputError, match="out-of-memory"):
+        measured(bundle, link, made, ready=reached.ready())
+    assert not (tmp_path / "there").exists()
+    assert stored(bundle) == rows
+    # without times nothing but the weights is asked for
+    about.demand_memory([], "pi5", weights)
+
+
+def test_a_bundle_is_loaded_there_without_torch(made: Made, tmp_path: Path, bare: dict[str, str]) -> None:
+    bundle = Bundle.load(made.both)
+    checks, notes = verify_on(bundle, LocalLink(tmp_path, "pi5", environment=bare))
+    assert [check.name for check in checks] == [*(check.name for check in bundle.verify()), "onnxruntime.loads"]
+    assert all(check.ok for check in checks)
+    assert not notes
+
+
 def test_a_device_goes_on_with_the_same_words(made: Made, tmp_path: Path, bare: dict[str, str]) -> None:
     bundle = Bundle.load(made.both)
     here = load_runtime("onnxruntime").generate(bundle, "The state of", new_tokens=6)
@@ -141,6 +179,23 @@ def test_a_device_goes_on_with_the_same_words(made: Made, tmp_path: Path, bare: 
     there = generate_on(bundle, link, "The state of", runtime="onnxruntime", new_tokens=6)
     assert there["text"] == here["text"]
     assert there["tokens"] == here["tokens"]
+
+
+def test_generate_on_a_device(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def reach(on: str, wheelhouse: Path | None = None) -> Iterator[Any]:
+        yield SimpleNamespace(link=LocalLink(tmp_path, on), ready=lambda progress: unasked)
+
+    monkeypatch.setattr("quantkit.devices.reached.reach", reach)
+    words = ["generate", str(made.both), "--prompt", "The state of", "--new-tokens", "4", "--json"]
+    answers = []
+    for more in ([], ["--on", "pi5"]):
+        assert run([*words, *more]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["result"])
+    here, there = answers
+    assert (there["text"], there["tokens"], there["device"]) == (here["text"], 4, "pi5")
 
 
 def test_two_bundles_are_timed_in_turns_there(made: Made, tmp_path: Path) -> None:

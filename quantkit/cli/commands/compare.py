@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit._version import __version__
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Html, Json, On, batches
+from quantkit.cli.options import Html, Json, On, Wheelhouse, batches, demand_device
 from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def compare(
         typer.Option(metavar="X", help="0.05: 5 % slower. [default: 0.05, or what B's verdict ships]"),
     ] = None,
     on: On = None,
+    wheelhouse: Wheelhouse = None,
     size_margin: Annotated[float, typer.Option(metavar="X", help="0.01: 1 % larger.")] = 0.01,
     html: Html = None,
     as_json: Json = False,
@@ -61,6 +63,7 @@ def compare(
     from quantkit.report.compare.screen import terminal
     from quantkit.report.compare.words import because
 
+    demand_device(on, wheelhouse)
     if on is not None and not measure:
         raise InputError(
             "usage",
@@ -77,7 +80,7 @@ def compare(
         shell.demand()
     with showing() as progress, ExitStack() as devices:
         progress.begin(f"comparing {a} and {b}", 5.0 + (60.0 + (seconds or 60.0) if measure and speed else 0.0))
-        timer = devices.enter_context(timing_on(on, progress)) if on is not None else None
+        timer = devices.enter_context(timing_on(on, progress, wheelhouse)) if on is not None else None
         found = compare_bundles(
             a,
             b,
@@ -112,10 +115,10 @@ def compare(
 
 
 @contextmanager
-def timing_on(on: str, progress: Progress) -> Iterator[DeviceTimer]:
+def timing_on(on: str, progress: Progress, wheelhouse: Path | None = None) -> Iterator[DeviceTimer]:
     """A device that takes the times of a comparison."""
     from quantkit.devices.reached import reach
     from quantkit.devices.rounds import DeviceTimer
 
-    with reach(on) as found:
+    with reach(on, wheelhouse=wheelhouse) as found:
         yield DeviceTimer(found.link, found.ready(progress))

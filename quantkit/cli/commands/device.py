@@ -11,6 +11,7 @@ import typer
 
 from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import Json
+from quantkit.errors import InputError
 
 if TYPE_CHECKING:
     from quantkit.devices.named import NamedDevice
@@ -34,6 +35,7 @@ def add(
     wheelhouse: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A folder here with wheels for it; default: pip's index.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Put it in the place of another one of that name.")] = False,
     as_json: Json = False,
 ) -> Answer:
     """Probe a machine and remember it: quantkit device add pi5 ssh://pi@raspberrypi.local."""
@@ -42,9 +44,22 @@ def add(
     from quantkit.devices.ssh.address import Address, as_workdir
 
     named.demand_name(name)
-    said: dict[str, Any] = {"name": name, "address": str(Address.read(address)), "workdir": as_workdir(workdir)}
+    aimed = str(Address.read(address))
+    known = named.find(name).address if name in named.names() and not force else aimed
+    if known != aimed:
+        raise InputError(
+            "device-exists",
+            where=name,
+            value=f"it is {known}",
+            rule="a name is one device's, as rows in bundles have it",
+            remedy=f"another name, --force, or quantkit device remove {name}",
+        )
+    said: dict[str, Any] = {"name": name, "address": aimed, "workdir": as_workdir(workdir)}
     said |= {"python": python, "wheelhouse": str(wheelhouse.absolute()) if wheelhouse else None}
-    return _probed(validated(named.NamedDevice, said, where=name, code="device-invalid"))
+    answer = _probed(validated(named.NamedDevice, said, where=name, code="device-invalid"))
+    if force:
+        named.target_path(name).unlink(missing_ok=True)  # of the other one
+    return answer
 
 
 def list_(as_json: Json = False) -> Answer:
@@ -72,6 +87,33 @@ def probe(device: Device, as_json: Json = False) -> Answer:
     return _probed(named.find(device, where="DEVICE"), keep=device in named.names())
 
 
+def doctor(
+    device: Device,
+    write: Annotated[bool, typer.Option("--write", help="Make a target of the measured figures.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Measure what a device can do at best; with --write, make a target of it."""
+    from quantkit.cli.commands.doctor import on_device
+
+    return on_device(device, write=write)
+
+
+def clean(device: Device, as_json: Json = False) -> Answer:
+    """Remove the bundles and packages on a device that no unfinished job needs; what is needed is carried again."""
+    from rich.text import Text
+
+    from quantkit.devices import named
+    from quantkit.devices.asked.clean import clean as remove_there
+    from quantkit.report.kit import words
+
+    found = named.find(device, where="DEVICE")
+    with showing() as progress:
+        progress.begin(f"cleaning {found.name}", 5.0)
+        removed = remove_there(found)
+    what = f"{words.plural(removed.bundles, 'bundle')} and {words.plural(removed.wheels, 'package')}"
+    return Answer(removed.model_dump(mode="json"), [Text(f"removed {what}: {words.size(removed.bytes)}")])
+
+
 def remove(name: Name, as_json: Json = False) -> Answer:
     """Forget a device. What lies there stays."""
     from rich.text import Text
@@ -80,7 +122,7 @@ def remove(name: Name, as_json: Json = False) -> Answer:
 
     found = named.find(name, where="NAME")
     found.remove()
-    left = f"its files stay: ssh there and delete {found.workdir}"
+    left = f"its files stay in {found.workdir} there"
     return Answer({"removed": name, "address": found.address, "workdir": found.workdir}, [Text(left)])
 
 
@@ -103,4 +145,4 @@ def _probed(device: NamedDevice, *, keep: bool = True) -> Answer:
 
 HELP = "The machines that things are measured on, by OpenSSH."
 # in the order in which help names them
-COMMANDS: tuple[Callable[..., Answer], ...] = (add, list_, show, probe, remove)
+COMMANDS: tuple[Callable[..., Answer], ...] = (add, list_, show, probe, doctor, clean, remove)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Json
+from quantkit.cli.options import Json, On, Wheelhouse, demand_device
+from quantkit.errors import InputError
 
 
 def doctor(
@@ -15,16 +17,35 @@ def doctor(
         str | None, typer.Option(metavar="NAME|PATH", help="The target whose figures are wanted; default: this one.")
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Keep the measured figures for this user.")] = False,
+    on: On = None,
+    wheelhouse: Wheelhouse = None,
     as_json: Json = False,
 ) -> Answer:
-    """What this machine is, and can do at best."""
+    """What this machine, or a device, is and can do at best."""
     from quantkit.measurement.doctor import doctor as examine
     from quantkit.pipeline.request import this_machine
     from quantkit.report import terminal
     from quantkit.target import Target
 
+    demand_device(on, wheelhouse)
+    if on is not None and target is not None:
+        raise InputError("usage", where="--target", value="with --on", rule="a device's target is its own")
+    if on is not None:
+        return on_device(on, write=write, wheelhouse=wheelhouse)
     aimed = Target.load(target or this_machine())
     with showing() as progress:
         progress.begin("measuring this machine", 10.0 if aimed.kind == "cpu" else None)
         report = examine(aimed, write=write)
     return Answer(report, terminal.machine(report), warnings=report["warnings"])
+
+
+def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer:
+    """The same of a device."""
+    from quantkit.devices.asked.doctor import doctor_at
+    from quantkit.report import devices
+
+    with showing() as progress:
+        progress.begin(f"measuring {on}", 40.0)
+        report = doctor_at(on, progress, write=write, wheelhouse=wheelhouse)
+    shown = devices.ceilings(report["device"], report["measurements"], report["written"])
+    return Answer(report, shown, warnings=report["warnings"])

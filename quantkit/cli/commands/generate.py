@@ -8,7 +8,7 @@ import typer
 
 import quantkit
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import BundlePath, Json, On, Runtime
+from quantkit.cli.options import BundlePath, Json, On, Runtime, Wheelhouse, demand_device
 
 
 def generate(
@@ -20,6 +20,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the drawing.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     on: On = None,
+    wheelhouse: Wheelhouse = None,
     as_json: Json = False,
 ) -> Answer:
     """Let a bundle's model go on from a prompt, here or on a device."""
@@ -28,27 +29,21 @@ def generate(
     from quantkit.pipeline.finished.measure import default_runtime
     from quantkit.runtimes import load_runtime
 
+    demand_device(on, wheelhouse)
     opened = quantkit.load(bundle)
     runner = load_runtime(runtime or default_runtime(opened), where="--runtime")
     with showing() as progress:
         progress.begin(f"loading {bundle}", 15.0)
+        how: dict[str, Any] = {"new_tokens": new_tokens, "sample": sample, "seed": seed, "chat": chat}
         if on is None:
-            made = runner.generate(opened, prompt, new_tokens=new_tokens, sample=sample, seed=seed, chat=chat)
+            made = runner.generate(opened, prompt, **how)
         else:
             from quantkit.devices.reached import reach
             from quantkit.devices.rounds import generate_on
 
-            asked: dict[str, Any] = {
-                "runtime": runner.name,
-                "new_tokens": new_tokens,
-                "sample": sample,
-                "seed": seed,
-                "chat": chat,
-            }
-            with reach(on) as found:
-                made = generate_on(
-                    opened, found.link, prompt, progress, runtime=runner.name, ready=found.ready(progress), **asked
-                )
+            with reach(on, wheelhouse=wheelhouse) as found:
+                ready = found.ready(progress)
+                made = generate_on(opened, found.link, prompt, progress, runtime=runner.name, ready=ready, **how)
     text = made["text"] if chat else f"{prompt}{made['text']}"
     notes = made.pop("notes", [])
     return Answer({"prompt": prompt, **made}, [Text(text), *(Text(f"! {note}") for note in notes)], warnings=notes)

@@ -9,7 +9,7 @@ import typer
 
 import quantkit
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import BundlePath, Json, On, Runtime, batches
+from quantkit.cli.options import BundlePath, Json, On, Runtime, Wheelhouse, batches, demand_device
 from quantkit.errors import Inconclusive, InputError, QuantkitError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def measure(
     quick: Annotated[bool, typer.Option("--quick", help="Time the few shapes that a compile does.")] = False,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Time it against the float model.")] = True,
     on: On = None,
+    wheelhouse: Wheelhouse = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="With --on: measure only what the bundle lacks of the device.")
     ] = False,
@@ -56,6 +57,7 @@ def measure(
     from quantkit.report.bundle import engine, figures
     from quantkit.runtimes import load_runtime
 
+    demand_device(on, wheelhouse)
     if resume and on is None:
         raise InputError("usage", where="--resume", value="no --on", rule="what was measured here is measured whole")
     opened = quantkit.load(bundle)
@@ -95,6 +97,7 @@ def measure(
                 plan=plan,
                 speed=speed,
                 resume=resume,
+                wheelhouse=wheelhouse,
                 decisions=decisions,
             )
     opened = quantkit.load(bundle)

@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,17 +27,20 @@ from typing import Any
 
 LAYOUT = 1
 _CHUNK = 1 << 20
-# seconds that nothing has to come for, until whoever sends has gone
-_PATIENCE = 60
+# seconds that nothing has to come for, until whoever sends has gone; that the answers of a job which ended wait
+_PATIENCE, _OLD = 60, 86_400.0
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """`do` is one of `have`, `receive`, `lay_out`, `unpack`; `workdir` where."""
+    """`do` is one of `have`, `receive`, `lay_out`, `unpack`, `clean`; `workdir` where."""
     place = Path(os.path.expanduser(asked["workdir"]))  # noqa: PTH111
+    if asked["do"] == "clean" and not place.exists():
+        return {"bundles": 0, "wheels": 0, "bytes": 0}
     problem = _opened(place)
     if problem:
         return problem
-    return {"have": have, "receive": receive, "lay_out": lay_out, "unpack": unpack}[asked["do"]](place, asked)
+    known = {"have": have, "receive": receive, "lay_out": lay_out, "unpack": unpack, "clean": clean}
+    return known[asked["do"]](place, asked)
 
 
 def _opened(place: Path) -> dict[str, str] | None:
@@ -82,6 +86,12 @@ def _where(place: Path, sha: str, size: int | None = None) -> Path | None:
 
 def receive(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """`files` in their order, [sha256, size, where its bytes begin], from standard input."""
+    with (place / "store" / "coming").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_SH)  # nothing is removed meanwhile
+        return _received(place, asked)
+
+
+def _received(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
     damaged: list[str] = []
     coming: Any = sys.stdin.buffer
     for sha, size, begin in asked["files"]:
@@ -162,6 +172,52 @@ def unpack(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
             made.replace(folder)
             where.unlink()
     return {}
+
+
+def clean(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """Remove what no unfinished job of the last day names: how many `bundles` and `wheels`, and `bytes` of all.
+
+    While a job runs, or something arrives, nothing is removed: `holder` says whose that is.
+    """
+    with (place / "lock").open("a+") as lock, (place / "store" / "coming").open("w") as coming, _alone(place):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(coming, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            return {"holder": _said(lock.read())}
+        size, used = 0, ""
+        for job in (place / "jobs").glob("*"):
+            if time.time() - job.stat().st_mtime > _OLD:
+                size += _removed(job)
+            elif (job / "job.json").exists():
+                used += (job / "job.json").read_text()
+        bundles = [each for each in (place / "bundles").glob("*") if f"bundles/{each.name}" not in used]
+        wheels = list((place / "wheels").glob("*"))
+        size += sum(map(_removed, [*bundles, *wheels]))
+        for each in (place / "store").iterdir():
+            left = each.suffix == ".at" and (place / each.read_text()).exists()
+            if each.name not in ("coming", "laying") and not left:
+                size += _removed(each)
+    return {"bundles": len(bundles), "wheels": len(wheels), "bytes": size}
+
+
+def _said(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"what": "carrying"}
+
+
+def _removed(path: Path) -> int:
+    """Remove a file or a folder; its bytes."""
+    if path.is_symlink() or not path.is_dir():
+        size = path.lstat().st_size
+        path.unlink()
+        return size
+    size = sum(each.lstat().st_size for each in path.rglob("*") if each.is_symlink() or each.is_file())
+    shutil.rmtree(path)
+    return size
 
 
 @contextlib.contextmanager

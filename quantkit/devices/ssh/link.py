@@ -251,11 +251,15 @@ class SSHLink:
 
 def busy(name: str, holder: Any) -> InputError:
     """The error for a device that is at work for somebody."""
-    found = holder if isinstance(holder, dict) else {}
-    value = f"{str(found.get('who', 'somebody'))[:80]} has it, for: {str(found.get('what', 'a job'))[:40]}"
     return InputError(
-        "device-busy", where=name, value=value, rule="a device does one job at a time", remedy="try again later"
+        "device-busy", where=name, value=held(holder), rule="a device does one job at a time", remedy="try again later"
     )
+
+
+def held(holder: Any) -> str:
+    """Who has a device, and for what, by what its lock says."""
+    found = holder if isinstance(holder, dict) else {}
+    return f"{str(found.get('who', 'somebody'))[:80]} has it, for: {str(found.get('what', 'a job'))[:40]}"
 
 
 def _beat(stream: IO[bytes]) -> None:

@@ -12,23 +12,41 @@ from quantkit.devices import job as jobs
 from quantkit.devices.answers import CeilingSamples, CheckResult, dumped
 from quantkit.errors import QuantkitError
 from quantkit.measurement.operators import ceilings
-from quantkit.runtimes import child
+from quantkit.measurement.timing import speed
+from quantkit.runtimes import child, load_runtime
 from quantkit.runtimes.onnxruntime.open import open_graph
+from quantkit.runtimes.openvino.session import OpenvinoGraph
+
+# of the step that shows that it runs
+_TOKENS = 8
 
 
 def verify(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """One cell, `checks`: the files' hashes, and whether ONNX Runtime there loads the graph."""
+    """One cell, `checks`: the files' hashes and, if they hold, what each runtime that is there makes of its export."""
     work, workdir = jobs.Verify.model_validate(data["work"]), Path(data["workdir"])
     bundle = Bundle.load(workdir / work.bundle)
     found = [CheckResult(name=check.name, ok=check.ok, where=(check.where or "")[:2000]) for check in bundle.verify()]
-    graph = bundle.path / "onnx" / "model.onnx"
-    if graph.is_file():
+    for runtime, place in work.loads.items() if all(each.ok for each in found) else ():
+        if load_runtime(runtime).why_not_here() is not None:
+            continue
+        caller.at(0.5, f"loading it in {runtime}")
+        path, met = workdir / place, ""
+        speed.demand_room([path])
         try:
-            open_graph(graph, machine.cores())
-            found.append(CheckResult(name="onnx.loads", ok=True))
+            _opened(path, runtime, graph=work.graphs)
         except QuantkitError as problem:
-            found.append(CheckResult(name="onnx.loads", ok=False, where=problem.line()[:2000]))
+            met = problem.line()[:2000]
+        found.append(CheckResult(name=f"{runtime}.loads", ok=not met, where=met))
     caller.row({"cell": "checks", "rows": [dumped(each) for each in found]})
+
+
+def _opened(path: Path, runtime: str, *, graph: bool) -> None:
+    """Load it, and make a step where what goes in is known. Raises InputError: the runtime's."""
+    if graph:
+        OpenvinoGraph(path) if runtime == speed.OPENVINO else open_graph(path, machine.cores())
+        return
+    model: Any = speed.opened(str(path), {}, machine.cores(), runtime)
+    (model.decode if model.decoder else model.prefill)(1, min(_TOKENS, model.context - 1))()
 
 
 def doctor(data: Mapping[str, Any], caller: child.Caller) -> None:
