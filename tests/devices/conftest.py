@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -57,8 +57,10 @@ def linked(fake: dict[str, Path], tmp_path: Path) -> Iterator[Links]:
     made: list[SSHLink] = []
     workdir = tmp_path / "there"
 
-    def link(host: str | None = None, workdir: Path = workdir, **more: object) -> SSHLink:
-        shell = OpenSSH(Address(host or "here"), name=host or "here", begin=None if host else ["sh", "-c"])
+    def link(
+        host: str | None = None, workdir: Path = workdir, begin: Sequence[str] = ("sh", "-c"), **more: object
+    ) -> SSHLink:
+        shell = OpenSSH(Address(host or "here"), name=host or "here", begin=None if host else begin)
         wanted: dict[str, object] = {"wheels": fake, "lease": 20, "patience": 30.0, **more}
         made.append(SSHLink(shell, str(workdir), **wanted))  # type: ignore[arg-type]
         return made[-1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from devices.conftest import Links, cells, job
 from quantkit.devices.job import Done, Found
 from quantkit.devices.ssh.link import SSHLink
-from quantkit.errors import InputError, QuantkitError
+from quantkit.errors import InputError, QuantkitError, Stopped
 
 
 def content(folder: Path, **files: bytes) -> dict[str, Path]:
@@ -131,6 +133,87 @@ def test_a_job_that_nobody_listens_to_ends_and_goes_on(linked: Links, tmp_path: 
     found = [each for each in again.follow(again.start(job(rounds=60))) if isinstance(each, Found)]
     assert [each.cell for each in found] == [f"cell {n}" for n in range(60)]
     assert len({each.rows[0]["pid"] for each in found}) == 2
+
+
+def keeper(workdir: Path) -> int:
+    """Of the job that is under way."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        with contextlib.suppress(ValueError, KeyError):
+            return int(json.loads((workdir / "lock").read_text())["keeper"])
+        time.sleep(0.05)
+    raise AssertionError("no job is under way")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_machine_that_starts_again_goes_on(linked: Links, tmp_path: Path, how: signal.Signals) -> None:
+    """Asked to end as by a shutdown, and off at once: nobody has cancelled it."""
+    link, seen = linked(), []
+    link.install()
+    name = link.start(job(rounds=30))
+    for each in link.follow(name):
+        assert isinstance(each, Found | Done)
+        if isinstance(each, Found):
+            seen.append(each)
+            if len(seen) == 5:
+                os.kill(keeper(tmp_path / "there"), how)
+    assert [each.cell for each in seen] == [f"cell {n}" for n in range(30)]
+    assert len({each.rows[0]["pid"] for each in seen}) == 2
+
+
+def test_what_never_reached_the_disk_is_answered_again(linked: Links) -> None:
+    """Progress that was told and is gone with the machine, and a line it wrote a part of: no cell is passed over."""
+    link = linked()
+    link.install()
+    assert cells(link, link.start(job("cut-off", rounds=6))) == [f"cell {n}" for n in range(6)]
+
+
+def test_a_job_that_failed_is_taken_up_without_its_error(linked: Links, tmp_path: Path) -> None:
+    link = linked()
+    link.install()
+    name = link.start(job("fails"))
+    ended = tmp_path / "there/jobs" / name / "ended"
+    until = time.monotonic() + 20
+    while not ended.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    with (ended.parent / "rows.jsonl").open("a") as rows:
+        rows.write('{"n": 3, "kind": "r')
+    assert cells(linked(), linked().start(job("fails"))) == [f"cell {n}" for n in range(5)]
+
+
+def test_a_job_that_somebody_else_ends_says_so(linked: Links) -> None:
+    link = linked()
+    link.install()
+    answers = link.follow(link.start(job(rounds=100)))
+    next(answers)
+    other = linked()
+    other.cancel(other.start(job(rounds=100)))
+    with pytest.raises(Stopped, match="job-cancelled"):
+        list(answers)
+
+
+def network(folder: Path) -> list[str]:
+    """A shell that has a network unless there is a file `down`, with what OpenSSH says without one."""
+    program = folder / "network"
+    program.write_text(
+        f'#!/bin/sh\n[ -e {folder}/down ] || exec sh -c "$1"\n'
+        "echo 'ssh: connect to host pi5 port 22: Connection refused' >&2\nexit 255\n"
+    )
+    program.chmod(0o755)
+    return [str(program)]
+
+
+def test_a_device_that_starts_again_is_waited_for(linked: Links, tmp_path: Path) -> None:
+    begin = network(tmp_path)
+    link = linked(begin=begin)
+    (tmp_path / "down").touch()
+    with pytest.raises(InputError, match=r"device-unreachable.*Connection refused"):
+        link.install()  # it was never there
+    (tmp_path / "down").unlink()
+    link.install()
+    (tmp_path / "down").touch()
+    threading.Timer(1.0, (tmp_path / "down").unlink).start()
+    assert len(cells(link, link.start(job()))) == 5
 
 
 def test_what_a_job_started_ends_with_it(linked: Links) -> None:

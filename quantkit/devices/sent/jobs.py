@@ -4,7 +4,9 @@
     WORKDIR/jobs/ID/job.json    what is asked
                    /rows.jsonl  what is answered
                    /lease       touched while somebody listens
-                   /ended       why its process has ended, once it has
+                   /cancel      is there once it is to end for good
+                   /ended       why its process has ended, once it has: `done`, `died`, `cancelled`; or to be taken up,
+                                `left` by whoever listened, `gone` with the machine
                    /log         what it printed
 
 A keeper holds the lock and starts the job in a group of its own. It ends the job when nobody has touched the lease for
@@ -30,6 +32,8 @@ from typing import Any
 
 # of prctl(2): the system's signal where the parent has gone; orphans below are this process's
 _PDEATHSIG, _SUBREAPER = 1, 36
+# how a job ends that was asked to
+_STOPPED = 75
 _LOG = 1 << 20
 # seconds: to put away what it is at; how long an answer may lie there that nobody fetched
 _GRACE, _OLD = 5.0, 86_400.0
@@ -64,6 +68,8 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     if _ended(folder).get("why") == "done":
         return {"state": "ended"}
     (folder / "ended").unlink(missing_ok=True)
+    (folder / "cancel").unlink(missing_ok=True)
+    _mend(folder / "rows.jsonl")
     (folder / "job.json").write_text(asked["text"])
     (folder / "lease").touch()
     said = {"job": asked["job"], "who": asked["who"], "what": asked["what"], "since": time.time()}
@@ -89,6 +95,25 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
             cwd=place,
         )
     return {"state": "started"}
+
+
+def _mend(rows: Path) -> None:
+    """Take from the answers what the next process does not go on with, before anybody follows them: a line that broke
+    off with its writer, and the error that ended it."""
+    if not rows.exists():
+        return
+    with rows.open("r+b") as stream:
+        lines = stream.read().splitlines(keepends=True)
+        while lines and (not lines[-1].endswith(b"\n") or _kind(lines[-1]) == "error"):
+            lines.pop()
+        stream.truncate(sum(map(len, lines)))
+
+
+def _kind(line: bytes) -> str:
+    try:
+        return str(json.loads(line)["kind"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _holder(place: Path) -> dict[str, Any]:
@@ -134,7 +159,9 @@ def keep(told: dict[str, Any]) -> None:
         # counted here: the clock of a device may jump by years once it finds the network
         if touched != seen:
             seen, since = touched, time.monotonic()
-        why = "cancelled" if stop else "left" if time.monotonic() - since > told["lease"] else ""
+        # a machine that is switched off asks everybody to end
+        asked = "cancelled" if (folder / "cancel").exists() else "gone"
+        why = asked if stop else "left" if time.monotonic() - since > told["lease"] else ""
         if (folder / "log").stat().st_size > _LOG:
             os.truncate(folder / "log", 0)
     if why:
@@ -145,7 +172,8 @@ def keep(told: dict[str, Any]) -> None:
         os.killpg(work.pid, signal.SIGKILL)
     code = work.wait()
     _reap()
-    why = why or ("done" if code == 0 else "died")
+    # the same, where it was asked before this process
+    why = why or ("done" if code == 0 else "gone" if code in (_STOPPED, -signal.SIGTERM) else "died")
     text = json.dumps({"why": why, "code": code, "said": _last(folder / "log")})
     (folder / "ended.part").write_text(text)
     (folder / "ended.part").replace(folder / "ended")
@@ -229,7 +257,8 @@ def cancel(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     while _held(place, asked["job"]):
         keeper = _holder(place).get("keeper")
         if keeper:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                (folder / "cancel").touch()
                 os.kill(keeper, signal.SIGTERM)
         if time.monotonic() > until:
             return {"error": "not-ended"}
