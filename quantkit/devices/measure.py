@@ -98,11 +98,13 @@ def measure_on(
     stages = {"carrying": 30.0, "score": 60.0, **({"speed": 30.0 + plan.seconds} if speed else {})}
     progress.plan(stages)
     ready([path for files in side.files() for path in files.values()])
-    work = _Measuring(bundle, link, side, runtime, progress, _kept(bundle, link.name, side.subject) if resume else [])
+    kept = _kept(bundle, link.name, side.subject, runtime) if resume else []
+    work = _Measuring(bundle, link, side, runtime, progress, kept)
     rows = work.scored()
     if speed:
         rows += work.timed(side.fitting(plan))
     if not rows:
+        work.finish()
         progress.note(f"nothing is missing of {link.name}")
     return rows
 
@@ -117,11 +119,13 @@ def measure_at(
         return measure_on(bundle, found.link, baseline, progress, ready=found.ready(progress), **how)
 
 
-def _kept(bundle: Bundle, on: str, against: str) -> list[Row]:
-    """What the bundle has of a device against a baseline."""
-    path = bundle.path / MEASUREMENTS
+def _kept(bundle: Bundle, on: str, against: str, runtime: str) -> list[Row]:
+    """What the bundle has of a device and a runtime there against a baseline; a shape that was skipped has none, and is
+    one against the model that the bundle was made from."""
+    path, original = bundle.path / MEASUREMENTS, bundle.manifest.model.source.sha256
     rows = read_rows(path) if path.is_file() else []
-    return [row for row in rows if row.on == on and row.baseline is not None and row.baseline.subject == against]
+    own = [row for row in rows if row.on == on and row.runtime == runtime]
+    return [row for row in own if (row.baseline.subject if row.baseline else original) == against]
 
 
 class _Side:
@@ -332,10 +336,10 @@ class _Measuring:
         return rows
 
     def timed(self, plan: TimingPlan) -> list[Row]:
-        """ShapeTimes there, shape by shape; those that are kept are left out."""
+        """Times there, shape by shape, and memory; what is kept is left out."""
         known = {(row.name, row.batch, *sorted((row.shape or {}).items())) for row in self.kept if row.name in _TIMED}
         shapes = [each for each in plan.shapes() if (each.name, each.batch, *sorted(each.sizes.items())) not in known]
-        if not shapes:
+        if not shapes and (self.side.of == "network" or any(row.name == "memory.peak" for row in self.kept)):
             return []
         samples = None
         if (found := self.side.samples([each.batch for each in shapes])) is not None:
@@ -366,40 +370,27 @@ class _Measuring:
         self._keep(rows)
         return rows
 
+    def finish(self) -> None:
+        """Verdict, page and card of what is kept: who was cut off behind the last shape has none."""
+        if self.kept:
+            self._keep(self.kept)
+
     def _rows(self, answers: CollectedCells, work: jobs.Measure, shapes: Sequence[jobs.ShapeCell]) -> list[Row]:
         """What the times say that have come."""
-        about, sides = answers.about, answers.one(SideCosts, "sides")
-        limits = answers.one(CeilingSamples, "ceilings").ceilings
-        if "ceilings-after" in answers.cells:
-            after = answers.one(CeilingSamples, "ceilings-after").ceilings
-            if len(after) != len(limits):
-                raise invalid(answers.on, "other ceilings than before")
-            limits = joined(limits, after)
-        device = about.device(answers.on)
-        rows = latency.judged(
-            [_timing(answers, shape, about) for shape in shapes],
-            latency.Side(sides.ours, self.ours.subject),
-            latency.Side(sides.theirs, self.theirs.subject),
-            limits,
-            runtime=self.runtime,
-            settings={**sides.settings, "cores": about.cores},
-            device=device,
-            versions=about.versions,
-            cache=about.cache,
-            seed=work.seed,
-        )
+        about = answers.about
+        device, rows, threads = about.device(answers.on), list[Row](), about.cores
+        if shapes:
+            rows, threads = self._judged(answers, work, shapes)
         if "memory" in answers.cells:
             found = answers.one(Footprints, "memory")
             names = {"before", "resident", "peak", "new_tokens", "context"}
             if set(found.ours) != names or set(found.theirs) != names or not found.ours["peak"]:
                 raise invalid(answers.on, "memory of other names")
-            threads = int(sides.settings.get("threads") or about.cores)
-            subjects = self.ours.subject, self.theirs.subject
             rows.append(
                 memory_row(
                     found.ours,
                     found.theirs,
-                    subjects=subjects,
+                    subjects=(self.ours.subject, self.theirs.subject),
                     runtime=self.runtime,
                     threads=threads,
                     device=device,
@@ -407,6 +398,32 @@ class _Measuring:
                 )
             )
         return [row.model_copy(update={"flags": list(dict.fromkeys([*row.flags, *about.flags]))}) for row in rows]
+
+    def _judged(
+        self, answers: CollectedCells, work: jobs.Measure, shapes: Sequence[jobs.ShapeCell]
+    ) -> tuple[list[Row], int]:
+        """Of times, and the threads that they were taken with."""
+        about, sides = answers.about, answers.one(SideCosts, "sides")
+        limits = answers.one(CeilingSamples, "ceilings").ceilings
+        if "ceilings-after" in answers.cells:
+            after = answers.one(CeilingSamples, "ceilings-after").ceilings
+            if len(after) != len(limits):
+                raise invalid(answers.on, "other ceilings than before")
+            limits = joined(limits, after)
+        rows = latency.judged(
+            [_timing(answers, shape, about) for shape in shapes],
+            latency.Side(sides.ours, self.ours.subject),
+            latency.Side(sides.theirs, self.theirs.subject),
+            limits,
+            runtime=self.runtime,
+            settings={**sides.settings, "cores": about.cores},
+            device=about.device(answers.on),
+            versions=about.versions,
+            cache=about.cache,
+            seed=work.seed,
+        )
+        threads = sides.settings.get("threads")
+        return rows, threads if type(threads) is int and threads > 0 else about.cores
 
 
 def _there(row: Row, answers: CollectedCells) -> Row:
