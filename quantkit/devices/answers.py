@@ -60,6 +60,18 @@ class DeviceFacts(_Answer):
         """Of all that is timed there."""
         return ["emulated"] if self.emulated else []
 
+    def demand_times(self, on: str) -> None:
+        """Refuse a device whose times say nothing, where they would decide. Raises InputError `emulated`.
+
+        Args:
+            on: what the device is called.
+        """
+        if self.emulated:
+            rule = "an emulator's times say nothing of any machine"
+            raise InputError(
+                "emulated", where=on, value=f"{self.name} is a program", rule=rule, remedy="another device"
+            )
+
 
 class SideCosts(_Answer):
     """What the steps of both must move and compute, and how they run."""

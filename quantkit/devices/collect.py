@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any, Self
 
 from quantkit.devices.answers import DeviceFacts, read
@@ -55,9 +56,10 @@ class CollectedCells:
         Raises:
             InputError, GateError, Inconclusive, Stopped: what ended it there; those of the link.
         """
-        answers, name = cls(link.name), link.start(job)
-        try:
-            for line in link.follow(name):
+        answers = cls(link.name)
+        # whatever is wrong with an answer, or Ctrl-C: the work there ends with it
+        with closing(link.follow(link.start(job))) as lines:
+            for line in lines:
                 if isinstance(line, At):
                     progress.at(stage, line.share, f"{line.words}, on {link.name}")
                 elif isinstance(line, Note):
@@ -66,18 +68,23 @@ class CollectedCells:
                     answers.cells[line.cell] = line.rows
                     found(answers, line.cell)
                 elif isinstance(line, Failed):
-                    raise failed(line)
-        except KeyboardInterrupt:
-            link.cancel(name)
-            raise
+                    raise failed(line, link.name)
         return answers
 
 
-def failed(answer: Failed) -> InputError | GateError | Inconclusive | Stopped:
-    """What ended the work there, as the error that it is."""
+def failed(answer: Failed, on: str) -> InputError | GateError | Inconclusive | Stopped:
+    """What ended the work there, as the error that it is; that its words are the device's stands before them.
+
+    Args:
+        on: what the device is called.
+    """
     kinds: Mapping[int, Any] = {each.exit: each for each in (GateError, Inconclusive, Stopped)}
     kind = kinds.get(answer.exit, InputError)
     error: InputError | GateError | Inconclusive | Stopped = kind(
-        answer.code, where=answer.where, value=answer.value, rule=answer.rule, remedy=answer.remedy
+        answer.code,
+        where=f"{on} says: {answer.where}".removesuffix(": "),
+        value=answer.value,
+        rule=answer.rule,
+        remedy=answer.remedy,
     )
     return error

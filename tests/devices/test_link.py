@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from devices.conftest import Links, cells, job
+from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Done, Found
 from quantkit.devices.ssh.link import SSHLink
-from quantkit.errors import InputError, QuantkitError, Stopped
+from quantkit.errors import GateError, InputError, QuantkitError, Stopped
+from quantkit.pipeline.progress import Progress
 
 
 def content(folder: Path, **files: bytes) -> dict[str, Path]:
@@ -188,7 +190,7 @@ def test_a_job_that_somebody_else_ends_says_so(linked: Links) -> None:
     next(answers)
     other = linked()
     other.cancel(other.start(job(rounds=100)))
-    with pytest.raises(Stopped, match="job-cancelled"):
+    with pytest.raises(InputError, match="job-cancelled"):
         list(answers)
 
 
@@ -229,13 +231,54 @@ def test_a_job_that_dies_says_why_and_keeps_its_answers(linked: Links) -> None:
         cells(link, link.start(job("dies")))
 
 
+def why(workdir: Path) -> str:
+    """The only job there has ended."""
+    (ended,) = workdir.glob("jobs/*/ended")
+    return str(json.loads(ended.read_text())["why"])
+
+
 @pytest.mark.parametrize("manner", ["long-line", "nonsense"])
-def test_hostile_answers_are_refused(linked: Links, manner: str) -> None:
+def test_hostile_answers_are_refused_and_their_work_ends(linked: Links, tmp_path: Path, manner: str) -> None:
     link = linked()
     link.install()
     with pytest.raises(InputError, match=r"answer-invalid|line-too-long") as met:
-        cells(link, link.start(job(manner, rounds=4)))
+        cells(link, link.start(job(manner, rounds=100)))
     assert "\x1b" not in met.value.line()
+    assert why(tmp_path / "there") == "cancelled"
+
+
+def test_what_is_refused_of_an_answer_ends_its_work(linked: Links, tmp_path: Path) -> None:
+    link = linked()
+    link.install()
+
+    def refuse(answers: CollectedCells, cell: str) -> None:
+        raise GateError("planted")
+
+    with pytest.raises(GateError, match="planted"):
+        CollectedCells.of(link, job(rounds=100), Progress(), "speed", refuse)
+    assert why(tmp_path / "there") == "cancelled"
+
+
+def test_ctrl_c_does_not_wait_for_a_network(linked: Links, tmp_path: Path) -> None:
+    link = linked(begin=network(tmp_path), lease=2)
+    link.install()
+
+    def interrupt(answers: CollectedCells, cell: str) -> None:
+        (tmp_path / "down").touch()
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        CollectedCells.of(link, job(rounds=100), Progress(), "speed", interrupt)
+    assert time.monotonic() - began < 15
+    (tmp_path / "down").unlink()
+
+
+def test_what_a_device_met_is_said_by_it(linked: Links) -> None:
+    link = linked()
+    link.install()
+    with pytest.raises(Stopped, match=r"\[planted\] here says: timing"):
+        CollectedCells.of(link, job("fails"), Progress(), "speed")
 
 
 def test_a_folder_of_something_else_is_left_alone(linked: Links, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from quantkit.devices.job import ANSWER, LINE, At, Done, Failed, Found, Job, Note, parse
 from quantkit.devices.ssh.openssh import Lost, OpenSSH, again, source
-from quantkit.errors import InputError, QuantkitError, Stopped
+from quantkit.errors import InputError, QuantkitError
 from quantkit.runtimes.child import Report
 
 _CHUNK = 1 << 18
@@ -182,7 +182,7 @@ class SSHLink:
         the last answer on that has.
 
         Raises:
-            InputError: `answer-invalid`, `job-died`.
+            InputError: `answer-invalid`, `job-died`, `job-cancelled`.
             Stopped: `device-gone`.
         """
         count, kept, most, starts = after, after, ANSWER, 0
@@ -220,7 +220,7 @@ class SSHLink:
                 raise
             if ended is not None and ended.get("why") == "cancelled":
                 value = "somebody who asked the same has ended it"
-                raise Stopped("job-cancelled", where=self.name, value=value, remedy="run the same command again")
+                raise InputError("job-cancelled", where=self.name, value=value, remedy="run the same command again")
             if ended is not None and ended.get("why") not in _INTERRUPTED:
                 raise InputError(
                     "job-died",
