@@ -123,11 +123,11 @@ def test_a_connection_that_is_cut_leaves_what_has_come_and_resume_measures_the_r
     after = [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED]
     assert len(after) == 3
     assert first in after
-    assert "<summary>pi5</summary>" not in (bundle.path / "report.html").read_text()
+    page = (bundle.path / "report.html").read_text()
     link.left = 100
     assert [row.name for row in measured(bundle, link, made, resume=True)] == ["memory.peak"]
     assert [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED] == after
-    assert "<summary>pi5</summary>" in (bundle.path / "report.html").read_text()
+    assert (bundle.path / "report.html").read_text() != page
     assert measured(bundle, link, made, resume=True) == []
     assert not list((tmp_path / "there" / "jobs").glob("*/pid")) or link._jobs.popitem()[1].poll() is not None
 
