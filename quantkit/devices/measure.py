@@ -483,19 +483,28 @@ def _items(answers: CollectedCells, tokens: TokenSet) -> dict[str, Any]:
 def _outputs(answers: CollectedCells, count: int) -> dict[str, Any]:
     """Name -> what came out, [count, ...]. Raises InputError `answer-invalid`."""
     parts: dict[str, list[Any]] = {}
-    done = 0
+    done, numbers = 0, np.empty(0, np.float32)
     for cell, rows in answers.cells.items():
         for row in rows if cell.startswith("outputs-") else ():
             found = read(SampleOutputs, row, answers.on)
+            if found.first != done or found.at != len(numbers):
+                raise invalid(answers.on, f"{cell}: not the samples that were asked for")
+            numbers = np.concatenate([numbers, np.array(found.numbers, np.float32)])
+            if cell != f"outputs-{done}":  # more of the same samples follows
+                continue
             try:
-                arrays = found.arrays()
-            except (ValueError, KeyError):
+                arrays = found.arrays(numbers)
+            except ValueError:
                 raise invalid(answers.on, f"{cell}: numbers that do not fit their shape") from None
-            if found.first != done or not arrays or len({len(array) for array in arrays.values()}) != 1:
+            if len({array.shape[:1] for array in arrays.values()}) != 1 or not next(iter(arrays.values())).ndim:
                 raise invalid(answers.on, f"{cell}: not the samples that were asked for")
             done += len(next(iter(arrays.values())))
+            numbers = np.empty(0, np.float32)
             for name, array in arrays.items():
                 parts.setdefault(name, []).append(array)
     if done != count:
         raise invalid(answers.on, f"{done} samples, not {count}")
-    return {name: np.concatenate(found) for name, found in parts.items()}
+    try:
+        return {name: np.concatenate(found) for name, found in parts.items()}
+    except ValueError:
+        raise invalid(answers.on, "samples of several shapes") from None

@@ -15,7 +15,7 @@ from quantkit.bundle import Bundle
 from quantkit.bundle.disk import walk
 from quantkit.content import Closed, validated
 from quantkit.devices import job as jobs
-from quantkit.devices.answers import DeviceFacts, read
+from quantkit.devices.answers import DeviceFacts, invalid, read
 from quantkit.devices.collect import failed
 from quantkit.devices.job import At, Failed, Found, Job
 from quantkit.devices.reached import Reached, reach
@@ -136,6 +136,8 @@ class Timer:
                     self._versions = dict(about.versions)
                 elif isinstance(answer, Found):
                     rows += [self._checked(row) for row in answer.rows]
+                    if len(rows) > task.rounds + len(sides):
+                        raise invalid(device.device.name, f"more than the {task.rounds} rounds that were asked for")
         return times(rows)
 
     def now(self) -> dict[str, Any]:
