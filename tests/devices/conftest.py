@@ -52,8 +52,10 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def linked(fake: dict[str, Path], tmp_path: Path) -> Iterator[Links]:
+def linked(fake: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
     """A link to a workdir, whose shell is `sh -c` where no host is named; no process may stay there."""
+    # this machine is many devices
+    monkeypatch.setenv("QUANTKIT_LOCK", "")
     made: list[SSHLink] = []
     workdir = tmp_path / "there"
 

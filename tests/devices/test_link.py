@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -110,6 +112,39 @@ def test_a_device_does_one_job_at_a_time(linked: Links) -> None:
         linked().start(job(rounds=41))
     link.cancel(link.start(job(rounds=40)))
     linked().cancel(linked().start(job(rounds=41)))
+
+
+def test_users_and_workdirs_of_a_machine_take_turns(
+    linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = linked(), linked(workdir=tmp_path / "there/other")
+    link.install()
+    other.install()
+    monkeypatch.setenv("QUANTKIT_LOCK", str(tmp_path / "lock"))
+    name = link.start(job(rounds=40))
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o666
+    with pytest.raises(InputError, match=r"device-busy.*has it, for: measure"):
+        other.start(job())
+    link.cancel(name)
+    assert len(cells(other, other.start(job()))) == 5
+    # what is no lock of ours is not written to
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(InputError, match="device-failed"):
+        other.start(job())
+    assert not (tmp_path / "precious").exists()
+
+
+def test_what_does_not_end_keeps_no_lock_for_ever() -> None:
+    """In a process of its own: it waits for its children."""
+    program = (
+        "import subprocess, time\nfrom quantkit.devices.sent import jobs\n"
+        "work = subprocess.Popen(['sleep', '600'])\nassert jobs._children() == [work.pid]\n"
+        "there, jobs._GRACE, jobs._children = jobs._children, 0.3, list\nbegan = time.monotonic()\njobs._reap()\n"
+        "assert time.monotonic() - began < 5\njobs._children = there\njobs._reap()\nassert not there()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_who_stops_listening_ends_the_work(linked: Links, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Jobs on a device: one at a time, never doubled, never orphaned.
 
     WORKDIR/lock                held while a job runs; says whose it is
+    /tmp/quantkit.lock          the same for the machine: see `_machine`
     WORKDIR/jobs/ID/job.json    what is asked
                    /rows.jsonl  what is answered
                    /lease       touched while somebody listens
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 # of prctl(2): the system's signal where the parent has gone; orphans below are this process's
 _PDEATHSIG, _SUBREAPER = 1, 36
@@ -39,6 +40,8 @@ _LOG = 1 << 20
 _GRACE, _OLD = 5.0, 86_400.0
 _TICK = 0.25
 _TRIES = 4
+# where all users of a machine may write; what lies in /dev/shm goes with the session of whoever made it
+_SHARED = "/tmp/quantkit.lock"  # noqa: S108 (made for itself alone, no link is followed, and what it says is no program)
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any] | None:
@@ -62,6 +65,16 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
             if not again:
                 return {"state": "busy", "holder": holder}
         time.sleep(_TICK)  # somebody only looks whether it is held
+    machine = _machine()
+    if machine is not None:
+        for again in range(_TRIES, -1, -1):
+            try:
+                fcntl.flock(machine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not again:
+                    return {"state": "busy", "holder": _read(machine)}
+            time.sleep(_TICK)
     if folder.exists() and time.time() - folder.stat().st_mtime > _OLD:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,9 +86,11 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     (folder / "job.json").write_text(asked["text"])
     (folder / "lease").touch()
     said = {"job": asked["job"], "who": asked["who"], "what": asked["what"], "since": time.time()}
-    lock.truncate(0)
-    lock.write(json.dumps(said))
-    lock.flush()
+    for each in (lock, machine):
+        if each is not None:
+            each.truncate(0)
+            each.write(json.dumps(said))
+            each.flush()
     told = {**asked, "lock": lock.fileno(), "folder": str(folder)}
     program = f"{asked['program']}\nkeep({told!r})\n"
     environment = {
@@ -90,11 +105,36 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            pass_fds=[lock.fileno()],
+            pass_fds=[each.fileno() for each in (lock, machine) if each is not None],
             env=environment,
             cwd=place,
         )
     return {"state": "started"}
+
+
+def _machine() -> IO[str] | None:
+    """The lock of the machine: its users, and workdirs of one of them, take turns too. None where there is no such
+    place, or `QUANTKIT_LOCK`, which names another, is empty."""
+    path = os.environ.get("QUANTKIT_LOCK", _SHARED)
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    # in a folder of all users one may not ask to make what another one has made
+    for more in (0, os.O_CREAT | os.O_EXCL, 0) if path else ():
+        with contextlib.suppress(FileNotFoundError, FileExistsError, PermissionError):
+            descriptor = os.open(path, flags | more, 0o666)
+            with contextlib.suppress(PermissionError):
+                os.fchmod(descriptor, 0o666)
+            return os.fdopen(descriptor, "a+")
+    return None
+
+
+def _read(stream: IO[str]) -> dict[str, Any]:
+    """Whoever holds a lock, as far as it says so."""
+    stream.seek(0)
+    with contextlib.suppress(ValueError):
+        found = json.loads(stream.read(4096))
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def _mend(rows: Path) -> None:
@@ -186,17 +226,28 @@ def _die_with_keeper() -> None:
 
 
 def _reap() -> None:
-    """End what the job has left: its orphans are this process's children."""
-    while True:
-        with contextlib.suppress(OSError):
-            for path in Path("/proc/self/task").glob("*/children"):
-                for each in path.read_text().split():
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(int(each), signal.SIGKILL)
+    """End what the job has left: its orphans are this process's children. One that does not end is left."""
+    until = time.monotonic() + _GRACE
+    while time.monotonic() < until:
+        for each in _children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each, signal.SIGKILL)
         try:
-            os.waitpid(-1, 0)
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(_TICK / 5)
         except ChildProcessError:
             return
+
+
+def _children() -> list[int]:
+    """Of this process: not every kernel has a list of them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # the name of a program may have brackets and blanks
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
 
 
 def _last(log: Path) -> str:
