@@ -130,7 +130,7 @@ def unpack_debs(work: Path, root: Path) -> None:
     for folder in (debs, state / "lists/partial", state / "cache/archives/partial", root):
         folder.mkdir(parents=True, exist_ok=True)
     (state / "status").touch()
-    options = ["APT::Architecture=arm64", "APT::Architectures=arm64", "Dir::State={state}"]
+    options = ["APT::Architecture=arm64", "APT::Architectures=arm64", f"Dir::State={state}"]
     options += [f"Dir::State::status={state}/status", f"Dir::Cache={state}/cache", "APT::Sandbox::User=root"]
     apt = ["apt-get", "-qq", *(word for each in options for word in ("-o", each))]
     subprocess.run([*apt, "update"], check=True)

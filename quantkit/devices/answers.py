@@ -5,6 +5,7 @@ All numbers are finite and every list has a limit: a line (`job.LINE`) is as muc
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -15,6 +16,8 @@ from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.clocks import Clocks
 
+# that a line holds: of a stretch of positions ten for each, of up to 25 bytes; of samples
+POSITIONS, NUMBERS = 1024, 40_000
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Taken = Annotated[float, Field(gt=0, lt=1e6)]
 Name = Annotated[str, Field(max_length=200)]
@@ -59,6 +62,18 @@ class DeviceFacts(_Answer):
     def flags(self) -> list[str]:
         """Of all that is timed there."""
         return ["emulated"] if self.emulated else []
+
+    def demand_times(self, on: str) -> None:
+        """Refuse a device whose times say nothing, where they would decide. Raises InputError `emulated`.
+
+        Args:
+            on: what the device is called.
+        """
+        if self.emulated:
+            rule = "an emulator's times say nothing of any machine"
+            raise InputError(
+                "emulated", where=on, value=f"{self.name} is a program", rule=rule, remedy="another device"
+            )
 
 
 class SideCosts(_Answer):
@@ -115,19 +130,31 @@ class ScoredStretch(_Answer):
 
     way: Literal["", "prompts", "steps"]
     sequence: Annotated[int, Field(ge=0)]
-    found: dict[Name, list[Finite]]
+    found: dict[Name, Annotated[list[Finite], Field(max_length=POSITIONS)]] = Field(max_length=20)
 
 
 class SampleOutputs(_Answer):
-    """What came out for consecutive samples: name -> its shape and its numbers."""
+    """What came out for consecutive samples, as much of it as one line holds.
+
+    Args:
+        first: sample.
+        shapes: name -> of its array [n, ...], all of it.
+        at: how many numbers of these samples came before.
+        numbers: of all arrays, one after another.
+    """
 
     first: Annotated[int, Field(ge=0)]
-    shapes: dict[Name, tuple[Annotated[int, Field(ge=0)], ...]]
-    numbers: dict[Name, list[Finite]]
+    shapes: dict[Name, Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]] = Field(max_length=64)
+    at: Annotated[int, Field(ge=0)] = 0
+    numbers: list[Finite] = Field(max_length=NUMBERS)
 
-    def arrays(self) -> dict[str, Any]:
-        """Name -> array [n, ...]. Raises ValueError where they do not fit."""
-        return {name: np.array(self.numbers[name], np.float32).reshape(shape) for name, shape in self.shapes.items()}
+    def arrays(self, numbers: Any) -> dict[str, Any]:
+        """Name -> array [n, ...], of all numbers of these samples. Raises ValueError where they do not fit."""
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()]).tolist()
+        if not ends or ends[-1] != len(numbers):
+            raise ValueError("numbers that do not fit their shapes")
+        parts = np.split(numbers, ends[:-1])
+        return {name: part.reshape(shape) for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)}
 
 
 class SessionSettings(_Answer):

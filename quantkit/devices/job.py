@@ -88,6 +88,7 @@ class Measure(Closed):
 
     Args:
         runtime: of what is judged; `floats` is that of the float model.
+        shapes: none: memory alone.
         graphs: a folder of `ceilings.write_graphs`.
         threads: of both; None: as many as the device has cores.
         seconds: for all shapes together.
@@ -98,7 +99,7 @@ class Measure(Closed):
     theirs: PlacedModel
     runtime: str
     floats: str
-    shapes: tuple[ShapeCell, ...] = Field(min_length=1, max_length=_MANY)
+    shapes: tuple[ShapeCell, ...] = Field(max_length=_MANY)
     graphs: Place
     threads: Count | None = None
     seconds: Seconds = 300.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -32,8 +32,11 @@ class Link(Protocol):
         """Start the job, or take up the one that asks the same; returns its id. A device does one at a time."""
         ...
 
-    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-        """Its answers from number `after` on, as they come, each once and in order; ends after `Failed` or `Done`."""
+    def follow(self, job: str, after: int = 0) -> Generator[At | Note | Found | Failed | Done]:
+        """Its answers from number `after` on, as they come, in order, each cell once; ends after `Failed` or `Done`.
+
+        To close it before ends the job: `contextlib.closing`, or the work there goes on until the collector comes.
+        """
         ...
 
     def cancel(self, job: str) -> None:

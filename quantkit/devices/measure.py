@@ -102,11 +102,13 @@ def measure_on(
     # both are of one architecture, and both are there at once
     beside = 2 * running(bundle.path, fitting.shapes(), runtime) if speed else 0.0
     ready([path for files in side.files() for path in files.values()], beside)
-    work = _Measuring(bundle, link, side, runtime, progress, _kept(bundle, link.name, side.subject) if resume else [])
+    kept = _kept(bundle, link.name, side.subject, runtime) if resume else []
+    work = _Measuring(bundle, link, side, runtime, progress, kept)
     rows = work.scored()
     if speed:
         rows += work.timed(fitting)
     if not rows:
+        work.finish()
         progress.note(f"nothing is missing of {link.name}")
     return rows
 
@@ -127,11 +129,13 @@ def measure_at(
         return measure_on(bundle, found.link, baseline, progress, ready=found.ready(progress), **how)
 
 
-def _kept(bundle: Bundle, on: str, against: str) -> list[Row]:
-    """What the bundle has of a device against a baseline."""
-    path = bundle.path / MEASUREMENTS
+def _kept(bundle: Bundle, on: str, against: str, runtime: str) -> list[Row]:
+    """What the bundle has of a device and a runtime there against a baseline; a shape that was skipped has none, and is
+    one against the model that the bundle was made from."""
+    path, original = bundle.path / MEASUREMENTS, bundle.manifest.model.source.sha256
     rows = read_rows(path) if path.is_file() else []
-    return [row for row in rows if row.on == on and row.baseline is not None and row.baseline.subject == against]
+    own = [row for row in rows if row.on == on and row.runtime == runtime]
+    return [row for row in own if (row.baseline.subject if row.baseline else original) == against]
 
 
 class _Side:
@@ -342,10 +346,10 @@ class _Measuring:
         return rows
 
     def timed(self, plan: TimingPlan) -> list[Row]:
-        """ShapeTimes there, shape by shape; those that are kept are left out."""
+        """Times there, shape by shape, and memory; what is kept is left out."""
         known = {(row.name, row.batch, *sorted((row.shape or {}).items())) for row in self.kept if row.name in _TIMED}
         shapes = [each for each in plan.shapes() if (each.name, each.batch, *sorted(each.sizes.items())) not in known]
-        if not shapes:
+        if not shapes and (self.side.of == "network" or any(row.name == "memory.peak" for row in self.kept)):
             return []
         samples = None
         if (found := self.side.samples([each.batch for each in shapes])) is not None:
@@ -376,40 +380,27 @@ class _Measuring:
         self._keep(rows)
         return rows
 
+    def finish(self) -> None:
+        """Verdict, page and card of what is kept: who was cut off behind the last shape has none."""
+        if self.kept:
+            self._keep(self.kept)
+
     def _rows(self, answers: CollectedCells, work: jobs.Measure, shapes: Sequence[jobs.ShapeCell]) -> list[Row]:
         """What the times say that have come."""
-        about, sides = answers.about, answers.one(SideCosts, "sides")
-        limits = answers.one(CeilingSamples, "ceilings").ceilings
-        if "ceilings-after" in answers.cells:
-            after = answers.one(CeilingSamples, "ceilings-after").ceilings
-            if len(after) != len(limits):
-                raise invalid(answers.on, "other ceilings than before")
-            limits = joined(limits, after)
-        device = about.device(answers.on)
-        rows = latency.judged(
-            [_timing(answers, shape, about) for shape in shapes],
-            latency.Side(sides.ours, self.ours.subject),
-            latency.Side(sides.theirs, self.theirs.subject),
-            limits,
-            runtime=self.runtime,
-            settings={**sides.settings, "cores": about.cores},
-            device=device,
-            versions=about.versions,
-            cache=about.cache,
-            seed=work.seed,
-        )
+        about = answers.about
+        device, rows, threads = about.device(answers.on), list[Row](), about.cores
+        if shapes:
+            rows, threads = self._judged(answers, work, shapes)
         if "memory" in answers.cells:
             found = answers.one(Footprints, "memory")
             names = {"before", "resident", "peak", "new_tokens", "context"}
             if set(found.ours) != names or set(found.theirs) != names or not found.ours["peak"]:
                 raise invalid(answers.on, "memory of other names")
-            threads = int(sides.settings.get("threads") or about.cores)
-            subjects = self.ours.subject, self.theirs.subject
             rows.append(
                 memory_row(
                     found.ours,
                     found.theirs,
-                    subjects=subjects,
+                    subjects=(self.ours.subject, self.theirs.subject),
                     runtime=self.runtime,
                     threads=threads,
                     device=device,
@@ -417,6 +408,32 @@ class _Measuring:
                 )
             )
         return [row.model_copy(update={"flags": list(dict.fromkeys([*row.flags, *about.flags]))}) for row in rows]
+
+    def _judged(
+        self, answers: CollectedCells, work: jobs.Measure, shapes: Sequence[jobs.ShapeCell]
+    ) -> tuple[list[Row], int]:
+        """Of times, and the threads that they were taken with."""
+        about, sides = answers.about, answers.one(SideCosts, "sides")
+        limits = answers.one(CeilingSamples, "ceilings").ceilings
+        if "ceilings-after" in answers.cells:
+            after = answers.one(CeilingSamples, "ceilings-after").ceilings
+            if len(after) != len(limits):
+                raise invalid(answers.on, "other ceilings than before")
+            limits = joined(limits, after)
+        rows = latency.judged(
+            [_timing(answers, shape, about) for shape in shapes],
+            latency.Side(sides.ours, self.ours.subject),
+            latency.Side(sides.theirs, self.theirs.subject),
+            limits,
+            runtime=self.runtime,
+            settings={**sides.settings, "cores": about.cores},
+            device=about.device(answers.on),
+            versions=about.versions,
+            cache=about.cache,
+            seed=work.seed,
+        )
+        threads = sides.settings.get("threads")
+        return rows, threads if type(threads) is int and threads > 0 else about.cores
 
 
 def _there(row: Row, answers: CollectedCells) -> Row:
@@ -476,19 +493,28 @@ def _items(answers: CollectedCells, tokens: TokenSet) -> dict[str, Any]:
 def _outputs(answers: CollectedCells, count: int) -> dict[str, Any]:
     """Name -> what came out, [count, ...]. Raises InputError `answer-invalid`."""
     parts: dict[str, list[Any]] = {}
-    done = 0
+    done, numbers = 0, np.empty(0, np.float32)
     for cell, rows in answers.cells.items():
         for row in rows if cell.startswith("outputs-") else ():
             found = read(SampleOutputs, row, answers.on)
+            if found.first != done or found.at != len(numbers):
+                raise invalid(answers.on, f"{cell}: not the samples that were asked for")
+            numbers = np.concatenate([numbers, np.array(found.numbers, np.float32)])
+            if cell != f"outputs-{done}":  # more of the same samples follows
+                continue
             try:
-                arrays = found.arrays()
-            except (ValueError, KeyError):
+                arrays = found.arrays(numbers)
+            except ValueError:
                 raise invalid(answers.on, f"{cell}: numbers that do not fit their shape") from None
-            if found.first != done or not arrays or len({len(array) for array in arrays.values()}) != 1:
+            if len({array.shape[:1] for array in arrays.values()}) != 1 or not next(iter(arrays.values())).ndim:
                 raise invalid(answers.on, f"{cell}: not the samples that were asked for")
             done += len(next(iter(arrays.values())))
+            numbers = np.empty(0, np.float32)
             for name, array in arrays.items():
                 parts.setdefault(name, []).append(array)
     if done != count:
         raise invalid(answers.on, f"{done} samples, not {count}")
-    return {name: np.concatenate(found) for name, found in parts.items()}
+    try:
+        return {name: np.concatenate(found) for name, found in parts.items()}
+    except ValueError:
+        raise invalid(answers.on, "samples of several shapes") from None

@@ -5,6 +5,7 @@ No secret is in it: who may enter is between OpenSSH and the device.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from datetime import date
@@ -47,9 +48,12 @@ class NamedDevice(Closed):
 
     @classmethod
     def at(cls, text: str) -> Self:
-        """One without a name, by its address; it goes by its host."""
+        """One without a name, by its address: it goes by all of that and its hash, as no other does."""
         address = Address.read(text, where="DEVICE")
-        return cls(name=re.sub(r"[^a-z0-9_-]", "-", address.host.lower()).strip("-_")[:40] or "device", address=text)
+        user, host = address.user or "", address.host.lower()
+        own = Address(host, address.user, address.port)
+        read = re.sub(r"[^a-z0-9_-]+", "-", "-".join([user, host, str(address.port or "")]).lower()).strip("-_")[:34]
+        return cls(name=f"{read or 'device'}-{hashlib.sha256(str(own).encode()).hexdigest()[:6]}", address=text)
 
     def save(self) -> Path:
         """Keep it for this user. Raises InputError `file-unwritable`."""

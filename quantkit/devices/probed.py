@@ -18,6 +18,7 @@ from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 
 _Line = Annotated[str, Field(max_length=200)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 # what `devices.there` imports; `quantkit`'s own metadata says how recent each has to be
 NEEDED = ("numpy", "onnxruntime", "pydantic", "pyyaml")
@@ -66,13 +67,14 @@ class Probed(Closed):
     disk_free: Bytes
     python: Annotated[str, Field(pattern=r"^3\.\d{1,3}\.[0-9A-Za-z.+]{1,20}$")]
     implementation: _Line
-    libc: Annotated[str, Field(pattern=r"^[a-z]*-[0-9.]*$", max_length=40)]
+    # the second part is counted down to find wheels
+    libc: Annotated[str, Field(pattern=r"^[a-z]*-(\d{1,2}(\.\d{1,2}){1,3})?$", max_length=40)]
     bits: Annotated[int, Field(ge=1, le=128)]
     packages: Annotated[dict[_Line, _Line], Field(max_length=100)]
     gpus: Annotated[list[Gpu], Field(max_length=64)]
     governor: _Line
-    temperature: float | None
-    off: float
+    temperature: _Finite | None
+    off: _Finite
     busy: _Line
 
     def demand(self, where: str) -> None:

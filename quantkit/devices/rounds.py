@@ -37,7 +37,7 @@ class DeviceTimer:
         self.device = link.name
 
     def __call__(self, job: RoundsJob, report: Report) -> list[Taken]:
-        """Raw times of both. Raises InputError: what the device answers, those of the link."""
+        """Raw times of both. Raises InputError: `emulated`; what the device answers, those of the link."""
         sides = {CANDIDATE: Path(job.candidate), BASELINE: Path(job.baseline)}
         files = {side: _files(path) for side, path in sides.items()}
         beside = sum(running(path, job.shapes, "") for path in sides.values())
@@ -59,9 +59,12 @@ class DeviceTimer:
             seed=job.seed,
             samples=samples,
         )
-        found = CollectedCells.of(self._link, Job(work=work), _Told(report), "speed")
-        if found.about.emulated:
-            report(1.0, f"{self.device} is an emulator: its times say nothing of any machine")
+
+        def come(answers: CollectedCells, cell: str) -> None:
+            if cell == "about":
+                answers.about.demand_times(self.device)
+
+        found = CollectedCells.of(self._link, Job(work=work), _Told(report), "speed", come)
         taken = []
         for shape, cell in zip(job.shapes, work.shapes, strict=True):
             times: ShapeTimes = found.one(ShapeTimes, cell.cell)

@@ -28,6 +28,8 @@ from quantkit.errors import InputError
 _KINDS: tuple[content.Kind, ...] = ("recipes", "export")
 # the oldest C libraries that wheels are built for
 _OLDEST = {"x86_64": 5, "aarch64": 17}
+# no C library is newer, whatever a device says
+_NEWEST = 60
 # a zip has no earlier date, and the same files make the same wheel
 _WHEN = (1980, 1, 1, 0, 0, 0)
 
@@ -89,7 +91,7 @@ def tags(about: Probed) -> list[str]:
     """The platforms whose wheels run there, the best first; none where wheels have no name for it."""
     name, _, version = about.libc.partition("-")
     if about.system == "Linux" and name == "glibc":
-        newest = int([*version.split("."), "0"][1] or 0)
+        newest = min(int([*version.split("."), "0"][1] or 0), _NEWEST)
         found = [
             f"manylinux_2_{each}_{about.machine}" for each in range(newest, _OLDEST.get(about.machine, 17) - 1, -1)
         ]

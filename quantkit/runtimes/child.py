@@ -31,6 +31,8 @@ from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError, 
 Report = Callable[[float, str], None]
 # seconds that a child has to put away what it is at
 _GRACE = 20.0
+# between two looks whether it is to end
+_LOOK = 0.5
 
 
 class Caller:
@@ -77,6 +79,7 @@ def run(
     note: Callable[[str], None] | None = None,
     row: Callable[[Any], None] | None = None,
     shown: bool = False,
+    over: threading.Event | None = None,
 ) -> list[Any]:
     """The rows that a function gives in a child process.
 
@@ -92,10 +95,11 @@ def run(
         note: told the child's notes.
         row: told each row as it comes: what a child has given before it dies is not lost.
         shown: whether its standard error is this process's; else the last line of it stands in the error.
+        over: ends it once it is set, whether it says a word or not.
 
     Raises:
         InputError: what the child met, `out-of-memory`, `timeout`, or `died`.
-        GateError, Inconclusive, Stopped: what the child met.
+        GateError, Inconclusive, Stopped: what the child met; `interrupted` by `over`.
     """
     # not `-m`, and this process's path last: a file of the current folder that is called like a package would be run
     path = [str(Path(__file__).parents[2]), *(each for each in sys.path if Path(each).is_absolute())]
@@ -117,8 +121,15 @@ def run(
             late.set()
             _end(process)
 
+        def watch() -> None:
+            while process.poll() is None:
+                if over is not None and over.wait(_LOOK):
+                    _end(process)
+
         timer = threading.Timer(seconds or 0.0, end)
         try:
+            if over is not None:
+                threading.Thread(target=watch, daemon=True).start()
             if seconds is not None:
                 timer.start()
             found = _heard(process, job, progress, note, where, row)
@@ -135,6 +146,8 @@ def run(
                     stream.close()
         said.seek(0)
         last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), "")
+    if over is not None and over.is_set() and ended != 0:
+        raise Stopped("interrupted", where=where)
     if late.is_set():
         raise InputError("timeout", where=where, value=f"not done after {seconds:g} s", rule="the limit", remedy=remedy)
     if ended != 0:

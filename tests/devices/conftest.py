@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,13 +52,17 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def linked(fake: dict[str, Path], tmp_path: Path) -> Iterator[Links]:
+def linked(fake: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
     """A link to a workdir, whose shell is `sh -c` where no host is named; no process may stay there."""
+    # this machine is many devices
+    monkeypatch.setenv("QUANTKIT_LOCK", "")
     made: list[SSHLink] = []
     workdir = tmp_path / "there"
 
-    def link(host: str | None = None, workdir: Path = workdir, **more: object) -> SSHLink:
-        shell = OpenSSH(Address(host or "here"), name=host or "here", begin=None if host else ["sh", "-c"])
+    def link(
+        host: str | None = None, workdir: Path = workdir, begin: Sequence[str] = ("sh", "-c"), **more: object
+    ) -> SSHLink:
+        shell = OpenSSH(Address(host or "here"), name=host or "here", begin=None if host else begin)
         wanted: dict[str, object] = {"wheels": fake, "lease": 20, "patience": 30.0, **more}
         made.append(SSHLink(shell, str(workdir), **wanted))  # type: ignore[arg-type]
         return made[-1]

@@ -1,11 +1,12 @@
 """A runner for tests of the way: a stand-in for `quantkit.devices.there`, of the standard library alone.
 
-It answers `rounds` cells, one each `SECONDS`, and goes on where its rows end. `subject` of the job's model says how it
-is to misbehave.
+It answers `rounds` cells, one each `SECONDS`, and goes on where its rows end; asked to end, it ends as the runner does,
+without a word. `subject` of the job's model says how it is to misbehave.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,12 +17,12 @@ SECONDS = 0.05
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
     work = json.loads((folder / "job.json").read_text())["work"]
     manner = work["ours"]["subject"]
     rows = folder / "rows.jsonl"
-    whole = rows.read_bytes().rpartition(b"\n") if rows.exists() else (b"", b"", b"")
-    rows.write_bytes(whole[0] + whole[1])
-    there = len(rows.read_text().splitlines())
+    before = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+    there, begin = len(before), sum(line["kind"] == "row" for line in before)
     if manner == "loud":
         print("x" * 100)
     if manner == "leaves":
@@ -34,7 +35,17 @@ def main() -> None:
             out.flush()
             os.fsync(out.fileno())
 
-        for n in range(there, work["rounds"]):
+        for n, cell in enumerate(range(begin, work["rounds"]), there):
+            if manner == "cut-off" and cell == 3 and begin == 0:
+                # told, and the machine went off before it was on the disk: of the last line a part
+                say({"n": 3, "kind": "progress", "share": 0.5, "words": ""})
+                time.sleep(1.0)
+                rows.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[:3]) + b'{"n": 3, "ki')
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(10)
+            if manner == "fails" and cell == 2 and begin == 0:
+                say({"n": 2, "kind": "error", "code": "planted", "where": "timing", "exit": 75})
+                os._exit(75)
             if manner == "dies" and n == 2:
                 print("Segmentation fault")
                 os._exit(9)
@@ -45,10 +56,10 @@ def main() -> None:
                 out.write("\x1b[2J../../etc/passwd\n")
                 out.flush()
             time.sleep(0.5 if manner == "slow" else SECONDS)
-            say({"n": n, "kind": "row", "cell": f"cell {n}", "rows": [{"pid": os.getpid()}]})
+            say({"n": n, "kind": "row", "cell": f"cell {cell}", "rows": [{"pid": os.getpid()}]})
         if manner == "hangs":
             time.sleep(600)
-        say({"n": work["rounds"], "kind": "done"})
+        say({"n": there + work["rounds"] - begin, "kind": "done"})
 
 
 main()

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from quantkit.devices.job import ANSWER, At, Done, Failed, Found, Job, Note, parse
+from quantkit.devices.ssh.openssh import Lost
 from quantkit.devices.there.ledger import FILE
-from quantkit.errors import InputError, Stopped
+from quantkit.errors import InputError
 from quantkit.runtimes.child import Report
 
 
@@ -77,8 +78,15 @@ class LocalLink:
             )
         return job.id
 
-    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
+    def follow(self, job: str, after: int = 0) -> Generator[At | Note | Found | Failed | Done]:
         """See `link.Link`."""
+        try:
+            yield from self._followed(job, after)
+        except BaseException:
+            self.cancel(job)
+            raise
+
+    def _followed(self, job: str, after: int) -> Iterator[At | Note | Found | Failed | Done]:
         path, offset, process = self.workdir / "jobs" / job / FILE, 0, self._jobs[job]
         while True:
             ended = process.poll() is not None
@@ -101,7 +109,7 @@ class LocalLink:
                 said = (self.workdir / "jobs" / job / "stderr").read_text(errors="replace").splitlines()
                 if process.returncode > 0:
                     raise InputError("device-failed", where=self.name, value=said[-1][:200] if said else "no word")
-                raise Stopped("device-gone", where=self.name, value="the job has ended", remedy="--resume goes on")
+                raise Lost("device-gone", where=self.name, value="the job has ended", remedy="--resume goes on")
             time.sleep(0.05)
 
     def cancel(self, job: str) -> None:

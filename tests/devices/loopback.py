@@ -146,7 +146,8 @@ class Loopback:
             f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {self.folder}/host\nPidFile none\nUsePAM no\n"
             f"AuthorizedKeysFile {self.folder}/authorized\nPasswordAuthentication no\nStrictModes no\n"
             f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nMaxStartups 100\nPrintMotd no\n"
-            + (f"ForceCommand {forced}\n" if forced else "")
+            # two devices on one machine do not take turns
+            "SetEnv QUANTKIT_LOCK=\n" + (f"ForceCommand {forced}\n" if forced else "")
         )
         assert SSHD is not None
         log = (self.folder / f"log-{name}").open("wb")

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from quantkit.devices.answers import DeviceFacts
+from quantkit.devices.answers import NUMBERS, DeviceFacts
 from quantkit.devices.collect import CollectedCells
-from quantkit.devices.job import ShapeCell, parse
+from quantkit.devices.job import LINE, Found, ShapeCell, parse
 from quantkit.devices.measure import _outputs, _timing
+from quantkit.devices.there import models, night
 from quantkit.devices.there.models import positions
 from quantkit.errors import InputError
 from quantkit.measurement.accuracy.positions import Accuracy
+from quantkit.measurement.timing.anew import Task, measure
+from quantkit.measurement.timing.clocks import Clocks
+from quantkit.measurement.timing.schedule import Turns
+from quantkit.stats.deciding.slowdown import BURST
 
 SHAPE = ShapeCell(kind="decode", batch=1, size=16)
 SIDE = [[[0.1], [0.2]], [[0.1], [0.2]]]
@@ -57,17 +64,81 @@ def test_times_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"first": 0, "shapes": {"y": [2, 3]}, "numbers": {"y": [0.0] * 5}},
-        {"first": 1, "shapes": {"y": [2, 3]}, "numbers": {"y": [0.0] * 6}},
-        {"first": 0, "shapes": {"y": [9, 3]}, "numbers": {"y": [0.0] * 27}},
-        {"first": 0, "shapes": {"y": [1 << 40, 1 << 40]}, "numbers": {"y": []}},
-        {"first": 0, "shapes": {}, "numbers": {}},
+        {"first": 0, "shapes": {"y": [2, 3]}, "numbers": [0.0] * 5},
+        {"first": 1, "shapes": {"y": [2, 3]}, "numbers": [0.0] * 6},
+        {"first": 0, "shapes": {"y": [9, 3]}, "numbers": [0.0] * 27},
+        {"first": 0, "shapes": {"y": [1 << 40, 1 << 40]}, "numbers": []},
+        {"first": 0, "shapes": {}, "numbers": []},
+        {"first": 0, "shapes": {"y": []}, "numbers": [0.0]},
+        {"first": 0, "shapes": {"y": [2, 3]}, "numbers": [0.0] * 3, "at": 3},
+        {"first": 0, "shapes": {"y": [2, 3], "x": [1, 3]}, "numbers": [0.0] * 9},
+        {"first": 0, "shapes": {"y": [2, 1 << 20]}, "numbers": [0.0] * (NUMBERS + 1)},
     ],
-    ids=["too few numbers", "other samples", "too many", "enormous", "none"],
+    ids=[
+        *("too few numbers", "other samples", "too many", "enormous", "none", "no sample", "a gap", "not as many"),
+        "more than a line",
+    ],
 )
 def test_outputs_that_cannot_be_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="answer-invalid"):
         _outputs(answered("outputs-0", row), 2)
+
+
+class Told:
+    """A child's caller, whose rows are kept as lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+
+    def at(self, share: float, words: str) -> None:
+        pass
+
+    def row(self, data: dict[str, Any]) -> None:
+        self.lines.append(json.dumps({"n": 1, "kind": "row", **data}).encode())
+
+
+def test_outputs_of_a_large_network_come_in_several_lines() -> None:
+    generator = np.random.default_rng(0)
+    given = {"y": generator.normal(0, 1e-5, (10, 50, 201)).astype(np.float32), "z": np.arange(10, dtype=np.int64)}
+    told = Told()
+    models._outputs(10, lambda part: {name: array[part] for name, array in given.items()}, {}, told)  # type: ignore[arg-type]
+    answers, found = CollectedCells("pi5"), [parse(line, where="pi5") for line in told.lines]
+    assert len(found) > 2
+    for each in found:
+        assert isinstance(each, Found)
+        answers.cells[each.cell] = each.rows
+    for name, array in _outputs(answers, 10).items():
+        np.testing.assert_array_equal(array, given[name])
+    # what was answered before is not answered again
+    again = Told()
+    models._outputs(10, lambda part: {n: array[part] for n, array in given.items()}, {**answers.cells}, again)  # type: ignore[arg-type]
+    assert again.lines == []
+    with pytest.raises(InputError, match=r"outputs-too-many.*10,051 numbers come out of each"):
+        models._outputs(1000, lambda part: {"y": np.zeros((8, 10_051))}, {}, again)  # type: ignore[arg-type]
+
+
+def test_a_round_of_a_night_is_a_line() -> None:
+    """However short its steps are."""
+    sides = ("candidate", "baseline", "release")
+    blocks = night.most(len(sides))
+    times = {side: np.full((blocks, 2, BURST), 1764107543.1234567 / 3) for side in sides}
+    turns = Turns(times, times, [sides] * blocks, (blocks,))
+    row = {"cell": "round-0", "rows": [{"round": 0, "state": {}, "turns": turns.as_dict()}]}
+    assert LINE / 2 < len(json.dumps({"n": 1 << 30, "kind": "row", **row})) < LINE
+    task = Task({"candidate": "x"}, "onnxruntime", 1, 2, None, 1.0, 0, most=3)
+    rows = list(measure(task, lambda side: lambda: None, Clocks))
+    assert [row["turns"]["rounds"] for row in rows] == [[3], [3]]
+
+
+def test_what_was_answered_takes_as_much_memory_as_its_text() -> None:
+    text = '{"x":[' + ",".join(["[]"] * 300_000) + "]}"
+    cells = CollectedCells("pi5").cells
+    tracemalloc.start()
+    cells["x"] = (json.loads(text),)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert cells["x"] == (json.loads(text),)
+    assert kept < 2 * len(text) < 10 * len(text) < peak
 
 
 @pytest.mark.parametrize(

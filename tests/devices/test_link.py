@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from devices.conftest import Links, cells, job
+from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Done, Found
 from quantkit.devices.ssh.link import SSHLink
-from quantkit.errors import InputError, QuantkitError
+from quantkit.errors import GateError, InputError, QuantkitError, Stopped
+from quantkit.pipeline.progress import Progress
 
 
 def content(folder: Path, **files: bytes) -> dict[str, Path]:
@@ -108,6 +114,39 @@ def test_a_device_does_one_job_at_a_time(linked: Links) -> None:
     linked().cancel(linked().start(job(rounds=41)))
 
 
+def test_users_and_workdirs_of_a_machine_take_turns(
+    linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = linked(), linked(workdir=tmp_path / "there/other")
+    link.install()
+    other.install()
+    monkeypatch.setenv("QUANTKIT_LOCK", str(tmp_path / "lock"))
+    name = link.start(job(rounds=40))
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o666
+    with pytest.raises(InputError, match=r"device-busy.*has it, for: measure"):
+        other.start(job())
+    link.cancel(name)
+    assert len(cells(other, other.start(job()))) == 5
+    # what is no lock of ours is not written to
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(InputError, match="device-failed"):
+        other.start(job())
+    assert not (tmp_path / "precious").exists()
+
+
+def test_what_does_not_end_keeps_no_lock_for_ever() -> None:
+    """In a process of its own: it waits for its children."""
+    program = (
+        "import subprocess, time\nfrom quantkit.devices.sent import jobs\n"
+        "work = subprocess.Popen(['sleep', '600'])\nassert jobs._children() == [work.pid]\n"
+        "there, jobs._GRACE, jobs._children = jobs._children, 0.3, list\nbegan = time.monotonic()\njobs._reap()\n"
+        "assert time.monotonic() - began < 5\njobs._children = there\njobs._reap()\nassert not there()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_who_stops_listening_ends_the_work(linked: Links, tmp_path: Path) -> None:
     link = linked()
     link.install()
@@ -133,6 +172,87 @@ def test_a_job_that_nobody_listens_to_ends_and_goes_on(linked: Links, tmp_path: 
     assert len({each.rows[0]["pid"] for each in found}) == 2
 
 
+def keeper(workdir: Path) -> int:
+    """Of the job that is under way."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        with contextlib.suppress(ValueError, KeyError):
+            return int(json.loads((workdir / "lock").read_text())["keeper"])
+        time.sleep(0.05)
+    raise AssertionError("no job is under way")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_machine_that_starts_again_goes_on(linked: Links, tmp_path: Path, how: signal.Signals) -> None:
+    """Asked to end as by a shutdown, and off at once: nobody has cancelled it."""
+    link, seen = linked(), []
+    link.install()
+    name = link.start(job(rounds=30))
+    for each in link.follow(name):
+        assert isinstance(each, Found | Done)
+        if isinstance(each, Found):
+            seen.append(each)
+            if len(seen) == 5:
+                os.kill(keeper(tmp_path / "there"), how)
+    assert [each.cell for each in seen] == [f"cell {n}" for n in range(30)]
+    assert len({each.rows[0]["pid"] for each in seen}) == 2
+
+
+def test_what_never_reached_the_disk_is_answered_again(linked: Links) -> None:
+    """Progress that was told and is gone with the machine, and a line it wrote a part of: no cell is passed over."""
+    link = linked()
+    link.install()
+    assert cells(link, link.start(job("cut-off", rounds=6))) == [f"cell {n}" for n in range(6)]
+
+
+def test_a_job_that_failed_is_taken_up_without_its_error(linked: Links, tmp_path: Path) -> None:
+    link = linked()
+    link.install()
+    name = link.start(job("fails"))
+    ended = tmp_path / "there/jobs" / name / "ended"
+    until = time.monotonic() + 20
+    while not ended.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    with (ended.parent / "rows.jsonl").open("a") as rows:
+        rows.write('{"n": 3, "kind": "r')
+    assert cells(linked(), linked().start(job("fails"))) == [f"cell {n}" for n in range(5)]
+
+
+def test_a_job_that_somebody_else_ends_says_so(linked: Links) -> None:
+    link = linked()
+    link.install()
+    answers = link.follow(link.start(job(rounds=100)))
+    next(answers)
+    other = linked()
+    other.cancel(other.start(job(rounds=100)))
+    with pytest.raises(InputError, match="job-cancelled"):
+        list(answers)
+
+
+def network(folder: Path) -> list[str]:
+    """A shell that has a network unless there is a file `down`, with what OpenSSH says without one."""
+    program = folder / "network"
+    program.write_text(
+        f'#!/bin/sh\n[ -e {folder}/down ] || exec sh -c "$1"\n'
+        "echo 'ssh: connect to host pi5 port 22: Connection refused' >&2\nexit 255\n"
+    )
+    program.chmod(0o755)
+    return [str(program)]
+
+
+def test_a_device_that_starts_again_is_waited_for(linked: Links, tmp_path: Path) -> None:
+    begin = network(tmp_path)
+    link = linked(begin=begin)
+    (tmp_path / "down").touch()
+    with pytest.raises(InputError, match=r"device-unreachable.*Connection refused"):
+        link.install()  # it was never there
+    (tmp_path / "down").unlink()
+    link.install()
+    (tmp_path / "down").touch()
+    threading.Timer(1.0, (tmp_path / "down").unlink).start()
+    assert len(cells(link, link.start(job()))) == 5
+
+
 def test_what_a_job_started_ends_with_it(linked: Links) -> None:
     link = linked()
     link.install()
@@ -146,13 +266,54 @@ def test_a_job_that_dies_says_why_and_keeps_its_answers(linked: Links) -> None:
         cells(link, link.start(job("dies")))
 
 
+def why(workdir: Path) -> str:
+    """The only job there has ended."""
+    (ended,) = workdir.glob("jobs/*/ended")
+    return str(json.loads(ended.read_text())["why"])
+
+
 @pytest.mark.parametrize("manner", ["long-line", "nonsense"])
-def test_hostile_answers_are_refused(linked: Links, manner: str) -> None:
+def test_hostile_answers_are_refused_and_their_work_ends(linked: Links, tmp_path: Path, manner: str) -> None:
     link = linked()
     link.install()
     with pytest.raises(InputError, match=r"answer-invalid|line-too-long") as met:
-        cells(link, link.start(job(manner, rounds=4)))
+        cells(link, link.start(job(manner, rounds=100)))
     assert "\x1b" not in met.value.line()
+    assert why(tmp_path / "there") == "cancelled"
+
+
+def test_what_is_refused_of_an_answer_ends_its_work(linked: Links, tmp_path: Path) -> None:
+    link = linked()
+    link.install()
+
+    def refuse(answers: CollectedCells, cell: str) -> None:
+        raise GateError("planted")
+
+    with pytest.raises(GateError, match="planted"):
+        CollectedCells.of(link, job(rounds=100), Progress(), "speed", refuse)
+    assert why(tmp_path / "there") == "cancelled"
+
+
+def test_ctrl_c_does_not_wait_for_a_network(linked: Links, tmp_path: Path) -> None:
+    link = linked(begin=network(tmp_path), lease=2)
+    link.install()
+
+    def interrupt(answers: CollectedCells, cell: str) -> None:
+        (tmp_path / "down").touch()
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        CollectedCells.of(link, job(rounds=100), Progress(), "speed", interrupt)
+    assert time.monotonic() - began < 15
+    (tmp_path / "down").unlink()
+
+
+def test_what_a_device_met_is_said_by_it(linked: Links) -> None:
+    link = linked()
+    link.install()
+    with pytest.raises(Stopped, match=r"\[planted\] here says: timing"):
+        CollectedCells.of(link, job("fails"), Progress(), "speed")
 
 
 def test_a_folder_of_something_else_is_left_alone(linked: Links, tmp_path: Path) -> None:

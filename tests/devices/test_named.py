@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from quantkit import machine
 from quantkit.devices import named
@@ -79,9 +80,30 @@ def test_a_device_is_kept_and_found(settings: Path) -> None:
     assert named.names() == ["pi5"]
     with pytest.raises(InputError, match=r"unknown-device.*did you mean 'pi5'"):
         named.find("pi4")
-    assert named.find("ssh://pi@Raspberrypi.local:22").name == "raspberrypi-local"
+    assert named.find("ssh://pi@Raspberrypi.local:22").name.startswith("pi-raspberrypi-local-22-")
     device.remove()
     assert named.names() == []
+
+
+def test_devices_without_a_name_are_told_apart(settings: Path) -> None:
+    """Rows of one must not take the place of another's; case of a host's name is none of its own."""
+    texts = (
+        "pi5",
+        "pi@pi5",
+        "pi@pi5:22",
+        "pi5:22",
+        "p-i@5",
+        "pi@a.b",
+        "pi@a-b",
+        "Pi@pi5",
+        "[::1]",
+        "[::]",
+        "pi@" + "x" * 60,
+    )
+    found = {named.find(f"ssh://{text}").name for text in (*texts, "pi@" + "x" * 61)}
+    assert len(found) == len(texts) + 1
+    assert "pi5" not in found
+    assert named.find("ssh://PI5").name == named.find("ssh://pi5/").name
 
 
 @pytest.mark.parametrize(
@@ -161,6 +183,18 @@ def test_hostile_answers_of_a_probe_are_one_line(tmp_path: Path, answer: str) ->
     assert met.value.code in ("answer-invalid", "device-failed"), met.value.line()
     assert len(met.value.line()) < 600
     assert "\x1b" not in met.value.line()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"libc": "glibc-2.9999999999"}, {"libc": "glibc-" + "9" * 30}, {"libc": "glibc-.."}),
+        *({"off": float("nan")}, {"off": float("inf")}, {"temperature": float("inf")}, {"temperature": float("nan")}),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Probed.model_validate({**said(), **changes})
 
 
 def test_endless_output_is_not_held(tmp_path: Path) -> None:

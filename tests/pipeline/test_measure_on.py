@@ -19,7 +19,7 @@ from quantkit.cli import run
 from quantkit.devices.asked.room import unasked
 from quantkit.devices.asked.verify import verify_on
 from quantkit.devices.job import At, Done, Failed, Found, Job, Note
-from quantkit.devices.measure import measure_on
+from quantkit.devices.measure import _kept, measure_on
 from quantkit.devices.named import NamedDevice
 from quantkit.devices.probed import probe
 from quantkit.devices.reached import Reached
@@ -30,6 +30,8 @@ from quantkit.errors import InputError, Stopped
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.rounds import RoundsJob
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
+from quantkit.pipeline.finished.keep import keep
+from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import by_device
 from quantkit.runtimes import load_runtime
 
@@ -74,13 +76,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 class Cut(LocalLink):
     """A connection that ends after some cells; what works there is ended by the power."""
 
-    def __init__(self, workdir: Path, after: int) -> None:
+    def __init__(self, workdir: Path, after: int, cells: tuple[str, ...] = ("decode", "prefill")) -> None:
         super().__init__(workdir, "pi5")
-        self.left = after
+        self.left, self.cells = after, cells
 
     def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
         for line in super().follow(job, after):
-            if isinstance(line, Found) and line.cell.startswith(("decode", "prefill")):
+            if isinstance(line, Found) and line.cell.startswith(self.cells):
                 self.left -= 1
                 if self.left < 0:
                     os.killpg(self._jobs[job].pid, signal.SIGKILL)
@@ -121,14 +123,48 @@ def test_a_connection_that_is_cut_leaves_what_has_come_and_resume_measures_the_r
     with pytest.raises(Stopped):
         measured(bundle, link, made)
     (first,) = [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED]
-    link.left = 100
-    rows = measured(bundle, link, made, resume=True)
+    # and again, behind the last shape
+    link.left, link.cells = 0, ("ceilings-after",)
+    with pytest.raises(Stopped):
+        measured(bundle, link, made, resume=True)
     after = [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED]
     assert len(after) == 3
     assert first in after
-    assert len([row for row in rows if row.name in TIMED]) == 2
+    page = (bundle.path / "report.html").read_text()
+    link.left = 100
+    assert [row.name for row in measured(bundle, link, made, resume=True)] == ["memory.peak"]
+    assert [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED] == after
+    assert (bundle.path / "report.html").read_text() != page
     assert measured(bundle, link, made, resume=True) == []
     assert not list((tmp_path / "there" / "jobs").glob("*/pid")) or link._jobs.popitem()[1].poll() is not None
+
+
+def test_resume_counts_rows_of_the_runtime_and_ends_what_has_none_missing(
+    made: Made, copied: Copy, tmp_path: Path
+) -> None:
+    bundle, link = copied(made.both), LocalLink(tmp_path, "pi5")
+    rows = [
+        *planted(bundle.manifest),
+        *(row.model_copy(update={"batch": 2, "value": None, "baseline": None}) for row in planted(bundle.manifest)),
+        Row(
+            name="accuracy.kl", value=0.01, unit="nat", subject="x", runtime="onnxruntime", baseline=original_of(bundle)
+        ),
+        Row(name="memory.peak", value=1, unit="B", subject="x", runtime="onnxruntime", baseline=original_of(bundle)),
+    ]
+    there = Device(id="cpu-1", kind="cpu", name="Cortex", on="pi5", machine="aarch64")
+    rows = [row.model_copy(update={"device": there}) for row in rows]
+    keep(bundle, rows, None, "onnxruntime", bundle.manifest.model.source.sha256, Progress(), more=True)
+    source = bundle.manifest.model.source.sha256
+    assert len(_kept(bundle, "pi5", source, "onnxruntime")) == 4
+    assert _kept(bundle, "pi5", source, "llama_cpp") == _kept(bundle, "box", source, "onnxruntime") == []
+    plan = TimingPlan(batches=(1, 2), contexts=(16,), prefills=())
+    assert measure_on(bundle, link, str(made.model), runtime="onnxruntime", plan=plan, resume=True) == []
+    assert not list((tmp_path / "jobs").glob("*"))
+    assert "<summary>pi5</summary>" in (bundle.path / "report.html").read_text()
+
+
+def original_of(bundle: Bundle) -> Baseline:
+    return Baseline(subject=bundle.manifest.model.source.sha256, value=1.0)
 
 
 def test_work_that_was_ended_goes_on_where_it_was(made: Made, copied: Copy, tmp_path: Path) -> None:

@@ -148,3 +148,11 @@ def test_files_that_a_user_names(tmp_path: Path) -> None:
 
 def test_shipped_samples_can_be_read() -> None:
     assert all(isinstance(each, Sample) and 0 < each.efficiency < 5 for each in efficiency.shipped())
+
+
+def test_a_device_that_claims_to_be_this_machine_is_not() -> None:
+    there = row(device={**HERE, "on": "pi5"}, **{"value": 9.0})
+    assert {each.device for each in samples([there])} == {"pi5: cpu-1"}
+    found = look_up(list(samples([row(), there])), asked())
+    assert found is not None
+    assert found == look_up(list(samples([row()])), asked())

@@ -1,10 +1,13 @@
 """Jobs on a device: one at a time, never doubled, never orphaned.
 
     WORKDIR/lock                held while a job runs; says whose it is
+    /tmp/quantkit.lock          the same for the machine: see `_machine`
     WORKDIR/jobs/ID/job.json    what is asked
                    /rows.jsonl  what is answered
                    /lease       touched while somebody listens
-                   /ended       why its process has ended, once it has
+                   /cancel      is there once it is to end for good
+                   /ended       why its process has ended, once it has: `done`, `died`, `cancelled`; or to be taken up,
+                                `left` by whoever listened, `gone` with the machine
                    /log         what it printed
 
 A keeper holds the lock and starts the job in a group of its own. It ends the job when nobody has touched the lease for
@@ -26,15 +29,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 # of prctl(2): the system's signal where the parent has gone; orphans below are this process's
 _PDEATHSIG, _SUBREAPER = 1, 36
+# how a job ends that was asked to
+_STOPPED = 75
 _LOG = 1 << 20
 # seconds: to put away what it is at; how long an answer may lie there that nobody fetched
 _GRACE, _OLD = 5.0, 86_400.0
 _TICK = 0.25
 _TRIES = 4
+# where all users of a machine may write; what lies in /dev/shm goes with the session of whoever made it
+_SHARED = "/tmp/quantkit.lock"  # noqa: S108 (made for itself alone, no link is followed, and what it says is no program)
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any] | None:
@@ -58,18 +65,32 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
             if not again:
                 return {"state": "busy", "holder": holder}
         time.sleep(_TICK)  # somebody only looks whether it is held
+    machine = _machine()
+    if machine is not None:
+        for again in range(_TRIES, -1, -1):
+            try:
+                fcntl.flock(machine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not again:
+                    return {"state": "busy", "holder": _read(machine)}
+            time.sleep(_TICK)
     if folder.exists() and time.time() - folder.stat().st_mtime > _OLD:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if _ended(folder).get("why") == "done":
         return {"state": "ended"}
     (folder / "ended").unlink(missing_ok=True)
+    (folder / "cancel").unlink(missing_ok=True)
+    _mend(folder / "rows.jsonl")
     (folder / "job.json").write_text(asked["text"])
     (folder / "lease").touch()
     said = {"job": asked["job"], "who": asked["who"], "what": asked["what"], "since": time.time()}
-    lock.truncate(0)
-    lock.write(json.dumps(said))
-    lock.flush()
+    for each in (lock, machine):
+        if each is not None:
+            each.truncate(0)
+            each.write(json.dumps(said))
+            each.flush()
     told = {**asked, "lock": lock.fileno(), "folder": str(folder)}
     program = f"{asked['program']}\nkeep({told!r})\n"
     environment = {
@@ -84,11 +105,55 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            pass_fds=[lock.fileno()],
+            pass_fds=[each.fileno() for each in (lock, machine) if each is not None],
             env=environment,
             cwd=place,
         )
     return {"state": "started"}
+
+
+def _machine() -> IO[str] | None:
+    """The lock of the machine: its users, and workdirs of one of them, take turns too. None where there is no such
+    place, or `QUANTKIT_LOCK`, which names another, is empty."""
+    path = os.environ.get("QUANTKIT_LOCK", _SHARED)
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    # in a folder of all users one may not ask to make what another one has made
+    for more in (0, os.O_CREAT | os.O_EXCL, 0) if path else ():
+        with contextlib.suppress(FileNotFoundError, FileExistsError, PermissionError):
+            descriptor = os.open(path, flags | more, 0o666)
+            with contextlib.suppress(PermissionError):
+                os.fchmod(descriptor, 0o666)
+            return os.fdopen(descriptor, "a+")
+    return None
+
+
+def _read(stream: IO[str]) -> dict[str, Any]:
+    """Whoever holds a lock, as far as it says so."""
+    stream.seek(0)
+    with contextlib.suppress(ValueError):
+        found = json.loads(stream.read(4096))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _mend(rows: Path) -> None:
+    """Take from the answers what the next process does not go on with, before anybody follows them: a line that broke
+    off with its writer, and the error that ended it."""
+    if not rows.exists():
+        return
+    with rows.open("r+b") as stream:
+        lines = stream.read().splitlines(keepends=True)
+        while lines and (not lines[-1].endswith(b"\n") or _kind(lines[-1]) == "error"):
+            lines.pop()
+        stream.truncate(sum(map(len, lines)))
+
+
+def _kind(line: bytes) -> str:
+    try:
+        return str(json.loads(line)["kind"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _holder(place: Path) -> dict[str, Any]:
@@ -134,7 +199,9 @@ def keep(told: dict[str, Any]) -> None:
         # counted here: the clock of a device may jump by years once it finds the network
         if touched != seen:
             seen, since = touched, time.monotonic()
-        why = "cancelled" if stop else "left" if time.monotonic() - since > told["lease"] else ""
+        # a machine that is switched off asks everybody to end
+        asked = "cancelled" if (folder / "cancel").exists() else "gone"
+        why = asked if stop else "left" if time.monotonic() - since > told["lease"] else ""
         if (folder / "log").stat().st_size > _LOG:
             os.truncate(folder / "log", 0)
     if why:
@@ -145,7 +212,8 @@ def keep(told: dict[str, Any]) -> None:
         os.killpg(work.pid, signal.SIGKILL)
     code = work.wait()
     _reap()
-    why = why or ("done" if code == 0 else "died")
+    # the same, where it was asked before this process
+    why = why or ("done" if code == 0 else "gone" if code in (_STOPPED, -signal.SIGTERM) else "died")
     text = json.dumps({"why": why, "code": code, "said": _last(folder / "log")})
     (folder / "ended.part").write_text(text)
     (folder / "ended.part").replace(folder / "ended")
@@ -158,17 +226,28 @@ def _die_with_keeper() -> None:
 
 
 def _reap() -> None:
-    """End what the job has left: its orphans are this process's children."""
-    while True:
-        with contextlib.suppress(OSError):
-            for path in Path("/proc/self/task").glob("*/children"):
-                for each in path.read_text().split():
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(int(each), signal.SIGKILL)
+    """End what the job has left: its orphans are this process's children. One that does not end is left."""
+    until = time.monotonic() + _GRACE
+    while time.monotonic() < until:
+        for each in _children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each, signal.SIGKILL)
         try:
-            os.waitpid(-1, 0)
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(_TICK / 5)
         except ChildProcessError:
             return
+
+
+def _children() -> list[int]:
+    """Of this process: not every kernel has a list of them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # the name of a program may have brackets and blanks
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
 
 
 def _last(log: Path) -> str:
@@ -229,7 +308,8 @@ def cancel(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     while _held(place, asked["job"]):
         keeper = _holder(place).get("keeper")
         if keeper:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                (folder / "cancel").touch()
                 os.kill(keeper, signal.SIGTERM)
         if time.monotonic() > until:
             return {"error": "not-ended"}

@@ -8,7 +8,7 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +25,8 @@ _INTERRUPTED = ("left", "gone")
 # a wheel takes about so much more unpacked
 _UNPACKED = 4
 _STARTS = 20
+# seconds that ending the work there may take whoever leaves
+_LEAVE = 20.0
 
 
 class SSHLink:
@@ -172,14 +174,19 @@ class SSHLink:
         if found.get("state") not in ("started", "running", "ended"):
             raise busy(self.name, found.get("holder"))
 
-    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-        """See `Link`. A job whose last answer was taken is forgotten there: asked again, it is done again.
+    def follow(self, job: str, after: int = 0) -> Generator[At | Note | Found | Failed | Done]:
+        """See `Link`. A job that is done is forgotten there: asked again, it is done again.
+
+        Whoever leaves, or refuses an answer, ends the work there: now, and not when its lease does. Where the machine
+        there went off, what it had told of its progress may not have reached its disk: after a break it is asked from
+        the last answer on that has.
 
         Raises:
-            InputError: `answer-invalid`, `job-died`.
+            InputError: `answer-invalid`, `job-died`, `job-cancelled`.
             Stopped: `device-gone`.
         """
-        count, most, starts = after, ANSWER, 0
+        count, kept, most, starts = after, after, ANSWER, 0
+        cells: set[str] = set()
         while True:
             ended: dict[str, Any] | None = None
             try:
@@ -193,17 +200,27 @@ class SSHLink:
                     if answer.n != count:
                         raise self._shell.invalid(line)
                     count, starts = count + 1, 0
+                    kept = kept if isinstance(answer, At) else count
+                    if isinstance(answer, Found):
+                        if answer.cell in cells:  # told, and off before it was on the disk
+                            continue
+                        cells.add(answer.cell)
                     yield answer
                     if isinstance(answer, Failed | Done):
-                        self._ask("jobs", "collect", job=job)
+                        with contextlib.suppress(Lost):  # it has answered: it is forgotten there when it is old
+                            self._ask("jobs", "collect", job=job)
                         return
             except Lost:
                 pass
-            except (KeyboardInterrupt, GeneratorExit):
-                # nobody listens any more: the work there ends now, and not when its lease does
+            except BaseException:
+                # without patience: who leaves does not wait until a network is back
                 with contextlib.suppress(QuantkitError):
-                    self._shell.call("jobs", {"workdir": self._workdir, "do": "cancel", "job": job})
+                    told = {"workdir": self._workdir, "do": "cancel", "job": job}
+                    self._shell.call("jobs", told, seconds=_LEAVE)
                 raise
+            if ended is not None and ended.get("why") == "cancelled":
+                value = "somebody who asked the same has ended it"
+                raise InputError("job-cancelled", where=self.name, value=value, remedy="run the same command again")
             if ended is not None and ended.get("why") not in _INTERRUPTED:
                 raise InputError(
                     "job-died",
@@ -215,6 +232,7 @@ class SSHLink:
             starts += 1
             if starts > _STARTS or job not in self._jobs:
                 raise self._shell.lost("its answer broke off")
+            count = kept
             self._begin(job)
 
     def _listen(self, told: dict[str, Any], most: int) -> Iterator[bytes | dict[str, Any]]:

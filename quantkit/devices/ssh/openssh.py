@@ -71,6 +71,10 @@ _SAYS = (
 )
 
 
+# so a device answers that was there, and starts again
+_STARTING = ("no-such-host", "device-unreachable")
+
+
 class Lost(Stopped):
     """The connection broke; what was done there is kept."""
 
@@ -97,6 +101,7 @@ class OpenSSH:
         self._pythons = [python] if python else list(PYTHONS)
         self._begin = begin
         self._shared: str | None = None
+        self._was_there = False
 
     def __enter__(self) -> OpenSSH:
         return self
@@ -183,6 +188,7 @@ class OpenSSH:
             found = None
         if not isinstance(found, dict):
             raise self.invalid(text)
+        self._was_there = True
         if "error" in found:
             raise self.refused(str(found["error"])[:64], str(found.get("value", ""))[:200])
         return found
@@ -251,6 +257,8 @@ class OpenSSH:
                 line := next((line for line in said.splitlines() if any(each in line for each in patterns)), None)
             ) is not None:
                 value = line.strip().strip("@").strip()[:200]
+                if self._was_there and known in _STARTING:
+                    return self.lost(value)
                 return InputError(known, where=f"{self.name} ({self.address})", value=value, rule=rule, remedy=remedy)
         last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
         # 255 is OpenSSH's own, and less than 0 a signal; else the program's

@@ -21,7 +21,7 @@ def main(folder: Path) -> int:
         folder: `WORKDIR/jobs/ID`; nothing outside of it is written.
 
     Returns:
-        0, or the exit code of what ended it, which the last line says.
+        0, or the exit code of what ended it, which the last line says; of a signal no line does: it is taken up again.
     """
     (folder / "pid").write_text(f"{os.getpid()}\n", encoding="ascii")
     scratch = folder / "tmp"
@@ -38,8 +38,6 @@ def main(folder: Path) -> int:
         return 0
     except QuantkitError as problem:
         met = problem
-    except KeyboardInterrupt:
-        met = Stopped("interrupted", where=folder.name, remedy="--resume goes on")
     except Exception as problem:
         met = InputError("device-failed", where=folder.name, value=f"{type(problem).__name__}: {problem}"[:500])
     ledger.failed(met)
@@ -51,4 +49,7 @@ def _stop(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).resolve()))
+    try:
+        sys.exit(main(Path(sys.argv[1]).resolve()))
+    except KeyboardInterrupt:
+        sys.exit(Stopped.exit)

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 from quantkit import machine
 from quantkit.devices import job as jobs
-from quantkit.devices.answers import MadeTokens, SampleOutputs, ScoredStretch, SessionSettings, dumped
+from quantkit.devices.answers import (
+    NUMBERS,
+    POSITIONS,
+    MadeTokens,
+    SampleOutputs,
+    ScoredStretch,
+    SessionSettings,
+    dumped,
+)
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.timing.speed import demand_room, opened, samples_of
 from quantkit.runtimes import child
@@ -22,8 +30,8 @@ from quantkit.runtimes.onnxruntime.session import OnnxModel
 Array = NDArray[Any]
 # logits of one model that are in memory at one time; samples of a graph in one run
 _LOGITS, _SAMPLES = 1 << 22, 8
-# positions in one line
-_LINE = 1024
+# numbers that all samples together may give: see `job.ANSWER`
+_MOST = 10_000_000
 
 
 def score(data: Mapping[str, Any], caller: child.Caller) -> None:
@@ -47,7 +55,7 @@ def _decoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], cal
     for number, (way, most) in enumerate(ways.items()):
         for sequence, tokens in enumerate(ids):
             caller.at((number + sequence / len(ids)) / len(ways), f"sequence {sequence + 1} of {len(ids)}")
-            cells = [f"scored-{way}-{sequence}-{start}" for start in range(0, len(tokens) - 1, _LINE)]
+            cells = [f"scored-{way}-{sequence}-{start}" for start in range(0, len(tokens) - 1, POSITIONS)]
             if all(cell in done for cell in cells):
                 continue
             states = [model.state(1, len(tokens)) for model in (ours, theirs)]  # type: ignore[attr-defined]
@@ -61,7 +69,7 @@ def _decoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], cal
             found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             _demand_finite(found, sequence)
             for at, cell in enumerate(cells):
-                row = {name: values[at * _LINE : (at + 1) * _LINE].tolist() for name, values in found.items()}
+                row = {name: values[at * POSITIONS : (at + 1) * POSITIONS].tolist() for name, values in found.items()}
                 if cell not in done:
                     answer = ScoredStretch(way=way, sequence=sequence, found=row)  # type: ignore[arg-type]
                     caller.row({"cell": cell, "rows": [dumped(answer)]})
@@ -140,18 +148,32 @@ def _network(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], cal
 
 
 def _outputs(count: int, run: Any, done: Mapping[str, Any], caller: child.Caller, step: int = _SAMPLES) -> None:
+    """A cell for some samples; where they give more than a line holds, others before it."""
     for first in range(0, count, step):
         cell = f"outputs-{first}"
         if cell in done:
             continue
         caller.at(first / count, f"sample {first + 1} of {count}")
         arrays = run(slice(first, min(first + step, count)))
-        answer = SampleOutputs(
-            first=first,
-            shapes={name: array.shape for name, array in arrays.items()},
-            numbers={name: array.ravel().tolist() for name, array in arrays.items()},
-        )
-        caller.row({"cell": cell, "rows": [dumped(answer)]})
+        flat = np.concatenate([array.ravel() for array in arrays.values()])
+        if flat.size / min(step, count - first) * count > _MOST:
+            raise InputError(
+                "outputs-too-many",
+                where=f"{count} samples",
+                value=f"{flat.size // min(step, count - first):,} numbers come out of each",
+                rule=f"{_MOST:,} numbers are sent back at most",
+                remedy="fewer samples: another calibration set",
+            )
+        for at in range(0, max(flat.size, 1), NUMBERS):
+            answer = SampleOutputs(
+                first=first,
+                shapes={name: array.shape for name, array in arrays.items()},
+                at=at,
+                numbers=flat[at : at + NUMBERS].tolist(),
+            )
+            name = cell if at + NUMBERS >= flat.size else f"{cell}-{at}"
+            if name not in done:
+                caller.row({"cell": name, "rows": [dumped(answer)]})
 
 
 def _settings(model: Any, done: Mapping[str, Any], caller: child.Caller) -> None:

@@ -13,9 +13,12 @@ from quantkit.measurement.timing.anew import Task, measure
 from quantkit.measurement.timing.clocks import of_cpu
 from quantkit.measurement.timing.schedule import Step
 from quantkit.runtimes import child
+from quantkit.stats.deciding.slowdown import BURST
 
 # tokens in the cache of a decoder, and of an encoder's pass: as `nightly.running.steps` has it
 _TOKENS = 128
+# bytes of a step in a line
+_STEP = 48
 
 
 def night(data: Mapping[str, Any], caller: child.Caller) -> None:
@@ -47,6 +50,7 @@ def night(data: Mapping[str, Any], caller: child.Caller) -> None:
         None if work.blocks is None else max(work.blocks * left // work.rounds, left),
         None if work.seconds is None else work.seconds * left / work.rounds,
         work.seed + done,
+        most=most(len(paths)),
     )
     for row in measure(task, load, of_cpu):
         if "turns" in row:
@@ -55,3 +59,8 @@ def night(data: Mapping[str, Any], caller: child.Caller) -> None:
             caller.at(done / work.rounds, f"round {done} of {work.rounds}")
         else:
             caller.row({"cell": f"side-{row['unloadable']}-{done}", "rows": [row]})
+
+
+def most(sides: int) -> int:
+    """Blocks of a round, which is a line: of each step when it began and how long it took."""
+    return int(0.9 * jobs.LINE / (_STEP * 2 * BURST * sides))

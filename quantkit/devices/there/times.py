@@ -22,6 +22,8 @@ from quantkit.runtimes import child
 def measure(data: Mapping[str, Any], caller: child.Caller) -> None:
     """Cells: `sides`, `ceilings`, one for each shape, `ceilings-after`."""
     work, workdir = jobs.Measure.model_validate(data["work"]), Path(data["workdir"])
+    if not work.shapes:  # what each takes in memory is found elsewhere
+        return
     done, job = data["cells"], _speed_job(work, workdir)
     left = [shape for shape in work.shapes if shape.cell not in done]
     if left:

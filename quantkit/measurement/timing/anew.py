@@ -39,6 +39,7 @@ class Task:
         seed: of all that is drawn.
         gpu: whether it runs on one.
         samples: file of a graph's inputs.
+        most: blocks of one round.
     """
 
     sides: Mapping[str, str]
@@ -50,6 +51,7 @@ class Task:
     seed: int
     gpu: bool = False
     samples: str | None = None
+    most: int = _MOST
 
 
 def measure(task: Task, load: Callable[[str], Step], look: Callable[[], Clocks]) -> Iterator[dict[str, Any]]:
@@ -79,10 +81,10 @@ def measure(task: Task, load: Callable[[str], Step], look: Callable[[], Clocks])
         sides = [side for side in sides if side in steps]
         # a GPU's steps are timed by its own clock
         visit = visit or Visit(BURST, SETTLE, 1 if task.gpu else runs_of(max(took)))
-        blocks = (1, _MOST)
+        blocks = (1, task.most)
         if task.blocks is not None:
             done, after = (task.blocks * number // task.rounds for number in (turn, turn + 1))
-            blocks = (after - done, after - done)
+            blocks = (min(after - done, task.most),) * 2
         before = look()
         turns = interleave(
             {side: steps[side] for side in sides},

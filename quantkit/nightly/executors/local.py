@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from quantkit.nightly.running.build import prepare
 from quantkit.nightly.running.jobs import BuildJob, JobOutcome, Work, contained
@@ -47,16 +48,26 @@ class Local:
 
 
 def _side_by_side(queues: Sequence[Sequence[BuildJob]], work: Work, progress: Progress) -> Iterator[JobOutcome]:
-    """Each device's builds in order; an interrupt ends all of them."""
+    """Each device's builds in order, each outcome as it comes; an interrupt ends all of them."""
     over = threading.Event()
+    ended: SimpleQueue[JobOutcome | BaseException] = SimpleQueue()
 
-    def one_after_another(queue: Sequence[BuildJob]) -> list[JobOutcome]:
-        return [contained(job, work, progress, alone=False, over=over) for job in queue]
+    def one_after_another(queue: Sequence[BuildJob]) -> None:
+        try:
+            for job in queue:
+                ended.put(contained(job, work, progress, alone=False, over=over))
+        except BaseException as problem:
+            ended.put(problem)
 
     with ThreadPoolExecutor(len(queues)) as pool:
         try:
-            for done in as_completed([pool.submit(one_after_another, queue) for queue in queues]):
-                yield from done.result()
+            for queue in queues:
+                pool.submit(one_after_another, queue)
+            for _ in range(sum(map(len, queues))):
+                outcome = ended.get()
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                yield outcome
         except BaseException:
             over.set()
             raise

@@ -118,29 +118,24 @@ def contained(
 
     Args:
         alone: one at a time on this machine: timing needs a quiet one.
-        over: ends it, at its next word, once it is set.
+        over: ends it once it is set.
 
     Raises:
         Stopped: the disk is full, `over` is set, or somebody ended the process safely.
     """
-
-    def at(share: float, words: str) -> None:
-        if over is not None and over.is_set():
-            raise Stopped("interrupted", where=job.build)
-        progress.at(job.build, share, words)
-
     with _machine(progress) if alone else nullcontext():
         try:
             child.run(
                 _run,
                 {"job": asdict(job), "module": work.__module__, "function": work.__qualname__},
-                at,
+                lambda share, words: progress.at(job.build, share, words),
                 where=job.build,
                 died="process-died",
                 remedy="look into the system's log; raise `limit` in nightly.yaml if it was still at work",
                 seconds=job.limit,
                 note=progress.note,
                 shown=True,
+                over=over,
             )
         except Stopped:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -15,10 +15,12 @@ from quantkit.bundle import Bundle
 from quantkit.bundle.disk import walk
 from quantkit.content import Closed, validated
 from quantkit.devices import job as jobs
+from quantkit.devices.answers import DeviceFacts, invalid, read
 from quantkit.devices.collect import failed
 from quantkit.devices.job import At, Failed, Found, Job
 from quantkit.devices.reached import Reached, reach
-from quantkit.errors import InputError
+from quantkit.devices.ssh.openssh import Lost
+from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.measurement.doctor import demand_architecture
 from quantkit.measurement.size import folder_of
 from quantkit.measurement.timing.anew import Task
@@ -90,7 +92,15 @@ class Timer:
         self._versions: dict[str, str] = {}
 
     def run(self, task: Task, progress: Report) -> CellTimes:
-        """See `timing.run`."""
+        """See `timing.run`. A device that is lost, or has stopped by itself, fails the cell: the night goes on.
+
+        Raises:
+            InputError: `emulated`, `device-gone`; what the device answers, those of the link.
+        """
+        with failing():
+            return self._run(task, progress)
+
+    def _run(self, task: Task, progress: Report) -> CellTimes:
         device, link = self._reached, self._reached.link
         folders = {cast(Side, side): _files(Bundle.load(path), task.runtime) for side, path in task.sides.items()}
         weights = {str(path): path for _, files in folders.values() for path in files.values()}
@@ -114,15 +124,20 @@ class Timer:
             samples=samples,
         )
         rows: list[dict[str, Any]] = []
-        for answer in link.follow(self._started(Job(work=work), progress)):
-            if isinstance(answer, At):
-                progress(answer.share, answer.words)
-            elif isinstance(answer, Failed):
-                raise failed(answer)
-            elif isinstance(answer, Found) and answer.cell == "about":
-                self._versions = _versions(answer.rows)
-            elif isinstance(answer, Found):
-                rows += [self._checked(row) for row in answer.rows]
+        with closing(link.follow(self._started(Job(work=work), progress))) as answers:
+            for answer in answers:
+                if isinstance(answer, At):
+                    progress(answer.share, answer.words)
+                elif isinstance(answer, Failed):
+                    raise _failed(answer, device.device.name)
+                elif isinstance(answer, Found) and answer.cell == "about":
+                    about = read(DeviceFacts, answer.rows[0] if len(answer.rows) == 1 else None, device.device.name)
+                    about.demand_times(device.device.name)
+                    self._versions = dict(about.versions)
+                elif isinstance(answer, Found):
+                    rows += [self._checked(row) for row in answer.rows]
+                    if len(rows) > task.rounds + len(sides):
+                        raise invalid(device.device.name, f"more than the {task.rounds} rounds that were asked for")
         return times(rows)
 
     def now(self) -> dict[str, Any]:
@@ -153,10 +168,23 @@ class Timer:
 
 
 @contextmanager
+def failing() -> Iterator[None]:
+    """A device that is lost fails what is measured on it: `Stopped` would end the night."""
+    try:
+        yield
+    except Lost as problem:
+        raise InputError(**problem.as_dict()) from None
+
+
+@contextmanager
 def reached(on: str, target: Target, progress: Progress, limit: float) -> Iterator[Timer]:
-    """A device that cells of a target can be measured on. Raises InputError: `wrong-machine`, those of `reach`."""
+    """A device that cells of a target can be measured on.
+
+    Raises:
+        InputError: `wrong-machine`, `device-gone`, those of `reach`.
+    """
     progress.at("timing", 0.0, f"reaching {on}")
-    with reach(on) as found:
+    with failing(), reach(on) as found:
         if target.kind == "cpu":
             demand_architecture(target, found.about.isa)
         elif target.arch.sm not in {gpu.sm for gpu in found.about.gpus}:
@@ -175,8 +203,7 @@ def _files(bundle: Bundle, runtime: str) -> tuple[str, dict[str, Path]]:
     return "", {path.relative_to(folder).as_posix(): path for path in walk(folder)}
 
 
-def _versions(rows: Any) -> dict[str, str]:
-    found = rows[0].get("versions") if rows else None
-    if not isinstance(found, dict):
-        return {}
-    return {str(name)[:80]: str(version)[:80] for name, version in list(found.items())[:100]}
+def _failed(answer: Failed, on: str) -> QuantkitError:
+    """What the device says; it may stop itself, not the night."""
+    met = failed(answer, on)
+    return InputError(**met.as_dict()) if isinstance(met, Stopped) else met

@@ -158,7 +158,7 @@ def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
     """
     rows = list(rows)
     reads = {
-        ((row.get("device") or {}).get("id"), (row.get("settings") or {}).get("threads")): row.get("value")
+        (_machine(row), (row.get("settings") or {}).get("threads")): row.get("value")
         for row in rows
         if row.get("name") == "ceiling.read"
     }
@@ -177,7 +177,7 @@ def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
         time = _sum(op.get("bound_s"), row.get("value"))
         sides = [(str(op.get("format")), compute, op.get("bound_s"), time, what, op.get("shares"))]
         plain = str(settings.get("baseline_format") or _BASELINE.get(device["kind"], "float32"))
-        key = (device["id"], row["runtime"], phase, count, base, shape.get("context"), settings.get("threads"))
+        key = (_machine(row), row["runtime"], phase, count, base, shape.get("context"), settings.get("threads"))
         if key not in seen:
             seen.add(key)
             sides.append((plain, "", op.get("hp_bound_s"), op.get("hp_s"), base, op.get("hp_shares")))
@@ -185,7 +185,7 @@ def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
             if not bound or not time or time <= 0:
                 continue
             yield Sample(
-                device["id"],
+                _machine(row),
                 device["name"],
                 device["kind"],
                 row["runtime"],
@@ -195,11 +195,18 @@ def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
                 max(count, 1),
                 bound,
                 bound / time,
-                reads.get((device["id"], settings.get("threads")), reads.get((device["id"], None))),
+                reads.get((_machine(row), settings.get("threads")), reads.get((_machine(row), None))),
                 subject,
                 base,
                 shares or {},
             )
+
+
+def _machine(row: Mapping[str, Any]) -> str:
+    """Whose a row is: of a device that is reached from here by its name besides, so that it claims to be no other."""
+    device = row.get("device") or {}
+    own = str(device.get("id", ""))
+    return f"{device['on']}: {own}" if device.get("on") else own
 
 
 def shipped() -> list[Sample]:

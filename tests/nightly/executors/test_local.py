@@ -86,6 +86,19 @@ def test_devices_work_side_by_side_and_this_machine_after_them(tmp_path: Path) -
     assert abs(first - second) < 1.5
 
 
+def test_outcomes_come_one_by_one_and_an_interrupt_waits_for_no_word(tmp_path: Path) -> None:
+    store_of(tmp_path)
+    jobs = [on(tmp_path, "pi5", "fine"), on(tmp_path, "pi5", "hangs")]
+    outcomes = Local(prepare=fake_work.prepare).run(jobs, fake_work.work, Progress())
+    assert next(outcomes) == JobOutcome(jobs[0], "done")
+    log = tmp_path / "log"
+    while "hangs" not in log.read_text():
+        time.sleep(0.05)
+    began = time.monotonic()
+    outcomes.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 15
+
+
 def _night(home: Path, recipe: str) -> None:
     list(Local().run([job(home, recipe)], fake_work.work, Progress()))
 
