@@ -59,7 +59,7 @@ class DeviceTimer:
             seed=job.seed,
             samples=samples,
         )
-        found = CollectedCells.of(self._link, Job(work=work), _Told(report), "speed")
+        found = CollectedCells.of(self._link, Job(work=work), Told(report), "speed")
         if found.about.emulated:
             report(1.0, f"{self.device} is an emulator: its times say nothing of any machine")
         taken = []
@@ -135,11 +135,12 @@ def _files(path: Path) -> dict[str, Path]:
     return {each.name: each for each in sorted(path.parent.glob(f"{path.name}*"))}
 
 
-class _Told(Progress):
+class Told(Progress):
     """Progress of one stage."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
 
     def at(self, stage: str, share: float, words: str = "") -> None:
+        """See `Progress`."""
         self._report(share, words)
