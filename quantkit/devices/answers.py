@@ -6,6 +6,7 @@ All numbers are finite and every list has a limit: a line (`job.LINE`) is as muc
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -21,8 +22,11 @@ POSITIONS, NUMBERS = 1024, 40_000
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Taken = Annotated[float, Field(gt=0, lt=1e6)]
 Name = Annotated[str, Field(max_length=200)]
+Flag = Annotated[str, Field(pattern=r"^[a-z-]{0,64}$")]
 Setting = str | bool | int | Finite | None
 Answer = TypeVar("Answer", bound=BaseModel)
+# blocks of one product, at most
+_BLOCKS = 10_000
 
 
 class _Answer(BaseModel):
@@ -102,19 +106,55 @@ class ShapeTimes(_Answer):
 
     seconds: dict[Name, list[list[list[Taken]]]] = Field(default_factory=dict, max_length=2)
     rounds: tuple[Annotated[int, Field(gt=0)], ...] = ()
-    skipped: Annotated[str, Field(pattern=r"^[a-z-]{0,64}$")] = ""
+    skipped: Flag = ""
     before: Clocks = Clocks()
     after: Clocks = Clocks()
 
     def demand_whole(self, sides: set[str], where: str) -> None:
         """Refuse times that do not fit together. Raises InputError `answer-invalid`."""
-        try:
-            sizes = {np.array(blocks, np.float64).shape for blocks in self.seconds.values()}
-        except ValueError:  # ragged
-            sizes = set()
-        size = next(iter(sizes), ())
-        whole = set(self.seconds) == sides and len(sizes) == 1
-        if not whole or len(size) != 3 or size[:2] != (sum(self.rounds), 2) or not size[2]:
+        if set(self.seconds) != sides or not _fitting([*self.seconds.values()], self.rounds):
+            raise invalid(where, "times that do not fit together")
+
+
+class ProductTimes(_Answer):
+    """One variant of a linear at one batch: see `measurement.operators.products.TakenTimes`.
+
+    Args:
+        linear: its number among those of the job.
+        M: rows of the activation.
+        prepared: whether it could be made to run.
+        products: that one step runs.
+        resident_bytes: of the weight as it is run.
+        settings: how it ran.
+        ours, theirs: [blocks, 2, burst] seconds of one product, of the variant and of the baseline; empty if skipped.
+        rounds: blocks of each.
+        skipped: the flag why there are no times.
+        hot, quantizing: seconds with the weight in the cache, and of quantizing x alone.
+        before, after: clocks and temperature, of all of the linear.
+    """
+
+    linear: Annotated[int, Field(ge=0)]
+    M: Annotated[int, Field(gt=0)]
+    variant: Name
+    prepared: bool = False
+    products: Annotated[int, Field(gt=0)] = 1
+    resident_bytes: Annotated[int, Field(ge=0)] | None = None
+    settings: dict[Name, Setting] = Field(default_factory=dict, max_length=50)
+    ours: list[list[list[Taken]]] = Field(default_factory=list, max_length=_BLOCKS)
+    theirs: list[list[list[Taken]]] = Field(default_factory=list, max_length=_BLOCKS)
+    rounds: tuple[Annotated[int, Field(gt=0)], ...] = Field(default=(), max_length=100)
+    skipped: Flag = ""
+    hot: Taken | None = None
+    quantizing: Taken | None = None
+    before: Clocks = Clocks()
+    after: Clocks = Clocks()
+
+    def demand_whole(self, where: str) -> None:
+        """Refuse times that do not fit together. Raises InputError `answer-invalid`."""
+        if self.skipped:
+            if self.ours or self.theirs:
+                raise invalid(where, "times of what was skipped")
+        elif not (self.prepared and _fitting([self.ours, self.theirs], self.rounds) and sum(self.rounds) > 1):
             raise invalid(where, "times that do not fit together")
 
 
@@ -178,6 +218,16 @@ class CheckResult(_Answer):
     name: Name
     ok: bool
     where: Annotated[str, Field(max_length=2000)] = ""
+
+
+def _fitting(sides: Sequence[Any], rounds: Sequence[int]) -> bool:
+    """Whether times of several sides are of the same blocks, [blocks, 2, burst]."""
+    try:
+        sizes = {np.array(blocks, np.float64).shape for blocks in sides}
+    except ValueError:  # ragged
+        return False
+    size = next(iter(sizes), ())
+    return len(sizes) == 1 and len(size) == 3 and size[:2] == (sum(rounds), 2) and size[2] > 0
 
 
 def dumped(answer: BaseModel) -> dict[str, Any]:

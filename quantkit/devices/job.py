@@ -28,6 +28,8 @@ from quantkit.errors import InputError
 # bytes of one line; bytes of all lines of a job
 LINE, ANSWER = 1 << 20, 1 << 28
 _MANY = 10_000
+# how the cells of products begin
+LINEAR = "linear-"
 _PLACE = re.compile(r"[A-Za-z0-9._/-]+")
 
 
@@ -144,23 +146,38 @@ class ScoreBeside(Closed):
     threads: Count | None = None
 
 
+class CarriedLinear(Closed):
+    """A linear, K inputs by N outputs, and the folder of its products: see `measurement.operators.sources`."""
+
+    K: Count
+    N: Count
+    place: Place
+
+
 class Tax(Closed):
     """Single products, timed side by side: see `measurement.operators.products`.
 
     Args:
-        products: a folder of their graphs and weights, for where nothing can make them.
+        linears: distinct shapes.
+        small: the folder of the products that say which kernels run.
+        graphs: a folder of `ceilings.write_graphs`.
+        threads: of one product.
+        cache: bytes of the last-level cache, beyond which the weights of a product have to go together.
+        seconds: for all linears together.
+        rounds: over the batches of each.
     """
 
     kind: Literal["tax"] = "tax"
-    products: Place
+    linears: tuple[CarriedLinear, ...] = Field(min_length=1, max_length=_MANY)
+    small: Place
     graphs: Place
-    model: str
-    linears: tuple[dict[str, str | int], ...] = Field(min_length=1, max_length=_MANY)
     baseline: str
     variants: tuple[str, ...] = Field(min_length=1, max_length=_MANY)
     batches: tuple[Count, ...] = Field(min_length=1, max_length=_MANY)
-    threads: Count | None = None
+    threads: Count
+    cache: Annotated[int, Field(gt=0, le=1 << 40)]
     seconds: Seconds = 60.0
+    rounds: Annotated[int, Field(ge=1, le=100)] = 8
     seed: int = 0
 
 

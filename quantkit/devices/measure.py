@@ -39,7 +39,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import joined, write_graphs
 from quantkit.measurement.rows import Device, Row, read_rows
 from quantkit.measurement.timing import latency
-from quantkit.measurement.timing.clocks import Between, Clocks
+from quantkit.measurement.timing.clocks import Between, settings_of
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.measurement.timing.speed import memory_row
 from quantkit.pipeline import verdict as worth
@@ -452,13 +452,8 @@ def _timing(answers: CollectedCells, shape: jobs.ShapeCell, about: DeviceFacts) 
     timing.given(found.seconds, found.rounds, found.skipped)
     state = Between.of(found.before, found.after, counted=True)
     timing.flags = ["throttled"] if state.throttled else []
-    timing.settings = {**_said("before", found.before), **_said("after", found.after)}
+    timing.settings = settings_of(found.before, found.after)
     return timing
-
-
-def _said(when: str, clocks: Clocks) -> dict[str, float]:
-    known = {"clock_hz": clocks.clock_hz, "temperature_c": clocks.temperature_c}
-    return {f"{name}_{when}": value for name, value in known.items() if value is not None}
 
 
 def _items(answers: CollectedCells, tokens: TokenSet) -> dict[str, Any]:

@@ -112,6 +112,34 @@ class Probed(Closed):
                 remedy="a smaller model or fewer bits, or another device",
             )
 
+    def demand_room(self, memory: float, disk: float, what: str, where: str) -> None:
+        """Refuse what does not fit, before anything is carried there.
+
+        Args:
+            memory: bytes that are held at once.
+            disk: bytes of files.
+            what: that takes them.
+
+        Raises:
+            InputError: `out-of-memory`, `device-full`.
+        """
+        if memory > self.memory_free:
+            raise InputError(
+                "out-of-memory",
+                where=where,
+                value=f"{what} take about {memory / 1e9:.1f} GB there",
+                rule=f"{self.memory_free / 1e9:.1f} GB of its {self.memory / 1e9:.1f} are free",
+                remedy="smaller shapes (--shape KxN), or another device",
+            )
+        if disk > self.disk_free:
+            raise InputError(
+                "device-full",
+                where=where,
+                value=f"{what} are {disk / 1e6:,.0f} MB of files, {self.disk_free / 1e6:,.0f} are free",
+                rule="what is timed lies on its disk",
+                remedy="fewer shapes or formats, or make room there",
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """Of what JSON has."""
         return self.model_dump(mode="json")

@@ -64,7 +64,7 @@ class DeviceTimer:
             if cell == "about":
                 answers.about.demand_times(self.device)
 
-        found = CollectedCells.of(self._link, Job(work=work), _Told(report), "speed", come)
+        found = CollectedCells.of(self._link, Job(work=work), Told(report), "speed", come)
         taken = []
         for shape, cell in zip(job.shapes, work.shapes, strict=True):
             times: ShapeTimes = found.one(ShapeTimes, cell.cell)
@@ -138,11 +138,12 @@ def _files(path: Path) -> dict[str, Path]:
     return {each.name: each for each in sorted(path.parent.glob(f"{path.name}*"))}
 
 
-class _Told(Progress):
+class Told(Progress):
     """Progress of one stage."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
 
     def at(self, stage: str, share: float, words: str = "") -> None:
+        """See `Progress`."""
         self._report(share, words)

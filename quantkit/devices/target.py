@@ -28,7 +28,7 @@ def target_of(name: str, about: Probed, found: Sequence[Ceiling], when: date) ->
         found: as `ceilings.measured` gives them for `read`, `copy` and `compute`.
         when: they were measured.
     """
-    base = "cpu-arm" if about.machine.lower() in _ARM else "cpu-x86"
+    base = _shipped(about)
     # as it ships: what this machine has measured for itself is not the device's
     target = Target.from_dict(read_yaml(find("export", base)), name=name)
     measured = figures(target, found, {"memory_limit": about.memory, "last_level_cache": about.last_level_cache})
@@ -36,6 +36,16 @@ def target_of(name: str, about: Probed, found: Sequence[Ceiling], when: date) ->
     data = target.resolve({"figures": measured, "isa": about.isa, "source": source}).as_dict()
     summary = f"{about.model or about.processor}, {about.cores} cores: {name}, figures measured there on {when}"
     return Target.from_dict({**data, "summary": summary}, name=name)
+
+
+def usual(name: str, about: Probed) -> str:
+    """The target of what is measured on a device: its own, where it was written, else that of its architecture."""
+    own = target_path(name)
+    return str(own) if own.is_file() else _shipped(about)
+
+
+def _shipped(about: Probed) -> str:
+    return "cpu-arm" if about.machine.lower() in _ARM else "cpu-x86"
 
 
 def write(target: Target) -> Path:

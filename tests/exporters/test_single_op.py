@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
 
 from quantkit.errors import InputError
 from quantkit.exporters.onnx import single_op as single
+from quantkit.exporters.onnx.single_product import SingleProduct, activations
 
 K, N, M = 256, 96, 3
 COPIES = (0, 1, 5)
@@ -21,7 +25,7 @@ def weight(n: int = N, k: int = K, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
-def session(product: single.SingleProduct, copies: Any = COPIES) -> onnxruntime.InferenceSession:
+def session(product: SingleProduct, copies: Any = COPIES) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     for key, value in single.EXACT_SUMS.items():
@@ -29,38 +33,60 @@ def session(product: single.SingleProduct, copies: Any = COPIES) -> onnxruntime.
     return onnxruntime.InferenceSession(product.model(copies), options, providers=["CPUExecutionProvider"])
 
 
-def activations(m: int = M, dtype: Any = np.float32) -> Any:
-    return np.random.default_rng(1).standard_normal((m, K)).astype(dtype)
+def runs(of: onnxruntime.InferenceSession) -> Any:
+    return lambda x: of.run(None, {"x0": x})
 
 
 @pytest.mark.parametrize("name", single.names())
 def test_each_gives_what_its_weight_stands_for(name: str) -> None:
     variant = single.variant(name)
     product = single.product(variant, weight())
-    x = activations(dtype=variant.activations)
-    outputs = session(product).run(None, {"x0": x})
-    assert product.error(x, outputs, COPIES) < variant.limit
+    ran = runs(session(product))
+    assert product.error(ran, COPIES) < variant.limit
+    assert [x.shape for x, _ in product.known] == [(1, K), (17, K)]
     # not for any weight at all: the same outputs against another one are far off
     other = single.product(variant, weight(seed=1))
-    assert other.error(x, outputs, COPIES) > 10 * variant.limit
+    assert other.error(ran, COPIES) > 10 * variant.limit
+    # the package onnx reads what was written without it, and finds nothing wrong in it
+    model = onnx.load_from_string(product.model(COPIES))
+    onnx.checker.check_model(model)
+    assert [value.name for value in model.graph.output] == ["y0", "y1", "y2"]
+
+
+@pytest.mark.parametrize("name", [*single.names(), "quantize.static", "quantize.dynamic"])
+def test_a_product_in_a_file_is_the_same_product(name: str, tmp_path: Path) -> None:
+    product = single.product(single.variant(name), weight())
+    for file in ("a.npz", "b.npz"):
+        product.save(tmp_path / file)
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+    read = SingleProduct.read(tmp_path / "a.npz", product.variant)
+    assert read.model(COPIES) == product.model(COPIES)
+    assert read.model(COPIES, apart=True) == product.model(COPIES, apart=True)
+    assert read.weight_bytes == SingleProduct.bytes_in(tmp_path / "a.npz") == product.weight_bytes
+    for own, other in zip(product.known, read.known, strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(own, other, strict=True))
+
+
+def test_an_output_that_is_no_number_is_wrong() -> None:
+    product = single.product(single.variant("float32"), weight())
+    assert np.isnan(product.error(lambda x: [np.full((len(x), N), np.nan)] * 3, COPIES))
 
 
 def test_a_wrong_zero_point_or_a_swapped_nibble_is_found() -> None:
     variant = single.variant("int4.g32.level4")
     product = single.product(variant, weight())
-    x = activations()
     for name in ("zero", "w"):
         stored = dict(product.stored)
         raw = stored[name].raw
-        stored[name] = single._Stored(stored[name].kind, stored[name].dims, (raw >> 4) | (raw << 4), 0)
-        wrong = single.SingleProduct(variant, K, N, product.values, stored, product.nodes)
-        assert wrong.error(x, session(wrong).run(None, {"x0": x}), COPIES) > 2 * variant.limit
+        stored[name] = replace(stored[name], raw=(raw >> 4) | (raw << 4))
+        wrong = replace(product, stored=stored)
+        assert wrong.error(runs(session(wrong)), COPIES) > 2 * variant.limit
 
 
 @pytest.mark.parametrize("name", ["quantize.static", "quantize.dynamic"])
 def test_quantizers_alone_give_codes_of_the_input(name: str) -> None:
     product = single.product(single.variant(name), weight())
-    x = activations()
+    x = activations(M, K, "float32")
     first, second = session(product, (0, 1)).run(None, {"x0": x, "x1": x})
     assert first.dtype == np.uint8
     assert first.shape == (M, K)
@@ -81,8 +107,7 @@ def test_floats_can_be_handed_over_apart_from_the_file(name: str) -> None:
     model = product.model(COPIES, apart=True)
     assert len(model) < len(product.model(COPIES))
     apart = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    x = activations(dtype=product.variant.activations)
-    assert product.error(x, apart.run(None, {"x0": x}), COPIES) < 4 * product.variant.limit
+    assert product.error(runs(apart), COPIES) < 4 * product.variant.limit
 
 
 def test_bytes_are_those_of_codes_scales_and_zero_points() -> None:

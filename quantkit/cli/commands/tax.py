@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Html, Json, Target, batches, listed
+from quantkit.cli.options import Html, Json, On, Target, batches, listed
 from quantkit.errors import Inconclusive, QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.devices.tax.sweep import TaxDevice
 
 # seconds for the machine's ceilings, and for the first linear's files: stages by the word that they are reported with
 _BEFORE = {"ceilings": 6.0, "preparing": 4.0}
+# to make products for a device and to carry them there
+_CARRYING = 30.0
 
 
 def tax(
@@ -54,6 +60,7 @@ def tax(
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, metavar="S", help="How long to time everything.")] = 300.0,
     target: Target = None,
+    on: On = None,
     html: Html = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows as JSON lines.")] = None,
     as_json: Json = False,
@@ -68,30 +75,31 @@ def tax(
     from quantkit.report.tax import page as tax_page
     from quantkit.report.tax import screen as report
 
-    plan = prepare(
-        Question(
-            model,
-            tuple(shape or ()),
-            listed(formats),
-            batch_range(batch) if batch is not None else (),
-            traffic_of(traffic) if traffic is not None else None,
-            device,
-            runtime,
-            batches(threads, "--threads") or (),
-            seconds,
-            target,
-        )
+    asked = Question(
+        model,
+        tuple(shape or ()),
+        listed(formats),
+        batch_range(batch) if batch is not None else (),
+        traffic_of(traffic) if traffic is not None else None,
+        device,
+        runtime,
+        batches(threads, "--threads") or (),
+        seconds,
+        target,
     )
     # before minutes of timing, not after them
     for path in (html, out):
         check_place(path)
-    if plan.records and plan.bundle is not None:
-        plan.bundle.demand_writable()
     if html is not None:
         shell.demand()
-    with showing() as progress:
+    with ExitStack() as stack:
+        there = stack.enter_context(tax_on(on)) if on is not None else None
+        plan = prepare(asked if there is None else there.asked(asked))
+        if plan.records and plan.bundle is not None:
+            plan.bundle.demand_writable()
+        progress = stack.enter_context(showing())
         # what comes before the first timing takes as long for two seconds of it as for three hundred
-        stages = {**_BEFORE, "timing": 1.6 * seconds}
+        stages = {**({} if there is None else {"carrying": _CARRYING}), **_BEFORE, "timing": 1.6 * seconds}
         progress.begin(f"timing the linears of {model or ', '.join(shape or ())}", sum(stages.values()))
         progress.plan(stages)
 
@@ -99,7 +107,7 @@ def tax(
             first = words.partition(",")[0].rpartition(": ")[2]
             progress.at(first if not share and first in _BEFORE else "timing", share, words)
 
-        found = measure_tax(plan, told)
+        found = measure_tax(plan, told, None if there is None else there.sweep(progress))
     if out is not None:
         write_rows(out, found.rows)
     data = found.reported()
@@ -116,3 +124,10 @@ def tax(
             remedy=f"time it again on a quieter machine, or for longer: --seconds {3 * seconds:g}",
         )
     return Answer(found.as_dict(), report.terminal(data, html, out), warnings=list(found.notes), error=error)
+
+
+def tax_on(on: str) -> AbstractContextManager[TaxDevice]:
+    """A device that linears are timed on."""
+    from quantkit.devices.tax.sweep import tax_device
+
+    return tax_device(on)

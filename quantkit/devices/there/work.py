@@ -10,8 +10,9 @@ from typing import Any
 from quantkit import machine
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import DeviceFacts, dumped
-from quantkit.devices.there import checks, models, night, times
+from quantkit.devices.there import checks, models, night, tax, times
 from quantkit.devices.there.ledger import Ledger
+from quantkit.measurement.operators.run import environment
 from quantkit.runtimes import child
 
 _REMEDY = "try smaller batches: --batch 1,2,4"
@@ -20,6 +21,7 @@ _DONE_BY: Mapping[str, Callable[[Any, child.Caller], None]] = {
     "measure": times.measure,
     "rounds": times.rounds,
     "accuracy": models.score,
+    "tax": tax.tax,
     "generate": models.generate,
     "verify": checks.verify,
     "doctor": checks.doctor,
@@ -44,6 +46,7 @@ def do(work: jobs.Work, workdir: Path, ledger: Ledger) -> None:
         remedy=_REMEDY,
         where=work.kind,
         died="device-failed",
+        environment=environment(work.threads) if isinstance(work, jobs.Tax) else None,
         note=ledger.note,
         row=lambda row: ledger.found(row["cell"], row["rows"]),
     )

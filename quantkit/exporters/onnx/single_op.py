@@ -20,7 +20,6 @@ Operators: https://onnx.ai/onnx/operators and ONNX Runtime's docs/ContribOperato
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +27,8 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.exporters.onnx.nbits import pack
+from quantkit.exporters.onnx.protobuf import message
+from quantkit.exporters.onnx.single_product import SingleProduct, StorageVariant, StoredConstant, checked, named
 from quantkit.formats import load_format
 from quantkit.scheme import WeightScheme
 
@@ -41,7 +42,6 @@ Array = NDArray[Any]
 BASELINE = "float32"
 GROUPS, LEVELS = (32, 64, 128), (0, 4)
 _NBITS = ("int4", "int8")
-_OPSET, _IR = 21, 10
 # activations are drawn from N(0, 1): 4.5 standard deviations hold all but 7 of a million
 _REACH = 4.5
 _CODES = 255
@@ -49,47 +49,6 @@ _HALF = 128
 # where a processor multiplies u8 by s8 with sums of two products in 16 bits (AVX2, AVX-512 without VNNI), ONNX Runtime
 # lets them saturate unless told otherwise: 4 % of error for 1 % at K = 256
 EXACT_SUMS = {"session.x64quantprecision": "1"}
-
-
-@dataclass(frozen=True)
-class StorageVariant:
-    """One way to store a weight and multiply with it.
-
-    Args:
-        name: `int4.g128.level4`.
-        scheme: of the weight; None of floats, and of what has no weight.
-        compute: the input type of the multiplication, whose rate bounds it.
-        limit: largest relative error (Frobenius) of y against our own dequantization. Exact but for the order of sums
-            where activations stay in float32; 8-bit activations lose about 1 %, float16 3e-4.
-        activations: dtype of x and y.
-    """
-
-    name: str
-    scheme: WeightScheme | None = None
-    compute: str = "fp32"
-    limit: float = 1e-4
-    activations: str = "float32"
-
-    @property
-    def kind(self) -> str:
-        """What builds it: `int4`, `int8.dynamic`, `nf4`."""
-        head, *rest = self.name.split(".")
-        return ".".join([head, *(part for part in rest if not part.startswith(("g", "level")))])
-
-    @property
-    def format(self) -> str:
-        """The number format of the weight; "" where there is none."""
-        return self.scheme.format if self.scheme else "" if self.kind.startswith("quantize") else self.kind
-
-    @property
-    def level(self) -> int | None:
-        """The accuracy level of a MatMulNBits."""
-        return int(self.name[-1]) if ".level" in self.name else None
-
-    @property
-    def quantizer(self) -> str:
-        """The variant that does to x alone what this one does to x; "" where that happens inside of a kernel."""
-        return f"quantize.{self.kind.partition('.')[2]}" if self.kind in ("int8.static", "int8.dynamic") else ""
 
 
 def _scheme(name: str, group: int | None = None, symmetric: bool = True) -> WeightScheme:
@@ -153,117 +112,8 @@ def check_shape(of: StorageVariant, K: int, N: int) -> None:
         raise InputError("shape-invalid", where=f"{K}x{N}", value=f"{of.name} of odd sides", rule="K and N are even")
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A constant; `axis` is where its N is, of which each element holds `each`. None: all copies share it."""
-
-    kind: int
-    dims: tuple[int, ...]
-    raw: Array
-    axis: int | None = None
-    each: int = 1
-
-    @property
-    def floats(self) -> bool:
-        """Whether numpy has its type and it is large enough to matter."""
-        return self.raw.dtype.kind == "f" and self.raw.ndim > 0
-
-    def turned(self, rows: int) -> Array:
-        """With the rows of W turned by so many places."""
-        return self.raw if self.axis is None or rows == 0 else np.roll(self.raw, rows // self.each, self.axis)
-
-
-Nodes = Callable[[str, str, Mapping[str, str]], "list[onnx.NodeProto]"]  # x, y, constant -> its name
-
-
-@dataclass(frozen=True)
-class SingleProduct:
-    """A weight as one variant stores it.
-
-    Args:
-        variant: which.
-        values: W [N, K] float32, as our own formats read what is stored; None where there is no weight.
-        stored: constants.
-        nodes: writes the nodes of one product.
-    """
-
-    variant: StorageVariant
-    K: int
-    N: int
-    values: Array | None
-    stored: Mapping[str, _Stored]
-    nodes: Nodes
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of one weight: codes, scales, zero points."""
-        return sum(int(each.raw.nbytes) for each in self.stored.values() if each.axis is not None)
-
-    def model(self, copies: Sequence[int], *, apart: bool = False) -> bytes:
-        """A model with inputs x0, x1, ... of [M, K] and outputs y0, y1, ...; `copies` are the turns of each weight.
-
-        Products with a weight share the input x0. With `apart` the file is without floats, which `floats` has: a
-        protobuf holds no more than 2 GiB.
-        """
-        from onnx import TensorProto, helper
-
-        nodes, constants = [], {}
-        inputs = ["x0"] if self.values is not None else [f"x{i}" for i in range(len(copies))]
-        for place, copy in enumerate(copies):
-            names = {}
-            for name, constant in self.stored.items():
-                names[name] = name if constant.axis is None else f"{name}{place}"
-                constants[names[name]] = (constant, copy)
-            nodes += self.nodes(inputs[place if len(inputs) > 1 else 0], f"y{place}", names)
-        half = self.variant.activations == "float16"
-        dtype = TensorProto.FLOAT16 if half else TensorProto.FLOAT
-        result = dtype if self.values is not None else TensorProto.UINT8
-        graph = helper.make_graph(
-            nodes,
-            self.variant.name,
-            [helper.make_tensor_value_info(name, dtype, ["M", self.K]) for name in inputs],
-            [helper.make_tensor_value_info(f"y{i}", result, ["M", self.N]) for i in range(len(copies))],
-            [_proto(name, each, copy, apart) for name, (each, copy) in constants.items()],
-        )
-        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid("com.microsoft", 1)]
-        found: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=_IR).SerializeToString()
-        return found
-
-    def floats(self, copies: Sequence[int]) -> dict[str, Array]:
-        """What a model with `apart` is without: constant -> values."""
-        return {
-            name if each.axis is None else f"{name}{place}": each.turned(2 * copy)
-            for place, copy in enumerate(copies)
-            for name, each in self.stored.items()
-            if each.floats
-        }
-
-    def error(self, x: Array, outputs: Sequence[Array], copies: Sequence[int]) -> float:
-        """The largest relative error of y [M, N] over the copies, against x by our own reading of the weight."""
-        assert self.values is not None
-        expected = x.astype(np.float32) @ self.values.T
-        scale = float(np.linalg.norm(expected)) or 1.0
-        return max(
-            float(np.linalg.norm(np.asarray(y, np.float32) - np.roll(expected, 2 * copy, axis=1))) / scale
-            for y, copy in zip(outputs, copies, strict=True)
-        )
-
-
-def _proto(name: str, constant: _Stored, copy: int, apart: bool) -> Any:
-    """A constant of a model, or its place where it is handed over by itself."""
-    from onnx import StringStringEntryProto, TensorProto
-
-    if not (apart and constant.floats):
-        raw = constant.turned(2 * copy).tobytes()
-        return TensorProto(name=name, data_type=constant.kind, dims=constant.dims, raw_data=raw)
-    place = {"location": "memory", "offset": "0", "length": str(constant.raw.nbytes)}
-    return TensorProto(
-        name=name,
-        data_type=constant.kind,
-        dims=constant.dims,
-        data_location=TensorProto.EXTERNAL,
-        external_data=[StringStringEntryProto(key=key, value=value) for key, value in place.items()],
-    )
+# x, y, constant -> its name
+Nodes = Callable[[str, str, Mapping[str, str]], "list[onnx.NodeProto]"]
 
 
 def product(of: StorageVariant, weight: torch.Tensor) -> SingleProduct:
@@ -274,18 +124,33 @@ def product(of: StorageVariant, weight: torch.Tensor) -> SingleProduct:
     """
     N, K = weight.shape
     check_shape(of, K, N)
+    if not of.format:
+        stored, nodes = _quantizer(of)
+        return _made(of, (K, K), stored, nodes, [])
     if of.scheme is None:
-        values = weight.numpy()
-        make = {BASELINE: _floats, "float16": _floats}.get(of.kind)
-        if make is None:
-            stored, nodes = _quantizer(of)
-            return SingleProduct(of, K, K, None, stored, nodes)
-        stored, nodes = make(of, values)
-        return SingleProduct(of, K, N, np.asarray(stored["w"].raw.T, np.float32), stored, nodes)
-    form = load_format(of.scheme.format)
-    tensor = form.quantize(weight, of.scheme)
-    stored, nodes = _BUILDERS[of.kind](of, tensor)
-    return SingleProduct(of, K, N, form.dequantize(tensor).numpy(), stored, nodes)
+        stored, nodes = _floats(of, weight.numpy())
+        values = np.asarray(stored["w"].raw.T, np.float32)
+    else:
+        form = load_format(of.scheme.format)
+        tensor = form.quantize(weight, of.scheme)
+        stored, nodes = _BUILDERS[of.kind](of, tensor)
+        values = form.dequantize(tensor).numpy()
+    return _made(of, (K, N), stored, nodes, checked(values, of.activations))
+
+
+def _made(
+    of: StorageVariant,
+    size: tuple[int, int],
+    stored: Mapping[str, StoredConstant],
+    nodes: Nodes,
+    known: Sequence[tuple[Array, Array]],
+) -> SingleProduct:
+    def written(place: int) -> bytes:
+        names = {name: named(name, each, place) for name, each in stored.items()}
+        found = nodes("x0" if of.format else f"x{place}", f"y{place}", names)
+        return b"".join(part for node in found for part in message(1, [node.SerializeToString(deterministic=True)]))
+
+    return SingleProduct(of, *size, stored, written, known)
 
 
 def _node(kind: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any) -> Any:
@@ -294,23 +159,25 @@ def _node(kind: str, inputs: Sequence[str], outputs: Sequence[str], domain: str 
     return helper.make_node(kind, list(inputs), list(outputs), domain=domain, **attributes)
 
 
-def _constant(values: Array, axis: int | None = None) -> _Stored:
+def _constant(values: Array, axis: int | None = None) -> StoredConstant:
     from onnx import helper
 
-    return _Stored(helper.np_dtype_to_tensor_dtype(values.dtype), values.shape, np.ascontiguousarray(values), axis)
+    return StoredConstant(
+        helper.np_dtype_to_tensor_dtype(values.dtype), values.shape, np.ascontiguousarray(values), axis
+    )
 
 
-def _floats(of: StorageVariant, values: Array) -> tuple[dict[str, _Stored], Nodes]:
+def _floats(of: StorageVariant, values: Array) -> tuple[dict[str, StoredConstant], Nodes]:
     w = _constant(values.T.astype(of.activations), axis=1)
     return {"w": w}, lambda x, y, at: [_node("MatMul", [x, at["w"]], [y])]
 
 
-def _input_scale() -> dict[str, _Stored]:
+def _input_scale() -> dict[str, StoredConstant]:
     scale = np.array(2 * _REACH / _CODES, np.float32)
     return {"x_scale": _constant(scale), "x_zero": _constant(np.array(_HALF, np.uint8))}
 
 
-def _quantizer(of: StorageVariant) -> tuple[dict[str, _Stored], Nodes]:
+def _quantizer(of: StorageVariant) -> tuple[dict[str, StoredConstant], Nodes]:
     if of.kind == "quantize.static":
         return _input_scale(), lambda x, y, at: [_node("QuantizeLinear", [x, at["x_scale"], at["x_zero"]], [y])]
     return {}, lambda x, y, at: [_node("DynamicQuantizeLinear", [x], [y, f"{y}/scale", f"{y}/zero"])]
@@ -326,7 +193,7 @@ def _scales(tensor: QuantTensor) -> Array:
     return found
 
 
-def _qdq(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _qdq(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
     stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
 
     def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
@@ -341,7 +208,7 @@ def _qdq(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], N
     return stored | _input_scale(), nodes
 
 
-def _dynamic(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _dynamic(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
     stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
 
     def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
@@ -356,7 +223,7 @@ def _dynamic(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored
     return stored, nodes
 
 
-def _by_token(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _by_token(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
     """As `integers/products.py` writes it into a model's graph."""
     shared: dict[str, Array] = {
         "last": np.array([-1], np.int64),
@@ -389,7 +256,7 @@ def _by_token(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Store
     return stored | {name: _constant(value) for name, value in shared.items()}, nodes
 
 
-def _matmul_nbits(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _matmul_nbits(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
     assert of.scheme is not None
     bits, block = load_format(of.scheme.format).bits, of.scheme.group or 0
     N, K = tensor.shape
@@ -407,15 +274,15 @@ def _matmul_nbits(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _S
     ]
 
 
-def _int4(codes: Array, axis: int) -> _Stored:
+def _int4(codes: Array, axis: int) -> StoredConstant:
     """Codes of an INT4 tensor, two a byte, the first in the low half."""
     from onnx import TensorProto
 
     packed = pack((codes & 15).astype(np.uint8), 4)
-    return _Stored(TensorProto.INT4, codes.shape, packed, axis, each=2 if axis == 1 else 1)
+    return StoredConstant(TensorProto.INT4, codes.shape, packed, axis, each=2 if axis == 1 else 1)
 
 
-def _blocks(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _blocks(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
     assert of.scheme is not None
     group = of.scheme.group
     stored = {"w": _int4(_codes(tensor).T, 1), "scale": _constant(_scales(tensor).T, axis=1)}
@@ -425,7 +292,7 @@ def _blocks(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored]
     ]
 
 
-def _blocks_transposed(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _blocks_transposed(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
     assert of.scheme is not None
     group = of.scheme.group
     stored = {"w": _int4(_codes(tensor), 0), "scale": _constant(_scales(tensor), axis=0)}
@@ -436,12 +303,12 @@ def _blocks_transposed(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[st
     ]
 
 
-def _fp8(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _fp8(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
     import torch
     from onnx import TensorProto
 
     raw = np.ascontiguousarray(tensor.codes.view(torch.uint8).numpy().T)
-    w = _Stored(TensorProto.FLOAT8E4M3FN, raw.shape, raw, 1)
+    w = StoredConstant(TensorProto.FLOAT8E4M3FN, raw.shape, raw, 1)
     stored = {"w": w, "scale": _constant(_scales(tensor)[:, 0], axis=0)}
     return stored, lambda x, y, at: [
         _node("DequantizeLinear", [at["w"], at["scale"]], [f"{y}/w"], axis=1),
@@ -449,22 +316,22 @@ def _fp8(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], N
     ]
 
 
-def _bnb4(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _bnb4(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
     assert of.scheme is not None
     from onnx import TensorProto
 
     packed = load_format("nf4").pack(tensor.codes).numpy()
     scales = _scales(tensor)
     stored = {
-        "w": _Stored(TensorProto.UINT8, (packed.size,), packed, 0),
-        "scale": _Stored(TensorProto.FLOAT, (scales.size,), scales, 0),
+        "w": StoredConstant(TensorProto.UINT8, (packed.size,), packed, 0),
+        "scale": StoredConstant(TensorProto.FLOAT, (scales.size,), scales, 0),
     }
     N, K = tensor.shape
     how = {"K": K, "N": N, "block_size": of.scheme.group, "quant_type": 1}
     return stored, lambda x, y, at: [_node("MatMulBnb4", [x, at["w"], at["scale"]], [y], "com.microsoft", **how)]
 
 
-_BUILDERS: Mapping[str, Callable[[StorageVariant, Any], tuple[dict[str, _Stored], Nodes]]] = {
+_BUILDERS: Mapping[str, Callable[[StorageVariant, Any], tuple[dict[str, StoredConstant], Nodes]]] = {
     "int8.static": _qdq,
     "int8.dynamic": _dynamic,
     "int8.token": _by_token,

@@ -35,6 +35,8 @@ Bytes = NDArray[np.int8]
 _BUDGET = 5.0
 # halves of one measurement that differ by more than this share: something else was running
 _NOISY = 0.1
+# of a last-level cache of which nothing is known
+LARGE_CACHE = 64 * 2**20
 # bytes that are read at least
 _LEAST = 256 * 2**20
 
@@ -173,7 +175,7 @@ def measured(
 
 def last_level_cache() -> int:
     """Its bytes; where the operating system does not say, more than any desktop has."""
-    return machine.last_level_cache() or 64 * 2**20
+    return machine.last_level_cache() or LARGE_CACHE
 
 
 def read(threads: int, size: int, runs: int) -> Ceiling:
@@ -194,13 +196,11 @@ def copy(threads: int, size: int, runs: int) -> Ceiling:
 def launch(threads: int, runs: int, pool: Pool | None = None) -> Ceiling:
     """Seconds that ONNX Runtime takes to run a graph that does nothing: what every `session.run` costs at least."""
     settings: dict[str, str | bool | int | float | None] = {"threads": threads, "kernel": "onnxruntime Identity"}
-    if not (machine.has("onnxruntime") and machine.has("onnx")):
+    graphs = pool.graphs if pool is not None else None
+    if not machine.has("onnxruntime") or (graphs is None and not machine.has("onnx")):
         return Ceiling("ceiling.launch", "s", (), settings, {"M": 1}, "not measured: onnxruntime or onnx is missing")
-    from onnx import TensorProto, helper
-
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "empty", ends[:1], ends[1:])
-    step = _onnxruntime(_serialized(graph), {"x": np.zeros(1, np.float32)}, pool or Pool(threads))
+    graph = empty_graph() if graphs is None else limits.read(graphs / _EMPTY)
+    step = _onnxruntime(graph, {"x": np.zeros(1, np.float32)}, pool or Pool(threads))
     # a thousand at a time: one alone is close to what the clock can tell
     rates = _timed(lambda: [step() for _ in range(1000)], 1000.0, runs)
     return Ceiling("ceiling.launch", "s", tuple(1 / rate for rate in rates), settings, {"M": 1})
@@ -313,6 +313,14 @@ def _product(kind: str, left: Any, right: Any, pool: Pool) -> Callable[[], objec
     return _onnxruntime(graph, {"x": left.view(np.uint8) if left.dtype == np.int8 else left}, pool)
 
 
+def empty_graph() -> bytes:
+    """A graph that does nothing."""
+    from onnx import TensorProto, helper
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    return _serialized(helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "empty", ends[:1], ends[1:]))
+
+
 def product_graph(kind: str, size: int) -> bytes:
     """A graph of one product of [size, size] by a weight of ones, which the runtime makes when it is loaded."""
     from onnx import TensorProto, helper
@@ -330,7 +338,7 @@ def product_graph(kind: str, size: int) -> bytes:
 
 
 def write_graphs(folder: Path, size: int = 1024) -> list[Path]:
-    """The products of `measured` of this size as files, for a machine without the package onnx. Bytes: a few hundred.
+    """What `measured` runs of this size as files, for a machine without the package onnx. Bytes: a few hundred.
 
     Raises:
         MissingDependency: onnx.
@@ -341,9 +349,13 @@ def write_graphs(folder: Path, size: int = 1024) -> list[Path]:
             for kind in ("MatMul", "MatMulInteger")
             for each in (size, _small(size))
         }
+        found[_EMPTY] = empty_graph()
     for name, data in found.items():
         (folder / name).write_bytes(data)
     return [folder / name for name in found]
+
+
+_EMPTY = "Identity.onnx"
 
 
 def _file(kind: str, size: int) -> str:

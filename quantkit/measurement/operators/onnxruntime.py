@@ -8,21 +8,23 @@ after its step would slow the next. A step runs one session, memory to memory, a
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit import machine
+from quantkit import limits, machine
 from quantkit.errors import InputError
+from quantkit.exporters.onnx import protobuf
 from quantkit.exporters.onnx import single_op as single
-from quantkit.exporters.onnx.single_op import SingleProduct, StorageVariant
+from quantkit.exporters.onnx.single_product import MOST, SingleProduct, StorageVariant, activations
 from quantkit.measurement.operators.ceilings import last_level_cache
 from quantkit.measurement.operators.products import Runnable, copies
+from quantkit.measurement.operators.sources import SMALL, ProductSource, RandomProducts
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.schedule import Array, Step
 from quantkit.planning.model.shapes import LinearShape
@@ -32,15 +34,14 @@ if TYPE_CHECKING:
 
 Places = dict[tuple[int, str, int], Any]  # (rows, name and dtype, N) -> a tensor that all sides of a shape share
 RUNTIME = "onnxruntime"
-# products of one session, at most: launching it is then a small part of their time
-_MOST = 32
 # from so many rows on a session is one product of a few, in turn: many would take seconds, and reading a weight is a
 # small part of such a product's time, wherever it is read from
 _ROWS, _SINGLES = 256, 16
 # a protobuf holds no more
 _FILE = 2**31 - 2**20
-# rows at which a product is checked: kernels for one row and for many are not the same
-_CHECKED = (1, 17)
+# of onnx/onnx.proto: graph, node, op_type; graph, initializer; TensorProto.DataType -> bits, eight of all others
+_OPERATORS, _CONSTANTS = (7, 1, 4), (7, 5)
+_BITS = {1: 32, 4: 16, 5: 16, 6: 32, 7: 64, 10: 16, 11: 64, 12: 32, 13: 64, 16: 16, 21: 4, 22: 4}
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,15 @@ class OnnxRuntimeBench:
     Args:
         threads: of one product; more than one need `onnxruntime.set_global_thread_pool_sizes` before the first session.
         cache: bytes of the last-level cache.
-        seed: of weights and activations.
+        seed: of weights.
+        source: where a linear's products come from; None: they are made, of random weights.
     """
 
     threads: int
     cache: int = field(default_factory=last_level_cache)
     seed: int = 0
+    source: Callable[[LinearShape], ProductSource] | None = None
+    kernels: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     def quantizer(self, variant: str) -> str:
         """See `products.Bench`."""
@@ -68,36 +72,34 @@ class OnnxRuntimeBench:
     def prepare(
         self, linear: LinearShape, variants: Sequence[str], batches: Sequence[int]
     ) -> dict[str, Runnable | str]:
-        """See `products.Bench`. Weights are normal, in every variant the same before they are quantized."""
-        import torch
-
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 8191 * linear.K + linear.N)
-        weight = torch.randn(linear.N, linear.K, generator=generator).mul_(0.02)
+        """See `products.Bench`."""
+        source = self._source(linear)
         found: dict[str, Runnable | str] = {}
         places: Places = {}
-        # a few rows say how large each is: the same number of products of each are to make a step
-        few = min(linear.N, 64)
+        # how large each is comes first: the same number of products of each are to make a step
         needed = []
         for name in variants:
             try:
-                one = single.product(single.variant(name), weight[:few])
+                size = source.weight_bytes(name)
             except InputError as error:
                 found[name] = error.code
                 continue
-            if one.values is not None:
-                needed.append(copies(StepCost(name, one.weight_bytes * linear.N / few), self.cache))
-        together = max(1, min(_MOST, *needed)) if needed else 1
+            if size:
+                needed.append(copies(StepCost(name, size), self.cache))
+        together = max(1, min(MOST, *needed)) if needed else 1
         for name in variants:
             if name not in found:
                 # one at a time: what is not needed any more makes room
-                product = single.product(single.variant(name), weight)
-                found[name] = self._side(product, together, max(batches) >= _ROWS, places)
+                found[name] = self._side(source.product(name), together, max(batches) >= _ROWS, places)
         return found
+
+    def _source(self, linear: LinearShape) -> ProductSource:
+        return self.source(linear) if self.source is not None else RandomProducts(linear, self.seed)
 
     def _side(
         self, product: SingleProduct, together: int, large: bool, places: dict[tuple[int, str, int], Any]
     ) -> Runnable | str:
-        needed = copies(_cost(product), self.cache) if product.values is not None else together
+        needed = copies(cost_of(product), self.cache) if product.weighs else together
         # in the file, in the session, and packed for its kernel; what it is made of is there already
         if 3 * product.weight_bytes * needed > machine.memory_available():
             return "out-of-memory"
@@ -105,32 +107,24 @@ class OnnxRuntimeBench:
         for first in range(0, needed, together):
             turns = list(range(first, first + together))
             sessions.append(self._session(product, turns))
-            if (
-                first == 0
-                and product.values is not None
-                and self._error(product, sessions[0], turns) > (product.variant.limit)
-            ):
+            if first == 0 and product.weighs and not self._error(product, sessions[0], turns) <= product.variant.limit:
                 return "wrong-result"
         singles = sessions
         if large and together > 1:
-            count = min(needed, _SINGLES) if product.values is not None else 1
+            count = min(needed, _SINGLES) if product.weighs else 1
             singles = [self._session(product, [turn]) for turn in range(count)]
         alone = None
-        if product.values is not None and product.weight_bytes <= self.cache / 2:
+        if product.weighs and product.weight_bytes <= self.cache / 2:
             alone = self._session(product, [0])
-        kernel = _kernel(product.variant.name, self.threads)
-        cost = _cost(product)
+        kernel = self._kernel(product.variant.name)
+        cost = cost_of(product)
         return _OnnxSide(
             product.variant, cost, product.K, product.N, together, kernel, places, sessions, singles, alone
         )
 
     def _error(self, product: SingleProduct, session: onnxruntime.InferenceSession, turns: Sequence[int]) -> float:
-        """The largest relative error of what the session gives."""
-        worst = 0.0
-        for rows in _CHECKED:
-            x = _activations(rows, product.K, product.variant.activations)
-            worst = max(worst, product.error(x, session.run(None, {"x0": x}), turns))
-        return worst if np.isfinite(worst) else np.inf
+        """The largest relative error of what the session gives; NaN if it gives one."""
+        return product.error(lambda x: session.run(None, {"x0": x}), turns)
 
     def _session(self, product: SingleProduct, turns: Sequence[int]) -> onnxruntime.InferenceSession:
         import onnxruntime
@@ -143,6 +137,24 @@ class OnnxRuntimeBench:
             options.add_external_initializers(list(floats), values)
         model = product.model(turns, apart=apart)
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+    def _kernel(self, name: str) -> tuple[str, float]:
+        """(the operators that a variant becomes once the graph is optimized, bytes of its weight then to those before).
+
+        Found on a small product: what is fused does not depend on its size.
+        """
+        import onnxruntime
+
+        if name not in self.kernels:
+            product = self._source(SMALL).product(name)
+            with tempfile.TemporaryDirectory(prefix="quantkit-kernel-") as folder:
+                path = Path(folder) / "optimized.onnx"
+                options = _options(self.threads)
+                options.optimized_model_filepath = str(path)
+                onnxruntime.InferenceSession(product.model([0]), options, providers=["CPUExecutionProvider"])
+                operators, size = _optimized(limits.read(path))
+            self.kernels[name] = operators, size / product.weight_bytes if product.weight_bytes else 0.0
+        return self.kernels[name]
 
 
 @dataclass(frozen=True)
@@ -202,7 +214,7 @@ class _OnnxSide:
             return self.places[key]
 
         kind = self.variant.activations
-        x = shared("x", kind, lambda: _activations(M, self.K, kind))
+        x = shared("x", kind, lambda: activations(M, self.K, kind))
         result = kind if self.variant.format else "uint8"
         ys = [shared(f"y{i}", result, lambda: np.zeros((M, self.N), result)) for i in range(outputs)]
         steps: list[Step] = []
@@ -232,17 +244,13 @@ class _Run:
         self.session.run_with_iobinding(self.binding)
 
 
-def _activations(M: int, K: int, dtype: str) -> Array:
-    return np.random.default_rng(M).standard_normal((M, K), np.float32).astype(dtype)
-
-
-def _cost(product: SingleProduct) -> StepCost:
+def cost_of(product: SingleProduct) -> StepCost:
     """Of one product: the weight once, x and y once."""
     bytes_each = np.dtype(product.variant.activations).itemsize
     return StepCost(
         product.variant.format,
         product.weight_bytes,
-        flops_per_token=2.0 * product.K * product.N if product.values is not None else 0.0,
+        flops_per_token=2.0 * product.K * product.N if product.weighs else 0.0,
         io_bytes_per_token=bytes_each * (product.K + product.N),
         compute="int8" if product.variant.compute == "int8" else "fp32",
     )
@@ -263,31 +271,12 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
     return options
 
 
-@cache
-def _kernel(name: str, threads: int) -> tuple[str, float]:
-    """(the operators that a variant becomes once the graph is optimized, bytes of its weight then to those before).
-
-    Found on a small product: what is fused does not depend on its size.
-    """
-    import onnx
-    import onnxruntime
-    import torch
-
-    K = N = 256
-    product = single.product(single.variant(name), torch.randn(N, K, generator=torch.Generator().manual_seed(0)))
-    with tempfile.TemporaryDirectory(prefix="quantkit-kernel-") as folder:
-        path = Path(folder) / "optimized.onnx"
-        options = _options(threads)
-        options.optimized_model_filepath = str(path)
-        onnxruntime.InferenceSession(product.model([0]), options, providers=["CPUExecutionProvider"])
-        graph = onnx.load(path).graph
-    operators = ", ".join(dict.fromkeys(node.op_type for node in graph.node))
-    weights = [onnx.numpy_helper.to_array(value) for value in graph.initializer]
-    # numpy has no 4-bit numbers: one there takes a byte
-    bits = {onnx.TensorProto.INT4: 4, onnx.TensorProto.UINT4: 4}
-    sizes = [
-        array.size * bits.get(value.data_type, 8 * array.dtype.itemsize) // 8
-        for array, value in zip(weights, graph.initializer, strict=True)
-        if array.size > 1
-    ]
-    return operators, sum(sizes) / product.weight_bytes if product.weight_bytes else 0.0
+def _optimized(model: bytes) -> tuple[str, int]:
+    """(the operators of a graph, bytes of its constants but for single numbers)."""
+    operators = [bytes(kind).decode() for kind in protobuf.inside(model, *_OPERATORS) if not isinstance(kind, int)]
+    size = 0
+    for tensor in protobuf.inside(model, *_CONSTANTS):
+        count = math.prod(n for sizes in protobuf.inside(tensor, 1) for n in protobuf.numbers(sizes))
+        kind = next(protobuf.inside(tensor, 2), 0)
+        size += count * _BITS.get(kind, 8) // 8 if count > 1 and isinstance(kind, int) else 0
+    return ", ".join(dict.fromkeys(operators)), size

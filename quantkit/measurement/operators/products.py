@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -101,6 +101,50 @@ class SweepPlan:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class RanSide:
+    """What ran at one batch, without what it holds: see `Runnable`."""
+
+    cost: StepCost
+    products: int
+    resident_bytes: int | None
+    settings: Mapping[str, str | bool | int | float | None]
+
+    @classmethod
+    def of(cls, side: Runnable, M: int) -> RanSide:
+        """A side at M rows."""
+        return cls(side.cost, side.products(M), side.resident_bytes, dict(side.settings(M)))
+
+
+@dataclass(frozen=True)
+class TakenTimes:
+    """Raw times of one variant of one shape at one batch, each of one product in seconds.
+
+    Args:
+        M: rows of the activation.
+        variant: its name.
+        side: what ran; None where it could not be prepared.
+        ours: [blocks, 2, burst]; None where it was skipped.
+        theirs: of the baseline, in the same blocks.
+        rounds: blocks of each.
+        skipped: the flag why.
+        hot: with the weight in the cache.
+        quantizing: of quantizing x alone.
+        raw: of its twin, with the same loads and without decoding.
+    """
+
+    M: int
+    variant: str
+    side: RanSide | None = None
+    ours: Array | None = None
+    theirs: Array | None = None
+    rounds: tuple[int, ...] = ()
+    skipped: str = ""
+    hot: float | None = None
+    quantizing: float | None = None
+    raw: float | None = None
+
+
 @dataclass
 class TimedVariant:
     """One variant of one shape at one batch. Times are of one product.
@@ -120,7 +164,7 @@ class TimedVariant:
     linear: LinearShape
     M: int
     variant: str
-    side: Runnable | None = None
+    side: RanSide | None = None
     found: Comparison | None = None
     skipped: str = ""
     hot: float | None = None
@@ -164,45 +208,93 @@ def measure(
     """
     progress = progress or (lambda share, words: None)
     found: list[TimedVariant] = []
-    share = plan.seconds / (len(linears) * len(plan.batches) or 1)
     for i, linear in enumerate(linears):
-        progress(i / len(linears), f"{linear.label}: preparing")
-        names = [baseline, *(name for name in variants if name != baseline)]
-        parts = {name: (bench.quantizer(name), bench.twin(name)) for name in names}
-        asked = [*names, *dict.fromkeys(each for pair in parts.values() for each in pair if each)]
-        sides = bench.prepare(linear, asked, plan.batches)
-        usable = {name: side for name, side in sides.items() if not isinstance(side, str)}
-        if baseline not in usable:
-            # nothing of this shape can be compared; the other shapes can
-            flag = str(sides.get(baseline, "absent"))
-            found += [TimedVariant(linear, M, name, skipped=flag) for M in plan.batches for name in names]
-            continue
-        cells = [_Cell(M) for M in plan.batches]
-        known: dict[str, tuple[int, float]] = {}
-        generator = np.random.default_rng([plan.seed, linear.K, linear.N])
-        with undisturbed():
-            for turn in range(plan.rounds):
-                for cell in cells:
-                    at = (i + (turn * len(cells) + cells.index(cell)) / (plan.rounds * len(cells))) / len(linears)
-                    progress(at, f"{linear.label}, batch {cell.M}")
-                    _visit(cell, usable, baseline, known, share, plan, generator, clock)
-        for cell in cells:
-            progress((i + 1) / len(linears), f"{linear.label}, batch {cell.M}: weights in the cache")
-            for name in names:
-                side = sides[name]
-                one = TimedVariant(linear, cell.M, name)
-                if isinstance(side, str):
-                    one.skipped = side
-                else:
-                    one.side = side
-                    _fill(one, usable, cell, baseline, parts[name], plan.seed + len(found))
-                    if one.found is not None and (step := side.hot(cell.M)) is not None:
-                        one.hot = _hot(step, clock)
-                found.append(one)
+
+        def report(share: float, words: str, i: int = i) -> None:
+            progress((i + share) / len(linears), words)
+
+        share = plan.seconds / (len(linears) * len(plan.batches) or 1)
+        for taken in take(bench, linear, baseline, variants, plan, seconds=share, progress=report, clock=clock):
+            found.append(compared(linear, taken, plan.seed + len(found)))
+    demand_any(found, baseline)
+    return found
+
+
+def demand_any(found: Sequence[TimedVariant], baseline: str) -> None:
+    """Refuse a sweep in which nothing ran. Raises InputError: the flag that says why."""
     if not any(each.side for each in found):
         flag = found[0].skipped if found else "no-shapes"
-        raise InputError(flag, where=", ".join(each.label for each in linears), value=f"{baseline} cannot run")
+        where = ", ".join(dict.fromkeys(each.linear.label for each in found))
+        raise InputError(flag, where=where, value=f"{baseline} cannot run")
+
+
+def take(
+    bench: Bench,
+    linear: LinearShape,
+    baseline: str,
+    variants: Sequence[str],
+    plan: SweepPlan,
+    *,
+    seconds: float,
+    progress: Report,
+    clock: Clock = time.perf_counter,
+) -> list[TakenTimes]:
+    """Raw times of one shape: what needs no more than NumPy.
+
+    Args:
+        plan: its own seconds are not looked at.
+        seconds: for each batch.
+        progress: told the share of this shape that is done.
+
+    Returns:
+        batch by batch, in the order of `variants`, the baseline itself first.
+    """
+    progress(0.0, f"{linear.label}: preparing")
+    names = [baseline, *(name for name in variants if name != baseline)]
+    parts = {name: (bench.quantizer(name), bench.twin(name)) for name in names}
+    asked = [*names, *dict.fromkeys(each for pair in parts.values() for each in pair if each)]
+    sides = bench.prepare(linear, asked, plan.batches)
+    usable = {name: side for name, side in sides.items() if not isinstance(side, str)}
+    if baseline not in usable:
+        # nothing of this shape can be compared; the other shapes can
+        flag = str(sides.get(baseline, "absent"))
+        return [TakenTimes(M, name, skipped=flag) for M in plan.batches for name in names]
+    cells = [_Cell(M) for M in plan.batches]
+    known: dict[str, tuple[int, float]] = {}
+    generator = np.random.default_rng([plan.seed, linear.K, linear.N])
+    with undisturbed():
+        for turn in range(plan.rounds):
+            for cell in cells:
+                at = (turn * len(cells) + cells.index(cell)) / (plan.rounds * len(cells))
+                progress(at, f"{linear.label}, batch {cell.M}")
+                _visit(cell, usable, baseline, known, seconds, plan, generator, clock)
+    found = []
+    for cell in cells:
+        progress(1.0, f"{linear.label}, batch {cell.M}: weights in the cache")
+        for name in names:
+            one, side = _of_cell(name, sides, cell, baseline, parts[name]), usable.get(name)
+            if one.ours is not None and side is not None and (step := side.hot(cell.M)) is not None:
+                one = replace(one, hot=_hot(step, clock))
+            found.append(one)
     return found
+
+
+def compared(linear: LinearShape, taken: TakenTimes, seed: int) -> TimedVariant:
+    """What raw times say. Raises MissingDependency: scipy is not installed."""
+    found = None
+    if taken.ours is not None and taken.theirs is not None:
+        found = compare(taken.ours, taken.theirs, rounds=taken.rounds, seed=seed)
+    return TimedVariant(
+        linear,
+        taken.M,
+        taken.variant,
+        taken.side,
+        found,
+        skipped=taken.skipped,
+        hot=taken.hot,
+        quantizing=taken.quantizing,
+        raw=taken.raw,
+    )
 
 
 def _visit(
@@ -266,23 +358,29 @@ def _expected(known: tuple[int, float] | None, M: int) -> float:
     return seconds * max(M / before, 1.0) if before >= 64 or before >= M else seconds * max(M / 64, 1.0)
 
 
-def _fill(
-    one: TimedVariant, sides: Mapping[str, Runnable], cell: _Cell, baseline: str, parts: tuple[str, str], seed: int
-) -> None:
-    """What was found of one variant in one cell; `parts` name its quantizer and its twin."""
+def _of_cell(
+    name: str, sides: Mapping[str, Runnable | str], cell: _Cell, baseline: str, parts: tuple[str, str]
+) -> TakenTimes:
+    """What was taken of one variant in one cell; `parts` name its quantizer and its twin."""
+    side = sides[name]
+    if isinstance(side, str):
+        return TakenTimes(cell.M, name, skipped=side)
+    ran = RanSide.of(side, cell.M)
+    skipped = cell.skipped.get(name, "") or cell.skipped.get(baseline, "")
+    if skipped or name not in cell.taken:
+        return TakenTimes(cell.M, name, ran, skipped=skipped or "not-measured")
 
-    def times(name: str, of: str) -> Array:
+    def times(which: str, of: str) -> Array:
         """Of one product."""
-        return Turns.joined(cell.taken[of]).seconds[name] / sides[name].products(cell.M)
+        runs = sides[which]
+        assert not isinstance(runs, str)
+        found: Array = Turns.joined(cell.taken[of]).seconds[which] / runs.products(cell.M)
+        return found
 
-    one.skipped = cell.skipped.get(one.variant, "") or cell.skipped.get(baseline, "")
-    if one.skipped or one.variant not in cell.taken:
-        one.skipped = one.skipped or "not-measured"
-        return
-    rounds = Turns.joined(cell.taken[one.variant]).rounds
-    ours, theirs = (times(name, one.variant) for name in (one.variant, baseline))
-    one.found = compare(ours, theirs, rounds=rounds, seed=seed)
-    one.quantizing, one.raw = (float(np.median(times(name, name))) if name in cell.taken else None for name in parts)
+    quantizing, raw = (float(np.median(times(each, each))) if each in cell.taken else None for each in parts)
+    rounds = Turns.joined(cell.taken[name]).rounds
+    ours, theirs = (times(each, name) for each in (name, baseline))
+    return TakenTimes(cell.M, name, ran, ours, theirs, rounds, quantizing=quantizing, raw=raw)
 
 
 def _hot(step: Step, clock: Clock) -> float:

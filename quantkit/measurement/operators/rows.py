@@ -88,7 +88,7 @@ def _rows(timed: TimedVariant, setting: Setting) -> list[Row]:
     linear, found, side = timed.linear, timed.found, timed.side
     common = setting.common(timed.variant) | {"batch": timed.M}
     settings: dict[str, Any] = {"threads": setting.threads, "variant": timed.variant}
-    settings |= dict(side.settings(timed.M)) if side is not None else {}
+    settings |= dict(side.settings) if side is not None else {}
     size: dict[str, Any] = {"K": linear.K, "N": linear.N, "M": timed.M}
     if found is None or side is None:
         op = Operation(**size, format=side.cost.format if side else None)
@@ -98,8 +98,8 @@ def _rows(timed: TimedVariant, setting: Setting) -> list[Row]:
     hp_bound = hp_cost.bound(*_shape(timed.M), setting.limits)
     time_s, hp_s = found.quantiles["p50"], found.baseline["p50"]
     op = Operation(**size, format=cost.format, bound_s=bound, hp_bound_s=hp_bound, hp_s=hp_s, raw_s=timed.raw)
-    launch = setting.launch / side.products(timed.M) if setting.launch is not None else None
-    settings["products_a_run"] = side.products(timed.M)
+    launch = setting.launch / side.products if setting.launch is not None else None
+    settings["products_a_run"] = side.products
     settings |= {"hot_s": timed.hot, "launch_s": launch, "activation_s": timed.quantizing}
     settings |= setting.limits.promise(bound, hp_bound)
     common |= {"n": found.n, "aa_spread": found.aa_spread, "resident_bytes": side.resident_bytes}
@@ -255,13 +255,13 @@ def _sum(group: Sequence[TimedVariant], setting: Setting, model: str) -> list[Ro
     raw = _total([(each.raw, n) for each, _, _, n in parts])
     limits: dict[str, Any] = {"bound_s": bound, "hp_bound_s": hp_bound, "hp_s": hp_s, "raw_s": raw}
     op = Operation(layer=ALL, M=first.M, format=side.cost.format, **limits)
-    how = side.settings(first.M)
+    how = side.settings
     hot = [(each.hot, n) for each, _, _, n in parts]
     settings |= {key: how[key] for key in ("compute_type", "accuracy_level", "group") if key in how}
     settings |= {"hot_s": _total(hot), "activation_s": _total([(each.quantizing, n) for each, _, _, n in parts])}
     settings |= setting.limits.promise(bound, hp_bound)
     if setting.launch is not None:
-        settings["launch_s"] = sum(n * setting.launch / side.products(first.M) for _, _, side, n in parts)
+        settings["launch_s"] = sum(n * setting.launch / side.products for _, _, side, n in parts)
     common |= {"n": min(found.n for _, found, _, _ in parts), "aa_spread": _spread(group)}
     common["resident_bytes"] = int(sum((side.resident_bytes or 0) * n for _, _, side, n in parts))
     flags = list(dict.fromkeys(flag for _, found, _, _ in parts for flag in found.flags if flag == "noisy"))

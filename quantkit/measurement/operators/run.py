@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from quantkit import machine
 from quantkit.errors import MissingDependency
 from quantkit.measurement.operators import ceilings as _ceilings
-from quantkit.measurement.operators.ceilings import Pool, joined
+from quantkit.measurement.operators.ceilings import Ceiling, Pool, joined
 from quantkit.measurement.operators.products import Bench, SweepPlan, TimedVariant, measure
 from quantkit.measurement.operators.rows import Setting, rows
 from quantkit.measurement.operators.tax import Limits
@@ -64,6 +65,12 @@ def demand(threads: int) -> None:
             raise MissingDependency(package, extra=extra, purpose="timing single products")
 
 
+def environment(threads: int) -> dict[str, str]:
+    """Of the process that times: libraries read the number of their threads when they are loaded. 0 is a GPU."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return {**{name: str(threads or 1) for name in names}, "GOMP_SPINCOUNT": "0"}
+
+
 def run(job: SweepJob, progress: Report | None = None) -> list[Row]:
     """All rows of one thread count.
 
@@ -72,14 +79,12 @@ def run(job: SweepJob, progress: Report | None = None) -> list[Row]:
         MissingDependency: onnxruntime, onnx, scipy or torch; on a GPU triton.
     """
     demand(job.threads)
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    threads = {name: str(job.threads or 1) for name in names}
     found = child.run(
         _answer,
         asdict(job),
         progress,
         remedy="try fewer shapes, or smaller batches: --batch 1,2,4",
-        environment=threads | {"GOMP_SPINCOUNT": "0"},
+        environment=environment(job.threads),
     )
     return [Row.model_validate(row) for row in found]
 
@@ -103,26 +108,63 @@ def _measured(job: SweepJob, bench: Bench, report: Report) -> list[TimedVariant]
 
 
 def _on_cpu(job: SweepJob, report: Report) -> list[Row]:
-    import onnxruntime
+    from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
 
-    from quantkit.measurement.operators.onnxruntime import RUNTIME, OnnxRuntimeBench
-
-    if job.threads > 1:
-        onnxruntime.set_global_thread_pool_sizes(job.threads, 1)
+    limits = CpuLimits.of(job.threads)
     report(0.0, "ceilings")
     bench = OnnxRuntimeBench(job.threads, seed=job.seed)
-    every, pool = ("read", "copy", "compute", "launch"), Pool(job.threads, shared=job.threads > 1)
-    before = _ceilings.measured(job.threads, every, pool=pool)
+    before = limits.measured()
     timed = _measured(job, bench, report)
     report(1.0, "ceilings")
-    measured = joined(before, _ceilings.measured(job.threads, every, pool=pool))
+    measured = joined(before, limits.measured())
     device, versions = machine.device(), machine.versions()
+    return rows_of_cpu(timed, measured, job, device=device, versions=versions, cache=bench.cache)
+
+
+@dataclass(frozen=True)
+class CpuLimits:
+    """The ceilings of a processor, in the threads that its products have."""
+
+    threads: int
+    pool: Pool
+
+    @classmethod
+    def of(cls, threads: int, graphs: Path | None = None) -> CpuLimits:
+        """In this process, before its first session. `graphs`: see `ceilings.Pool`."""
+        import onnxruntime
+
+        if threads > 1:
+            onnxruntime.set_global_thread_pool_sizes(threads, 1)
+        return cls(threads, Pool(threads, shared=threads > 1, graphs=graphs))
+
+    def measured(self) -> list[Ceiling]:
+        """A second or two."""
+        return _ceilings.measured(self.threads, ("read", "copy", "compute", "launch"), pool=self.pool)
+
+
+def rows_of_cpu(
+    timed: Sequence[TimedVariant],
+    measured: Sequence[Ceiling],
+    job: SweepJob,
+    *,
+    device: Mapping[str, str],
+    versions: Mapping[str, str],
+    cache: int,
+) -> list[Row]:
+    """The rows of products that ran on a processor, here or elsewhere, and of its ceilings.
+
+    Args:
+        measured: before and after, joined.
+        cache: bytes of its last-level cache.
+    """
+    from quantkit.measurement.operators.onnxruntime import RUNTIME
+
     launch = next((each.value for each in measured if each.name == "ceiling.launch"), None)
-    setting = Setting(RUNTIME, job.threads, device, versions, Limits.of(measured), launch, bench.cache, job.baseline)
+    setting = Setting(RUNTIME, job.threads, device, versions, Limits.of(measured), launch, cache, job.baseline)
     found = []
     for each in measured:
-        row = each.row(device=device, versions=versions)
-        extra = {"last_level_cache": bench.cache} if each.name == "ceiling.read" else {}
+        row = each.row(device=dict(device), versions=dict(versions))
+        extra = {"last_level_cache": cache} if each.name == "ceiling.read" else {}
         found.append(row.model_copy(update={"settings": {**row.settings, "threads": job.threads, **extra}}))
     return found + rows(timed, setting, model=job.model)
 

@@ -54,6 +54,15 @@ class Between:
         return cls(sum(clocks) / len(clocks) if clocks else None, after.temperature_c, throttled)
 
 
+def settings_of(before: Clocks, after: Clocks) -> dict[str, float]:
+    """Of rows: `clock_hz_before`, `temperature_c_after`, ...; none where the system does not tell."""
+    looks = {"before": before, "after": after}
+    known = {
+        (name, when): getattr(look, name) for when, look in looks.items() for name in ("clock_hz", "temperature_c")
+    }
+    return {f"{name}_{when}": value for (name, when), value in known.items() if value is not None}
+
+
 def of_cpu(root: Path = Path("/")) -> Clocks:
     """Args: root: where `/sys` stands, for tests."""
     cores = root / "sys/devices/system/cpu"

@@ -21,17 +21,19 @@ class Processor:
 
     Args:
         target: whose figures stand beside the measured ones, and whose build settings are the usual ones.
+        cores: that it has.
     """
 
     target: Target
+    cores: int
 
     runtime = RUNTIME
     baseline = "float32"
     formats = ("int4", "int8", "int8.dynamic", "nf4")
 
     @classmethod
-    def of(cls, target: str | None) -> Processor:
-        """This machine's, or the one that is named. Raises InputError `device-absent` for a GPU."""
+    def of(cls, target: str | None, cores: int | None = None) -> Processor:
+        """This machine's, or the one that is named; so are its cores. Raises InputError `device-absent` for a GPU."""
         found = Target.load(target or this_machine())
         if found.kind != "cpu":
             raise InputError(
@@ -41,17 +43,17 @@ class Processor:
                 rule="the tax is measured on the machine at hand",
                 remedy=f"run it there with --device cuda, or use --target {this_machine()}",
             )
-        return cls(found)
+        return cls(found, cores or machine.cores())
 
     def threads(self, asked: Sequence[int]) -> list[int]:
         """Each once; all cores where none is asked for. Raises InputError `threads-invalid`."""
-        threads = list(dict.fromkeys(asked)) or [machine.cores()]
-        if min(threads) < 1 or max(threads) > machine.cores():
+        threads = list(dict.fromkeys(asked)) or [self.cores]
+        if min(threads) < 1 or max(threads) > self.cores:
             raise InputError(
                 "threads-invalid",
                 where="--threads",
-                value=max(threads, key=lambda n: (n > machine.cores(), -n)),
-                rule=f"from 1 to the {machine.cores()} cores of this machine: more would wait for one another",
+                value=max(threads, key=lambda n: (n > self.cores, -n)),
+                rule=f"from 1 to its {self.cores} cores: more would wait for one another",
             )
         return threads
 

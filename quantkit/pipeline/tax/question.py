@@ -43,6 +43,7 @@ class Question:
         seconds: for all of it.
         target: name or path; None: this processor.
         seed: of weights and of the order of steps.
+        cores: of what products are timed on, where that is another machine.
     """
 
     model: str | None = None
@@ -56,6 +57,7 @@ class Question:
     seconds: float = 300.0
     target: str | None = None
     seed: int = 0
+    cores: int | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _timed_on(asked: Question) -> On:
         device = "cuda" if asked.target and Target.load(asked.target).kind == "gpu" else "cpu"
     if device not in DEVICES:
         raise InputError("unknown-device", where="--device", value=device, remedy=did_you_mean(device, DEVICES))
-    found: On = Graphics.of(asked.target) if device == "cuda" else Processor.of(asked.target)
+    found: On = Graphics.of(asked.target) if device == "cuda" else Processor.of(asked.target, asked.cores)
     demand_runtime(asked.runtime, found.runtime, "GPU" if device == "cuda" else "CPU")
     return found
 

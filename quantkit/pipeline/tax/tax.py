@@ -20,6 +20,10 @@ from quantkit.planning.bound import efficiency
 from quantkit.report.tax.screen import Taxed
 
 Report = Callable[[float, str], None]
+# what times one thread count
+Sweep = Callable[[SweepJob, Report], list[Row]]
+# the flag of a processor that is a program
+EMULATED = "emulated"
 # what the fastest kernel depends on besides the device
 _RECORDED = ("torch", "triton", "driver")
 
@@ -45,7 +49,7 @@ class TaxAnswer:
     @property
     def inconclusive(self) -> bool:
         """Whether noise hides what to do, whatever the number of threads."""
-        return all(each.answer == "inconclusive" for each in self.advice.values())
+        return bool(self.advice) and all(each.answer == "inconclusive" for each in self.advice.values())
 
     def choices(self, variant: str) -> Recorded | None:
         """Which kernel at which batch, for a variant that our kernels ran on a GPU; None where they did not."""
@@ -74,6 +78,7 @@ class TaxAnswer:
             "linears": [each.model_dump() for each in self.plan.shapes.linears],
             "source": self.plan.shapes.source,
             "target": self.plan.on.target.name,
+            "on": next((row.on for row in self.rows), None),
             "baseline": self.plan.on.baseline,
             "traffic": {str(batch): share for batch, share in (self.plan.traffic or {}).items()} or None,
             "advice": [{"threads": n or None, **each.model_dump(mode="json")} for n, each in self.advice.items()],
@@ -86,8 +91,11 @@ class TaxAnswer:
         }
 
 
-def measure_tax(plan: TaxPlan, progress: Report | None = None) -> TaxAnswer:
-    """Time it and judge it.
+def measure_tax(plan: TaxPlan, progress: Report | None = None, sweep: Sweep | None = None) -> TaxAnswer:
+    """Time it and judge it; an emulator's times are not judged.
+
+    Args:
+        sweep: what times; None: this machine.
 
     Raises:
         InputError: what the timed process met.
@@ -113,11 +121,13 @@ def measure_tax(plan: TaxPlan, progress: Report | None = None) -> TaxAnswer:
             plan.seconds / len(plan.threads),
             plan.seed,
         )
-        found = ops_run.run(job, report)
+        found = (sweep or ops_run.run)(job, report)
         rows += found
+        if any(EMULATED in row.flags for row in found):
+            continue
         judged[threads], advice[threads] = judge(found, plan)
     first = [row for row in rows if row.settings.get("threads") in (None, plan.threads[0], 0)]
-    said = plan.ways.said(first, plan.shapes, plan.batches) if plan.ways is not None else []
+    said = plan.ways.said(first, plan.shapes, plan.batches) if plan.ways is not None and advice else []
     return TaxAnswer(plan, rows, judged, advice, [*said, *_notes(rows)])
 
 
@@ -134,7 +144,8 @@ def _timing(row: Row) -> KernelTiming:
 def record(answer: TaxAnswer) -> None:
     """Put what was chosen on a GPU into the bundle that was asked about, if there is one; remember it all."""
     plan = answer.plan
-    efficiency.keep([row.as_dict() for row in answer.rows])
+    # what a device says that it is does not teach this machine's forecasts
+    efficiency.keep([row.as_dict() for row in answer.rows if row.on is None])
     if plan.records and plan.bundle is not None and (choices := answer.choices(plan.subject)):
         plan.bundle.put(FILE, choices.as_bytes())
 
@@ -159,8 +170,10 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     wrong = sorted({str(row.settings.get("variant")) for row in rows if "wrong-result" in row.flags})
     if wrong:
         found.append(f"not timed, because the runtime gave wrong numbers: {', '.join(wrong)}")
-    if any("throttled" in row.flags for row in rows):
-        found.append(
-            "the GPU's clocks fell while it was timed: let it cool, or lower its power limit, and time it again"
-        )
+    if any(EMULATED in row.flags for row in rows):
+        found.append("an emulator: what it computes counts, how long it takes says nothing of any machine: no verdict")
+    if slowed := [row for row in rows if "throttled" in row.flags]:
+        which = "GPU" if slowed[0].device is not None and slowed[0].device.kind == "gpu" else "processor"
+        less = ", or lower its power limit," if which == "GPU" else ""
+        found.append(f"the {which}'s clocks fell while it was timed: let it cool{less} and time it again")
     return found

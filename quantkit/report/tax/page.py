@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quantkit.measurement.rows import Row
 from quantkit.report.bundle import curves, speed
 from quantkit.report.bundle.curves import CurvePoint, Series
 from quantkit.report.kit import shell, words
@@ -38,7 +39,7 @@ def page(data: Taxed) -> str:
         title=f"{data.title}: the dequantization tax",
         baseline=data.baseline,
         source=data.shapes.source,
-        device=next((row.device.name for row in data.rows if row.device is not None), ""),
+        device=next((_device(row) for row in data.rows if row.device is not None), ""),
         advice=advice,
         traffic=sorted((data.traffic or {}).items()),
         verdicts=_verdicts(data, found),
@@ -166,10 +167,15 @@ def _shares(cell: CurvePoint) -> dict[str, float]:
     return {part: taken / whole for part, taken in seconds.items()}
 
 
+def _device(row: Row) -> str:
+    """`Cortex-A76, pi5`: of one that was reached from another machine also what it is called there."""
+    return ", ".join(part for part in (row.device.name, row.on) if part) if row.device is not None else ""
+
+
 def _facts(data: Taxed) -> list[tuple[str, str]]:
     first = next((row for row in data.rows if row.runtime), data.rows[0])
     versions = ", ".join(f"{name} {version}" for name, version in sorted(first.versions.items()))
     found = [("linears", f"{words.plural(sum(x.count for x in data.shapes.linears), 'linear')}, {data.shapes.source}")]
-    found += [("device", first.device.name if first.device else ""), ("runtime", first.runtime or "")]
+    found += [("device", _device(first)), ("runtime", first.runtime or "")]
     found += [("target", data.target.name), ("versions", versions)]
     return found

@@ -197,7 +197,7 @@ def terminal(data: Taxed, html: Path | None = None, out: Path | None = None) -> 
     for group in groups(data):
         whole = group.whole or not data.shapes.name
         shown += titled(group.title, *(map(_curve, group.series) if whole else [_brief(group.series)]))
-    shown += titled("verdict on each", _verdicts(data))
+    shown += titled("verdict on each", _verdicts(data)) if data.verdicts else []
     sheet = ceilings(data)
     head = [{"ceiling": "", "95 % interval": "95 %"}.get(name, name) for name in sheet.head]
     shown += titled("ceilings, measured before and after", table(head, sheet.rows, left=0, gap=1, whole=False))

@@ -1,0 +1,1 @@
+"""Single products on a device: made here, timed there, judged here."""

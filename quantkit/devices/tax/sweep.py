@@ -1,0 +1,237 @@
+"""The linears of a model timed on a device: their products are made here and carried, raw times come back.
+
+The device has neither torch nor the package onnx. What it gets is what a bench here would make, byte for byte, with
+what each product must give; what it says is made into rows by the same code as for this machine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit import machine
+from quantkit.bundle.disk import stopping_when_full
+from quantkit.devices import job as jobs
+from quantkit.devices.answers import CeilingSamples, DeviceFacts, ProductTimes, invalid, read
+from quantkit.devices.collect import CollectedCells
+from quantkit.devices.job import Job
+from quantkit.devices.link import Link, carry
+from quantkit.devices.reached import Reached, reach
+from quantkit.devices.rounds import Told
+from quantkit.devices.target import usual
+from quantkit.devices.tax.needs import ProductNeeds
+from quantkit.errors import InputError, MissingDependency
+from quantkit.exporters.onnx import single_op as single
+from quantkit.measurement.operators.ceilings import LARGE_CACHE, joined, write_graphs
+from quantkit.measurement.operators.onnxruntime import cost_of
+from quantkit.measurement.operators.products import RanSide, TakenTimes, TimedVariant, compared, demand_any
+from quantkit.measurement.operators.rows import ALL
+from quantkit.measurement.operators.run import SweepJob, rows_of_cpu
+from quantkit.measurement.operators.sources import SMALL, RandomProducts, file_of
+from quantkit.measurement.operators.tax import StepCost
+from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.clocks import Between, settings_of
+from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.tax.question import Question
+from quantkit.planning.model.shapes import LinearShape
+from quantkit.runtimes.child import Report
+
+# number of a linear, M, variant -> what it took
+_Found = dict[tuple[int, int, str], ProductTimes]
+
+
+@dataclass(frozen=True)
+class TaxDevice:
+    """A device that linears are timed on.
+
+    Args:
+        reached: the device.
+    """
+
+    reached: Reached
+
+    def asked(self, question: Question) -> Question:
+        """The question as it is on the device: its target, its cores. Raises InputError `usage` for a GPU."""
+        if question.device not in ("", "cpu"):
+            raise InputError(
+                "usage",
+                where="--device",
+                value=f"{question.device} with --on",
+                rule="on a device products are timed on its processor: those of a GPU need torch there",
+                remedy="log in there, and run: quantkit tax --device cuda",
+            )
+        about, name = self.reached.about, self.reached.device.name
+        return replace(question, device="cpu", target=question.target or usual(name, about), cores=about.cores)
+
+    def sweep(self, progress: Progress) -> DeviceSweep:
+        """What times there; `carrying` of the progress is a stage."""
+
+        def carrying(share: float, words: str) -> None:
+            progress.at("carrying", share, words)
+
+        def ready(needs: ProductNeeds) -> None:
+            self.reached.about.demand_room(needs.memory, needs.disk, "the products", self.reached.device.name)
+            self.reached.install(carrying)
+
+        return DeviceSweep(self.reached.link, self.reached.about.last_level_cache, ready, carrying)
+
+
+@contextmanager
+def tax_device(on: str) -> Iterator[TaxDevice]:
+    """The device of a name or an address, until the body ends. Raises as `reach`."""
+    with reach(on) as found:
+        yield TaxDevice(found)
+
+
+class DeviceSweep:
+    """See `pipeline.tax.tax.Sweep`.
+
+    Args:
+        link: the way there.
+        cache: bytes of its last-level cache, where known.
+        ready: told what the products take before any is made or carried.
+        carrying: told what is carried.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        cache: int | None = None,
+        ready: Callable[[ProductNeeds], None] = lambda needs: None,
+        carrying: Report = lambda share, words: None,
+    ) -> None:
+        self._link, self._cache, self._ready, self._carrying = link, cache or LARGE_CACHE, ready, carrying
+        self._places: dict[LinearShape, str] = {}
+        self._costs: dict[tuple[LinearShape, str], StepCost] = {}
+
+    def __call__(self, job: SweepJob, report: Report) -> list[Row]:
+        """All rows of one thread count.
+
+        Raises:
+            InputError: what the device answers, `out-of-memory`, those of the link.
+            MissingDependency: onnx, scipy or torch, here.
+        """
+        for package in ("onnx", "scipy", "torch"):
+            if not machine.has(package):
+                raise MissingDependency(package, extra="compile", purpose="making single products for a device")
+        linears = [LinearShape.model_validate(dict(each)) for each in job.linears]
+        if not self._places:
+            self._carry(job, linears)
+        with tempfile.TemporaryDirectory(prefix="quantkit-graphs-") as folder:
+            graphs = carry(self._link, "ceilings", {path.name: path for path in write_graphs(Path(folder))})
+        small = next(filter(_is_small, linears), SMALL)
+        work = jobs.Tax(
+            linears=tuple(jobs.CarriedLinear(K=each.K, N=each.N, place=self._places[each]) for each in linears),
+            small=self._places[small],
+            graphs=graphs,
+            baseline=job.baseline,
+            variants=tuple(job.variants),
+            batches=tuple(job.batches),
+            threads=job.threads,
+            cache=self._cache,
+            seconds=job.seconds,
+            rounds=job.rounds,
+            seed=job.seed,
+        )
+        answers = CollectedCells.of(self._link, Job(work=work), Told(report), "timing")
+        return self._rows(answers, job, linears)
+
+    def _carry(self, job: SweepJob, linears: Sequence[LinearShape]) -> None:
+        """All products, a linear at a time: they take no more room here than those of one."""
+        names = [job.baseline, *job.variants]
+        names += dict.fromkeys(part for name in names if (part := single.variant(name).quantizer))
+        every = [*linears, *([] if any(_is_small(each) for each in linears) else [SMALL])]
+        sources = [(each, RandomProducts(each, job.seed)) for each in every]
+        self._ready(ProductNeeds.of(sources, job.baseline, names[1:], self._cache))
+        for number, linear in enumerate(every):
+            source = RandomProducts(linear, job.seed)
+            with tempfile.TemporaryDirectory(prefix="quantkit-products-") as name, stopping_when_full(Path(name)):
+                files = {}
+                for variant in names:
+                    self._carrying(number / len(every), f"making {linear.label} in {variant}")
+                    product, file = source.product(variant), Path(name) / file_of(variant)
+                    product.save(file)
+                    files[file.name], self._costs[linear, variant] = file, cost_of(product)
+
+                def sent(share: float, words: str, number: int = number) -> None:
+                    self._carrying((number + share) / len(every), words)
+
+                self._places[linear] = carry(self._link, f"products-{linear.label}", files, sent)
+
+    def _rows(self, answers: CollectedCells, job: SweepJob, linears: Sequence[LinearShape]) -> list[Row]:
+        about, found = answers.about, self._found(answers, job, linears)
+        limits = [answers.one(CeilingSamples, cell).ceilings for cell in ("ceilings", "ceilings-after")]
+        if len({tuple(each.name for each in some) for some in limits}) != 1:
+            raise invalid(answers.on, "other ceilings than before")
+        rows = rows_of_cpu(
+            self._timed(found, job, linears),
+            joined(*limits),
+            job,
+            device=about.device(answers.on),
+            versions=about.versions,
+            cache=self._cache,
+        )
+        clocks = {(linears[n].K, linears[n].N): (one.before, one.after) for (n, _, _), one in found.items()}
+        slow = {size for size, looks in clocks.items() if Between.of(*looks, counted=True).throttled}
+        return [_there(row, about, clocks, slow) for row in rows]
+
+    def _found(self, answers: CollectedCells, job: SweepJob, linears: Sequence[LinearShape]) -> _Found:
+        """All that was asked for, each once. Raises InputError `answer-invalid`."""
+        found: _Found = {}
+        rows = [row for cell, rows in answers.cells.items() if cell.startswith(jobs.LINEAR) for row in rows]
+        for row in rows:
+            one = read(ProductTimes, row, answers.on)
+            one.demand_whole(f"{answers.on}, {one.variant}, batch {one.M}")
+            found[one.linear, one.M, one.variant] = one
+        names = (job.baseline, *job.variants)
+        asked = {(n, M, name) for n in range(len(linears)) for M in job.batches for name in names}
+        if set(found) != asked or len(rows) != len(asked):
+            raise invalid(answers.on, f"{len(rows)} times of products, not the {len(asked)} that were asked for")
+        return found
+
+    def _timed(self, found: _Found, job: SweepJob, linears: Sequence[LinearShape]) -> list[TimedVariant]:
+        """Against the baseline, in the order of a bench here."""
+        timed: list[TimedVariant] = []
+        for n, linear in enumerate(linears):
+            for M in job.batches:
+                for variant in (job.baseline, *job.variants):
+                    taken = _taken(found[n, M, variant], self._costs[linear, variant])
+                    timed.append(compared(linear, taken, job.seed + len(timed)))
+        demand_any(timed, job.baseline)
+        return timed
+
+
+def _is_small(linear: LinearShape) -> bool:
+    return (linear.K, linear.N) == (SMALL.K, SMALL.N)
+
+
+def _taken(one: ProductTimes, cost: StepCost) -> TakenTimes:
+    side = RanSide(cost, one.products, one.resident_bytes, one.settings) if one.prepared else None
+    return TakenTimes(
+        one.M,
+        one.variant,
+        side,
+        np.array(one.ours) if one.ours else None,
+        np.array(one.theirs) if one.theirs else None,
+        one.rounds,
+        one.skipped,
+        one.hot,
+        one.quantizing,
+    )
+
+
+def _there(row: Row, about: DeviceFacts, clocks: dict[Any, Any], slow: set[tuple[int, int]]) -> Row:
+    """A row with what the device says of itself while that linear was timed."""
+    flags, settings = [*row.flags, *about.flags], dict(row.settings)
+    if row.op is not None:
+        size = (row.op.K, row.op.N)
+        if size in slow or (row.op.layer == ALL and slow):
+            flags.append("throttled")
+        settings |= settings_of(*clocks[size]) if size in clocks else {}
+    return row.model_copy(update={"flags": list(dict.fromkeys(flags)), "settings": settings})
