@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import networks
 import pytest
+import small_onnx
 from devices.local_link import LocalLink
 
 from quantkit.bundle import Bundle, Manifest
@@ -206,6 +208,21 @@ def test_a_bundle_is_loaded_there_without_torch(made: Made, tmp_path: Path, bare
     assert [check.name for check in checks] == [*(check.name for check in bundle.verify()), "onnxruntime.loads"]
     assert all(check.ok for check in checks)
     assert not notes
+
+
+def test_a_graph_is_loaded_there(tmp_path: Path, bare: dict[str, str]) -> None:
+    (tmp_path / "net/onnx").mkdir(parents=True)
+    networks.write(tmp_path / "net/onnx/model.onnx")
+    bundle = small_onnx.bundle(tmp_path / "net", kind="network")
+    checks, _ = verify_on(bundle, LocalLink(tmp_path / "there", "pi5", environment=bare))
+    assert checks[-1].name == "onnxruntime.loads"
+    assert all(check.ok for check in checks)
+    (tmp_path / "net/onnx/model.onnx").write_bytes(b"no graph")
+    checks, _ = verify_on(
+        small_onnx.bundle(tmp_path / "net", kind="network"), LocalLink(tmp_path / "b", "pi5", environment=bare)
+    )
+    assert [check.name for check in checks if not check.ok] == ["onnxruntime.loads"]
+    assert "onnx-unreadable" in checks[-1].where
 
 
 def test_a_device_goes_on_with_the_same_words(made: Made, tmp_path: Path, bare: dict[str, str]) -> None:

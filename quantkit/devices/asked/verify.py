@@ -21,6 +21,8 @@ from quantkit.runtimes.openvino.open import MODEL as XML
 
 # what a device may have
 RUNTIMES = ("onnxruntime", "llama_cpp", "openvino")
+# of a graph that is no transformer
+_GRAPHS = {"onnxruntime": MODEL, "openvino": XML}
 
 
 def verify_on(
@@ -78,7 +80,7 @@ def _exports(bundle: Bundle) -> dict[str, Path]:
             folder = load_runtime(name).folder(bundle)
         except InputError:
             continue
-        found[name] = folder / (XML if name == "openvino" else MODEL) if graph else folder
+        found[name] = folder / _GRAPHS[name] if graph else folder
     return found
 
 
