@@ -15,6 +15,7 @@ from quantkit.devices.asked.room import Ready, running, unasked
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
+from quantkit.measurement.timing.clocks import Between
 from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob, Taken
 from quantkit.measurement.timing.schedule import Turns
 from quantkit.measurement.timing.shapes import Shape
@@ -72,7 +73,8 @@ class DeviceTimer:
                 times.demand_whole({CANDIDATE, BASELINE}, f"{self.device}, {cell.cell}")
             seconds = {side: np.array(each) for side, each in times.seconds.items()}
             turns = None if times.skipped else Turns(seconds, seconds, [], times.rounds)
-            taken.append(Taken(shape, turns, times.skipped))
+            throttled = bool(Between.of(times.before, times.after, counted=True).throttled)
+            taken.append(Taken(shape, turns, times.skipped, throttled))
         return taken
 
 

@@ -58,15 +58,20 @@ def measure(data: Mapping[str, Any], caller: child.Caller) -> None:
 def rounds(data: Mapping[str, Any], caller: child.Caller) -> None:
     """Cells: one for each shape, after the last of the rounds, in which all of them have their turn."""
     work, workdir = jobs.Rounds.model_validate(data["work"]), Path(data["workdir"])
+    left = [shape for shape in work.shapes if shape.cell not in data["cells"]]
+    if not left:
+        return
     threads = work.threads or machine.cores()
     paths = {raw.CANDIDATE: str(workdir / work.ours.place), raw.BASELINE: str(workdir / work.theirs.place)}
     speed.demand_room([Path(path) for path in paths.values()])
     samples = speed.samples_of(str(workdir / work.samples.place) if work.samples else None)
     loads = {side: (lambda path=path: speed.opened(path, samples, threads)) for side, path in paths.items()}
-    shapes = [Shape(**shape.model_dump()) for shape in work.shapes]
+    shapes = [Shape(**shape.model_dump()) for shape in left]
     before = of_cpu()
-    taken = raw.take(loads, shapes, seconds=work.seconds, seed=work.seed, progress=caller.at)
-    for shape, each in zip(work.shapes, taken, strict=True):
+    taken = raw.take(
+        loads, shapes, seconds=work.seconds * len(left) / len(work.shapes), seed=work.seed, progress=caller.at
+    )
+    for shape, each in zip(left, taken, strict=True):
         turns = each.turns
         times = {} if turns is None else {side: found.tolist() for side, found in turns.seconds.items()}
         found = ShapeTimes(

@@ -3,6 +3,8 @@
     clock_hz        of a CPU the mean over its cores, of a GPU that of its multiprocessors
     temperature_c   of a CPU the warmest sensor of the package
     throttles       how often a core has lowered its clock since the start of the machine; of a GPU 1 while it does
+    slowed          of a CPU whether its clock is held down now, for warmth or want of power: by a cooling device of the
+                    kernel's, or a Raspberry Pi's firmware (`get_throttled`)
 
 A virtual machine mostly tells nothing of its host: what the CPU claims to run at there is no measurement, and not read.
 """
@@ -18,7 +20,14 @@ from pathlib import Path
 SLOWED = ~0b11
 _QUERY = "clocks.sm,temperature.gpu,clocks_throttle_reasons.active"
 # sensors of a CPU's package, by the kernel's names for them
-_PACKAGE = ("x86_pkg_temp", "cpu-thermal", "cpu_thermal", "soc-thermal", "acpitz")
+_PACKAGE = ("x86_pkg_temp", "cpu-thermal", "cpu_thermal", "soc-thermal", "acpitz", "CPU-therm", "tj-thermal")
+# cooling devices that hold a clock down: a fan is none. `cpufreq-cpu0`, `thermal-cpufreq-0` on Arm, `Processor` by ACPI
+_HOLDS = ("cpufreq-", "thermal-cpufreq", "Processor")
+# of `get_throttled`: the clock is capped, it is throttled, the soft limit of temperature is reached; and 16 bits
+# further that any of these was so before
+_CAPPED, _BEFORE = 0b1110, 16
+# a clock that falls below such a share was lowered, where nothing else tells
+_FELL = 0.65
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class Clocks:
     clock_hz: float | None = None
     temperature_c: float | None = None
     throttles: int | None = None
+    slowed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,11 @@ class Between:
         throttled = None
         if before.throttles is not None and after.throttles is not None:
             throttled = after.throttles > before.throttles if counted else bool(before.throttles or after.throttles)
+        held = [each.slowed for each in (before, after) if each.slowed is not None]
+        if held:
+            throttled = bool(throttled) or any(held)
+        if throttled is None and counted and before.clock_hz and after.clock_hz:
+            throttled = after.clock_hz < _FELL * before.clock_hz
         return cls(sum(clocks) / len(clocks) if clocks else None, after.temperature_c, throttled)
 
 
@@ -68,13 +83,37 @@ def of_cpu(root: Path = Path("/")) -> Clocks:
     cores = root / "sys/devices/system/cpu"
     clocks = _numbers(cores.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
     throttles = _numbers(cores.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
+    cooling = [path for path in (root / "sys/class/thermal").glob("cooling_device*") if _holds(path)]
+    held = [state > 0 for state in _numbers(path / "cur_state" for path in cooling)]
+    firmware = _firmware(root)
+    if firmware is not None:
+        throttles.append((firmware >> _BEFORE & _CAPPED).bit_count())
+        held.append(bool(firmware & _CAPPED))
     zones = [path for path in (root / "sys/class/thermal").glob("thermal_zone*") if _text(path / "type") in _PACKAGE]
     warmth = _numbers(zone / "temp" for zone in zones)
     return Clocks(
         1e3 * sum(clocks) / len(clocks) if clocks else None,
         max(warmth) / 1e3 if warmth else None,
         sum(throttles) if throttles else None,
+        any(held) if held else None,
     )
+
+
+def _holds(cooling: Path) -> bool:
+    return _text(cooling / "type").startswith(_HOLDS)
+
+
+def _firmware(root: Path) -> int | None:
+    """What a Raspberry Pi's firmware says, by the kernel or by its own program; None of other machines."""
+    if "Raspberry Pi" not in _text(root / "proc/device-tree/model"):
+        return None
+    # `soc/soc:firmware`, `soc@107c000000/soc@107c000000:firmware`
+    said = [_text(path) for path in (root / "sys/devices/platform").glob("*/*firmware*/get_throttled")]
+    if not said:
+        said = [_asked(["vcgencmd", "get_throttled"]).removeprefix("throttled=0x")]
+    with contextlib.suppress(ValueError):
+        return int(said[0].strip(), 16)
+    return None
 
 
 def of_gpu() -> Clocks:
@@ -88,7 +127,10 @@ def of_gpu() -> Clocks:
 
 def asked_of_gpu(query: str) -> str:
     """What `nvidia-smi` says of the first GPU, with commas between; in words why it says nothing."""
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
+    return _asked(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"])
+
+
+def _asked(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:

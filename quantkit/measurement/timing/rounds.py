@@ -60,11 +60,13 @@ class Taken:
         shape: which.
         turns: of `CANDIDATE` and `BASELINE`; None where it does not fit.
         skipped: why it has no times: `out-of-memory`, `prompt-too-long` or `shape-unsupported`; empty else.
+        throttled: whether the processor lowered its clock meanwhile, where somebody looked.
     """
 
     shape: Shape
     turns: Turns | None = None
     skipped: str = ""
+    throttled: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Of what JSON has."""

@@ -169,6 +169,8 @@ def of_run(
         if each.turns is None:
             notes.append(f"{each.shape.words}: not timed ({each.skipped})")
             continue
+        if each.throttled:
+            notes.append(f"{each.shape.words}: the processor lowered its clock meanwhile; cool it, and time it again")
         ours, theirs = (each.turns.seconds[side] for side in (CANDIDATE, BASELINE))
         evidence = slowdown(ours, theirs, rounds=each.turns.rounds, margin=margin, where=each.shape.words)
         found.append(
