@@ -130,7 +130,7 @@ class ScoreBeside(Closed):
 
     Args:
         theirs: the float model, of a decoder.
-        data: an .npz below WORKDIR: `ids` [n, T], or the inputs of a graph.
+        data: an .npz below WORKDIR: `ids` [n, T], of an encoder's texts `lengths` [n] too, or the inputs of a graph.
     """
 
     kind: Literal["accuracy"] = "accuracy"
