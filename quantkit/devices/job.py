@@ -109,11 +109,16 @@ class Measure(Closed):
 
 
 class Rounds(Closed):
-    """Raw times of two models that are loaded anew in every round: see `measurement.timing.rounds`."""
+    """Raw times of two models that are loaded anew in every round: see `measurement.timing.rounds`.
+
+    Args:
+        runtimes: of ours and of theirs.
+    """
 
     kind: Literal["rounds"] = "rounds"
     ours: PlacedModel
     theirs: PlacedModel
+    runtimes: tuple[str, str] = ("onnxruntime", "onnxruntime")
     shapes: tuple[ShapeCell, ...] = Field(min_length=1, max_length=_MANY)
     threads: Count | None = None
     seconds: Seconds = 60.0

@@ -114,7 +114,7 @@ def measure_at(
     """`measure_on` of a device's name or address. Raises InputError: those of `reach` as well."""
     from quantkit.devices.reached import reach
 
-    with reach(on) as found:
+    with reach(on, runtimes=[how["runtime"]]) as found:
         return measure_on(bundle, found.link, baseline, progress, ready=found.ready(progress), **how)
 
 

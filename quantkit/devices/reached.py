@@ -15,6 +15,7 @@ from quantkit.devices.ssh.address import Address
 from quantkit.devices.ssh.link import SSHLink
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.pipeline.progress import Progress
+from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report
 
 
@@ -52,12 +53,13 @@ class Reached:
 
 
 @contextmanager
-def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None) -> Iterator[Reached]:
+def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: Iterable[str] = ()) -> Iterator[Reached]:
     """The device of a name or an address, until the body ends.
 
     Args:
         on: a name, `ssh://…`, or a device.
         wheelhouse: instead of the device's own.
+        runtimes: that run there: what they need is carried too, or has to be there.
 
     Raises:
         InputError: there is no such device, OpenSSH does not get there, or nothing can run on it.
@@ -68,7 +70,11 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None) -> Iterator[
         about = probe(way, device.workdir)
         about.demand(device.name)
         house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
-        brought = wheels.needed(about, wheelhouse=house, where=device.name)
+        asked = [load_runtime(each) for each in dict.fromkeys(runtimes)]
+        for each in asked:
+            about.demand_runtime(each, device.name)
+        more = [package for each in asked if each.brought for package in each.packages]
+        brought = wheels.needed(about, wheelhouse=house, where=device.name, more=more)
         yield Reached(device, about, SSHLink(way, device.workdir, wheels=brought))
 
 

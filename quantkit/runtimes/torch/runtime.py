@@ -36,6 +36,8 @@ class TorchRuntime(Runtime):
     """See the module."""
 
     name = "torch"
+    packages = ("torch", "transformers")
+    brought = False
 
     def load(
         self,
