@@ -118,14 +118,19 @@ class Probed(Closed):
         if runtime.engines and not self.gpus:
             rule = "an engine runs on the GPU that it was built for"
             raise InputError("gpu-absent", where=where, value="no NVIDIA GPU", rule=rule, remedy="another device")
+        if not runtime.brought:
+            self.demand_own(runtime.packages, where, f"{runtime.name} uses the device's own: they go with its GPU")
+
+    def demand_own(self, packages: Iterable[str], where: str, rule: str) -> None:
+        """Refuse packages that are not there and are not carried. Raises InputError `runtime-not-here`."""
         have = {name.lower() for name in self.packages}
-        missing = [name for name in runtime.packages if not runtime.brought and name not in have]
+        missing = [name for name in packages if name not in have]
         if missing:
             raise InputError(
                 "runtime-not-here",
                 where=where,
                 value=f"its Python has no {' and no '.join(missing)}",
-                rule=f"{runtime.name} uses the device's own: they go with its GPU and its driver",
+                rule=rule,
                 remedy=f"install {' and '.join(missing)} there, or name the Python that has them: --python PATH",
             )
 

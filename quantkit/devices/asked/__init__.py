@@ -1,0 +1,1 @@
+"""What a device is asked, a question a file."""
