@@ -223,7 +223,7 @@ class NightTimes(Closed):
     threads: Count | None = None
 
 
-class Engine(Closed):
+class BuildEngine(Closed):
     """Builds an engine from a network: see `exporters.tensorrt.engine.EngineJob`. What comes of it lies in the store,
     and goes back by its hash.
 
@@ -247,7 +247,8 @@ class Engine(Closed):
 
 
 Work = Annotated[
-    Measure | Rounds | ScoreBeside | Tax | Generate | Verify | Doctor | NightTimes | Engine, Field(discriminator="kind")
+    Measure | Rounds | ScoreBeside | Tax | Generate | Verify | Doctor | NightTimes | BuildEngine,
+    Field(discriminator="kind"),
 ]
 
 

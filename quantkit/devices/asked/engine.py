@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.bundle import Bundle
+from quantkit.bundle.disk import write_atomic
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import invalid
 from quantkit.devices.collect import CollectedCells
@@ -93,7 +94,7 @@ def export_on(
     files = {path.name: path for path in sorted(folder.glob("network*"))}
     ready(files.values())
     progress.plan({"carrying": 30.0, "build": 60.0})
-    work = jobs.Engine(
+    work = jobs.BuildEngine(
         network=carry(link, "network", files, lambda share, words: progress.at("carrying", share, words)),
         library=plan.library,
         sm=tuple(plan.sm),
@@ -110,15 +111,16 @@ def export_on(
         dir=bundle.path.resolve().parent, prefix=f".{bundle.path.name}-{place}-"
     ) as beside:
         _demand_room(Path(beside), 2 * built.bytes)
-        made = Path(beside) / plan.engine
+        (Path(beside) / place).mkdir()
+        path, record = f"{place}/{plan.engine}", f"{place}/{plan.record}"
+        made = Path(beside) / path
         link.fetch(built.sha256, built.bytes, made, lambda share, words: progress.at("build", 1.0, words))
         if made.stat().st_size != built.bytes:
             raise invalid(name, f"{made.stat().st_size} bytes, not {built.bytes}")
-        path = f"{place}/{plan.engine}"
-        data = {path: made.read_bytes(), f"{place}/{plan.record}": plan.described(built, built_on=name)}
-    by = f"{built.library} {built.version}" + (f" for {plan.gpu}, driver {plan.driver}" if plan.gpu else "")
-    said = [decision(to, NOTE, path, f"built on {name} by {by}")]
-    return Exported(engines.put(bundle, path, data, said), to, [], said, engine=path)
+        write_atomic(Path(beside) / record, plan.described(built, built_on=name))
+        by = f"{built.library} {built.version}" + (f" for {plan.gpu}, driver {plan.driver}" if plan.gpu else "")
+        said = [decision(to, NOTE, path, f"built on {name} by {by}")]
+        return Exported(engines.put(bundle, Path(beside), path, (path, record), said), to, [], said, engine=path)
 
 
 def demand_builds(to: str) -> None:
@@ -144,7 +146,7 @@ def _options(exporter: Any, bundle: Bundle, changes: Sequence[str], about: Probe
     about.demand_own([options.library.replace("_", "-")], name, f"an engine is built by {options.library} there")
     if not gpus and not (ahead and options.sm):
         rule = "an engine is built on the GPU that will run it, or ahead of time for one that is named"
-        raise InputError("gpu-absent", where=name, value="no NVIDIA GPU", rule=rule, remedy="--set sm=8.9, or another")
+        raise InputError("gpu-absent", where=name, value="no NVIDIA GPU", rule=rule, remedy="another device")
     if gpus and not ahead and options.sm != gpus[0]["sm"]:
         value, rule = f"SM {gpus[0]['sm']}", f"SM {options.sm} is asked for"
         raise InputError("gpu-other", where=name, value=value, rule=rule, remedy="leave out sm, or another device")

@@ -17,7 +17,7 @@ from quantkit.runtimes.tensorrt.library import load
 
 def build(data: Mapping[str, Any], caller: child.Caller) -> None:
     """One cell, `engine`: what came of it. The engine itself lies in the store, by its hash."""
-    work, workdir = jobs.Engine.model_validate(data["work"]), Path(data["workdir"])
+    work, workdir = jobs.BuildEngine.model_validate(data["work"]), Path(data["workdir"])
     if "engine" in data["cells"]:
         return
     # in the job's own folder until it is whole

@@ -89,18 +89,19 @@ def add_engine(
                 remedy="leave out engine=false",
             )
         said = notes(beside, built)
-        return put(bundle, made, {name: (beside / name).read_bytes() for name in built}, said), made, said
+        return put(bundle, beside, made, built, said), made, said
 
 
-def put(bundle: Bundle, made: str, files: Mapping[str, bytes], said: Iterable[Decision]) -> Bundle:
+def put(bundle: Bundle, beside: Path, made: str, built: Iterable[str], said: Iterable[Decision]) -> Bundle:
     """The bundle with an engine that was built.
 
     Args:
-        made: its path in the bundle.
-        files: path in the bundle -> content: the engine, and what describes it.
+        beside: a folder that is laid out as the bundle is.
+        made: the engine's path in both.
+        built: that, and the path of what describes it.
         said: of its build; what was said of an earlier one goes.
     """
-    whole: dict[str, bytes | None] = {**files}
+    whole: dict[str, bytes | None] = {name: (beside / name).read_bytes() for name in built}
     # what was found out about an engine of that name was found out about another one
     layers = made.removesuffix(".engine") + SUFFIX
     if any(entry.path == layers for entry in bundle.manifest.files):
