@@ -87,7 +87,7 @@ def measure_on(
     progress, decisions = progress or Progress(), [] if decisions is None else decisions
     runner = load_runtime(runtime)
     if runner.floats is None:
-        rule = "ONNX Runtime and llama.cpp run on a device"
+        rule = "ONNX Runtime, OpenVINO and llama.cpp run on a device's processor"
         raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule)
     bundle.demand_writable()
     bundle.demand_intact()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -13,9 +13,6 @@ from quantkit import machine
 from quantkit.content import Closed, validated
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
-
-if TYPE_CHECKING:
-    from quantkit.runtimes import Runtime
 
 _Line = Annotated[str, Field(max_length=200)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -108,18 +105,6 @@ class Probed(Closed):
                 rule=f"{free / 1e9:.1f} GB of its {self.memory / 1e9:.1f} are free",
                 remedy="a smaller model or fewer bits, or another device",
             )
-
-    def demand_runtime(self, runtime: Runtime, where: str) -> None:
-        """Refuse a runtime whose GPU, or whose own packages, are not there, before anything is carried.
-
-        Raises:
-            InputError: `gpu-absent`, `runtime-not-here`.
-        """
-        if runtime.engines and not self.gpus:
-            rule = "an engine runs on the GPU that it was built for"
-            raise InputError("gpu-absent", where=where, value="no NVIDIA GPU", rule=rule, remedy="another device")
-        if not runtime.brought:
-            self.demand_own(runtime.packages, where, f"{runtime.name} uses the device's own: they go with its GPU")
 
     def demand_own(self, packages: Iterable[str], where: str, rule: str) -> None:
         """Refuse packages that are not there and are not carried. Raises InputError `runtime-not-here`."""

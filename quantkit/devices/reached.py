@@ -14,8 +14,9 @@ from quantkit.devices.probed import Probed, probe
 from quantkit.devices.ssh.address import Address
 from quantkit.devices.ssh.link import SSHLink
 from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.errors import InputError
 from quantkit.pipeline.progress import Progress
-from quantkit.runtimes import load_runtime
+from quantkit.runtimes import Runtime, load_runtime
 from quantkit.runtimes.child import Report
 
 
@@ -59,23 +60,30 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: It
     Args:
         on: a name, `ssh://…`, or a device.
         wheelhouse: instead of the device's own.
-        runtimes: that run there: what they need is carried too, or has to be there.
+        runtimes: that run there: what they need is carried too, unless it is there.
 
     Raises:
-        InputError: there is no such device, OpenSSH does not get there, or nothing can run on it.
+        InputError: `runtime-unsupported`; there is no such device, OpenSSH does not get there, or nothing runs on it.
         Stopped: `device-gone`.
     """
     device = find(on) if isinstance(on, str) else on
+    more = [package for each in dict.fromkeys(runtimes) for package in demand_processor(each).packages]
     with shell(device) as way:
         about = probe(way, device.workdir)
         about.demand(device.name)
         house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
-        asked = [load_runtime(each) for each in dict.fromkeys(runtimes)]
-        for each in asked:
-            about.demand_runtime(each, device.name)
-        more = [package for each in asked if each.brought for package in each.packages]
         brought = wheels.needed(about, wheelhouse=house, where=device.name, more=more)
         yield Reached(device, about, SSHLink(way, device.workdir, wheels=brought))
+
+
+def demand_processor(runtime: str) -> Runtime:
+    """A runtime that runs on a device's processor. Raises InputError `runtime-unsupported`."""
+    found = load_runtime(runtime)
+    if found.floats is None:
+        rule = "ONNX Runtime, OpenVINO and llama.cpp run on a device's processor; what runs on a GPU is measured there"
+        remedy = "--runtime onnxruntime, or work on the device itself"
+        raise InputError("runtime-unsupported", where="--on, --runtime", value=runtime, rule=rule, remedy=remedy)
+    return found
 
 
 def shell(device: NamedDevice) -> OpenSSH:

@@ -31,15 +31,12 @@ class Runtime(Protocol):
         floats: the runtime that runs the float model which its times are set against; None: `measure` does not time it
             on a processor.
         packages: what pip calls the libraries that it needs on a device, beside what all that runs there needs.
-        brought: whether they are carried to a device as wheels; else they are the device's own, as what goes with the
-            driver of a GPU is.
     """
 
     name: str
     engines: bool = False
     floats: str | None = None
     packages: tuple[str, ...] = ()
-    brought: bool = True
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Why nothing can be run in it on this machine; None where it can.

@@ -30,13 +30,11 @@ class TensorrtRuntime(Runtime):
     """
 
     engines = True
-    brought = False
 
     def __init__(
         self, name: Name, *, library: Library | None = None, gpus: Gpus | None = None, device: str = "cuda"
     ) -> None:
         self.name = name
-        self.packages = (name.replace("_", "-"), "torch")
         self._library, self._gpus, self._device = library, gpus, device
 
     def why_not_here(self, folder: Path | None = None) -> str | None:

@@ -36,8 +36,6 @@ class TorchRuntime(Runtime):
     """See the module."""
 
     name = "torch"
-    packages = ("torch", "transformers")
-    brought = False
 
     def load(
         self,
