@@ -5,6 +5,7 @@ under way. It is done cell by cell: a shape, a stretch of positions, an operatio
 `rows.jsonl`, written whole, so that what is on the disk there is what need not be done again.
 
     WORKDIR/bundles/NAME/...   what jobs read: a `Place` is a path below WORKDIR
+    WORKDIR/store/SHA256       files by their content: what was carried, and what a job made that goes back
     WORKDIR/jobs/ID/job.json   the job
                    /rows.jsonl the answers: line n is answer n
                    /pid        of the process group that is at work
@@ -112,11 +113,16 @@ class Measure(Closed):
 
 
 class Rounds(Closed):
-    """Raw times of two models that are loaded anew in every round: see `measurement.timing.rounds`."""
+    """Raw times of two models that are loaded anew in every round: see `measurement.timing.rounds`.
+
+    Args:
+        runtimes: of ours and of theirs.
+    """
 
     kind: Literal["rounds"] = "rounds"
     ours: PlacedModel
     theirs: PlacedModel
+    runtimes: tuple[str, str] = ("onnxruntime", "onnxruntime")
     shapes: tuple[ShapeCell, ...] = Field(min_length=1, max_length=_MANY)
     threads: Count | None = None
     seconds: Seconds = 60.0
@@ -133,7 +139,7 @@ class ScoreBeside(Closed):
 
     Args:
         theirs: the float model, of a decoder.
-        data: an .npz below WORKDIR: `ids` [n, T], or the inputs of a graph.
+        data: an .npz below WORKDIR: `ids` [n, T], of an encoder's texts `lengths` [n] too, or the inputs of a graph.
     """
 
     kind: Literal["accuracy"] = "accuracy"
@@ -242,8 +248,32 @@ class NightTimes(Closed):
     threads: Count | None = None
 
 
+class BuildEngine(Closed):
+    """Builds an engine from a network: see `exporters.tensorrt.engine.EngineJob`. What comes of it lies in the store,
+    and goes back by its hash.
+
+    Args:
+        network: a folder with `network.onnx`.
+        sm: compute capabilities, of a build ahead of time.
+        gpu: name of the GPU that it is built on; empty ahead of time.
+        profiles: shapes, as `profiles.ProfileShapes` has them.
+        flags: of the builder.
+        seconds: after which it is given up.
+    """
+
+    kind: Literal["engine"] = "engine"
+    network: Place
+    library: Literal["tensorrt_rtx", "tensorrt"]
+    sm: tuple[Annotated[str, Field(pattern=r"^\d{1,2}\.\d$")], ...] = Field(max_length=8)
+    gpu: Annotated[str, Field(max_length=200)] = ""
+    profiles: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=64)
+    flags: dict[str, float | bool] = Field(default={}, max_length=20)
+    seconds: Seconds | None = None
+
+
 Work = Annotated[
-    Measure | Rounds | ScoreBeside | Tax | Generate | Verify | Doctor | NightTimes, Field(discriminator="kind")
+    Measure | Rounds | ScoreBeside | Tax | Generate | Verify | Doctor | NightTimes | BuildEngine,
+    Field(discriminator="kind"),
 ]
 
 

@@ -39,6 +39,13 @@ class Link(Protocol):
         """
         ...
 
+    def fetch(self, sha256: str, size: int, to: Path, progress: Report | None = None) -> None:
+        """A file that a job left in the store there, by its content: whole and of that hash, or none is at `to`.
+
+        Its name is whoever asks's; more than `size` bytes are not taken. There it is gone afterwards.
+        """
+        ...
+
     def cancel(self, job: str) -> None:
         """End the job and all that it started; what it answered stays."""
         ...

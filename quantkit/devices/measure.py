@@ -45,10 +45,11 @@ from quantkit.measurement.timing.speed import memory_row
 from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.finished.against import MeasuredAgainst, against
 from quantkit.pipeline.finished.keep import keep
-from quantkit.pipeline.graphs.remeasure import FloatSide, file_of, float_side, holds_graph
+from quantkit.pipeline.graphs.remeasure import MODEL, RUNTIMES, FloatSide, float_side, holds_graph
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
+from quantkit.runtimes.openvino.open import MODEL as XML
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
@@ -87,13 +88,13 @@ def measure_on(
     progress, decisions = progress or Progress(), [] if decisions is None else decisions
     runner = load_runtime(runtime)
     if runner.floats is None:
-        rule = "ONNX Runtime and llama.cpp run on a device"
+        rule = "ONNX Runtime, OpenVINO and llama.cpp run on a device's processor"
         raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule)
     bundle.demand_writable()
     bundle.demand_intact()
     side: _Side
     if holds_graph(bundle):
-        side = _Graph(bundle, float_side(bundle, baseline, calibration))
+        side = _Graph(bundle, float_side(bundle, baseline, calibration), runtime)
     else:
         side = _Model(bundle, against(bundle, baseline, runner.floats), runtime, calibration, decisions)
     stages = {"carrying": 30.0, "score": 60.0, **({"speed": 30.0 + plan.seconds} if speed else {})}
@@ -125,7 +126,7 @@ def measure_at(
     """`measure_on` of a device's name or address. Raises InputError: those of `reach` as well."""
     from quantkit.devices.reached import reach
 
-    with reach(on, wheelhouse=wheelhouse) as found:
+    with reach(on, wheelhouse=wheelhouse, runtimes=[how["runtime"]]) as found:
         return measure_on(bundle, found.link, baseline, progress, ready=found.ready(progress), **how)
 
 
@@ -143,19 +144,21 @@ class _Side:
 
     Args:
         subject: of the float model in rows.
+        floats: the runtime that runs it.
     """
 
     bundle: Bundle
     subject: str
+    floats: str
     of: Any
 
     def files(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """What is loaded of both: relative path -> file here."""
         raise NotImplementedError
 
-    def place(self, folder: str) -> str:
-        """Of what is opened there."""
-        return folder
+    def opened(self) -> tuple[str, str]:
+        """What is opened there of both, below their folders; empty where that is the folder."""
+        return "", ""
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
         """The plan's shapes that both have."""
@@ -189,7 +192,7 @@ class _Model(_Side):
         from quantkit.pipeline.blocks import tokens
 
         self.bundle, self.found, self.subject = bundle, found, found.subject
-        self.of = bundle.manifest.model.kind
+        self.of, self.floats = bundle.manifest.model.kind, str(load_runtime(runtime).floats)
         self.folder = load_runtime(runtime).folder(bundle)
         self.theirs, self.form = found.floats(bundle, runtime)
         self.scoring: TokenSet | None = None
@@ -207,7 +210,23 @@ class _Model(_Side):
         return worth.fitting(plan, context, self.bundle.manifest.model.kind)
 
     def data(self) -> dict[str, Any]:
-        return {} if self.scoring is None else {"ids": self.scoring.ids.numpy()}
+        if self.scoring is None:
+            return {}
+        if self.scoring.pairs is None:
+            return {"ids": self.scoring.ids.numpy()}
+        texts = self._texts()
+        lengths = np.array([len(text) for text in texts])
+        ids = np.zeros((len(texts), int(lengths.max())), np.int64)
+        for place, text in enumerate(texts):
+            ids[place, : len(text)] = text
+        return {"ids": ids, "lengths": lengths}
+
+    def _texts(self) -> list[list[int]]:
+        """Of an encoder that is scored on pairs."""
+        from quantkit.measurement.accuracy.embed import texts_of
+
+        assert self.scoring is not None and self.scoring.pairs is not None and self.found.stream is not None
+        return texts_of(self.scoring.pairs, self.found.stream.source.tokenizer(), self.scoring.ids.shape[1])
 
     def rows(self, answers: CollectedCells, runtime: str) -> list[Row]:
         from quantkit.measurement.accuracy import score
@@ -225,6 +244,15 @@ class _Model(_Side):
             versions=about.versions,
             settings=ran.settings,
         )
+        if self.of == "encoder" and self.scoring.pairs is not None:
+            from quantkit.measurement.accuracy.embed import vector_rows
+
+            texts = self._texts()
+            vectors = _outputs(answers, len(texts))["pooled"]
+            try:
+                return vector_rows(self.found.stream, vectors, texts, self.scoring.pairs, about=what)
+            except ValueError:
+                raise invalid(answers.on, f"vectors of shape {vectors.shape}") from None
         if self.of == "encoder":
             from quantkit.measurement.accuracy.labelled.pairs import cosine_row
 
@@ -246,21 +274,27 @@ class _Model(_Side):
 class _Graph(_Side):
     """A network, or an encoder that came as a graph."""
 
-    of = "network"
+    # the float graph is an ONNX file, whatever runs the bundle's
+    of, floats = "network", worth.RUNTIME
 
-    def __init__(self, bundle: Bundle, theirs: FloatSide) -> None:
+    def __init__(self, bundle: Bundle, theirs: FloatSide, runtime: str) -> None:
         self.bundle, self.theirs, self.subject = bundle, theirs, theirs.graph.sha256
-        self.path = file_of(bundle)
+        if runtime not in RUNTIMES:
+            rule = f"a graph's runtimes are {' and '.join(RUNTIMES)}"
+            raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule)
+        folder = load_runtime(runtime).folder(bundle)
+        self.path = folder / (MODEL if runtime == worth.RUNTIME else XML)
 
     def files(self) -> tuple[dict[str, Path], dict[str, Path]]:
-        both = [
-            {"model.onnx" if at == path else at.name: at for at in sorted(path.parent.glob(f"{path.name}*"))}
-            for path in (self.path, self.theirs.graph.path)
-        ]
-        return both[0], both[1]
+        theirs = self.theirs.graph.path
+        beside = sorted(theirs.parent.glob(f"{theirs.name}*"))
+        return (
+            {path.name: path for path in sorted(self.path.parent.glob(f"{self.path.stem}.*"))},
+            {MODEL if path == theirs else path.name: path for path in beside},
+        )
 
-    def place(self, folder: str) -> str:
-        return f"{folder}/model.onnx"
+    def opened(self) -> tuple[str, str]:
+        return f"/{self.path.name}", f"/{MODEL}"
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
         sizes = [self.theirs.data.batch] if self.theirs.data.batch else plan.batches
@@ -279,7 +313,7 @@ class _Graph(_Side):
         if {name: each.shape for name, each in known.items()} != {name: each.shape for name, each in given.items()}:
             raise invalid(answers.on, "outputs of other names or shapes")
         subject = self.bundle.manifest.content_sha256
-        rows = agreement(known, given, self.theirs.data, subject=subject, baseline=self.subject)
+        rows = agreement(known, given, self.theirs.data, subject=subject, baseline=self.subject, runtime=runtime)
         return [_there(row, answers) for row in rows]
 
     def samples(self, sizes: Sequence[int]) -> tuple[dict[str, Any], float, float] | None:
@@ -302,8 +336,8 @@ class _Measuring:
         )
         manifest, weights = bundle.manifest, side.weights()
         places = []
-        for name, files in zip(("subject", "baseline"), side.files(), strict=True):
-            places.append(side.place(carry(link, name, files, self._carried)))
+        for name, files, opened in zip(("subject", "baseline"), side.files(), side.opened(), strict=True):
+            places.append(carry(link, name, files, self._carried) + opened)
         self.ours = jobs.PlacedModel(
             place=places[0],
             subject=manifest.content_sha256,
@@ -311,7 +345,6 @@ class _Measuring:
             weight_bytes=weights[0],
         )
         self.theirs = jobs.PlacedModel(place=places[1], subject=side.subject, format=side.form, weight_bytes=weights[1])
-        self.floats = str(load_runtime(runtime).floats)
 
     def _carried(self, share: float, words: str) -> None:
         self.progress.at("carrying", share, words)
@@ -335,7 +368,7 @@ class _Measuring:
             ours=self.ours,
             theirs=self.theirs if self.side.of == "decoder" else None,
             runtime=self.runtime,
-            floats=self.floats,
+            floats=self.side.floats,
             data=self._sent("scored", data),
         )
         answers = CollectedCells.of(self.link, Job(work=work), self.progress, "score")
@@ -360,7 +393,7 @@ class _Measuring:
             ours=self.ours,
             theirs=self.theirs,
             runtime=self.runtime,
-            floats=self.floats,
+            floats=self.side.floats,
             shapes=tuple(jobs.ShapeCell(kind=each.kind, batch=each.batch, size=each.size) for each in shapes),
             graphs=graphs,
             seconds=plan.seconds,

@@ -140,6 +140,19 @@ class Probed(Closed):
                 remedy="fewer shapes or formats, or make room there",
             )
 
+    def demand_own(self, packages: Iterable[str], where: str, rule: str) -> None:
+        """Refuse packages that are not there and are not carried. Raises InputError `runtime-not-here`."""
+        have = {name.lower() for name in self.packages}
+        missing = [name for name in packages if name not in have]
+        if missing:
+            raise InputError(
+                "runtime-not-here",
+                where=where,
+                value=f"its Python has no {' and no '.join(missing)}",
+                rule=rule,
+                remedy=f"install {' and '.join(missing)} there, or name the Python that has them: --python PATH",
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """Of what JSON has."""
         return self.model_dump(mode="json")

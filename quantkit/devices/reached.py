@@ -17,6 +17,7 @@ from quantkit.devices.ssh.link import SSHLink
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 from quantkit.pipeline.progress import Progress
+from quantkit.runtimes import Runtime, load_runtime
 from quantkit.runtimes.child import Report
 
 
@@ -54,19 +55,21 @@ class Reached:
 
 
 @contextmanager
-def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None) -> Iterator[Reached]:
+def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: Iterable[str] = ()) -> Iterator[Reached]:
     """The device of a name or an address, until the body ends.
 
     Args:
         on: a name, `ssh://…`, or a device.
         wheelhouse: instead of the device's own.
+        runtimes: that run there: what they need is carried too, unless it is there.
 
     Raises:
-        InputError: there is no such device, OpenSSH does not get there, or nothing can run on it; `file-missing`, no
-            such wheelhouse.
+        InputError: `runtime-unsupported`; there is no such device, OpenSSH does not get there, or nothing can run on
+            it; `file-missing`, no such wheelhouse.
         Stopped: `device-gone`.
     """
     device = find(on) if isinstance(on, str) else on
+    more = [package for each in dict.fromkeys(runtimes) for package in demand_processor(each).packages]
     house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
     if house is not None and not house.is_dir():
         rule, remedy = "a wheelhouse is a folder of wheels", "pip download -d FOLDER, or leave out --wheelhouse"
@@ -74,8 +77,18 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None) -> Iterator[
     with shell(device) as way:
         about = probe(way, device.workdir)
         about.demand(device.name)
-        brought = wheels.needed(about, wheelhouse=house, where=device.name)
+        brought = wheels.needed(about, wheelhouse=house, where=device.name, more=more)
         yield Reached(device, about, SSHLink(way, device.workdir, wheels=brought))
+
+
+def demand_processor(runtime: str) -> Runtime:
+    """A runtime that runs on a device's processor. Raises InputError `runtime-unsupported`."""
+    found = load_runtime(runtime)
+    if found.floats is None:
+        rule = "ONNX Runtime, OpenVINO and llama.cpp run on a device's processor; what runs on a GPU is measured there"
+        remedy = "--runtime onnxruntime, or work on the device itself"
+        raise InputError("runtime-unsupported", where="--on, --runtime", value=runtime, rule=rule, remedy=remedy)
+    return found
 
 
 def shell(device: NamedDevice) -> OpenSSH:

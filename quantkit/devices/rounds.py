@@ -55,6 +55,7 @@ class DeviceTimer:
         work = jobs.Rounds(
             ours=placed[CANDIDATE],
             theirs=placed[BASELINE],
+            runtimes=job.runtimes,
             shapes=tuple(jobs.ShapeCell(kind=each.kind, batch=each.batch, size=each.size) for each in job.shapes),
             seconds=job.seconds,
             seed=job.seed,
@@ -137,7 +138,7 @@ def _files(path: Path) -> dict[str, Path]:
     """Relative path -> file of a folder, or of a graph's file and what lies beside it under its name."""
     if path.is_dir():
         return {each.relative_to(path).as_posix(): each for each in walk(path)}
-    return {each.name: each for each in sorted(path.parent.glob(f"{path.name}*"))}
+    return {each.name: each for each in sorted(path.parent.glob(f"{path.stem}.*"))}
 
 
 class Told(Progress):

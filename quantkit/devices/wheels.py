@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quantkit import _version, content
@@ -69,9 +69,9 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def requirements(have: Mapping[str, str]) -> list[str]:
-    """Of what runs there, what is not there in a version that is recent enough: `numpy>=1.26`."""
-    least = dict.fromkeys(NEEDED, "0")
+def requirements(have: Mapping[str, str], more: Iterable[str] = ()) -> list[str]:
+    """Of what runs there, and of `more`, what is not there in a version that is recent enough: `numpy>=1.26`."""
+    least = dict.fromkeys([*NEEDED, *more], "0")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a clone that is not installed
         for text in importlib.metadata.requires("quantkit") or []:
             found = re.match(r"([a-z0-9-]+)>=([0-9.]+)", text)
@@ -104,17 +104,18 @@ def tags(about: Probed) -> list[str]:
     return []
 
 
-def needed(about: Probed, *, wheelhouse: Path | None, where: str) -> dict[str, Path]:
+def needed(about: Probed, *, wheelhouse: Path | None, where: str, more: Iterable[str] = ()) -> dict[str, Path]:
     """sha256 -> wheel of what the device lacks.
 
     Args:
+        more: packages besides, of the runtimes that are asked for.
         wheelhouse: a folder of wheels; None: they are fetched, and kept in the user's cache.
         where: the device, for errors.
 
     Raises:
         InputError: `no-wheel`, there is none for its platform; `missing-pip`.
     """
-    asked = requirements({name.lower(): version for name, version in about.packages.items()})
+    asked = requirements({name.lower(): version for name, version in about.packages.items()}, more)
     platforms = tags(about)
     named = sorted(path.name for path in wheelhouse.glob("*.whl")) if wheelhouse is not None else []
     key = json.dumps([asked, platforms, about.python, str(wheelhouse), named])
@@ -165,7 +166,8 @@ def _fetch(
         where=where,
         value=missing.removeprefix("ERROR: ")[:200],
         rule=f"there is a wheel for {kind} and Python {version}",
-        remedy="install the package on the device, in the Python that --python names, or --wheelhouse with one",
+        remedy="install the package on the device, in the Python that --python names, where some have to be compiled, "
+        "or --wheelhouse with one",
     )
 
 

@@ -30,11 +30,13 @@ class Runtime(Protocol):
         engines: whether it runs engines, each built for one kind of GPU.
         floats: the runtime that runs the float model which its times are set against; None: `measure` does not time it
             on a processor.
+        packages: what pip calls the libraries that it needs on a device, beside what all that runs there needs.
     """
 
     name: str
     engines: bool = False
     floats: str | None = None
+    packages: tuple[str, ...] = ()
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Why nothing can be run in it on this machine; None where it can.

@@ -17,6 +17,7 @@ class QuantkitCpu(OnnxRuntime):
     """See the module."""
 
     name = "quantkit_cpu"
+    packages = ("onnx",)
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """The processor, or no compiler."""

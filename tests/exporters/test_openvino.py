@@ -14,6 +14,7 @@ from small_onnx import Small, expected, export, relative, scheme
 
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec, load_exporter
+from quantkit.exporters.openvino import check
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 pytest.importorskip("openvino")
@@ -59,7 +60,7 @@ def constants(made: Small) -> dict[str, tuple[str, Any]]:
 @pytest.mark.parametrize("name", ["llama-tied", "gemma2", "gpt2", "bert"])
 def test_it_computes_what_transformers_does(small: Any, name: str) -> None:
     made = small(name)
-    assert all(check.ok for check in made.check().values())
+    assert all(each.ok for each in made.check().values())
     ids = torch.randint(0, 90, (2, 9), generator=torch.Generator().manual_seed(1))
     model = opened(made)
     if name == "bert":
@@ -73,20 +74,43 @@ def test_it_computes_what_transformers_does(small: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("how", [scheme(), SYMMETRIC, BYTES], ids=["zero points", "symmetric", "8 bits"])
-def test_codes_are_ours_as_they_are(small: Any, how: WeightScheme) -> None:
+def test_codes_are_ours_as_they_are(small: Any, how: WeightScheme, request: pytest.FixtureRequest) -> None:
     made = small("llama-tied", how)
     stored = constants(made)
     linear = "model.layers.1.mlp.down_proj"
     kind, node = stored[f"{linear}.codes"]
-    assert kind == ("u8" if how.format == "int8" else "u4")
+    assert kind == {"zero points": "u4", "symmetric": "i4", "8 bits": "u8"}[request.node.callspec.id]
     tensor = made.results.quantized(linear)
-    half = 8 if how.format == "int4" else 128
     raw = node.data.reshape(-1)
-    found = raw if kind == "u8" else np.stack([raw & 15, raw >> 4], -1).reshape(-1)
-    wanted = tensor.codes.numpy().astype(np.int16) + half
+    found = (raw if kind == "u8" else np.stack([raw & 15, raw >> 4], -1).reshape(-1)).astype(np.int16)
+    if kind == "i4":  # two's complement
+        found = np.where(found > 7, found - 16, found)
+    wanted = tensor.codes.numpy().astype(np.int16) + {"u4": 8, "i4": 0, "u8": 128}[kind]
     # a row is filled up to whole blocks, where there are no groups
     assert (found.reshape(len(wanted), -1)[:, : wanted.shape[1]] == wanted).all()
     assert (f"{linear}.zeros" in stored) is (not how.symmetric)
+
+
+def test_symmetric_codes_are_multiplied_in_4_bits(small: Any) -> None:
+    """Packed until the product, with nothing subtracted: what the CPU's plug-in says that it runs."""
+    made = small("llama-tied", SYMMETRIC)
+    assert all(each.ok for each in made.check().values())
+    ran = [each.get_rt_info() for each in opened(made)._model.get_runtime_model().get_ordered_ops()]
+    told = [each for each in ran if "layerType" in each and each["layerType"].astype(str) == "FullyConnected"]
+    kinds = [each["runtimePrecision"].astype(str) for each in told]
+    assert kinds.count("i4") == len([name for name in constants(made) if name.endswith(".codes")])
+
+
+def test_a_symmetric_file_with_the_wrong_type_is_named(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NPU refuses zero points: codes that are right, but from 0, are not what was asked for."""
+    made = copy.copy(small("llama-tied", SYMMETRIC))
+    found = check.constants
+    monkeypatch.setattr(
+        check,
+        "constants",
+        lambda model: [(name, "u4" if kind == "i4" else kind, data) for name, kind, data in found(model)],
+    )
+    assert not made.check()["openvino.codes"].ok
 
 
 def test_the_same_model_is_the_same_file(small: Any, tmp_path: Path) -> None:
@@ -98,7 +122,7 @@ def test_the_same_model_is_the_same_file(small: Any, tmp_path: Path) -> None:
 
 def test_fixed_inputs_are_multiplied_in_bytes(small: Any) -> None:
     made = small("bert", BYTES, activations=FIXED)
-    assert all(check.ok for check in made.check().values())
+    assert all(each.ok for each in made.check().values())
     ran = opened(made)._model.get_runtime_model().get_ordered_ops()
     kinds = [n.get_rt_info()["runtimePrecision"].astype(str) for n in ran if n.get_type_name() == "ExecutionNode"]
     assert kinds.count("i8") >= 18  # six linears in each of three layers
@@ -142,6 +166,10 @@ def test_an_npu_takes_encoders_of_one_shape_alone(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="any shape"):
         export(tmp_path / "b", "bert", SYMMETRIC, exporter=EXPORT, device="NPU")
     made = export(tmp_path / "c", "bert", SYMMETRIC, exporter=EXPORT, device="NPU", shape=(2, 9))
+    # weights without zero points, in the file too
+    stored = constants(made)
+    assert {kind for name, (kind, _) in stored.items() if name.endswith(".codes")} == {"i4"}
+    assert not any(kind in ("u4", "u8") for kind, _ in stored.values())
     model = opened(made, device="CPU")
     ids = np.ones((2, 9), np.int64)
     assert relative(model.encode(ids), expected(made.model, torch.from_numpy(ids))) < LIMIT
@@ -182,7 +210,7 @@ def test_a_network_s_codes_stay_and_are_multiplied_in_bytes(tmp_path: Path) -> N
         EXPORT.add_graph(path, tmp_path / "npu", {"device": "NPU"})
     EXPORT.add_graph(path, tmp_path / "openvino", {"shape": (2,)})
     feed = {"x": draw.normal(size=(2, 3, 16, 16)).astype(np.float32)}
-    assert {check.name: check.ok for check in EXPORT.check_graph(path, tmp_path / "openvino", feed)} == {
+    assert {each.name: each.ok for each in EXPORT.check_graph(path, tmp_path / "openvino", feed)} == {
         "openvino.codes": True,
         "reload.openvino": True,
     }

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ from quantkit.errors import InputError, Stopped
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.rounds import RoundsJob
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
+from quantkit.pipeline.compare.sides import open_sides
+from quantkit.pipeline.compare.times import prepare
+from quantkit.pipeline.finished.export import export_bundle
 from quantkit.pipeline.finished.keep import keep
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import by_device
@@ -39,6 +43,9 @@ from quantkit.runtimes import load_runtime
 
 if TYPE_CHECKING:
     from conftest import Made
+
+# of the model that bundles are of: `conftest.CHANGES`
+CHANGES = {"vocab_size": 258, "num_hidden_layers": 1}
 
 Copy = Callable[[Path], Bundle]
 PLAN = TimingPlan(batches=(1, 2), contexts=(16,), prefills=(8,), seconds=0.3, cell_seconds=0.3, rounds=2)
@@ -66,13 +73,17 @@ def measured(bundle: Bundle, link: Any, made: Made, **how: Any) -> list[Row]:
 ABSENT = ("torch", "transformers", "scipy", "onnx", "onnx_ir", "tokenizers", "plotly", "psutil")
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a Python in which they cannot be imported."""
-    folder = tmp_path_factory.mktemp("absent")
-    for name in ABSENT:
+def absent(folder: Path, *names: str) -> dict[str, str]:
+    """The environment of a Python in which these cannot be imported."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
         (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return absent(tmp_path_factory.mktemp("absent"), *ABSENT)
 
 
 class Cut(LocalLink):
@@ -238,7 +249,7 @@ def test_generate_on_a_device(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager
-    def reach(on: str, wheelhouse: Path | None = None) -> Iterator[Any]:
+    def reach(on: str, **_: Any) -> Iterator[Any]:
         yield SimpleNamespace(link=LocalLink(tmp_path, on), ready=lambda progress: unasked)
 
     monkeypatch.setattr("quantkit.devices.reached.reach", reach)
@@ -288,3 +299,26 @@ def planted(manifest: Manifest) -> list[Row]:
             runtime="onnxruntime",
         )
     ]
+
+
+def test_text_and_times_come_from_the_runtime_that_was_asked_for(made: Made, copied: Copy, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    with small_onnx.traced_once("llama", CHANGES):
+        bundle = export_bundle(copied(made.both), "openvino").bundle
+    here = load_runtime("openvino").generate(bundle, "The state of", new_tokens=6)
+    there = generate_on(bundle, LocalLink(tmp_path / "a"), "The state of", runtime="openvino", new_tokens=6)
+    assert (there["text"], there["tokens"]) == (here["text"], here["tokens"])
+    sides = open_sides(bundle, made.both)
+    timer = DeviceTimer(LocalLink(tmp_path / "b", environment=absent(tmp_path / "absent", "openvino")))
+    how: dict[str, Any] = {"batches": [1], "seconds": 0.2, "calibration": None, "here": False}
+    timing, _ = prepare(*sides[::-1], **how)
+    assert timing.job.runtimes == ("onnxruntime", "onnxruntime")
+    with pytest.raises(InputError, match="bundle-without-openvino"):
+        prepare(*sides, **how, runtime="openvino")
+    timing, _ = prepare(sides[0], sides[0], **how, runtime="openvino")
+    assert timing.runtime == "openvino"
+    short = replace(timing, job=replace(timing.job, shapes=[Shape("decode", 1, 16)]))
+    with pytest.raises(InputError, match=r"missing-dependency.*openvino"):
+        replace(short, timer=timer).run(Progress())
+    (taken,) = replace(short, timer=DeviceTimer(LocalLink(tmp_path / "c"))).run(Progress())
+    assert taken.turns is not None

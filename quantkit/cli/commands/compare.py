@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +33,8 @@ def compare(
     ] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Compare times.")] = True,
     runtime: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Whose scores are compared; default: one that both have.")
+        str | None,
+        typer.Option(metavar="NAME", help="Whose scores are compared, and what times both; default: one of both."),
     ] = None,
     calibration: Annotated[
         str | None,
@@ -80,7 +81,9 @@ def compare(
         shell.demand()
     with showing() as progress, ExitStack() as devices:
         progress.begin(f"comparing {a} and {b}", 5.0 + (60.0 + (seconds or 60.0) if measure and speed else 0.0))
-        timer = devices.enter_context(timing_on(on, progress, wheelhouse)) if on is not None else None
+        timer = None
+        if on is not None:
+            timer = devices.enter_context(timing_on(on, progress, timed(runtime, a, b), wheelhouse))
         found = compare_bundles(
             a,
             b,
@@ -115,10 +118,22 @@ def compare(
 
 
 @contextmanager
-def timing_on(on: str, progress: Progress, wheelhouse: Path | None = None) -> Iterator[DeviceTimer]:
-    """A device that takes the times of a comparison."""
+def timing_on(
+    on: str, progress: Progress, runtimes: Iterable[str], wheelhouse: Path | None = None
+) -> Iterator[DeviceTimer]:
+    """A device that takes the times of a comparison, in some runtimes."""
     from quantkit.devices.reached import reach
     from quantkit.devices.rounds import DeviceTimer
 
-    with reach(on, wheelhouse=wheelhouse) as found:
+    with reach(on, wheelhouse=wheelhouse, runtimes=runtimes) as found:
         yield DeviceTimer(found.link, found.ready(progress))
+
+
+def timed(runtime: str | None, *sides: str) -> list[str]:
+    """The runtimes that bundles are timed in; a float model is refused later, by its name."""
+    from quantkit.bundle import Bundle
+    from quantkit.bundle.manifest import MANIFEST
+    from quantkit.pipeline.compare.times import timed_in
+
+    bundles = [Path(side).expanduser() for side in sides]
+    return [timed_in(Bundle.load(path), runtime) for path in bundles if (path / MANIFEST).is_file()]

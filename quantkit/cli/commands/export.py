@@ -10,7 +10,7 @@ import typer
 
 import quantkit
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import BundlePath, Json
+from quantkit.cli.options import BundlePath, Json, On
 
 if TYPE_CHECKING:
     from quantkit.bundle import Bundle
@@ -30,18 +30,27 @@ def export(
     inputs: Annotated[
         Path | None, typer.Option(metavar="FILE.npz", help="With --autotune-qdq, what a graph is given.")
     ] = None,
+    on: On = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
     as_json: Json = False,
 ) -> Answer:
     """Add an export to a finished bundle: quantkit export BUNDLE --to onnx."""
+    from quantkit.errors import InputError
     from quantkit.pipeline.finished.export import export_bundle
     from quantkit.report import terminal
 
+    if autotune_qdq and on is not None:
+        raise InputError("usage", where="--autotune-qdq", value="with --on", rule="it searches on this machine's GPU")
     if autotune_qdq:
         return _autotuned(quantkit.load(bundle), to, set_ or (), inputs)
     with showing() as progress:
         progress.begin(f"exporting {bundle}", 40.0)
-        done = export_bundle(quantkit.load(bundle), to, set_ or (), dry_run=dry_run, progress=progress)
+        if on is None:
+            done = export_bundle(quantkit.load(bundle), to, set_ or (), dry_run=dry_run, progress=progress)
+        else:
+            from quantkit.devices.asked.engine import export_at
+
+            done = export_at(on, quantkit.load(bundle), to, set_ or (), dry_run=dry_run, progress=progress)
     shown = terminal.verified(done.bundle.path, done.bundle.manifest, done.checks, [done.says])
     return Answer(done.as_dict(), shown, [x.as_dict() for x in done.decisions])
 

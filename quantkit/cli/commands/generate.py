@@ -41,7 +41,7 @@ def generate(
             from quantkit.devices.reached import reach
             from quantkit.devices.rounds import generate_on
 
-            with reach(on, wheelhouse=wheelhouse) as found:
+            with reach(on, wheelhouse=wheelhouse, runtimes=[runner.name]) as found:
                 ready = found.ready(progress)
                 made = generate_on(opened, found.link, prompt, progress, runtime=runner.name, ready=ready, **how)
     text = made["text"] if chat else f"{prompt}{made['text']}"

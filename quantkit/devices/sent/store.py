@@ -1,6 +1,6 @@
 """Files on a device, by their content: nothing travels twice, and a broken transfer goes on where it was.
 
-    WORKDIR/store/SHA256        a whole file, its hash checked
+    WORKDIR/store/SHA256        a whole file, its hash checked; or one that a job has made, to be fetched
                  /SHA256.part   as much of it as has arrived
                  /SHA256.at     where it lies since it was laid out: a path below WORKDIR
     WORKDIR/bundles/NAME/...    laid out
@@ -11,6 +11,7 @@ Two that send the same file write the same bytes at the same places: neither wai
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import hashlib
@@ -27,19 +28,22 @@ from typing import Any
 
 LAYOUT = 1
 _CHUNK = 1 << 20
+# bytes of a line on their way back
+_LINE = 3 << 18
 # seconds that nothing has to come for, until whoever sends has gone; that the answers of a job which ended wait
 _PATIENCE, _OLD = 60, 86_400.0
 
 
-def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """`do` is one of `have`, `receive`, `lay_out`, `unpack`, `clean`; `workdir` where."""
+def main(asked: dict[str, Any]) -> dict[str, Any] | None:
+    """`do` is one of `have`, `receive`, `lay_out`, `unpack`, `send`, `drop`, `clean`; `workdir` where."""
     place = Path(os.path.expanduser(asked["workdir"]))  # noqa: PTH111
     if asked["do"] == "clean" and not place.exists():
         return {"bundles": 0, "wheels": 0, "bytes": 0}
     problem = _opened(place)
     if problem:
         return problem
-    known = {"have": have, "receive": receive, "lay_out": lay_out, "unpack": unpack, "clean": clean}
+    known = {"have": have, "receive": receive, "lay_out": lay_out, "unpack": unpack, "send": send, "drop": drop}
+    known |= {"clean": clean}
     return known[asked["do"]](place, asked)
 
 
@@ -120,6 +124,29 @@ def _received(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
                 part.unlink()
         damaged += [] if good else [sha]
     return {"damaged": damaged}
+
+
+def send(place: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """Print the file of a content from byte `begin` on, in lines of base64; the last line is `sent`."""
+    path = place / "store" / asked["sha"]
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        return {"error": "absent", "value": asked["sha"]}
+    with stream:
+        stream.seek(asked["begin"])
+        while chunk := stream.read(_LINE):
+            signal.alarm(_PATIENCE)
+            sys.stdout.buffer.write(base64.b64encode(chunk) + b"\n")
+            sys.stdout.buffer.flush()
+    signal.alarm(0)
+    return {"sent": True}
+
+
+def drop(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """Remove the file of a content that a job has left, once it has been fetched."""
+    (place / "store" / asked["sha"]).unlink(missing_ok=True)
+    return {}
 
 
 def lay_out(place: Path, asked: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import getpass
 import hashlib
@@ -12,6 +13,7 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from quantkit.bundle import stopping_when_full
 from quantkit.devices.job import ANSWER, LINE, At, Done, Failed, Found, Job, Note, parse
 from quantkit.devices.ssh.openssh import Lost, OpenSSH, again, source
 from quantkit.errors import InputError, QuantkitError
@@ -257,6 +259,56 @@ class SSHLink:
             finally:
                 over.set()
         raise self._shell.lost("its answer broke off")
+
+    def fetch(self, sha256: str, size: int, to: Path, progress: Report | None = None) -> None:
+        """See `Link`.
+
+        Raises:
+            InputError: `answer-invalid`, it is longer or no base64; `transfer-damaged`.
+            Stopped: `device-gone`; `disk-full` here.
+        """
+        part = to.with_name(f".{to.name}.part")
+
+        def bring() -> None:
+            begin = part.stat().st_size
+            told = {"workdir": self._workdir, "do": "send", "sha": sha256, "begin": begin}
+            with self._shell.open("store", told) as talk, stopping_when_full(part.parent), part.open("ab") as stream:
+                # four letters for three bytes, and line feeds
+                for line in talk.lines(2 * (size - begin) + (1 << 20), 2 << 20):
+                    if line.startswith(b"{"):
+                        found = _said(line)
+                        if "error" in found:
+                            raise self._shell.refused(str(found["error"])[:64], str(found.get("value", ""))[:200])
+                        return
+                    try:
+                        data = base64.b64decode(line, validate=True)
+                    except ValueError:
+                        raise self._shell.invalid(line) from None
+                    if stream.tell() + len(data) > size:
+                        raise self._shell.invalid(line)
+                    stream.write(data)
+                    if progress is not None:
+                        progress(stream.tell() / size, f"bringing {to.name} from {self.name}")
+                talk.done()
+            raise self._shell.lost("its answer broke off")
+
+        try:
+            part.write_bytes(b"")
+            again(bring, self._patience, lambda: part.stat().st_size)
+            with part.open("rb") as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+            if found != sha256:
+                raise InputError(
+                    "transfer-damaged",
+                    where=self.name,
+                    value="what arrived is not what was made there",
+                    rule="a file is what its hash says",
+                    remedy="run it again; if it stays, look at the device's disk and memory",
+                )
+            part.replace(to)
+        finally:
+            part.unlink(missing_ok=True)
+        self._ask("store", "drop", sha=sha256)
 
     def cancel(self, job: str) -> None:
         """See `Link`."""

@@ -22,7 +22,7 @@ from quantkit.devices.answers import (
     dumped,
 )
 from quantkit.errors import GateError, InputError
-from quantkit.measurement.timing.speed import demand_room, opened, samples_of
+from quantkit.measurement.timing.speed import demand_room, opened, opened_graph, samples_of
 from quantkit.runtimes import child
 from quantkit.runtimes.generate import Sampling, stream
 from quantkit.runtimes.onnxruntime.session import OnnxModel
@@ -119,32 +119,35 @@ def _demand_finite(found: Mapping[str, Array], sequence: int) -> None:
 
 
 def _encoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
-    ids = samples_of(str(workdir / work.data))["ids"]
+    data = samples_of(str(workdir / work.data))
+    ids = data["ids"]
+    lengths = data.get("lengths", np.full(len(ids), ids.shape[1]))
     model = opened(str(workdir / work.ours.place), {}, work.threads or machine.cores(), work.runtime)
     _settings(model, done, caller)
-    _outputs(
-        len(ids),
-        lambda part: {"pooled": model.encode(ids[part]).mean(axis=1)},  # type: ignore[attr-defined]
-        done,
-        caller,
-    )
+
+    def run(part: slice) -> dict[str, Array]:
+        pooled: dict[int, Array] = {}
+        # texts of one length together: none is padded, as in `measurement.accuracy.embed`
+        for length in np.unique(lengths[part]):
+            places = np.flatnonzero(lengths[part] == length)
+            states = model.encode(np.ascontiguousarray(ids[part][places, :length]))  # type: ignore[attr-defined]
+            pooled |= dict(zip(places.tolist(), states.mean(axis=1), strict=True))
+        return {"pooled": np.stack([pooled[place] for place in range(len(pooled))])}
+
+    _outputs(len(ids), run, done, caller)
 
 
 def _network(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
-    from quantkit.runtimes.onnxruntime.open import open_graph
-
     samples = samples_of(str(workdir / work.data))
-    session = open_graph(workdir / work.ours.place, work.threads or machine.cores())
-    names = [value.name for value in session.get_outputs()]
+    graph = opened_graph(workdir / work.ours.place, work.threads or machine.cores(), work.runtime)
     count = len(next(iter(samples.values())))
-    # a graph of a fixed batch takes that
-    fixed = next((value.shape[0] for value in session.get_inputs() if isinstance(value.shape[0], int)), _SAMPLES)
 
     def run(part: slice) -> dict[str, Array]:
-        feed = {name: np.ascontiguousarray(values[part]) for name, values in samples.items()}
-        return dict(zip(names, map(np.atleast_1d, session.run(None, feed)), strict=True))
+        found = graph({name: np.ascontiguousarray(values[part]) for name, values in samples.items()})
+        return {name: np.atleast_1d(array) for name, array in found.items()}
 
-    _outputs(count, run, done, caller, step=fixed)
+    # a graph of a fixed batch takes that
+    _outputs(count, run, done, caller, step=graph.batch or _SAMPLES)
 
 
 def _outputs(count: int, run: Any, done: Mapping[str, Any], caller: child.Caller, step: int = _SAMPLES) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,13 @@ def rounds(data: Mapping[str, Any], caller: child.Caller) -> None:
     if not left:
         return
     threads = work.threads or machine.cores()
-    paths = {raw.CANDIDATE: str(workdir / work.ours.place), raw.BASELINE: str(workdir / work.theirs.place)}
-    speed.demand_room([Path(path) for path in paths.values()])
+    paths = [str(workdir / side.place) for side in (work.ours, work.theirs)]
+    speed.demand_room([*map(Path, paths)])
     samples = speed.samples_of(str(workdir / work.samples.place) if work.samples else None)
-    loads = {side: (lambda path=path: speed.opened(path, samples, threads)) for side, path in paths.items()}
+    loads = {
+        side: partial(speed.opened, path, samples, threads, runtime)
+        for side, path, runtime in zip((raw.CANDIDATE, raw.BASELINE), paths, work.runtimes, strict=True)
+    }
     shapes = [Shape(**shape.model_dump()) for shape in left]
     before = of_cpu()
     taken = raw.take(

@@ -10,7 +10,7 @@ from typing import Any
 from quantkit import machine
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import DeviceFacts, dumped
-from quantkit.devices.there import checks, models, night, tax, times
+from quantkit.devices.there import checks, engine, models, night, tax, times
 from quantkit.devices.there.ledger import Ledger
 from quantkit.measurement.operators.run import environment
 from quantkit.runtimes import child
@@ -26,6 +26,7 @@ _DONE_BY: Mapping[str, Callable[[Any, child.Caller], None]] = {
     "verify": checks.verify,
     "doctor": checks.doctor,
     "night": night.night,
+    "engine": engine.build,
 }
 
 

@@ -22,7 +22,7 @@ from quantkit.errors import InputError
 from quantkit.exporters.check import counted, judged, worst
 from quantkit.exporters.onnx.exporter import dialect_weights
 from quantkit.exporters.openvino.dialect import channel_scales, packed_weights
-from quantkit.exporters.openvino.model import CODES, around_zero, constants, without_pairs
+from quantkit.exporters.openvino.model import CODES, around_zero, constants, nibbles_signed, without_pairs
 from quantkit.exporters.values import Values
 from quantkit.runtimes.openvino.library import first_line
 from quantkit.runtimes.openvino.open import MODEL, read
@@ -31,7 +31,6 @@ from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
 LIMIT = 1e-4
 # of graphs, as `reload.onnxruntime` of them: a value at the edge of two codes may fall to either
 ROUNDED = 0.05
-_TYPES = {4: ("u4",), 8: ("u8",)}
 
 
 def check(folder: Path, values: Values) -> list[Check]:
@@ -56,9 +55,12 @@ def wrong_codes(folder: Path, values: Values) -> list[str]:
         wanted: dict[str, Any]
         if linear.input is None:
             packed = packed_weights(weights, name)
-            kinds = _TYPES[packed.bits]
+            kinds = (f"u{packed.bits}",)
             wanted = {"codes": packed.codes(), "scales": packed.scales()}
-            wanted |= {} if linear.scheme.symmetric else {"zeros": packed.zeros()}
+            if not linear.scheme.symmetric:
+                wanted["zeros"] = packed.zeros()
+            elif packed.bits == 4:
+                kinds, wanted["codes"] = ("i4",), nibbles_signed(packed.codes())
         else:
             kinds = ("i8",)
             wanted = {"codes": weights.codes(name).T, "scales": channel_scales(weights, name)}

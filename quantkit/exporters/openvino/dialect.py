@@ -1,7 +1,8 @@
 """The dialect of OpenVINO: what its reader of ONNX makes compressed products and fused attention of.
 
     Linear      MatMulNBits, which the reader takes apart into Constant (u4, u8), Convert, Subtract, Multiply, MatMul:
-                the pattern whose weight its plug-ins keep packed. With quantized inputs a pair before MatMul, and a
+                the pattern whose weight its plug-ins keep packed; codes of 4 bits without zero points become i4
+                afterwards, without the Subtract (`model.py`). With quantized inputs a pair before MatMul, and a
                 weight of int8 under DequantizeLinear
     Attention   Attention-23, which becomes ScaledDotProductAttention; spelled out where scores are capped. Keys that
                 several queries share are repeated: the form in which its plug-ins know them

@@ -1,4 +1,4 @@
-"""OpenVINO's own form (`openvino/model.xml`): our codes as u4 and u8 constants, the cache a state of the model.
+"""OpenVINO's own form (`openvino/model.xml`): our codes as i4, u4 and u8 constants, the cache a state of the model.
 
 A graph is traced (`trace/transformer.py`), rewritten (`dialect.py`) and written as ONNX beside; OpenVINO's own frontend
 reads that, and what it made is given its state and saved (`model.py`). Nothing is quantized on the way: every code is
@@ -107,7 +107,15 @@ class OpenvinoExporter(Exporter):
         from quantkit.exporters.carried import carry
         from quantkit.exporters.onnx.exporter import context_of, dialect_weights, work
         from quantkit.exporters.openvino.dialect import OpenvinoDialect
-        from quantkit.exporters.openvino.model import PAST, converted, fixed, with_state, without_guards, write
+        from quantkit.exporters.openvino.model import (
+            PAST,
+            converted,
+            fixed,
+            nibbles_around_zero,
+            with_state,
+            without_guards,
+            write,
+        )
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
 
@@ -123,6 +131,7 @@ class OpenvinoExporter(Exporter):
             save(graph, Path(beside) / "model.onnx", "model.onnx.data")
             model = converted(Path(beside) / "model.onnx")
             without_guards(model)
+            nibbles_around_zero(model)
             if decoder:
                 model = with_state(model)
             if chosen.shape:

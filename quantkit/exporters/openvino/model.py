@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAST, PRESENT = "past_key_values.", "present."
 CODES, ZERO = ".weight.codes", ".weight.zero"
-_MIDDLE = 128
+_MIDDLE, _NIBBLE = 128, 8
 
 
 def converted(path: Path) -> openvino.Model:
@@ -55,6 +55,39 @@ def without_guards(model: openvino.Model) -> None:
         attention = node.input_value(2)
         if seen.get_type_name() == "IsNaN" and attention.get_node().get_type_name() == "ScaledDotProductAttention":
             node.output(0).replace(attention)
+
+
+def nibbles_around_zero(model: openvino.Model) -> None:
+    """Make codes of 4 bits from 0, around 8, the same codes around 0, `i4`: nothing is subtracted from them any more.
+
+    A nibble c becomes the nibble of c - 8 in two's complement, c ^ 8. Those with zero points of their own stay `u4`.
+    """
+    ov = library()
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Subtract":
+            continue
+        wide, zero = (node.input_value(place).get_node() for place in (0, 1))
+        codes = wide.input_value(0).get_node() if wide.get_type_name() == "Convert" else None
+        if codes is None or codes.get_type_name() != "Constant" or codes.get_element_type() != ov.Type.u4:
+            continue
+        point = zero.input_value(0).get_node() if zero.get_type_name() == "Convert" else zero
+        # one for all, as the reader puts it where a file has none
+        if point.get_type_name() != "Constant" or int(np.prod(point.get_output_shape(0))) != 1:
+            continue
+        if int(point.data.reshape(-1)[0]) & 15 != _NIBBLE:
+            continue
+        # memory of its own: what it is given from outside it would only borrow
+        around = ov.Tensor(ov.Type.i4, codes.get_output_shape(0))
+        around.data.reshape(-1).view(np.uint8)[:] = nibbles_signed(codes.data.reshape(-1))
+        stored = ov.op.Constant(around)
+        stored.set_friendly_name(codes.get_friendly_name())
+        wide.input(0).replace_source_output(stored.output(0))
+        node.output(0).replace(wide.output(0))
+
+
+def nibbles_signed(packed: Any) -> Any:
+    """Two codes of 4 bits a byte, around 8, as two around 0."""
+    return np.ascontiguousarray(packed) ^ np.uint8(_NIBBLE << 4 | _NIBBLE)
 
 
 def with_state(model: openvino.Model) -> openvino.Model:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from quantkit.exporters.tensorrt.timings import Timings, place
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.tensorrt.file import NETWORK
-from quantkit.runtimes.tensorrt.library import Name, Said, load, unsupported
+from quantkit.runtimes.tensorrt.library import AHEAD_OF_TIME, Name, Said, load, unsupported
 
 if TYPE_CHECKING:
     from quantkit.exporters.tensorrt.exporter import TensorrtOptions
@@ -109,9 +110,80 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
         InputError: the build's own (`build`).
     """
     from quantkit import machine
-    from quantkit.exporters.onnx.exporter import context_of
 
     library = load(options.library)
+    gpus, _ = machine.gpus()
+    plan = planned(folder, options, gpus)
+    cache = place(library, plan.gpu, plan.flags)
+    job = plan.job(folder / NETWORK, folder / plan.engine, cache)
+    built = build(job, progress=progress)
+    data = plan.described(built)
+    _write(folder / plan.record, memoryview(data))
+    return {plan.engine: built.sha256, plan.record: hashlib.sha256(data).hexdigest()}
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """An engine of a network, before it is built; on which machine is not said.
+
+    Args:
+        library: that builds it.
+        sm, gpu, driver: of the GPU; the last two are empty ahead of time.
+        profiles: shapes.
+        flags: of the builder.
+        seconds: after which it is given up.
+    """
+
+    library: Name
+    sm: list[str]
+    gpu: str
+    driver: str
+    profiles: list[ProfileShapes]
+    flags: dict[str, Any]
+    seconds: float | None
+
+    @property
+    def engine(self) -> str:
+        """Its file: `sm89.engine`."""
+        return f"sm{''.join(self.sm).replace('.', '')}.engine"
+
+    @property
+    def record(self) -> str:
+        """What describes it: `sm89.json`."""
+        return f"{Path(self.engine).stem}.json"
+
+    def job(self, network: Path, engine: Path, timing_cache: Path | None) -> EngineJob:
+        """The build."""
+        return EngineJob(
+            network=str(network),
+            engine=str(engine),
+            library=self.library,
+            sm=self.sm,
+            gpu=self.gpu,
+            profiles=self.profiles,
+            timing_cache=None if timing_cache is None else str(timing_cache),
+            seconds=self.seconds,
+            **self.flags,
+        )
+
+    def described(self, built: Built, **more: str) -> bytes:
+        """`smNN.json`; `more` is of where it was built."""
+        record = {**built.model_dump(mode="json"), "driver": self.driver, "options": self.flags, **more}
+        record["profiles"] = [each.model_dump() for each in self.profiles]
+        return (json.dumps(record, indent=2) + "\n").encode()
+
+
+def planned(folder: Path, options: TensorrtOptions, gpus: Sequence[Mapping[str, Any]]) -> EnginePlan:
+    """The engine of `folder/network.onnx`.
+
+    Args:
+        gpus: of the machine that builds it, as `machine.gpus` has them.
+
+    Raises:
+        InputError: `profile-impossible`.
+    """
+    from quantkit.exporters.onnx.exporter import context_of
+
     inputs = inputs_of(folder / NETWORK)
     if (folder / "config.json").is_file():
         config = json.loads(limits.read(folder / "config.json"))
@@ -119,34 +191,13 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
         profiles, _ = fitted(options.profiles, kind=kind, context=context_of(config))
     else:  # of a graph
         profiles = batches(options.profiles)
-    gpus, _ = machine.gpus()
-    gpu, driver = ("", "") if library.ahead_of_time or not gpus else (str(gpus[0]["name"]), str(gpus[0]["driver"]))
-    sm = [options.sm] if library.ahead_of_time and options.sm else [str(gpus[0]["sm"])] if gpus else []
-    stem = f"sm{''.join(sm).replace('.', '')}"
+    ahead = options.library in AHEAD_OF_TIME
+    gpu, driver = ("", "") if ahead or not gpus else (str(gpus[0]["name"]), str(gpus[0]["driver"]))
+    sm = [options.sm] if ahead and options.sm else [str(gpus[0]["sm"])] if gpus else []
     flags: dict[str, Any] = {"workspace": options.workspace, "optimization_level": options.optimization_level}
-    if not library.ahead_of_time:
+    if not ahead:
         flags |= {name: getattr(options, name) for name in TENSORRT_ALONE}
-    made = shapes(inputs, profiles)
-    cache = place(library, gpu, flags)
-    built = build(
-        EngineJob(
-            network=str(folder / NETWORK),
-            engine=str(folder / f"{stem}.engine"),
-            library=options.library,
-            sm=sm,
-            gpu=gpu,
-            profiles=made,
-            timing_cache=None if cache is None else str(cache),
-            seconds=options.build_timeout,
-            **flags,
-        ),
-        progress=progress,
-    )
-    record = {**built.model_dump(mode="json"), "driver": driver, "options": flags}
-    record["profiles"] = [each.model_dump() for each in made]
-    data = (json.dumps(record, indent=2) + "\n").encode()
-    _write(folder / f"{stem}.json", memoryview(data))
-    return {f"{stem}.engine": built.sha256, f"{stem}.json": hashlib.sha256(data).hexdigest()}
+    return EnginePlan(options.library, sm, gpu, driver, shapes(inputs, profiles), flags, options.build_timeout)
 
 
 def build(job: EngineJob, *, progress: Report | None = None) -> Built:

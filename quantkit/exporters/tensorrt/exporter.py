@@ -215,16 +215,8 @@ def _demand(options: TensorrtOptions) -> None:
     demand_packages("a TensorRT network")
     if not options.engine:
         return
+    refuse_flags(options)
     if options.library == "tensorrt_rtx":
-        asked = [name for name in TENSORRT_ALONE if getattr(options, name)]
-        if asked:
-            raise InputError(
-                "layout-unsupported",
-                where=f"tensorrt.{asked[0]}",
-                value="TensorRT-RTX",
-                rule="its engines are for one release, and for the GPUs that it is told",
-                remedy=f"--set tensorrt.{asked[0]}=false, or tensorrt.library=tensorrt on the GPU",
-            )
         library = load(options.library)
         if options.sm is None:
             raise InputError(
@@ -255,6 +247,19 @@ def _demand(options: TensorrtOptions) -> None:
             value=f"SM {gpus[0]['sm']}",
             rule=f"the target is SM {options.sm}",
             remedy="build on the target's GPU, or choose the target of this one",
+        )
+
+
+def refuse_flags(options: TensorrtOptions) -> None:
+    """Refuse what the library has not. Raises InputError `layout-unsupported`."""
+    asked = [name for name in TENSORRT_ALONE if getattr(options, name)]
+    if options.library == "tensorrt_rtx" and asked:
+        raise InputError(
+            "layout-unsupported",
+            where=f"tensorrt.{asked[0]}",
+            value="TensorRT-RTX",
+            rule="its engines are for one release, and for the GPUs that it is told",
+            remedy=f"--set tensorrt.{asked[0]}=false, or tensorrt.library=tensorrt on the GPU",
         )
 
 

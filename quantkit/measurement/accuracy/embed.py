@@ -54,12 +54,29 @@ def pair_rows(
         InputError, GateError: of `labelled.retrieval`.
     """
     tell = progress or (lambda done: None)
-    ids = token_ids([*pairs.left, *pairs.right], tokenizer, longest)
-    count = len(pairs.left)
-    before = _original(original, ids)
+    ids = texts_of(pairs, tokenizer, longest)
+    _original(original, ids)
     tell(0.5)
-    sides = [part for vectors in (before, embeddings(candidate, ids)) for part in (vectors[:count], vectors[count:])]
+    after = embeddings(candidate, ids)
     tell(1.0)
+    return vector_rows(original, after, ids, pairs, about=about, seed=seed)
+
+
+def texts_of(pairs: PairSet, tokenizer: Any, longest: int = LONGEST) -> list[list[int]]:
+    """The token ids of all texts: of the left sides, then of the right ones."""
+    return token_ids([*pairs.left, *pairs.right], tokenizer, longest)
+
+
+def vector_rows(
+    original: StreamedModel, after: Array, ids: Sequence[Sequence[int]], pairs: PairSet, *, about: About, seed: int = 0
+) -> list[Row]:
+    """`pair_rows` of a candidate whose vectors [n, width] of `ids` are there already: from another machine.
+
+    Raises:
+        InputError, GateError: of `labelled.retrieval`. ValueError: vectors of another shape than the original's.
+    """
+    count = len(pairs.left)
+    sides = [part for vectors in (_original(original, ids), after) for part in (vectors[:count], vectors[count:])]
     data = Data(set=pairs.name, split=pairs.split, sha256=pairs.sha256, items=max(1, count))
     return retrieval(*sides, about=replace(about, data=data), seed=seed)
 

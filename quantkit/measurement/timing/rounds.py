@@ -19,7 +19,7 @@ import numpy as np
 from quantkit.errors import InputError
 from quantkit.measurement.timing.schedule import Clock, Turns, Visit, interleave, runs_of, warm
 from quantkit.measurement.timing.shapes import TOO_LARGE, Shape, Timeable
-from quantkit.measurement.timing.speed import demand, demand_room, opened, samples_of
+from quantkit.measurement.timing.speed import RUNTIME, demand, demand_room, opened, samples_of
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 from quantkit.stats.deciding.slowdown import BLOCKS
@@ -34,13 +34,14 @@ class RoundsJob:
     """What is to be timed.
 
     Args:
-        candidate: a folder with `model.onnx`, or a graph's file.
+        candidate: a folder of what its runtime reads, or a graph's file.
         baseline: what it is set against, of the same kind.
         shapes: in the order in which a round visits them.
         threads: of both.
         seconds: for all; `LEAST` rounds of one block a shape are taken, however long they take.
         samples: of graphs, a .npz with an array [n, ...] for each input; empty else.
         seed: of every order that is drawn.
+        runtimes: of the candidate, and of the baseline.
     """
 
     candidate: str
@@ -50,6 +51,7 @@ class RoundsJob:
     seconds: float
     samples: str = ""
     seed: int = 0
+    runtimes: tuple[str, str] = (RUNTIME, RUNTIME)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def run(job: RoundsJob, progress: Report | None = None) -> list[Taken]:
         InputError: `out-of-memory`, the two do not fit; `onnx-unreadable`, `speed-failed`.
         MissingDependency: onnxruntime or scipy.
     """
-    demand()
+    demand(job.runtimes)
     demand_room([Path(side) for side in (job.candidate, job.baseline)])
     remedy = "try smaller batches: --batch 1,2,4"
     return [Taken.read(row) for row in child.run(_time, asdict(job), progress, remedy=remedy)]
@@ -174,9 +176,10 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
     """What the child does."""
     job = RoundsJob(**{**data, "shapes": [Shape(**each) for each in data["shapes"]]})
     samples = samples_of(job.samples)
+    ours, theirs = job.runtimes
     loads = {
-        CANDIDATE: lambda: opened(job.candidate, samples, job.threads),
-        BASELINE: lambda: opened(job.baseline, samples, job.threads),
+        CANDIDATE: lambda: opened(job.candidate, samples, job.threads, ours),
+        BASELINE: lambda: opened(job.baseline, samples, job.threads, theirs),
     }
     for each in take(loads, job.shapes, seconds=job.seconds, seed=job.seed, progress=caller.at):
         caller.row(each.as_dict())

@@ -162,7 +162,8 @@ def footprint(part: SpeedSide, threads: int) -> dict[str, int]:
 
 
 def _bytes(model: Path) -> int:
-    named = (MODEL, GGUF, XML, WEIGHTS) if model.is_dir() else (model.name,)
+    beside = (WEIGHTS,) if model.suffix == Path(XML).suffix else ()
+    named = (MODEL, GGUF, XML, WEIGHTS) if model.is_dir() else (model.name, *beside)
     files = [path for name in named for path in (model if model.is_dir() else model.parent).glob(f"{name}*")]
     return sum(path.stat().st_size for path in files)
 
@@ -243,16 +244,28 @@ def samples_of(file: str | None) -> dict[str, Array]:
 def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str = RUNTIME) -> Timeable:
     """A folder with `model.onnx` or `model.gguf`, or with samples a graph's file. Raises as `open_graph`."""
     if samples:
-        return Passes(_graph(Path(path), threads, runtime), samples)
+        return Passes(opened_graph(Path(path), threads, runtime), samples)
     return _model(path, threads, runtime)
 
 
-def _graph(file: Path, threads: int, runtime: str) -> Callable[[Mapping[str, Array]], object]:
-    """What runs a graph's file on a batch."""
-    if runtime == OPENVINO:
-        return OpenvinoGraph(file, threads)
-    session = open_graph(file, threads)
-    return lambda feed: session.run(None, feed)
+class OnnxGraph:
+    """A graph that is no transformer, in ONNX Runtime; raises as `open_graph`. `OpenvinoGraph` is the other one."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        self._session = open_graph(path, threads)
+        self._names = [value.name for value in self._session.get_outputs()]
+        sizes = [value.shape[0] for value in self._session.get_inputs() if value.shape]
+        # samples of a run, where it takes no other number
+        self.batch = next((size for size in sizes if isinstance(size, int)), None)
+
+    def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+        """Name -> what the outputs are."""
+        return dict(zip(self._names, self._session.run(None, feed), strict=True))
+
+
+def opened_graph(file: Path, threads: int, runtime: str) -> OnnxGraph | OpenvinoGraph:
+    """What runs a graph's file on a batch. Raises as `open_graph`."""
+    return OpenvinoGraph(file, threads) if runtime == OPENVINO else OnnxGraph(file, threads)
 
 
 def _model(folder: str, threads: int, runtime: str) -> OnnxModel | LlamaModel | OpenvinoModel:

@@ -101,6 +101,7 @@ def compare_bundles(
 
     Args:
         margins: see `Margins`.
+        runtime: whose scores are compared, and in which that run times both, where they can be timed in it.
         batches: of that run; None is those of `measure --quick`.
         seconds: for all of that run.
         examples: flipped words of each kind that are shown.
@@ -119,7 +120,14 @@ def compare_bundles(
     timing: BundleTiming | None = None
     notes: list[str] = []
     if measure and speed:
-        timing, notes = times.prepare(*sides, batches=batches, seconds=seconds, calibration=calibration)
+        timing, notes = times.prepare(
+            *sides,
+            batches=batches,
+            seconds=seconds,
+            calibration=calibration,
+            runtime=runtime,
+            here=timer is None,
+        )
         timing = replace(timing, timer=timer) if timer is not None else timing
     scored = _scored(*sides, margins.accuracy or ACCURACY, runtime, calibration, examples)
     latency = margins.latency or LATENCY

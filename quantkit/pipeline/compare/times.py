@@ -23,11 +23,14 @@ from quantkit.measurement.verdict import speed_up
 from quantkit.pipeline import verdict
 from quantkit.pipeline.compare.sides import BundleSide
 from quantkit.pipeline.finished.measure import with_changes
-from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
+from quantkit.pipeline.graphs.remeasure import MODEL, holds_graph, samples_of
+from quantkit.pipeline.graphs.remeasure import RUNTIMES as GRAPHS
 from quantkit.pipeline.progress import Progress
 from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report
+from quantkit.runtimes.openvino import RUNTIME as OPENVINO
+from quantkit.runtimes.openvino.open import MODEL as XML
 from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference
 from quantkit.stats.deciding.evidence import Doubt
 from quantkit.stats.deciding.slowdown import slowdown
@@ -101,11 +104,20 @@ class BundleTiming:
 
 
 def prepare(
-    a: BundleSide, b: BundleSide, *, batches: Sequence[int] | None, seconds: float | None, calibration: str | None
+    a: BundleSide,
+    b: BundleSide,
+    *,
+    batches: Sequence[int] | None,
+    seconds: float | None,
+    calibration: str | None,
+    runtime: str | None = None,
+    here: bool = True,
 ) -> tuple[BundleTiming, list[str]]:
     """What is timed of two bundles, and what a reader must know of it; whatever can be refused is refused here.
 
     Args:
+        runtime: of both, where they can be timed in it; None: what each is timed in by itself.
+        here: whether this machine times them.
         batches: None is those of `measure --quick`.
         seconds: for all; None is those of `measure --quick`.
         calibration: where the samples of a graph are, if they were a file.
@@ -117,7 +129,8 @@ def prepare(
     """
     from quantkit.measurement.timing.speed import demand
 
-    demand()
+    if here:
+        demand({timed_in(side.bundle, runtime) for side in (a, b)})
     for side in (a, b):
         if side.floating:
             raise InputError(
@@ -127,30 +140,40 @@ def prepare(
                 rule="a bundle is timed against its float model by `measure`",
                 remedy=side.measure(),
             )
-    (ours, mine, most), (theirs, other, least) = (_reader(side.bundle) for side in (b, a))
+    (ours, mine, most), (theirs, other, least) = (_reader(side.bundle, runtime) for side in (b, a))
+    runtimes = (mine, other)
     kind, threads = b.manifest.model.kind, machine.cores()
     plan = with_changes(verdict.quick(kind), batches, seconds)
     if not holds_graph(b.bundle):
         plan = verdict.fitting(plan, min(most, least), kind)
         named = mine if mine == other else f"{mine} against {other}"
-        job = RoundsJob(str(ours), str(theirs), plan.shapes(), threads, plan.seconds)
+        job = RoundsJob(str(ours), str(theirs), plan.shapes(), threads, plan.seconds, runtimes=runtimes)
         return BundleTiming(job, runtime=named), []
     data = samples_of(b.bundle, calibration)
     sizes = [data.batch] if data.batch else list(plan.batches)
     notes = [f"the graph takes {data.batch} samples at a time, so it is timed at that"] if data.batch else []
     shapes = [Shape("prefill", size, 1) for size in sizes]
-    ours, theirs = (file_of(side.bundle) for side in (b, a))
-    return BundleTiming(RoundsJob(str(ours), str(theirs), shapes, threads, plan.seconds), data.first(max(sizes))), notes
+    files = {name: XML if name == OPENVINO.name else MODEL for name in runtimes}
+    ours, theirs = ours / files[mine], theirs / files[other]
+    job = RoundsJob(str(ours), str(theirs), shapes, threads, plan.seconds, runtimes=runtimes)
+    return BundleTiming(job, data.first(max(sizes)), mine), notes
 
 
-def _reader(bundle: Bundle) -> tuple[Path, str, int]:
+def timed_in(bundle: Bundle, asked: str | None = None) -> str:
+    """The runtime that a comparison times a bundle in: the one whose scores are asked for, where it can be timed."""
+    if asked in (GRAPHS if holds_graph(bundle) else verdict.RUNTIMES):
+        return str(asked)
+    name = None if (bundle.path / "onnx").is_dir() else usage.file_runtime(bundle.manifest)
+    return name or verdict.RUNTIME
+
+
+def _reader(bundle: Bundle, asked: str | None = None) -> tuple[Path, str, int]:
     """Of a bundle: the folder that is timed, its runtime, and how many tokens a sequence can have.
 
     Raises:
         InputError: `bundle-without-onnx`, `hash-mismatch`, `gguf-unreadable`. MissingDependency: llama-cpp-python.
     """
-    name = None if (bundle.path / "onnx").is_dir() else usage.file_runtime(bundle.manifest)
-    runtime = load_runtime(name or verdict.RUNTIME)
+    runtime = load_runtime(timed_in(bundle, asked))
     folder = runtime.checked(bundle)
     return folder, runtime.name, 0 if holds_graph(bundle) else verdict.context_of(folder)
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,19 @@ def has_network(bundle: Bundle, to: str) -> bool:
     return any(entry.path == f"{folder_of(to)}/{NETWORK}" for entry in bundle.manifest.files)
 
 
-def here(options: Mapping[str, Any], asked: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
+def here(
+    options: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    known: list[str],
+    gpus: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
     """The options with this machine's GPU in place of the target's, where nobody asked for one.
 
     Args:
         known: compute capabilities that the library builds for ahead of time; empty where it builds for the GPU here.
+        gpus: of another machine, which builds it.
     """
-    gpus, _ = machine.gpus()
+    gpus = machine.gpus()[0] if gpus is None else gpus
     if "sm" in asked or not gpus or (known and str(gpus[0]["sm"]) not in known):
         return dict(options)
     return {**options, "sm": str(gpus[0]["sm"])}
@@ -82,14 +88,26 @@ def add_engine(
                 rule="the bundle has the network; what can be added is an engine",
                 remedy="leave out engine=false",
             )
-        files: dict[str, bytes | None] = {name: (beside / name).read_bytes() for name in built}
-        # what was found out about an engine of that name was found out about another one
-        layers = made.removesuffix(".engine") + SUFFIX
-        if any(entry.path == layers for entry in bundle.manifest.files):
-            files[layers] = None
         said = notes(beside, built)
-        kept = [each for each in bundle.manifest.decisions if each.where != made]
-        return bundle.put_all(files, decisions=[*kept, *said]), made, said
+        return put(bundle, beside, made, built, said), made, said
+
+
+def put(bundle: Bundle, beside: Path, made: str, built: Iterable[str], said: Iterable[Decision]) -> Bundle:
+    """The bundle with an engine that was built.
+
+    Args:
+        beside: a folder that is laid out as the bundle is.
+        made: the engine's path in both.
+        built: that, and the path of what describes it.
+        said: of its build; what was said of an earlier one goes.
+    """
+    whole: dict[str, bytes | None] = {name: (beside / name).read_bytes() for name in built}
+    # what was found out about an engine of that name was found out about another one
+    layers = made.removesuffix(".engine") + SUFFIX
+    if any(entry.path == layers for entry in bundle.manifest.files):
+        whole[layers] = None
+    kept = [each for each in bundle.manifest.decisions if each.where != made]
+    return bundle.put_all(whole, decisions=[*kept, *said])
 
 
 def _linked(source: str, target: str) -> str:

@@ -109,7 +109,7 @@ def export_bundle(
             rule="an export that is made from a checkpoint",
             remedy=did_you_mean("onnx", [name for name in plugins.EXPORTERS.names() if name != to]),
         )
-    options = _options(exporter, changes, bundle)
+    options = options_of(exporter, changes, bundle)
     manifest = bundle.manifest
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
     activations = {
@@ -187,7 +187,7 @@ def _one_engine_more(
 
 def engine_options(bundle: Bundle, exporter: Any, changes: Sequence[str]) -> dict[str, Any]:
     """Options of an engine that is built from a bundle's network: for this GPU, where nobody asked for another."""
-    options = _options(exporter, changes, bundle)
+    options = options_of(exporter, changes, bundle)
     asked = {change.partition("=")[0] for change in changes}
     return engine.here(options, dict.fromkeys(asked), exporter.capabilities(options))
 
@@ -205,7 +205,7 @@ def _demand_codes(bundle: Bundle) -> None:
     raise InputError(code, where=str(bundle.path), value=value, rule=rule, remedy=remedy)
 
 
-def _options(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[str, Any]:
+def options_of(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[str, Any]:
     """The exporter's options: what the bundle's target says, then what was asked for."""
     target = bundle.manifest.target or {}
     read = [name for name in exporter.runtimes if name in target.get("runtimes", [])]

@@ -20,6 +20,7 @@ class LlamaCpp(Runtime):
     """See the module."""
 
     name = floats = "llama_cpp"
+    packages = ("llama-cpp-python", "gguf")
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """See `Runtime`."""

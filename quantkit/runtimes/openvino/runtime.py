@@ -20,6 +20,7 @@ class OpenvinoRuntime(Runtime):
     """See the module."""
 
     name = floats = "openvino"
+    packages = ("openvino",)
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """See `Runtime`."""

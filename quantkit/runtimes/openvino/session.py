@@ -265,6 +265,10 @@ class OpenvinoGraph:
         device = device or self.meta.get("quantkit.device", "CPU")
         self._request = compiled(model, path, threads or machine.cores(), device, 0).create_infer_request()
         self.names = [value.any_name for value in self._request.model_outputs]
+        shapes = [value.partial_shape for value in model.inputs]
+        sizes = [shape[0] for shape in shapes if shape.rank.is_static and shape.rank.get_length()]
+        # samples of a run, where it takes no other number
+        self.batch = next((int(size.get_length()) for size in sizes if size.is_static), None)
 
     def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """Name -> what the outputs are. Raises InputError `shape-unsupported`."""

@@ -16,6 +16,7 @@ from quantkit.errors import InputError, MissingDependency
 
 Name = Literal["tensorrt", "tensorrt_rtx"]
 NAMES: tuple[Name, ...] = ("tensorrt_rtx", "tensorrt")
+AHEAD_OF_TIME = ("tensorrt_rtx",)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Library:
     @property
     def ahead_of_time(self) -> bool:
         """Whether it builds for a GPU that is not there."""
-        return self.name == "tensorrt_rtx"
+        return self.name in AHEAD_OF_TIME
 
     def capabilities(self) -> list[str]:
         """Compute capabilities that it builds for ahead of time, rising: `8.9`; [] where it builds for the GPU here."""

@@ -1,0 +1,86 @@
+"""What a runtime needs on a device: carried as wheels, or found there, or refused in one line before anything is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from devices.loopback import Loopback
+from devices.wheels import packed, wheelhouse
+from quantkit import cli
+from quantkit.devices import wheels
+from quantkit.devices.probed import Probed, probe
+from quantkit.devices.reached import reach
+from quantkit.devices.ssh.address import Address
+from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.errors import InputError
+from quantkit.runtimes import load_runtime
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheelhouse(tmp_path_factory.mktemp("house"))
+
+
+@pytest.fixture(scope="module")
+def about() -> Probed:
+    """This machine, where nothing is installed."""
+    found = probe(OpenSSH(Address("here"), name="here", begin=["sh", "-c"], python=sys.executable), "~/quantkit")
+    return found.model_copy(update={"packages": {}, "gpus": []})
+
+
+def test_what_a_runtime_needs_is_chosen_with_the_rest(house: Path, about: Probed) -> None:
+    pytest.importorskip("openvino")
+    for name in ("openvino", "openvino-telemetry"):
+        packed(name, house)
+    bare = wheels.needed(about, wheelhouse=house, where="here")
+    found = wheels.needed(about, wheelhouse=house, where="here", more=load_runtime("openvino").packages)
+    names = {path.name.partition("-")[0] for sha, path in found.items() if sha not in bare}
+    assert {each.replace("_", "-") for each in names} == {"openvino", "openvino-telemetry"}
+    # as recent as quantkit itself asks for
+    asked = wheels.requirements({"openvino": "2024.1"}, ["openvino"])
+    assert any(each.startswith("openvino>=20") for each in asked)
+    have = {each.partition(">=")[0]: "9999.0" for each in asked}
+    assert wheels.requirements(have, ["openvino"]) == []
+
+
+def test_what_is_compiled_there_is_said_before_anything_is_carried(
+    house: Path, devices: Loopback, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no wheel of llama-cpp-python: a device has it, or a wheelhouse does."""
+    address, there = "ssh://plain", tmp_path / "there"
+    words = ["device", "add", "pi", address, "--workdir", str(there), "--python", sys.executable]
+    assert cli.run([*words, "--wheelhouse", str(house)]) == 0, capsys.readouterr().err
+    with pytest.raises(InputError, match="no-wheel") as met, reach("pi", runtimes=["llama_cpp"]):
+        pass
+    line = met.value.line()
+    assert "llama-cpp-python" in line and "install the package on the device" in line and "\n" not in line
+    assert met.value.where == "pi"
+    assert not there.exists()
+    assert devices.wires["plain"].carried < 1e6
+
+
+def test_what_a_device_has_is_not_asked_for(about: Probed, house: Path) -> None:
+    have = dict.fromkeys(load_runtime("llama_cpp").packages, "99.0")
+    found = about.model_copy(update={"packages": have})
+    more = load_runtime("llama_cpp").packages
+    assert not any(
+        "llama" in path.name for path in wheels.needed(found, wheelhouse=house, where="x", more=more).values()
+    )
+
+
+@pytest.mark.parametrize("runtime", ["torch", "tensorrt", "tensorrt_rtx"])
+def test_what_does_not_run_there_is_refused_before_the_device_is_asked(runtime: str) -> None:
+    with (
+        pytest.raises(InputError, match="runtime-unsupported") as met,
+        reach("ssh://nowhere.invalid", runtimes=[runtime]),
+    ):
+        pass
+    assert "\n" not in met.value.line() and runtime in met.value.line()
