@@ -13,7 +13,8 @@ import torch
 from quantkit.devices.answers import NUMBERS, DeviceFacts
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import LINE, Found, ShapeCell, parse
-from quantkit.devices.measure import _outputs, _timing
+from quantkit.devices.measure import _timing
+from quantkit.devices.sides import outputs_of
 from quantkit.devices.there import models, night
 from quantkit.devices.there.models import positions
 from quantkit.errors import InputError
@@ -81,7 +82,7 @@ def test_times_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
 )
 def test_outputs_that_cannot_be_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="answer-invalid"):
-        _outputs(answered("outputs-0", row), 2)
+        outputs_of(answered("outputs-0", row), 2)
 
 
 class Told:
@@ -101,20 +102,20 @@ def test_outputs_of_a_large_network_come_in_several_lines() -> None:
     generator = np.random.default_rng(0)
     given = {"y": generator.normal(0, 1e-5, (10, 50, 201)).astype(np.float32), "z": np.arange(10, dtype=np.int64)}
     told = Told()
-    models._outputs(10, lambda part: {name: array[part] for name, array in given.items()}, {}, told)  # type: ignore[arg-type]
+    models.outputs_of(10, lambda part: {name: array[part] for name, array in given.items()}, {}, told)  # type: ignore[arg-type]
     answers, found = CollectedCells("pi5"), [parse(line, where="pi5") for line in told.lines]
     assert len(found) > 2
     for each in found:
         assert isinstance(each, Found)
         answers.cells[each.cell] = each.rows
-    for name, array in _outputs(answers, 10).items():
+    for name, array in outputs_of(answers, 10).items():
         np.testing.assert_array_equal(array, given[name])
     # what was answered before is not answered again
     again = Told()
-    models._outputs(10, lambda part: {n: array[part] for n, array in given.items()}, {**answers.cells}, again)  # type: ignore[arg-type]
+    models.outputs_of(10, lambda part: {n: array[part] for n, array in given.items()}, {**answers.cells}, again)  # type: ignore[arg-type]
     assert again.lines == []
     with pytest.raises(InputError, match=r"outputs-too-many.*10,051 numbers come out of each"):
-        models._outputs(1000, lambda part: {"y": np.zeros((8, 10_051))}, {}, again)  # type: ignore[arg-type]
+        models.outputs_of(1000, lambda part: {"y": np.zeros((8, 10_051))}, {}, again)  # type: ignore[arg-type]
 
 
 def test_a_round_of_a_night_is_a_line() -> None:
