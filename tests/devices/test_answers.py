@@ -102,7 +102,7 @@ def test_outputs_of_a_large_network_come_in_several_lines() -> None:
     generator = np.random.default_rng(0)
     given = {"y": generator.normal(0, 1e-5, (10, 50, 201)).astype(np.float32), "z": np.arange(10, dtype=np.int64)}
     told = Told()
-    models.outputs_of(10, lambda part: {name: array[part] for name, array in given.items()}, {}, told)  # type: ignore[arg-type]
+    models._outputs(10, lambda part: {name: array[part] for name, array in given.items()}, {}, told)  # type: ignore[arg-type]
     answers, found = CollectedCells("pi5"), [parse(line, where="pi5") for line in told.lines]
     assert len(found) > 2
     for each in found:
@@ -112,10 +112,10 @@ def test_outputs_of_a_large_network_come_in_several_lines() -> None:
         np.testing.assert_array_equal(array, given[name])
     # what was answered before is not answered again
     again = Told()
-    models.outputs_of(10, lambda part: {n: array[part] for n, array in given.items()}, {**answers.cells}, again)  # type: ignore[arg-type]
+    models._outputs(10, lambda part: {n: array[part] for n, array in given.items()}, {**answers.cells}, again)  # type: ignore[arg-type]
     assert again.lines == []
     with pytest.raises(InputError, match=r"outputs-too-many.*10,051 numbers come out of each"):
-        models.outputs_of(1000, lambda part: {"y": np.zeros((8, 10_051))}, {}, again)  # type: ignore[arg-type]
+        models._outputs(1000, lambda part: {"y": np.zeros((8, 10_051))}, {}, again)  # type: ignore[arg-type]
 
 
 def test_a_round_of_a_night_is_a_line() -> None:
