@@ -131,6 +131,10 @@ class Exporter(ExporterFacts, Protocol):
         """Write everything of a model, from a compile or a finished bundle, into `folder`."""
         raise AssertionError(f"{self.name} does not write a folder of its own")
 
+    def held(self, values: Values, options: Mapping[str, Any]) -> Values:
+        """A model with the values that the export holds: others than those of its codes where more of it is rounded."""
+        return values
+
     def check(
         self,
         bundle: Path,

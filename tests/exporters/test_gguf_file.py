@@ -24,6 +24,7 @@ from quantkit.exporters.gguf.exporter import EXPORT, MODEL
 from quantkit.exporters.gguf.tokenizer import kind_of
 from quantkit.exporters.gguf.types import TYPES, type_of
 from quantkit.exporters.gguf.writer import StoredTensor, file_type
+from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.model.source.open import open_model
 from quantkit.planning.model import configs
@@ -122,6 +123,36 @@ def test_half_precision_and_codes_of_the_embedding(tmp_path: Path, sources: Call
     assert kinds["blk.0.attn_q.weight"] == "Q4_0" and kinds["blk.0.attn_norm.weight"] == "F32"
     assert all(each.ok for each in checks(made, options).values())
     assert all(each.ok for each in checks(made).values())  # a finished file says how it is stored
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "floats"),
+    [
+        ("llama", False, "float16"),
+        ("llama", True, "float32"),
+        ("llama-tied", False, "bfloat16"),
+        ("llama-tied", True, "float16"),
+    ],
+)
+def test_what_the_file_holds_is_what_transformers_computes_with(
+    tmp_path: Path, sources: Callable[[str], Path], name: str, head: bool, floats: str
+) -> None:
+    """The table by its codes, as the file has it, and a tied head in floats by the table's."""
+    from transformers import AutoModelForCausalLM
+
+    options = {"floats": floats, "embedding": {"format": "q4_0"}}
+    made = written(sources(name), tmp_path / "out", WeightScheme(format="q5_0"), options, head=head)
+    values = Values.of_results(made.source, made.stream, made.results)
+    ids = torch.arange(24).reshape(2, 12) * 7
+    theirs = AutoModelForCausalLM.from_pretrained(
+        made.folder / "gguf", gguf_file=MODEL, dtype=torch.float32, attention_bias=name == "llama"
+    )
+    with torch.no_grad():
+        wanted = theirs(ids).logits
+    found = EXPORT.held(values, options).running().answers(ids).all()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    decided = values.running().answers(ids).all()
+    assert float((decided - wanted).abs().max() / wanted.abs().max()) > 1e-2
 
 
 def test_an_embedding_that_256_does_not_divide_falls_back(tmp_path: Path, sources: Callable[[str], Path]) -> None:

@@ -1,10 +1,11 @@
 """Does a GGUF file hold what was decided on?
 
-Every tensor is read back by the `gguf` package and compared: exactly where it has codes, to the rounding of the file's
-floats where not. Then transformers reads the file with code of its own (names, order of rows, norms, sizes), and its
-logits are held against ours, to 1e-4 beside what the file's floats explain. Where llama.cpp is installed, the token ids
-that it makes of a few texts are those of the model's own tokenizer, and its logits those of the codes: as near as the
-bits allow to which it rounds inputs of products, 8 where a weight has codes and 16 where it is in bfloat16.
+Every tensor is read back by the `gguf` package and is to be what was decided, to the last bit: of codes what they stand
+for, of others what the file's floats make of it. Then transformers reads the file with code of its own (names, order of
+rows, norms, sizes), and its logits are held against those of that model, whose table of embeddings is looked up by its
+codes. Where llama.cpp is installed, the token ids that it makes of a few texts are those of the model's own tokenizer,
+and its logits those of the codes: as near as the bits allow to which it rounds inputs of products, 8 where a weight has
+codes and 16 where it is in bfloat16.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     from quantkit.exporters.values import Values
 
-# half a unit in the last place, and of float16 the smallest step
-_ROUNDING = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}
-# float16 weights move logits of a model of ordinary size by 1e-3 at most; a row out of place moves all of them
-LIMIT, ROUNDED = 1e-4, 2e-2
+# of logits of the same numbers, whatever order they are added in
+LIMIT = 1e-4
 # of llama.cpp's own logits: with inputs in 16 bits, and in 8
 IN_FLOATS, IN_CODES = 3e-2, 0.15
 # of a file that is only run
@@ -62,12 +61,11 @@ def check(path: Path, content: Content, blocks: int | None = None) -> list[Check
 
         found.append(_tokens(path, content.values))
         # what is expected is made block by block, and llama.cpp maps its file
-        error, where = worst(LlamaModel(path), content.values)
+        error, where = worst(LlamaModel(path), content.held)
         limit = IN_FLOATS if kinds <= set(FLOATS.values()) else IN_CODES
         found.append(judged("reload.llama_cpp", error, limit, where))
     if blocks is None or blocks >= len(content.values.stream.block_names):
-        error, where = _logits(path, content.values, content.config)
-        found.append(judged("reload.gguf", error, ROUNDED if kinds & {"F16", "BF16"} else LIMIT, where))
+        found.append(judged("reload.gguf", _logits(path, content.held, content.config), LIMIT, "transformers' reader"))
     return found
 
 
@@ -102,11 +100,7 @@ def _tensors(path: Path, content: Content) -> Check:
             found = stored[each.name]
             values = gguf.quants.dequantize(np.array(found.data), found.tensor_type)
             got = torch.from_numpy(np.require(values, requirements="W")).reshape(each.shape).float()
-            relative, absolute = _ROUNDING.get(each.kind, (0.0, 0.0))
-            wanted = content.decided(each)
-            if found.tensor_type.name != each.kind or bool(
-                ((got - wanted).abs() > relative * wanted.abs() + absolute).any()
-            ):
+            if found.tensor_type.name != each.kind or not torch.equal(got, content.decided(each)):
                 wrong.append(each.name)
     return counted("gguf.tensors", wrong)
 
@@ -123,7 +117,7 @@ def _tokens(path: Path, values: Values) -> Check:
     return counted("gguf.tokens", wrong)
 
 
-def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> tuple[float | None, str]:
+def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> float:
     """The largest relative difference between transformers' reading of the file and the model that was decided on."""
     from quantkit.model.source import pretrained
     from quantkit.model.source.open import quiet_loading
@@ -134,7 +128,7 @@ def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> tuple[float |
         model = pretrained.of_gguf(path, unread).eval()
         found = model(ids).logits
     expected = values.stream.answers(ids).all().float()
-    return float((found - expected).abs().max() / expected.abs().max()), "transformers' reader"
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _damaged(path: Path) -> Any:

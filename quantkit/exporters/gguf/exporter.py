@@ -121,6 +121,11 @@ class Gguf(Exporter):
         taken: list[Decision] = content.decisions()
         return taken
 
+    def held(self, values: Values, options: Mapping[str, Any]) -> Values:
+        """See `Exporter`: the table is rounded, and floats are the file's."""
+        found: Values = _content(values, options).held
+        return found
+
     def check(
         self,
         bundle: Path,

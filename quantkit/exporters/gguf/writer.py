@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from quantkit.exporters.gguf.tokenizer import add_tokenizer
 from quantkit.exporters.gguf.types import FLOATS, type_of
 from quantkit.formats import QuantTensor, joined, load_format
 from quantkit.model.source import pretrained
-from quantkit.model.source.weights import write_atomic
+from quantkit.model.source.weights import Weights, write_atomic
 from quantkit.passes.assign import PIECE, nearest
 from quantkit.planning.model.mixtures import instead, mixed
 from quantkit.scheme import MIXTURES, WeightScheme
@@ -46,6 +46,36 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 32
 TABLE, HEAD = "token_embd.weight", "output.weight"
+
+
+@dataclass(frozen=True)
+class Held(Weights):
+    """The decided tensors as a file holds them: the table by its codes, and what has none in the file's floats.
+
+    Args:
+        weights: what was decided.
+        floats: tensor -> the dtype in which the file has it.
+        table: the tensor that token ids are looked up in.
+        found: its codes; None where it has none, or where they are a linear's.
+    """
+
+    weights: Weights
+    floats: Mapping[str, torch.dtype]
+    table: str
+    found: Callable[[], QuantTensor] | None
+
+    @cached_property
+    def codes(self) -> QuantTensor | None:
+        """The table's."""
+        return None if self.found is None else self.found()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of the file, in the basis of the source; float32 where it is not as it was decided."""
+        if name == self.table and self.codes is not None:
+            found: torch.Tensor = load_format(self.codes.scheme.format).dequantize(self.codes)
+            return found
+        value = self.weights.read(name)
+        return value.to(self.floats[name]).float() if name in self.floats else value
 
 
 @dataclass(frozen=True)
@@ -127,7 +157,7 @@ class Content:
             if linear in values.schemes:
                 found.append(self._coded(theirs, linear, shape, name))
             elif name == table and self.embedding is not None:
-                kind = type_of(instead(self.embedding, shape[1]), name)
+                kind = type_of(self.embedding, name)
                 found.append(StoredTensor(theirs, kind, shape, partial(self._rounded_bytes, name), name))
             else:
                 # one dimension, and norms of heads: whatever else the file holds, these are in float32
@@ -172,20 +202,39 @@ class Content:
 
         return StoredTensor(theirs, kind, shape, produce, name)
 
-    def _rounded(self, name: str) -> tuple[QuantTensor, NDArray[Any]]:
-        """The table rounded to nearest, a piece of its rows at a time: its codes, and its bytes."""
+    @cached_property
+    def held(self) -> Values:
+        """The model with the values that the file holds.
+
+        Others than those that its codes stand for: the table is looked up by codes too, and floats are the file's.
+        """
+        stream = self.values.stream
+        table, head = stream.files[self.table], f"{stream.head}.weight"
+        found: Callable[[], QuantTensor] | None = None
+        weights, files = stream.source.weights, dict(stream.files)
+        if self.tied and stream.head in self.values.schemes:
+            files[self.table] = files[head]
+        elif self.embedding is not None:
+            found = partial(self._rounded, self.table)
+        dtypes = {theirs: getattr(torch, ours) for ours, theirs in FLOATS.items()}
+        kinds = {files[each.source]: dtypes[each.kind] for each in self.tensors if each.source and each.kind in dtypes}
+        of_file = Held(weights.entries, weights.folder, weights.shards, weights, kinds, table, found)
+        changed = stream.on(stream.device, stream.place)
+        changed.source, changed.files = replace(stream.source, weights=of_file), files
+        return replace(self.values, stream=changed)
+
+    def _rounded(self, name: str) -> QuantTensor:
+        """The table rounded to nearest, a piece of its rows at a time."""
         assert self.embedding is not None
         weight = self.values.tensor(name)
         rows = max(1, PIECE // weight.shape[1])
-        scheme = instead(self.embedding, weight.shape[1])
-        codes = joined([nearest(piece.float(), scheme) for piece in weight.split(rows)])
-        return codes, packed(codes, name)[1]
+        return joined([nearest(piece.float(), self.embedding) for piece in weight.split(rows)])
 
     def _rounded_bytes(self, name: str) -> NDArray[Any]:
-        return self._rounded(name)[1]
+        return packed(self._rounded(name), name)[1]
 
     def _float(self, name: str, kind: str) -> NDArray[Any]:
-        value = self.expected(name)
+        value = self._laid(name, self.values)
         found = floats(value, kind)
         if kind == "F16" and bool((value.abs() > torch.finfo(torch.float16).max).any()):
             raise InputError(
@@ -197,9 +246,9 @@ class Content:
             )
         return found
 
-    def expected(self, name: str) -> torch.Tensor:
-        """The values of a parameter as the file is to hold them, before they are rounded to its floats; float32."""
-        value = self.values.tensor(name).float()
+    def _laid(self, name: str, values: Values) -> torch.Tensor:
+        """A parameter as it lies in the file, float32."""
+        value = values.tensor(name).float()
         if self.architecture.adds_one and name.endswith("norm.weight"):
             value = value + 1
         order = self.order(name, len(value))
@@ -207,17 +256,7 @@ class Content:
 
     def decided(self, stored: StoredTensor) -> torch.Tensor:
         """What a tensor of the file stands for, float32."""
-        if not stored.source:
-            return torch.from_numpy(stored.produce())
-        if stored.source == self.table and self.embedding is not None and stored.kind not in FLOATS.values():
-            head = self.values.stream.head or ""
-            if not (self.tied and head in self.values.schemes):
-                codes = self._rounded(stored.source)[0]
-                found: torch.Tensor = load_format(codes.scheme.format).dequantize(codes)
-                return found
-        if stored.source == self.table and self.tied:
-            return self.expected(f"{self.values.stream.head}.weight")
-        return self.expected(stored.source)
+        return self._laid(stored.source, self.held) if stored.source else torch.from_numpy(stored.produce())
 
     def head_writer(self) -> gguf.GGUFWriter:
         """The package's writer, told of everything but the tensors' data.

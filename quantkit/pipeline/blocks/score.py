@@ -77,7 +77,7 @@ def score_exports(
         if not here and number > 0:
             continue
         if not here:  # the values that it was built from, since nothing else was exported that runs here
-            runtime, candidate = "torch", _dense(prepared, build)
+            runtime, candidate = "torch", _dense(prepared, build, step)
         else:
             candidate = load_runtime(runtime).open(build.bundle, torch_threads(), built=built)
             candidate = prepared.placed(candidate) if isinstance(candidate, StreamedModel) else candidate
@@ -102,7 +102,7 @@ def score_exports(
             folder = build.bundle / "model" if tensors else None
             checks += confirm(original, folder, scoring.ids, items)
         if number == 0 and layers:
-            dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build)
+            dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build, step)
             harm = through_depth(
                 prepared.stream,
                 dense,
@@ -160,11 +160,12 @@ def _score_long(
     return score.flagged(found, prepared.source.was)
 
 
-def _dense(prepared: Prepared, build: Build) -> StreamedModel:
-    """The model with the values that its codes stand for, inputs quantized, where no checkpoint holds it."""
+def _dense(prepared: Prepared, build: Build, step: ExportStep) -> StreamedModel:
+    """The model with the values that an export holds, inputs quantized, where no checkpoint holds it."""
     from quantkit.exporters.values import Values
 
-    return prepared.placed(Values.of_results(prepared.source, prepared.stream, results(prepared, build)).running())
+    values = Values.of_results(prepared.source, prepared.stream, results(prepared, build))
+    return prepared.placed(load_exporter(step.name).held(values, step.options).running())
 
 
 def _scored(progress: Progress, number: int, count: int, done: float) -> None:

@@ -1,0 +1,79 @@
+"""The shipped recipes of GGUF files, compiled whole: a head of its own, and one that is tied to the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zoo
+
+from quantkit import machine
+from quantkit.pipeline.compile import Compiled, compile_model
+from quantkit.pipeline.request import Request
+from quantkit.recipe import Recipe
+from quantkit.runtimes import load_runtime
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+# less of the text, and no accuracy asked of a model of random weights
+FEW = ("calibration.samples=2", "calibration.tokens=32", "calibration.generated=0", "gates={}")
+RECIPES = ("gguf-q4_0", "gguf-iq4_nl", "gguf-q4_k_m", "gguf-q3_k_m", "gguf-q5_k_m", "gguf-q8_0")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) -> Callable[[str], Path]:
+    place = tmp_path_factory.mktemp("models")
+
+    def made(name: str) -> Path:
+        if not (place / name).exists():
+            changes = {"vocab_size": len(merging_tokenizer), "num_hidden_layers": 2}
+            zoo.tiny(name, **changes).save_pretrained(place / name)
+            merging_tokenizer.save_pretrained(place / name)
+        return place / name
+
+    return made
+
+
+def compiled(model: Path, out: Path, recipe: str, *changes: str, patch: pytest.MonkeyPatch) -> Compiled:
+    patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+    calibrated = [each for each in FEW if not (recipe == "gguf-q8_0" and each.startswith("calibration"))]
+    return compile_model(
+        Request.of(str(model), recipe=Recipe.load(recipe, (*calibrated, *changes)), out=out, speed=False)
+    )
+
+
+def kl(result: Compiled) -> dict[str | None, float]:
+    """By the runtime that was scored in."""
+    rows = [row for row in result.bundle.measurements if row["name"] == "accuracy.kl"]
+    return {row["runtime"]: row["value"] for row in rows}
+
+
+@pytest.mark.parametrize("model", ["llama", "llama-tied"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_shipped_recipe_compiles(
+    recipe: str, model: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = compiled(models(model), tmp_path / "b", recipe, patch=monkeypatch)
+    checks = {check.name: check for check in result.bundle.manifest.checks}
+    assert all(check.ok for check in checks.values())
+    wanted = {"gguf.tensors", "reload.gguf", *(["reload.llama_cpp"] if machine.has("llama_cpp") else [])}
+    assert wanted <= checks.keys()
+    # the same numbers in the same order: where a table of floats is looked up in, this is 0.008 (Q8_0) to 0.13
+    assert checks["reload.gguf"].value == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("model", ["llama", "llama-tied"])
+def test_a_table_of_codes_costs_what_it_costs_without_llama_cpp(
+    model: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tied head in floats the table's codes are the head's."""
+    monkeypatch.setattr(type(load_runtime("llama_cpp")), "why_not_here", lambda self, folder=None: "not installed")
+    monkeypatch.setattr("quantkit.exporters.gguf.check.machine.has", lambda name: False)
+    found = {}
+    for table in ("{format: q4_0}", "null"):
+        changes = (f"gguf.embedding={table}", "gguf.floats=float32", "keep=[lm_head]")
+        out = tmp_path / table[:4]
+        found[table] = kl(compiled(models(model), out, "gguf-q8_0", *changes, patch=monkeypatch))
+    coded, floats = (each["torch"] for each in found.values())
+    assert coded > 10 * floats > 0
