@@ -18,10 +18,10 @@ from exported import Exported, by_name, export, scheme
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec
-from quantkit.exporters.gguf import blocks
+from quantkit.exporters.gguf import blocks, check
 from quantkit.exporters.gguf.architecture import architecture_of, rope_factors
 from quantkit.exporters.gguf.exporter import EXPORT, MODEL
-from quantkit.exporters.gguf.tokenizer import kind_of
+from quantkit.exporters.gguf.tokenizer import kind_of, spaced
 from quantkit.exporters.gguf.types import TYPES, type_of
 from quantkit.exporters.gguf.writer import StoredTensor, file_type
 from quantkit.exporters.values import Values
@@ -160,6 +160,7 @@ def test_an_embedding_that_256_does_not_divide_falls_back(tmp_path: Path, source
     made = export(sources("llama"), tmp_path / "out", WeightScheme(format="q4_0"), layout="dense")
     (taken,) = EXPORT.write(made.folder, made.source, made.stream, made.results, options)
     assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", "q5_0")
+    assert "256 does not divide its width 64: 5.5 bits a weight, not 4.5" in taken.reason
     kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
     assert kinds["token_embd.weight"] == "Q5_0"
 
@@ -392,3 +393,121 @@ def test_llama_cpp_s_logits_are_held_against_the_codes(sources: Callable[[str], 
     field.parts[field.data[0]].flush()
     found = checks(made, FLOAT)
     assert found["gguf.tensors"].ok and not found["reload.llama_cpp"].ok
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+ROPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": ("llama", {"rope_type": "llama3", **LLAMA3}),
+    "linear": ("llama", {"rope_type": "linear", "factor": 2.0}),
+    "yarn": ("llama", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 24.0}),
+    "gemma3's linear": ("gemma3", {"rope_type": "linear", "factor": 8.0}),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_embedding_that_is_scaled(tmp_path: Path, merging_tokenizer: Any, kind: str) -> None:
+    """transformers' reader is told of it, so a file that does not say it is held against the config."""
+    name, how = ROPES[kind]
+    scaled = {"rope_theta": 10000.0, **how}
+    local = {"rope_type": "default", "rope_theta": 5000.0}
+    ropes = {"full_attention": scaled, "sliding_attention": local} if name == "gemma3" else scaled
+    zoo.tiny(name, vocab_size=len(merging_tokenizer), **MODELS[name], rope_parameters=ropes).save_pretrained(
+        tmp_path / "m"
+    )
+    merging_tokenizer.save_pretrained(tmp_path / "m")
+    made = written(tmp_path / "m", tmp_path / "out", scheme(), FLOAT)
+    found = checks(made, FLOAT)
+    assert all(each.ok for each in found.values()), found
+    field = "rope.freq_base" if kind == "llama3" else "rope.scaling.factor"
+    stated = next(each for key, each in gguf.GGUFReader(file_of(made), "r+").fields.items() if key.endswith(field))
+    stated.parts[stated.data[0]][:] = 3.0
+    stated.parts[stated.data[0]].flush()
+    said = checks(made, FLOAT)["gguf.fields"]
+    assert not said.ok and field in said.where
+
+
+def test_a_table_of_no_whole_blocks_stays_in_floats(tmp_path: Path, merging_tokenizer: Any) -> None:
+    zoo.tiny("llama", vocab_size=len(merging_tokenizer), hidden_size=48).save_pretrained(tmp_path / "m")
+    merging_tokenizer.save_pretrained(tmp_path / "m")
+    options = {"floats": "float16", "embedding": {"format": "q4_k"}}
+    narrow = ("down_proj",)  # K is 96
+    made = export(
+        tmp_path / "m",
+        tmp_path / "out",
+        lambda name: WeightScheme(format="q4_0") if name.endswith(narrow) else None,
+        layout="dense",
+    )
+    (taken,) = EXPORT.write(made.folder, made.source, made.stream, made.results, options)
+    assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", "float16")
+    assert "32 does not divide its width 48: 16 bits a weight, not 4.5" in taken.reason
+    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
+    assert kinds["token_embd.weight"] == "F16"
+    assert all(each.ok for each in checks(made, options).values())
+
+
+def test_no_number_is_no_tensor(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    made = written(sources("llama"), tmp_path / "out", scheme(), FLOAT)
+    tensor = next(each for each in gguf.GGUFReader(file_of(made), "r+").tensors if each.name == "output_norm.weight")
+    tensor.data[0] = np.nan
+    tensor.data.flush()
+    found = checks(made, FLOAT)["gguf.tensors"]
+    assert not found.ok and found.where == "output_norm.weight"
+
+
+def test_a_token_beyond_the_table_is_refused_before_work(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(sources("llama"), folder)
+    stated = json.loads((folder / "tokenizer.json").read_text())
+    stated["added_tokens"].append({**stated["added_tokens"][0], "id": 300, "content": "<extra>"})
+    (folder / "tokenizer.json").write_text(json.dumps(stated))
+    with pytest.raises(InputError, match=r"gguf-tokenizer.*id 300.*260 rows"):
+        EXPORT.accepts({}, LayerSpec(source=open_model(str(folder))))
+
+
+def test_a_tokenizer_that_leaves_spaces_out_has_a_decision(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    """SentencePiece's BPE whose spaces Metaspace puts there: of a text that begins with one llama.cpp has two."""
+    folder = tmp_path / "model"
+    shutil.copytree(sources("llama"), folder)
+    stated = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 258, "▁x": 259, "x": 260, "<unk>": 261}
+    vocabulary |= {"<s>": 256, "</s>": 257}
+    stated["model"] |= {"byte_fallback": True, "vocab": vocabulary, "merges": [["▁", "x"]], "unk_token": "<unk>"}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    stated |= {"pre_tokenizer": metaspace, "decoder": metaspace}
+    (folder / "tokenizer.json").write_text(json.dumps(stated))
+    source = open_model(str(folder))
+    assert spaced(source)
+    ahead = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}
+    (folder / "tokenizer.json").write_text(json.dumps({**stated, "pre_tokenizer": None, "normalizer": ahead}))
+    assert not spaced(source)
+
+
+@pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes")
+@pytest.mark.parametrize("first", [False, True])
+def test_tokens_of_sentencepiece(tmp_path: Path, first: bool) -> None:
+    """Spaces and special tokens amid a text are llama.cpp's own; of Metaspace they differ, and are left out."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abefhnortux"]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "x"), ("▁", "f"), ("▁f", "o"), ("▁", "▁")]
+    words += [left + right for left, right in merges]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if first:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    found.chat_template = "{% for message in messages %}{{ message.content }}</s>{% endfor %}"
+    found.save_pretrained(tmp_path / "m")
+    zoo.tiny("llama", vocab_size=len(words)).save_pretrained(tmp_path / "m")
+    made = export(tmp_path / "m", tmp_path / "out", None, layout="dense")
+    taken = EXPORT.write(made.folder, made.source, made.stream, made.results, FLOAT)
+    assert [each.code for each in taken] == (["tokens-differ"] if first else [])
+    values = Values.of_results(made.source, made.stream, made.results)
+    assert check._tokens(file_of(made), values, spaced=first).ok
+    assert check._tokens(file_of(made), values, spaced=False).ok is not first

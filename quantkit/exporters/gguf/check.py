@@ -10,6 +10,7 @@ codes and 16 where it is in bfloat16.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ LIMIT = 1e-4
 IN_FLOATS, IN_CODES = 3e-2, 0.15
 # of a file that is only run
 _TOKENS = 8
-# of a file transformers 5.23 does not read these, though llama.cpp does
+# of a file transformers 5.23 does not read these, though llama.cpp does: `_fields` looks for them
 _UNREAD = {
     "attention_bias",
     "head_dim",
@@ -50,16 +51,20 @@ TEXTS = (
 )
 
 
+# which a space may be put before
+_SPACED = (" x", "  two spaces ", "\n the", "")
+
+
 def check(path: Path, content: Content, blocks: int | None = None) -> list[Check]:
     """All checks of a file."""
-    found = [_tensors(path, content)]
-    if not found[0].ok:
+    found = [_tensors(path, content), _fields(path, content)]
+    if not all(each.ok for each in found):
         return found
     kinds = {each.kind for each in content.tensors}
     if machine.has("llama_cpp"):
         from quantkit.runtimes.llama_cpp.session import LlamaModel
 
-        found.append(_tokens(path, content.values))
+        found.append(_tokens(path, content.values, spaced=content.spaced))
         # what is expected is made block by block, and llama.cpp maps its file
         error, where = worst(LlamaModel(path), content.held)
         limit = IN_FLOATS if kinds <= set(FLOATS.values()) else IN_CODES
@@ -105,14 +110,72 @@ def _tensors(path: Path, content: Content) -> Check:
     return counted("gguf.tensors", wrong)
 
 
-def _tokens(path: Path, values: Values) -> Check:
+def _fields(path: Path, content: Content) -> Check:
+    """What the config says is what the file says, where transformers is told it because it does not read it."""
+    import gguf
+    import numpy as np
+
+    config, keys, rope = content.config, gguf.Keys, _scaled(content.config)
+    wanted = {
+        keys.Attention.KEY_LENGTH: config.get("head_dim"),
+        keys.Attention.VALUE_LENGTH: config.get("head_dim"),
+        keys.LLM.ATTN_LOGIT_SOFTCAPPING: config.get("attn_logit_softcapping"),
+        keys.LLM.FINAL_LOGIT_SOFTCAPPING: config.get("final_logit_softcapping"),
+    }
+    kind, context = rope.get("rope_type"), config["max_position_embeddings"]
+    if rope:
+        wanted[keys.Rope.FREQ_BASE] = rope["rope_theta"]
+        local = config["rope_parameters"].get("sliding_attention", {})
+        wanted[keys.Rope.FREQ_BASE_SWA] = local.get("rope_theta")
+        # what Llama 3 divides by is a tensor
+        wanted[keys.Rope.SCALING_TYPE] = None if kind == "llama3" else kind
+        wanted[keys.Rope.SCALING_FACTOR] = None if kind == "llama3" else rope["factor"]
+    if kind == "yarn":
+        wanted[keys.Rope.SCALING_ORIG_CTX_LEN] = rope.get("original_max_position_embeddings") or context
+        wanted[keys.Rope.SCALING_YARN_BETA_FAST] = rope.get("beta_fast")
+        wanted[keys.Rope.SCALING_YARN_BETA_SLOW] = rope.get("beta_slow")
+        factor = rope.get("attention_factor")  # llama.cpp multiplies by what is there without one
+        wanted[keys.Rope.SCALING_ATTN_FACTOR] = factor and factor / (1 + 0.1 * math.log(rope["factor"]))
+    with reading(_damaged(path)):
+        stated = {key: each.contents() for key, each in gguf.GGUFReader(path).fields.items()}
+    wrong = []
+    for key, value in wanted.items():
+        name = key.format(arch=content.architecture.name)
+        said = stated.get(name)
+        if said != (np.float32(value) if isinstance(value, float) else value):
+            wrong.append(f"{name} {said}, not {value}")
+    return counted("gguf.fields", wrong)
+
+
+def _scaled(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What scales rotary embedding, of layers that see everything; empty where nothing does."""
+    rope: Mapping[str, Any] = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    return {} if rope.get("rope_type", "default") == "default" else rope
+
+
+def _tokens(path: Path, values: Values, *, spaced: bool) -> Check:
+    """Ids of texts, of special tokens amid them, and of the chat template; and back.
+
+    Args:
+        spaced: whether llama.cpp puts a space before a text where the tokenizer puts none (`tokenizer.spaced`): texts
+            that begin with one, and what follows a special token, are left out then.
+    """
     from quantkit.runtimes.llama_cpp.library import Vocabulary
 
-    tokenizer, wrong = values.source.tokenizer(), []
-    vocabulary = Vocabulary(path)
-    for text in TEXTS:
+    tokenizer, vocabulary, wrong = values.source.tokenizer(), Vocabulary(path), []
+    texts, special = list(TEXTS), tokenizer.eos_token
+    if not spaced:
+        texts += _SPACED
+        texts += [f"a{special}b the{special} fox", f"{special}{special}x"] if special else []
+        if tokenizer.chat_template:
+            said = [{"role": "user", "content": "Hello there, 12 foxes?"}]
+            texts.append(tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+    for text in texts:
         wanted = tokenizer(text)["input_ids"]
-        if vocabulary.encode(text) != wanted:
+        back = tokenizer.decode(wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # the space that was put before a text llama.cpp leaves there
+        if vocabulary.encode(text) != wanted or vocabulary.decode(wanted).lstrip(" ") != back.lstrip(" "):
             wrong.append(repr(text))
     return counted("gguf.tokens", wrong)
 
@@ -124,6 +187,7 @@ def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> float:
 
     ids = prompt(values)
     unread = {key: own[key] for key in _UNREAD & own.keys()}
+    unread |= {"rope_parameters": own["rope_parameters"]} if _scaled(own) else {}
     with reading(_damaged(path)), quiet_loading(), torch.no_grad():
         model = pretrained.of_gguf(path, unread).eval()
         found = model(ids).logits

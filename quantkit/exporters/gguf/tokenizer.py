@@ -114,7 +114,21 @@ def demand_held(source: Source) -> None:
         return InputError("tokenizer-damaged", where=source.ref, value=said, rule="a tokenizer.json of tokenizers")
 
     with reading(damaged):
-        kind_of(_stated(source), source.ref)
+        stated = _stated(source)
+        kind_of(stated, source.ref)
+        ids = [*stated["model"]["vocab"].values(), *(int(each["id"]) for each in stated.get("added_tokens", ()))]
+        if (rows := source.config.get("vocab_size")) is not None:
+            _demand_rows(source, max(ids, default=0), rows)
+
+
+def spaced(source: Source) -> bool:
+    """Whether llama.cpp puts a space before texts where the tokenizer puts none.
+
+    It does so before any text, and after each special token, as SentencePiece's `Prepend` has it. Metaspace leaves out
+    a text that begins with a space, and, where it says `first`, what follows a special token.
+    """
+    splits = _flat(_stated(source).get("pre_tokenizer"), "pretokenizers")
+    return any(each["type"] == "Metaspace" and each.get("prepend_scheme", "always") != "never" for each in splits)
 
 
 def kind_of(stated: Mapping[str, Any], where: str) -> tuple[str, str]:

@@ -30,13 +30,13 @@ from quantkit.exporters.gguf.architecture import (
     turned_rows,
 )
 from quantkit.exporters.gguf.blocks import floats, packed
-from quantkit.exporters.gguf.tokenizer import add_tokenizer
+from quantkit.exporters.gguf.tokenizer import add_tokenizer, spaced
 from quantkit.exporters.gguf.types import FLOATS, type_of
 from quantkit.formats import QuantTensor, joined, load_format
 from quantkit.model.source import pretrained
 from quantkit.model.source.weights import Weights, write_atomic
 from quantkit.passes.assign import PIECE, nearest
-from quantkit.planning.model.mixtures import instead, mixed
+from quantkit.planning.model.mixtures import instead, mixed, of_table
 from quantkit.scheme import MIXTURES, WeightScheme
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ class Content:
     Args:
         values: the model.
         high: how what has no codes is stored: a float format of quantkit.
-        embedding: the scheme of token embeddings, or what stands in for it where they are no whole super-blocks; None:
-            as floats. A tied head's codes are the embeddings'.
+        embedding: the scheme of token embeddings, for which another stands in where they are no whole blocks; None: as
+            floats. A tied head's codes are the embeddings'.
 
     Raises:
         InputError: `layout-unsupported`.
@@ -120,9 +120,11 @@ class Content:
 
     def __init__(self, values: Values, high: str, embedding: WeightScheme | None) -> None:
         self.values = values
-        # where super-blocks do not divide a row, as a mixture has it for linears
-        self.wanted, columns = embedding, int(values.skeleton.get_parameter(table_of(values)).shape[1])
-        self.embedding = instead(embedding, columns) if embedding is not None else None
+        self.embedding: WeightScheme | None = None
+        self._taken: list[Decision] = []
+        if embedding is not None:
+            columns = int(values.skeleton.get_parameter(self.table).shape[1])
+            self.embedding, self._taken = of_table(embedding, columns, high, self.table)
         self.high = FLOATS[high]
         source = values.source
         config = pretrained.config(source.path, trust=source.trust_remote_code)
@@ -175,12 +177,21 @@ class Content:
 
     def decisions(self) -> list[Decision]:
         """What is stored otherwise than asked."""
-        if self.embedding == self.wanted or self.embedding is None or self.wanted is None:
-            return []
-        if not any(each.name == TABLE and each.kind == type_of(self.embedding) for each in self.tensors):
-            return []
-        reason = "256 does not divide its width"
-        return [decision("gguf", "type-fallback", self.table, reason, self.wanted.format, self.embedding.format)]
+        found = [] if self.coded_head else list(self._taken)
+        if self.spaced:
+            reason = "llama.cpp puts a space before each text, this tokenizer before none that begins with one"
+            found.append(decision("gguf", "tokens-differ", "tokenizer.json", reason))
+        return found
+
+    @cached_property
+    def spaced(self) -> bool:
+        """Whether llama.cpp's tokens of some texts have a space more: `tokenizer.spaced`."""
+        return spaced(self.values.source)
+
+    @property
+    def coded_head(self) -> bool:
+        """Whether the table's codes are those of a head that the recipe quantizes."""
+        return self.tied and self.values.stream.head in self.values.schemes
 
     @cached_property
     def tied(self) -> bool:
@@ -212,7 +223,7 @@ class Content:
         table, head = stream.files[self.table], f"{stream.head}.weight"
         found: Callable[[], QuantTensor] | None = None
         weights, files = stream.source.weights, dict(stream.files)
-        if self.tied and stream.head in self.values.schemes:
+        if self.coded_head:
             files[self.table] = files[head]
         elif self.embedding is not None:
             found = partial(self._rounded, self.table)

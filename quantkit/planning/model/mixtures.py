@@ -13,6 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from quantkit.bundle import Decision, decision
+from quantkit.formats import load_format
 from quantkit.scheme import MIXTURES, WeightScheme
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -63,6 +65,26 @@ def instead(scheme: WeightScheme, columns: int) -> WeightScheme:
     """What stands in where K = `columns` is no whole super-blocks; the scheme itself where it is, or nothing does."""
     kind = _FALLBACKS.get(scheme.format)
     return WeightScheme(format=kind) if kind is not None and scheme.padding(columns) else scheme
+
+
+def of_table(scheme: WeightScheme, columns: int, floats: str, name: str) -> tuple[WeightScheme | None, list[Decision]]:
+    """What a table of embeddings is stored in, None where 32 does not divide its width, and the decision on that.
+
+    Args:
+        scheme: what was asked for.
+        columns: its width.
+        floats: the float format of what has no codes.
+        name: the table.
+    """
+    found = instead(scheme, columns)
+    if found == scheme and not found.padding(columns):
+        return scheme, []
+    whole = not found.padding(columns)
+    before, after = (load_format(each.format).bits_per_weight((1, 256), each) for each in (scheme, found))
+    bits = after if whole else 32.0 if floats == "float32" else 16.0
+    reason = f"{256 if whole else 32} does not divide its width {columns}: {bits:.4g} bits a weight, not {before:.4g}"
+    to = found.format if whole else floats
+    return found if whole else None, [decision("gguf", "type-fallback", name, reason, scheme.format, to)]
 
 
 def _of_values(mixture: str, at: _Place, layers: int) -> str:

@@ -17,6 +17,7 @@ from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.planning.model.architecture import Architecture, Matrix
 from quantkit.planning.model.assigned import ROLES, Assigned, assign_sizes
+from quantkit.planning.model.mixtures import of_table
 from quantkit.planning.model.stored import (
     ENTRY,
     LAYOUTS,
@@ -130,7 +131,7 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
         layout = None if options.layout == "dense" else LAYOUTS.load(options.layout.replace("-", "_"))
         found = _checkpoint(architecture, recipe, linears, head, layout)
     shared = architecture.tied and assigned.head is None
-    return replace(found, shared=shared, decisions=assigned.decisions)
+    return replace(found, shared=shared, decisions=[*assigned.decisions, *found.decisions])
 
 
 # --- which linear is stored how ---------------------------------------------------------------------------------------
@@ -329,12 +330,14 @@ def _file(
     """Everything in one file: vectors in float32, and a tied head's codes are the embeddings'."""
     dtype = options.high(architecture.dtype)
     last = in_file(head, dtype) if head is not None else None
-    width = float(WIDTHS[dtype])
+    width, taken = float(WIDTHS[dtype]), []
     if architecture.tied and last is not None and last.scheme is not None:
         width = 0.0
     elif options.embedding is not None:
-        shape = (architecture.vocabulary or 1, architecture.hidden)
-        width = load_format(options.embedding.format).bits_per_weight(shape, options.embedding) / 8
+        stored, taken = of_table(options.embedding, architecture.hidden, dtype, "embeddings")
+        if stored is not None:
+            shape = (architecture.vocabulary or 1, architecture.hidden)
+            width = load_format(stored.format).bits_per_weight(shape, stored) / 8
     tensors = 2 + sum(len(layer.matrices) + -(-layer.others // architecture.hidden) for layer in architecture.layers)
     return Storage(
         dtype,
@@ -344,4 +347,5 @@ def _file(
         width * architecture.embeddings,
         4.0 * _elsewhere(architecture),
         float(_TENSOR * tensors + _WORD * (architecture.vocabulary or 0)),
+        taken,
     )
