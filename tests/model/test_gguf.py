@@ -216,10 +216,10 @@ def test_the_tokenizer_splits_digits_and_keeps_control_tokens(tmp_path: Path) ->
     ("fields", "code"),
     [
         ({"architecture": "falcon"}, "gguf-architecture"),
-        ({"pre": "tekken"}, "gguf-tokenizer"),
+        ({"pre": "deepseek-llm"}, "gguf-tokenizer"),
         ({"llama__rope__dimension_count": 8}, "gguf-architecture"),
         ({"llama__expert_count": 8}, "gguf-architecture"),
-        ({"llama__rope__scaling__factor": 2}, "gguf-architecture"),
+        ({"llama__rope__scaling__yarn_ext_factor": 2}, "gguf-architecture"),
         ({"llama__attention__sliding_window": 8}, "gguf-architecture"),
     ],
 )
@@ -272,8 +272,10 @@ def q6_k(raw: bytes) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("blocks", "by_hand"), [("Q4_K", q4_k), ("Q6_K", q6_k)])
-def test_super_blocks_are_decoded_as_llama_cpp_defines_them(blocks: str, by_hand: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("blocks", "by_hand", "was"), [("Q4_K", q4_k, "Q4_K_M"), ("Q6_K", q6_k, "Q4_K_M mostly Q6_K")])
+def test_super_blocks_are_decoded_as_llama_cpp_defines_them(
+    blocks: str, by_hand: Any, was: str, tmp_path: Path
+) -> None:
     model = tiny("qwen2", vocab_size=len(vocabulary()), hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType[blocks], general__file_type=15)
     folder = tmp_path / "tiny"
@@ -283,7 +285,7 @@ def test_super_blocks_are_decoded_as_llama_cpp_defines_them(blocks: str, by_hand
     rows = np.array([by_hand(bytes(row)) for row in stored.data[:9]], np.float32)
     read = open_model(str(folder)).weights.read("model.layers.0.mlp.down_proj.weight")[:9]
     assert np.abs(rows).max() > 0.1 and np.allclose(read.numpy(), rows, rtol=1e-6, atol=1e-7)
-    assert json.loads((folder / "provenance.json").read_text())["was"] == "gguf Q4_K_M"
+    assert json.loads((folder / "provenance.json").read_text())["was"] == f"gguf {was}"
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all, but long enough to look at"])

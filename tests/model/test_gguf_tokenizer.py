@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quantkit.errors import InputError
-from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
+from quantkit.model.source.gguf.tokenizer import tokenizer_config, tokenizer_json
 
 TEXTS = [
     "",
@@ -121,7 +121,6 @@ def test_qwen2_splits_as_transformers_own_class() -> None:
     "changes",
     [
         {"tokenizer.ggml.model": "bert"},
-        {"tokenizer.ggml.add_space_prefix": True},
         {"tokenizer.ggml.add_eos_token": True},
     ],
 )
