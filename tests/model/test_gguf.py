@@ -328,6 +328,12 @@ def test_a_tensor_that_lies_of_itself_is_refused(part: int, lie: bytes, said: st
         ("general.alignment", 0, "an alignment of 0"),
         ("general.alignment", 48, "an alignment of 48"),
         ("llama.attention.head_count", 0, "head_count = 0"),
+        ("llama.attention.head_count_kv", 3, "head_count_kv = 3; it divides 4 heads"),
+        ("llama.attention.layer_norm_rms_epsilon", 0x7FC00000, "epsilon = nan"),  # as float32
+        ("llama.rope.freq_base", 0, "freq_base = 0.0"),
+        ("llama.embedding_length", 128, r"token_embd.weight is \[262, 64\]; .* \[262, 128\]"),
+        ("llama.feed_forward_length", 128, "ffn_gate.weight is"),
+        ("tokenizer.ggml.bos_token_id", 10**6, "bos_token_id = 1000000; its vocabulary has 262 tokens"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused(key: str, number: int, said: str, tmp_path: Path) -> None:
@@ -338,6 +344,22 @@ def test_a_number_that_cannot_be_is_refused(key: str, number: int, said: str, tm
     path.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(InputError, match=f"gguf-damaged.*{said}"):
         convert_gguf(path, tmp_path)
+
+
+def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", model_of("llama"), split__count=3)
+    with pytest.raises(InputError, match=r"gguf-split.*one of 3 files.*llama-gguf-split"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path)
+
+
+def test_another_order_of_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model_of("llama"))
+    data = path.read_bytes()
+    for version, said in ((3, "version 3 for machines that begin at the big end"), (9 << 24, "version 9, and 2 and 3")):
+        path.write_bytes(data[:4] + version.to_bytes(4, "big") + data[8:])
+        with pytest.raises(InputError, match=f"gguf-damaged.*{said}"):
+            convert_gguf(path, tmp_path)
 
 
 def test_a_count_that_its_file_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ are refused too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.lazy import torch
 from quantkit.model.source import pretrained
-from quantkit.model.source.gguf.parts import Read, refused
+from quantkit.model.source.gguf.parts import Read, damaged, refused
 from quantkit.model.source.gguf.rules import RULES
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def _demand_read(path: Path, meta: Mapping[str, Any], stated: str, config: Any) 
     if stated == "bloom":
         same |= {"attention.head_count_kv": config.n_head, "feed_forward_length": 4 * config.hidden_size}
     for key, value in fields.items():
+        if key.endswith(("epsilon", "freq_base")) and not 0 < value < math.inf:
+            raise damaged(str(path), f"{stated}.{key} = {value!r:.40}", "above nothing, and finite")
         if key in places and hasattr(config, places[key]):
             setattr(config, places[key], value or None)
         elif known.get(key) is None and key not in _NOTHING and same.get(key, getattr(config, key, None)) != value:

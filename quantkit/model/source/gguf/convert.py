@@ -115,14 +115,14 @@ def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
         "schema": 1,
         "source": {"file": gguf_file.name, "sha256": file_sha256(gguf_file), "name": meta.get("general.name")},
         "licence": meta.get("general.license"),
-        "was": f"gguf {_stored(meta, matrices)}",
+        "was": f"gguf {stored_as(meta, matrices)}",
         "elements": dict(elements),
         "files": files,
     }
     write_json(folder / PROVENANCE, provenance)
 
 
-def _stored(meta: Mapping[str, Any], matrices: Counter[str]) -> str:
+def stored_as(meta: Mapping[str, Any], matrices: Counter[str]) -> str:
     """What a file's matrices are: what it says (`Q4_K_M`, a mixture of types), and what most of their elements are
     where the name speaks of another type. One with any codes is none of floats, whatever it says.
     """
