@@ -148,6 +148,7 @@ def _gguf(folder: Path) -> Path:
     shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
     shapes |= {f"blk.0.{name}": (8, 8) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     shapes |= {f"blk.0.ffn_{name}": (8, 8) for name in ("gate", "up", "down")}
+    writer.add_tensor("rope_freqs.weight", np.array([1, 8, 8, 8], dtype=np.float32))
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", np.zeros(shape, dtype=np.float32))
     writer.write_header_to_file()
@@ -164,18 +165,18 @@ def _converted(folder: Path) -> None:
     convert_gguf(folder / "model.gguf", folder / "out")
 
 
-def _qwen3(folder: Path) -> Path:
+def _phi3(folder: Path) -> Path:
     """Of an architecture that transformers reads."""
     import gguf
 
     path, raw = folder / "model.gguf", folder / "raw.gguf"
-    writer = gguf.GGUFWriter(raw, "qwen3")
+    writer = gguf.GGUFWriter(raw, "phi3")
     for key, value in {"block_count": 1, "context_length": 16, "embedding_length": 8, "feed_forward_length": 8}.items():
-        writer.add_uint32(f"qwen3.{key}", value)
+        writer.add_uint32(f"phi3.{key}", value)
     for key in ("head_count", "head_count_kv"):
-        writer.add_uint32(f"qwen3.attention.{key}", 1)
-    writer.add_key_length(8)
-    writer.add_value_length(8)
+        writer.add_uint32(f"phi3.attention.{key}", 1)
+    writer.add_rope_scaling_orig_ctx_len(16)
+    writer.add_sliding_window(0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_tokenizer_model("gpt2")
@@ -184,9 +185,8 @@ def _qwen3(folder: Path) -> Path:
     writer.add_token_types([1, 1, 1, 1])
     writer.add_token_merges(["a b"])
     shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
-    shapes |= {f"blk.0.{name}": (8, 8) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
-    shapes |= {f"blk.0.attn_{name}_norm": (8,) for name in "qk"}
-    shapes |= {f"blk.0.ffn_{name}": (8, 8) for name in ("gate", "up", "down")}
+    shapes |= {"blk.0.attn_qkv": (24, 8), "blk.0.attn_output": (8, 8), "output": (4, 8)}
+    shapes |= {"blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 8)}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", np.zeros(shape, dtype=np.float32))
     writer.write_header_to_file()
@@ -476,7 +476,7 @@ TARGETS: tuple[Target, ...] = (
     Target("onnx", _onnx(external=False), mutate.of_bytes, _graph),
     Target("onnx-external", _onnx(external=True), mutate.of_bytes, _graph),
     Target("gguf", _gguf, mutate.of_bytes, _converted, slow=True),
-    Target("gguf-transformers", _qwen3, mutate.of_bytes, _converted, slow=True),
+    Target("gguf-transformers", _phi3, mutate.of_bytes, _converted, slow=True),
     Target("imatrix", _imatrix("i.gguf"), mutate.of_bytes, _importance("i.gguf")),
     Target("imatrix-dat", _imatrix("i.dat"), mutate.of_bytes, _importance("i.dat")),
     Target("recipe", _written("recipe.yaml", json.dumps(RECIPE)), mutate.of_json, _recipe),

@@ -216,10 +216,10 @@ def test_the_tokenizer_splits_digits_and_keeps_control_tokens(tmp_path: Path) ->
     ("fields", "code"),
     [
         ({"architecture": "falcon"}, "gguf-architecture"),
-        ({"pre": "tekken"}, "gguf-tokenizer"),
+        ({"pre": "deepseek-llm"}, "gguf-tokenizer"),
         ({"llama__rope__dimension_count": 8}, "gguf-architecture"),
         ({"llama__expert_count": 8}, "gguf-architecture"),
-        ({"llama__rope__scaling__factor": 2}, "gguf-architecture"),
+        ({"llama__rope__scaling__yarn_ext_factor": 2}, "gguf-architecture"),
         ({"llama__attention__sliding_window": 8}, "gguf-architecture"),
     ],
 )
@@ -272,8 +272,10 @@ def q6_k(raw: bytes) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("blocks", "by_hand"), [("Q4_K", q4_k), ("Q6_K", q6_k)])
-def test_super_blocks_are_decoded_as_llama_cpp_defines_them(blocks: str, by_hand: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("blocks", "by_hand", "was"), [("Q4_K", q4_k, "Q4_K_M"), ("Q6_K", q6_k, "Q4_K_M mostly Q6_K")])
+def test_super_blocks_are_decoded_as_llama_cpp_defines_them(
+    blocks: str, by_hand: Any, was: str, tmp_path: Path
+) -> None:
     model = tiny("qwen2", vocab_size=len(vocabulary()), hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType[blocks], general__file_type=15)
     folder = tmp_path / "tiny"
@@ -283,7 +285,7 @@ def test_super_blocks_are_decoded_as_llama_cpp_defines_them(blocks: str, by_hand
     rows = np.array([by_hand(bytes(row)) for row in stored.data[:9]], np.float32)
     read = open_model(str(folder)).weights.read("model.layers.0.mlp.down_proj.weight")[:9]
     assert np.abs(rows).max() > 0.1 and np.allclose(read.numpy(), rows, rtol=1e-6, atol=1e-7)
-    assert json.loads((folder / "provenance.json").read_text())["was"] == "gguf Q4_K_M"
+    assert json.loads((folder / "provenance.json").read_text())["was"] == f"gguf {was}"
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all, but long enough to look at"])
@@ -326,6 +328,12 @@ def test_a_tensor_that_lies_of_itself_is_refused(part: int, lie: bytes, said: st
         ("general.alignment", 0, "an alignment of 0"),
         ("general.alignment", 48, "an alignment of 48"),
         ("llama.attention.head_count", 0, "head_count = 0"),
+        ("llama.attention.head_count_kv", 3, "head_count_kv = 3; it divides 4 heads"),
+        ("llama.attention.layer_norm_rms_epsilon", 0x7FC00000, "epsilon = nan"),  # as float32
+        ("llama.rope.freq_base", 0, "freq_base = 0.0"),
+        ("llama.embedding_length", 128, r"token_embd.weight is \[262, 64\]; .* \[262, 128\]"),
+        ("llama.feed_forward_length", 128, "ffn_gate.weight is"),
+        ("tokenizer.ggml.bos_token_id", 10**6, "bos_token_id = 1000000; its vocabulary has 262 tokens"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused(key: str, number: int, said: str, tmp_path: Path) -> None:
@@ -336,6 +344,22 @@ def test_a_number_that_cannot_be_is_refused(key: str, number: int, said: str, tm
     path.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(InputError, match=f"gguf-damaged.*{said}"):
         convert_gguf(path, tmp_path)
+
+
+def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", model_of("llama"), split__count=3)
+    with pytest.raises(InputError, match=r"gguf-split.*one of 3 files.*llama-gguf-split"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path)
+
+
+def test_another_order_of_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model_of("llama"))
+    data = path.read_bytes()
+    for version, said in ((3, "version 3 for machines that begin at the big end"), (9 << 24, "version 9, and 2 and 3")):
+        path.write_bytes(data[:4] + version.to_bytes(4, "big") + data[8:])
+        with pytest.raises(InputError, match=f"gguf-damaged.*{said}"):
+            convert_gguf(path, tmp_path)
 
 
 def test_a_count_that_its_file_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:

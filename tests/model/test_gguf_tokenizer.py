@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quantkit.errors import InputError
-from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
+from quantkit.model.source.gguf.tokenizer import tokenizer_config, tokenizer_json
 
 TEXTS = [
     "",
@@ -121,7 +121,6 @@ def test_qwen2_splits_as_transformers_own_class() -> None:
     "changes",
     [
         {"tokenizer.ggml.model": "bert"},
-        {"tokenizer.ggml.add_space_prefix": True},
         {"tokenizer.ggml.add_eos_token": True},
     ],
 )
@@ -129,6 +128,31 @@ def test_what_would_be_another_tokenizer_is_refused(changes: dict[str, Any]) -> 
     with pytest.raises(InputError) as caught:
         tokenizer_json({**sentencepiece(), **changes}, "tiny.gguf")
     assert caught.value.code == "gguf-tokenizer" and caught.value.where == "tiny.gguf"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer.ggml.token_type": [NORMAL]}, "token_type of 1; its vocabulary has"),
+        ({"tokenizer.ggml.scores": []}, "scores of 0; its vocabulary has"),
+        ({"tokenizer.ggml.bos_token_id": -1}, "bos_token_id = -1; its vocabulary has"),
+        ({"tokenizer.ggml.merges": ["a b", "x"]}, "the merge 'x'; two tokens"),
+    ],
+)
+def test_a_vocabulary_that_contradicts_itself_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=f"gguf-damaged.*{said}"):
+        tokenizer_json({**sentencepiece(), **changes}, "tiny.gguf")
+
+
+def test_what_is_white_behind_a_special_token_of_phi_3_goes() -> None:
+    """llama.cpp knows it by the name."""
+    meta = {**sentencepiece(), "tokenizer.ggml.tokens": [*sentencepiece()["tokenizer.ggml.tokens"]]}
+    meta["tokenizer.ggml.tokens"][1] = "<s>"
+    phi3 = Tokenizer.from_str(tokenizer_json({**meta, "general.name": "Phi-3 Mini"}, "x"))
+    other = Tokenizer.from_str(tokenizer_json(meta, "x"))
+    for text, same in (("<pad>\n cat", "<pad>cat"), ("<s> cat", "<s> cat")):
+        assert phi3.encode(text).ids == other.encode(same).ids
+    assert phi3.encode("<pad> cat").ids != other.encode("<pad> cat").ids
 
 
 def test_special_tokens_are_named() -> None:

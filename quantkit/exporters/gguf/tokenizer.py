@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
 from quantkit.errors import InputError, reading
+from quantkit.model.source.gguf.pretokenizers import DIGITS, GPT2, PRE
 
 if TYPE_CHECKING:
     import gguf
@@ -29,32 +30,6 @@ if TYPE_CHECKING:
     from quantkit.model.source.open import Source
 
 _SPACE = "▁"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    + "{after}"
-    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    + "{after}"
-)
-_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = "bytes, by GPT-2's expression"
-_DIGITS = "digits one by one"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_TEKKEN = rf"{_CASED.replace('{after}', '')}|\p{{N}}|{_CASED_REST}"
-_GPT4O = rf"{_CASED.replace('{after}', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}"
-# (what a text is split by, in order; whether words that are tokens stay whole) -> llama.cpp's name
-_PRE = {
-    ((_GPT2,), False): "gpt-2",
-    ((_DIGITS, _GPT2), False): "smollm",
-    ((_QWEN2,), False): "qwen2",
-    ((_LLAMA3,), True): "llama-bpe",
-    ((_LLAMA3,), False): "smaug-bpe",
-    ((_TEKKEN,), True): "tekken",
-    ((_GPT4O,), False): "gpt-4o",
-}
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, source: Source, rows: int) -> int:
@@ -144,7 +119,7 @@ def kind_of(stated: Mapping[str, Any], where: str) -> tuple[str, str]:
         raise _refused(where, "a BPE of no merges", "llama.cpp loads one with merges")
     splits = [part for each in _flat(stated.get("pre_tokenizer"), "pretokenizers") for part in _split(each, where)]
     normal = _flat(stated.get("normalizer"), "normalizers")
-    if model.get("byte_fallback") and not any(part == _GPT2 for part in splits):
+    if model.get("byte_fallback") and not any(part == GPT2 for part in splits):
         odd = [each for each in normal if each["type"] not in ("Replace", "Prepend")]
         if odd or any(part != _SPACE for part in splits):
             raise _refused(where, f"{(odd or splits)[0]!r:.80}", "SentencePiece's BPE, whose spaces are ▁")
@@ -153,9 +128,9 @@ def kind_of(stated: Mapping[str, Any], where: str) -> tuple[str, str]:
     if odd:
         raise _refused(where, f"normalizer {odd[0]['type']}", "none, or NFC")
     expressions = tuple(part for part in splits if part != "")
-    found = _PRE.get((expressions, bool(model.get("ignore_merges"))))
+    found = PRE.get((expressions, bool(model.get("ignore_merges"))))
     if found is None:
-        known = ", ".join(_PRE.values())
+        known = ", ".join(PRE.values())
         raise _refused(where, f"pre-tokenizer {' then '.join(expressions)!r:.120}", f"one that llama.cpp calls {known}")
     return "gpt2", found
 
@@ -170,12 +145,12 @@ def _split(part: Mapping[str, Any], where: str) -> list[str]:
     """What a pre-tokenizer splits a text by; "" for what splits nothing."""
     kind = part["type"]
     if kind == "ByteLevel" and not part.get("add_prefix_space"):
-        return [_GPT2 if part.get("use_regex", True) else ""]
+        return [GPT2 if part.get("use_regex", True) else ""]
     if kind == "Digits" and part.get("individual_digits"):
-        return [_DIGITS]
+        return [DIGITS]
     if kind == "Split" and part.get("behavior") == "Isolated" and not part.get("invert"):
         pattern = part["pattern"]
-        return [_DIGITS if pattern.get("Regex") == r"\p{N}" else str(pattern.get("Regex", pattern))]
+        return [DIGITS if pattern.get("Regex") == r"\p{N}" else str(pattern.get("Regex", pattern))]
     if kind == "Split" and part["pattern"].get("String") == " ":  # Gemma's, where no space is left to split by
         return []
     if kind == "Metaspace" and part.get("replacement", _SPACE) == _SPACE and not part.get("split", True):

@@ -30,7 +30,7 @@ from quantkit.model.source.packaged import FilePart, Joined, convert_network, co
 from quantkit.model.source.weights import disk_errors
 from quantkit.planning.model import shipped
 
-_CONVERTER = 1  # raised when the conversion changes, so that old folders are not taken for new ones
+_CONVERTER = 2  # raised when the conversion changes, so that old folders are not taken for new ones
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Opening a model: a reference in, a `Source` out, with everything checked that can be checked without computing.
 
     ./folder, /folder      a Hugging Face folder: config.json, safetensors, tokenizer files
-    ./model.gguf           a GGUF file of an architecture that `gguf.py` knows, converted once into the user's cache
+    ./model.gguf           a GGUF file of an architecture that `gguf/` knows, converted once into the user's cache
     hf:org/name[@revision] the same from the hub, downloaded once into the hub's own cache
     smollm2-135m           an alias, see alias.py
 

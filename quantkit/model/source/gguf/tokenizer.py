@@ -2,12 +2,12 @@
 
 GGUF holds the vocabulary; the rest it knows by a name only:
 
-    gpt2     byte-level BPE with its merges. `pre` names the pre-tokenizer: `gpt-2` its regular expression; `smollm`
-             first splits into single digits; `qwen2` has an expression of its own, after Unicode's NFC (which
-             llama.cpp leaves out and Qwen's tokenizer does)
+    gpt2     byte-level BPE with its merges. `pre` names what a text is split by before (`pretokenizers.py`);
+             a space before a text is none here, whatever a file says
     llama    SentencePiece's BPE: a space is ▁, what is no token is spelled in bytes, and the two neighbours whose union
              has the highest score are merged first. So the merges are all the ways to put a token together from two
-             others, by falling score: {▁t: 0, in: -1, ing: -2, ...} -> i n, in g, i ng
+             others, by falling score: {▁t: 0, in: -1, ing: -2, ...} -> i n, in g, i ng. `add_space_prefix` puts a
+             space before a text, and before what follows a special token
 
 Tokens of type *control* are special. *User-defined* ones are text that is one token wherever it stands (`<table>`, two
 spaces), found before any merge. *Unused* ones fill the embedding up and are no tokens.
@@ -20,15 +20,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
+from quantkit.model.source.gguf.pretokenizers import BEGINS, COMPOSED, DIGITS, GPT2, PRE, SAME
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType
 _SPACE = "▁"
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+# Phi-3's special tokens swallow what is white behind them, but for these: llama.cpp goes by the file's name
+_STRIPPING, _NOT_STRIPPING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_json(meta: dict[str, Any], where: str) -> str:
@@ -39,32 +39,65 @@ def tokenizer_json(meta: dict[str, Any], where: str) -> str:
     """
     from tokenizers import AddedToken, processors
 
+    _demand_whole(meta, where)
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
-    kind = meta.get("tokenizer.ggml.model")
+    kind, pre = meta.get("tokenizer.ggml.model"), _pre(meta)
     if kind == "llama":  # llama.cpp has spaces where SentencePiece has its own sign for them
         tokens = [token.replace(" ", _SPACE) for token in tokens]
     vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
     if kind == "gpt2":
         tokenizer = _byte_level(meta, vocabulary, where)
     elif kind == "llama":
-        tokenizer = _sentencepiece(meta, vocabulary, where)
+        tokenizer = _sentencepiece(meta, vocabulary)
     else:
         raise _unknown(where, f"model {kind}", "gpt2 or llama")
+    strips = any(name in str(meta.get("general.name", "")).lower() for name in _STRIPPING)
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=role == _CONTROL, normalized=_SPACE in token)  # a space becomes its sign first
+            AddedToken(
+                token,
+                special=role == _CONTROL,
+                normalized=_SPACE in token,  # a space becomes its sign first
+                rstrip=strips and role == _CONTROL and token not in _NOT_STRIPPING,
+            )
             for token, role in zip(tokens, types, strict=True)
             if role in (_CONTROL, _USER_DEFINED)
         ]
     )
     if meta.get("tokenizer.ggml.add_eos_token", False):
         raise _unknown(where, "add_eos_token", "a prompt has no token at its end")
-    if meta.get("tokenizer.ggml.add_bos_token", kind == "llama"):
-        bos = tokens[(number := meta["tokenizer.ggml.bos_token_id"])]
+    if meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in BEGINS):
+        number = meta.get("tokenizer.ggml.bos_token_id", 1 if kind == "llama" else None)
+        if number is None:
+            raise _unknown(where, "add_bos_token", "a file says which token a text begins with")
+        bos = tokens[number]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, number)]
         )
     return str(tokenizer.to_str())
+
+
+def _demand_whole(meta: dict[str, Any], where: str) -> None:
+    """Lists are as long as the vocabulary, and numbers of tokens are in it: `gguf-damaged`."""
+    tokens = meta["tokenizer.ggml.tokens"]
+    for key, found in meta.items():
+        if not key.startswith("tokenizer.ggml."):
+            continue
+        length = len(found) if key.endswith(("token_type", "scores")) else len(tokens)
+        last = int(found) if key.endswith("_token_id") else 0
+        if length != len(tokens) or not 0 <= last < len(tokens):
+            value = f"{key} of {length}" if length != len(tokens) else f"{key} = {last}"
+            raise InputError("gguf-damaged", where=where, value=value, rule=f"its vocabulary has {len(tokens)} tokens")
+    for merge in meta.get("tokenizer.ggml.merges", ()):
+        if " " not in merge:
+            value = f"the merge {merge!r:.60}"
+            raise InputError("gguf-damaged", where=where, value=value, rule="two tokens and a space between them")
+
+
+def _pre(meta: dict[str, Any]) -> str | None:
+    """The name of a file's pre-tokenizer, one of a kind."""
+    name = meta.get("tokenizer.ggml.pre")
+    return SAME.get(str(name), name)
 
 
 def tokenizer_config(meta: dict[str, Any], length: int) -> dict[str, Any]:
@@ -74,7 +107,7 @@ def tokenizer_config(meta: dict[str, Any], length: int) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",  # whatever tokenizer.json says, no model's class on top
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
-        "add_prefix_space": bool(meta.get("tokenizer.ggml.add_space_prefix", False)),
+        "add_prefix_space": _prefixed(meta),
     }
     for key, theirs in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
         if (token := meta.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
@@ -84,41 +117,46 @@ def tokenizer_config(meta: dict[str, Any], length: int) -> dict[str, Any]:
     return config
 
 
+def _prefixed(meta: dict[str, Any]) -> bool:
+    return meta.get("tokenizer.ggml.model") == "llama" and bool(meta.get("tokenizer.ggml.add_space_prefix", True))
+
+
 def _byte_level(meta: dict[str, Any], vocabulary: dict[str, int], where: str) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", False))
-    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    splits: dict[str, list[Any]] = {
-        "smollm": [pre_tokenizers.Digits(individual_digits=True), gpt2],
-        "gpt-2": [gpt2],
-        "qwen2": [
-            pre_tokenizers.Split(Regex(_QWEN2), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
-        ],
-    }
-    pre = meta.get("tokenizer.ggml.pre")
-    if pre not in splits:
-        raise _unknown(where, f"model gpt2, pre {pre}", f"gpt2 with one of {', '.join(splits)}")
+    stated = meta.get("tokenizer.ggml.pre")
+    splits, whole = {name: how for how, name in PRE.items()}.get(str(_pre(meta)), ((), False))
+    if not splits:
+        raise _unknown(where, f"model gpt2, pre {stated}", f"gpt2 with one of {', '.join([*PRE.values(), *SAME])}")
+    parts: list[Any] = []
+    for split in splits:
+        if split == DIGITS:
+            parts.append(pre_tokenizers.Digits(individual_digits=True))
+        elif split != GPT2:
+            parts.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
+    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=GPT2 in splits))
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    if pre == "qwen2":
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
+    if stated in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits[pre])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(meta: dict[str, Any], vocabulary: dict[str, int], where: str) -> Tokenizer:
+def _sentencepiece(meta: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    if meta.get("tokenizer.ggml.add_space_prefix", True):
-        raise _unknown(where, "model llama, add_space_prefix", "llama without a space before the text")
-    unknown = meta["tokenizer.ggml.tokens"][meta["tokenizer.ggml.unknown_token_id"]]
+    unknown = meta["tokenizer.ggml.tokens"][meta.get("tokenizer.ggml.unknown_token_id", 0)]
     bpe = models.BPE(vocab=vocabulary, merges=_merges(meta), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    text: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if _prefixed(meta):
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+        text.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces) if len(spaces) > 1 else spaces[0]
+    tokenizer.decoder = decoders.Sequence(text)
     return tokenizer
 
 

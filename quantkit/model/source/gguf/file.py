@@ -1,0 +1,111 @@
+"""What a GGUF file says of its own layout, held against the file: lengths, types, shapes and offsets."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from pathlib import Path
+
+from quantkit.errors import MissingDependency
+
+# GGUF's kinds of values: bytes of those of a fixed size, texts, arrays
+_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_DIMENSIONS = 4
+_VERSIONS = (2, 3)
+
+
+def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
+    """What the metadata says is long fits into the file, and so do the tensors, each where the one before it ends, as
+    llama.cpp demands it. The library would go through 2**63 elements one by one, and read whatever lies at an offset.
+
+    Returns:
+        tensor -> its shape, and the number of its type.
+
+    Raises:
+        ValueError: it does not, or nests arrays. struct.error: the file ends. MissingDependency: the `gguf` package.
+    """
+    with MissingDependency.unless_found("gguf", extra="compile", purpose="reading a GGUF file"):
+        import gguf
+
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = 0
+
+        def take(form: str) -> int:
+            nonlocal at
+            (found,) = struct.unpack_from(f"<{form}", data, at)
+            at += struct.calcsize(f"<{form}")
+            return int(found)
+
+        def skip(kind: int, count: int) -> None:
+            nonlocal at
+            least = _FIXED.get(kind, 8)
+            if count * least > len(data) - at:
+                raise ValueError(f"{count} values at byte {at} of {len(data)}")
+            if kind in _FIXED:
+                at += count * _FIXED[kind]
+                return
+            if kind != _STRING:
+                raise ValueError(f"values of kind {kind} at byte {at}")
+            for _ in range(count):
+                length = take("Q")
+                if length > len(data) - at:
+                    raise ValueError(f"a text of {length} bytes at byte {at} of {len(data)}")
+                at += length
+
+        def text() -> str:
+            begins = at
+            skip(_STRING, 1)
+            return data[begins + 8 : at].decode()
+
+        def tensor() -> tuple[str, tuple[int, ...], int, int, int]:
+            """Name, shape, type, offset and bytes."""
+            name, dimensions = text(), take("I")
+            if dimensions > _DIMENSIONS:
+                raise ValueError(f"{name[:100]}: {dimensions} dimensions")
+            shape = tuple(take("Q") for _ in range(dimensions))[::-1]
+            kind, offset = take("I"), take("Q")
+            if kind not in known:
+                raise ValueError(f"{name[:100]}: type {kind}, which the gguf package does not know")
+            block, size = known[kind]
+            if 0 in shape or (shape[-1] if shape else 1) % block:
+                raise ValueError(f"{name[:100]}: {list(shape)} in blocks of {block}")
+            return name, shape, kind, offset, math.prod(shape) // block * size
+
+        if data[:4] != b"GGUF":
+            raise ValueError("not a GGUF file")
+        at = 4
+        version = take("I")
+        if version not in _VERSIONS:
+            turned = int.from_bytes(version.to_bytes(4, "little"), "big")
+            said = (
+                f"version {turned} for machines that begin at the big end"
+                if turned in _VERSIONS
+                else f"version {version}"
+            )
+            raise ValueError(f"{said}, and {' and '.join(map(str, _VERSIONS))} are read")
+        tensors, fields = take("Q"), take("Q")
+        if max(tensors, fields) * 8 > len(data):
+            raise ValueError(f"{tensors} tensors and {fields} fields in {len(data)} bytes")
+        alignment = gguf.GGUF_DEFAULT_ALIGNMENT
+        for _ in range(fields):
+            key, kind = text(), take("I")
+            if kind == _ARRAY:
+                kind = take("I")
+                skip(kind, take("Q"))
+            elif key == gguf.Keys.General.ALIGNMENT:
+                alignment = take("I")
+                if kind != _UINT32 or not alignment or alignment & (alignment - 1):
+                    raise ValueError(f"an alignment of {alignment}")
+            else:
+                skip(kind, 1)
+        known = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+        found = [tensor() for _ in range(tensors)]
+        begins, wanted = -(-at // alignment) * alignment, 0
+        for name, _, _, offset, size in found:
+            if offset != wanted or begins + offset + size > len(data):
+                where = f"{size} bytes at {offset}, where {wanted} is next and the data end at {len(data) - begins}"
+                raise ValueError(f"{name[:100]}: {where}")
+            wanted += -(-size // alignment) * alignment
+        return {name: (shape, kind) for name, shape, kind, _, _ in found}

@@ -1,0 +1,346 @@
+"""Architectures of llama.cpp whose files are read by rules of ours: names, config, and what was done to the values.
+
+Three things differ between the two worlds besides names:
+
+- rotary embedding: in a llama GGUF it turns neighbouring rows (2i, 2i+1) of each head, in Hugging Face rows
+  (i, i + d/2). So the rows of q and k are permuted back, head by head:
+  `W.reshape(heads, d/2, 2, K).swapaxes(1, 2).reshape(heads * d, K)`, e.g. d = 4: rows 0 1 2 3 -> 0 2 1 3. Most other
+  architectures turn halves in both;
+- norms: Gemma's multiply by 1 + w; GGUF holds 1 + w, Hugging Face w;
+- what llama.cpp knows by the architecture's name alone: activations, which layers see a window, 27B's attention.
+
+Sources: convert_hf_to_gguf.py of llama.cpp (what it changes, undone here), llama-model.cpp (what it knows of an
+architecture without the file saying so).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit import limits
+from quantkit.errors import InputError
+from quantkit.lazy import torch
+from quantkit.model.source.gguf.parts import Read, damaged, refused, shape_of, short
+from quantkit.model.source.gguf.rope import llama3, rope_scaling
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_HEAD_NORMS = {"attn_q_norm.weight": "self_attn.q_norm.weight", "attn_k_norm.weight": "self_attn.k_norm.weight"}
+_BOTH_NORMS = {
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+}
+_QKV = {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
+_BIASES = {
+    "attention_bias": _QKV | {"attn_output.bias": "self_attn.o_proj.bias"},
+    "mlp_bias": {f"ffn_{part}.bias": f"mlp.{part}_proj.bias" for part in ("gate", "up", "down")},
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_GELU = "gelu_pytorch_tanh"
+# the only sizes whose attention llama.cpp scales by hidden / heads: Gemma 2's and Gemma 3's 27B
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What an architecture of llama.cpp is in Hugging Face's words.
+
+    Args:
+        layer: names of a layer's tensors, all of which each layer has.
+        config: metadata without the architecture's name, and where the model's sizes are known -> what config.json says
+            besides what all say; takes what it reads of the metadata out of it.
+        biases: key of the config -> tensors that a layer has where it is true.
+        turns_neighbours: rotary embedding turns rows (2i, 2i + 1) in GGUF.
+        adds_one: GGUF holds 1 + w of every norm.
+        scalings: kinds of longer rotary embeddings that llama.cpp computes there as transformers does.
+    """
+
+    causal: str
+    model_type: str
+    layer: Mapping[str, str]
+    config: Callable[[Fields, Fields], Fields]
+    biases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    turns_neighbours: bool = False
+    adds_one: bool = False
+    scalings: tuple[str, ...] = ("linear", "yarn")
+
+
+def _llama(stated: Fields, sizes: Fields) -> Fields:
+    return {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+def _smollm3(stated: Fields, sizes: Fields) -> Fields:
+    """llama.cpp leaves every fourth layer without rotary embedding."""
+    return {**_llama(stated, sizes), "use_sliding_window": False, "no_rope_layer_interval": 4}
+
+
+def _granite(stated: Fields, sizes: Fields) -> Fields:
+    return {
+        **_llama(stated, sizes),
+        "attention_multiplier": short(stated.pop("attention.scale", sizes["head_dim"] ** -0.5)),
+        "embedding_multiplier": short(stated.pop("embedding_scale", 1.0)),
+        "residual_multiplier": short(stated.pop("residual_scale", 1.0)),
+        "logits_scaling": short(stated.pop("logit_scale", 1.0)),
+    }
+
+
+def _gemma(stated: Fields, sizes: Fields) -> Fields:
+    return {"hidden_act": _GELU, "hidden_activation": _GELU, "attention_bias": False}
+
+
+def _gemma2(stated: Fields, sizes: Fields) -> Fields:
+    """Every second layer sees a window."""
+    layers = sizes["num_hidden_layers"]
+    return {
+        "hidden_activation": _GELU,
+        "attention_bias": False,
+        "query_pre_attn_scalar": _scaled_by("gemma2", sizes),
+        "sliding_window": stated.pop("attention.sliding_window", 4096),
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)],
+        "attn_logit_softcapping": short(stated.pop("attn_logit_softcapping", 50.0)),
+        "final_logit_softcapping": short(stated.pop("final_logit_softcapping", 30.0)),
+        "use_bidirectional_attention": False,
+    }
+
+
+def _gemma3(stated: Fields, sizes: Fields) -> Fields:
+    """Five layers of six see a window and turn by a base of their own; llama.cpp knows it from the name."""
+    layers = sizes["num_hidden_layers"]
+    capped = stated.pop("final_logit_softcapping", None)
+    return {
+        "hidden_activation": _GELU,
+        "attention_bias": False,
+        "query_pre_attn_scalar": _scaled_by("gemma3_text", sizes),
+        "sliding_window": stated.pop("attention.sliding_window"),
+        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)],
+        "rope_local_base_freq": short(stated.pop("rope.freq_base_swa", 10000.0)),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": short(capped) if capped else None,
+        "use_bidirectional_attention": False,
+    }
+
+
+def _scaled_by(model_type: str, sizes: Fields) -> int:
+    large = sizes["num_hidden_layers"] == _LAYERS_OF_27B[model_type]
+    return int(sizes["hidden_size"] // sizes["num_attention_heads"] if large else sizes["head_dim"])
+
+
+RULES = {
+    "llama": Conversion(
+        causal="LlamaForCausalLM",
+        model_type="llama",
+        layer=_LAYER,
+        config=_llama,
+        biases=_BIASES,
+        turns_neighbours=True,
+        scalings=("linear", "yarn", "llama3"),
+    ),
+    "qwen2": Conversion(
+        causal="Qwen2ForCausalLM",
+        model_type="qwen2",
+        layer=_LAYER | _QKV,
+        config=lambda stated, sizes: {"hidden_act": "silu", "use_sliding_window": False},
+    ),
+    "qwen3": Conversion(
+        causal="Qwen3ForCausalLM",
+        model_type="qwen3",
+        layer=_LAYER | _HEAD_NORMS,
+        config=lambda stated, sizes: {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    ),
+    "gemma": Conversion(causal="GemmaForCausalLM", model_type="gemma", layer=_LAYER, config=_gemma, adds_one=True),
+    "gemma2": Conversion(
+        causal="Gemma2ForCausalLM", model_type="gemma2", layer=_LAYER | _BOTH_NORMS, config=_gemma2, adds_one=True
+    ),
+    "gemma3": Conversion(
+        causal="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        layer=_LAYER | _HEAD_NORMS | _BOTH_NORMS,
+        config=_gemma3,
+        adds_one=True,
+        scalings=("linear",),  # of the layers that see everything, in both
+    ),
+    "smollm3": Conversion(
+        causal="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        layer=_LAYER,
+        config=_smollm3,
+        biases=_BIASES,
+        turns_neighbours=True,
+    ),
+    "granite": Conversion(
+        causal="GraniteForCausalLM",
+        model_type="granite",
+        layer=_LAYER,
+        config=_granite,
+        biases=_BIASES,
+        turns_neighbours=True,
+    ),
+    "olmo2": Conversion(
+        causal="Olmo2ForCausalLM",
+        model_type="olmo2",
+        layer={key: name for key, name in (_LAYER | _HEAD_NORMS | _BOTH_NORMS).items() if "norm" not in key}
+        | _HEAD_NORMS
+        | {key: name for key, name in _BOTH_NORMS.items() if key.startswith("post")},
+        config=lambda stated, sizes: {"hidden_act": "silu", "attention_bias": False},
+    ),
+}
+
+
+def read(meta: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> Read:
+    """A file of an architecture in `RULES`.
+
+    Args:
+        meta: its metadata.
+        stored: its tensors, of the package's reader.
+
+    Raises:
+        InputError: `gguf-architecture`, `gguf-damaged`, `gguf-tokenizer`.
+    """
+    rules = RULES[meta["general.architecture"]]
+    stated_biases = {
+        key: names for key, names in rules.biases.items() if any(f"blk.0.{name}" in stored for name in names)
+    }
+    config = _config(meta, rules, stored, where) | dict.fromkeys(stated_biases, True)
+    layer = {**rules.layer}
+    for names in stated_biases.values():
+        layer |= names
+    top = {theirs: ours for theirs, ours in _TOP.items() if ours != "lm_head.weight" or "output.weight" in stored}
+    known = top | {
+        f"blk.{i}.{theirs}": f"model.layers.{i}.{ours}"
+        for i in range(config["num_hidden_layers"])
+        for theirs, ours in layer.items()
+    }
+    held = [name for name in stored if name != _ROPE_FACTORS or "llama3" not in rules.scalings]
+    if odd := next((name for name in held if name not in known), None):
+        raise refused(where, f"tensor {odd}", "only the architecture's own are converted")
+    if missing := next((theirs for theirs in known if theirs not in stored), None):
+        raise damaged(where, f"no tensor {missing}", "every layer has all of its own")
+    turned = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+
+    def values(name: str, array: Any) -> torch.Tensor:
+        found = torch.from_numpy(array)
+        role = known[name].split(".")[-2]
+        if rules.turns_neighbours and role in turned:
+            return _unpermute(found, turned[role])
+        return found - 1 if rules.adds_one and role.endswith("norm") else found
+
+    tensors = {known[name]: name for name in held}
+    return Read(config, {name: shape_of(stored[theirs]) for name, theirs in tensors.items()}, tensors, values)
+
+
+def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """(heads * d, K): each head's rows from neighbours (2i, 2i+1) back to halves (i, i + d/2)."""
+    rows = weight.shape[0]
+    return weight.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _config(meta: Mapping[str, Any], rules: Conversion, stored: Mapping[str, Any], where: str) -> Fields:
+    prefix = f"{meta['general.architecture']}."
+    stated = {key.removeprefix(prefix): value for key, value in meta.items() if key.startswith(prefix)}
+
+    def need(key: str) -> Any:
+        if key not in stated:
+            raise damaged(where, f"no {prefix}{key}", "a GGUF of its kind says so")
+        return stated.pop(key)
+
+    def count(key: str, *otherwise: int) -> int:
+        value = stated.pop(key, *otherwise) if otherwise else need(key)
+        if not isinstance(value, int) or value < 1:
+            raise damaged(where, f"{prefix}{key} = {value!r:.40}", "a number that all layers have, one or more")
+        return value
+
+    def positive(key: str, *otherwise: float) -> float:
+        value = stated.pop(key, *otherwise) if otherwise else need(key)
+        if not isinstance(value, float) or not 0 < value < math.inf:
+            raise damaged(where, f"{prefix}{key} = {value!r:.40}", "above nothing, and finite")
+        return short(value)
+
+    if "tokenizer.ggml.tokens" not in meta:
+        raise InputError("gguf-tokenizer", where=where, value="no tokens", rule="a model comes with its vocabulary")
+    hidden, heads = count("embedding_length"), count("attention.head_count")
+    head_dim = count("attention.key_length", hidden // heads)
+    layers = count("block_count")
+    limits.LAYERS.demand(layers, f"{where}: {prefix}block_count")
+    key_heads = count("attention.head_count_kv", heads)
+    if heads % key_heads:
+        raise damaged(where, f"{prefix}attention.head_count_kv = {key_heads}", f"it divides {heads} heads")
+    vocabulary = len(meta["tokenizer.ggml.tokens"])
+    sizes: Fields = {
+        "architectures": [rules.causal],
+        "model_type": rules.model_type,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": count("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": count("context_length"),
+        "rms_norm_eps": positive("attention.layer_norm_rms_epsilon"),
+        "rope_theta": positive("rope.freq_base", 10000.0),
+    }
+    _demand_shapes(stored, sizes, where)
+    scaling = rope_scaling(stated, sizes["max_position_embeddings"])
+    if _ROPE_FACTORS in stored and "llama3" in rules.scalings:
+        if scaling is not None:
+            raise refused(where, f"{_ROPE_FACTORS} beside rope.scaling", "a rotary embedding is stretched in one way")
+        scaling = llama3(_floats(stored[_ROPE_FACTORS], where), sizes["rope_theta"], where)
+    if scaling is not None and scaling["rope_type"] not in rules.scalings:
+        value = f"{prefix}rope.scaling.type = {scaling['rope_type']}"
+        raise refused(where, value, f"{rules.model_type} has {', '.join(rules.scalings)}")
+    config = sizes | ({} if scaling is None else {"rope_scaling": scaling}) | rules.config(stated, sizes)
+    config |= {"tie_word_embeddings": "output.weight" not in stored, "dtype": "float32"}
+    stated.pop("vocab_size", None)
+    for same in ("rope.dimension_count", "attention.value_length"):
+        if stated.get(same) == head_dim:
+            del stated[same]
+    if stated:
+        key, value = next(iter(stated.items()))
+        raise refused(where, f"{prefix}{key} = {value!r:.40}", "nothing is converted that would compute something else")
+    for key, theirs in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        if f"tokenizer.ggml.{theirs}_token_id" in meta:
+            config[key] = meta[f"tokenizer.ggml.{theirs}_token_id"]
+    return config
+
+
+def _demand_shapes(stored: Mapping[str, Any], sizes: Fields, where: str) -> None:
+    """The table and the linears of the first layer are as large as the file says: `gguf-damaged`."""
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    rows, keys = (sizes[key] * sizes["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    wanted = {"token_embd": (sizes["vocab_size"], hidden), "output": (sizes["vocab_size"], hidden)}
+    for i in range(sizes["num_hidden_layers"]):
+        wanted |= {f"blk.{i}.attn_q": (rows, hidden), f"blk.{i}.attn_output": (hidden, rows)}
+        wanted |= {f"blk.{i}.attn_{part}": (keys, hidden) for part in "kv"}
+        wanted |= {f"blk.{i}.ffn_{part}": (inner, hidden) for part in ("gate", "up")}
+        wanted |= {f"blk.{i}.ffn_down": (hidden, inner)}
+    for name, shape in wanted.items():
+        tensor = stored.get(f"{name}.weight")
+        if tensor is not None and shape_of(tensor) != shape:
+            rule = f"the file's metadata say {list(shape)}"
+            raise damaged(where, f"{name}.weight is {list(shape_of(tensor))}", rule)
+
+
+def _floats(tensor: Any, where: str) -> Any:
+    if tensor.tensor_type.name != "F32":
+        raise damaged(where, f"{tensor.name} is {tensor.tensor_type.name}", "it is float32")
+    return tensor.data.reshape(-1)
