@@ -79,13 +79,15 @@ class Gguf(Exporter):
                 remedy="another format, or leave `gguf` out of `export`",
             )
         if asked.source is not None:
-            from quantkit.exporters.gguf.architecture import architecture_of
+            from quantkit.exporters.gguf.architecture import architecture_of, names_of
             from quantkit.exporters.gguf.tokenizer import demand_held
             from quantkit.model.source import pretrained
 
             source = asked.source
             config = pretrained.config(source.path, trust=source.trust_remote_code).to_dict()
-            architecture_of(source.architecture, config, source.ref)
+            config |= {"tie_word_embeddings": False} if source.untied else {}
+            found = architecture_of(source.architecture, config, source.ref)
+            names_of((name for name, _ in source.skeleton().named_parameters()), found, config, source.ref)
             demand_held(source)
 
     def holds(
