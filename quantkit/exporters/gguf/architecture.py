@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from quantkit.errors import InputError
+from quantkit.lazy import torch
 
 if TYPE_CHECKING:
     import gguf
@@ -115,9 +114,10 @@ def architecture_of(class_name: str, config: Config, where: str = "config.json")
     if activation != found.activation:
         raise _refused(where, f"activation {activation}", f"llama.cpp computes {found.activation} in a {found.name}")
     if config.get("mlp_bias"):
-        raise _refused(where, "mlp_bias", "transformers' reader of GGUF, by which a file is checked, has no such thing")
+        raise _refused(where, "mlp_bias", "transformers' reader of GGUF, which checks a file, has no such thing")
     if config.get("use_bidirectional_attention"):
-        raise _refused(where, "use_bidirectional_attention", f"in llama.cpp's {found.name} a token sees those before it")
+        rule = f"in llama.cpp's {found.name} a token sees those before it"
+        raise _refused(where, "use_bidirectional_attention", rule)
     if not config.get("tie_word_embeddings", True) and not found.untied:
         raise _refused(where, "a head of its own", f"llama.cpp's {found.name} reads its head off the embeddings")
     whole = config["hidden_size"] // config["num_attention_heads"]
