@@ -42,6 +42,7 @@ class Exporter(ExporterFacts, Protocol):
         place: the folder of a bundle that it writes.
         reads_graphs: whether it exports a finished bundle's graph, too: `add_graph`, `check_graph`.
         builds: whether something is compiled from what was written and checked: `build`.
+        classes: of transformers that it writes models of; none: any.
         stores: what becomes of a model, `plugins.Stores`: plans count its bytes and its checks by that.
         Options: closed pydantic model of its options.
     """
@@ -54,6 +55,7 @@ class Exporter(ExporterFacts, Protocol):
     place: str = ""
     reads_graphs: bool = False
     builds: bool = False
+    classes: Collection[str] = ()
     stores: Stores
     Options: type[BaseModel]
 

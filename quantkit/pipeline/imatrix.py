@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantkit import plugins
+from quantkit.bundle import Decision
+from quantkit.bundle.disk import check_place
 from quantkit.errors import InputError, MissingDependency
+from quantkit.exporters.gguf.exporter import EXPORT as GGUF
+from quantkit.passes import NOTE, decision
 from quantkit.passes.rtn import Rtn
 from quantkit.recipe import Recipe
 
@@ -15,8 +20,11 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.imatrix import ImportanceMatrix
 
 
-def weighed_by(file: Path, recipe: str, changes: Sequence[str] = ()) -> list[str]:
-    """The changes that make a recipe weigh errors by a file.
+def weighed_by(file: Path, recipe: str, changes: Sequence[str] = ()) -> tuple[list[str], tuple[Decision, ...]]:
+    """The changes that make a recipe weigh errors by a file, and what they do otherwise than it says.
+
+    Rounding to nearest weighs by it. Where a GGUF file is written, it stands in for a solver too: whoever has such a
+    file wants what llama-quantize makes of it.
 
     Args:
         recipe: its name or path. changes: to it, besides.
@@ -24,7 +32,11 @@ def weighed_by(file: Path, recipe: str, changes: Sequence[str] = ()) -> list[str
     Raises:
         InputError: `imatrix-unused`, it has no pass that does; those of `Recipe.load`.
     """
-    if all(step.name != Rtn.name for step in Recipe.load(recipe, changes).passes):
+    found, path = Recipe.load(recipe, changes), json.dumps(str(file.expanduser().resolve()))
+    if any(step.name == Rtn.name for step in found.passes):
+        return [f"{Rtn.name}.imatrix={path}", f"{Rtn.name}.range=importance"], ()
+    solving = [step.reference for step in found.passes if "codes" in plugins.PASSES.of(step).ensures]
+    if not solving or all(step.name != GGUF.name for step in found.export):
         raise InputError(
             "imatrix-unused",
             where="--imatrix",
@@ -32,7 +44,12 @@ def weighed_by(file: Path, recipe: str, changes: Sequence[str] = ()) -> list[str
             rule="it weighs the errors of rounding to nearest; a solver weighs by the Hessian of its own calibration",
             remedy="leave --imatrix out, or use --recipe rtn-int4",
         )
-    return [f"{Rtn.name}.imatrix={json.dumps(str(file.expanduser().resolve()))}", f"{Rtn.name}.range=importance"]
+    rounding = f"{Rtn.name}: {{range: importance, imatrix: {path}}}"
+    before = found.as_dict()["passes"]
+    kept = [json.dumps(step) for step in before if next(iter(step)) not in solving]
+    reason = f"--imatrix {file.name} weighs the errors of rounding to nearest, as llama-quantize does"
+    taken = decision(Rtn.name, NOTE, "passes", reason, ", ".join(solving), Rtn.name)
+    return [f"passes=[{', '.join([*kept, f'{{{rounding}}}'])}]"], (taken,)
 
 
 def importance_of(
@@ -55,7 +72,7 @@ def importance_of(
         generated: share of them that the model writes itself.
 
     Raises:
-        InputError: of `open_model` and of the calibration set; `not-writable`. Stopped: `disk-full`.
+        InputError: of `open_model` and of the calibration set; `file-unwritable`, `not-writable`. Stopped: `disk-full`.
         MissingDependency: gguf.
     """
     from quantkit.calibrate.statistics import imatrix
@@ -63,6 +80,7 @@ def importance_of(
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks import tokens as texts
 
+    check_place(out)
     with MissingDependency.unless_found("gguf", extra="compile", purpose="an importance matrix"):
         import gguf  # noqa: F401
     source = open_model(model, trust_remote_code=trust_remote_code)

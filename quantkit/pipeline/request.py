@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import content, given, machine, plugins
+from quantkit.bundle import Decision
 from quantkit.errors import InputError, one
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.graph.open import is_graph
@@ -46,6 +47,7 @@ class Request:
             for the target's own runtime may be added to them.
         device: where it computes: `cpu`, `cuda`, `cuda:N`, or `auto`.
         tf32: whether products of float32 round their inputs, on a GPU.
+        taken: what was done otherwise than the recipe says, before the compile began.
         gates_asked: gates that a recipe of one's own or a change names; a shipped recipe's are for several kinds of
             models, and not all of them for each.
     """
@@ -64,6 +66,7 @@ class Request:
     gates_asked: frozenset[str] = frozenset()
     device: str = CPU
     tf32: bool = False
+    taken: tuple[Decision, ...] = ()
 
     @cached_property
     def support(self) -> Support:

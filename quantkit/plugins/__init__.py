@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -253,6 +253,7 @@ class ExporterFacts(Protocol):
     moves: bool
     stores: Stores
     place: str
+    classes: Collection[str]
     Options: type[BaseModel]
 
 

@@ -90,6 +90,47 @@ def test_one_of_a_larger_model_is_refused(found: imatrix.ImportanceMatrix) -> No
     fewer = {linear: width for linear, width in widths.items() if ".2." not in linear}
     with pytest.raises(InputError, match=r"imatrix-foreign.*blk.2.*which the model has not"):
         found.demand_of(fewer, "i.gguf")
+    # and one of a smaller model, which a block of this one would wait for in vain
+    smaller = replace(found, squares={name: each for name, each in found.squares.items() if ".2." not in name})
+    with pytest.raises(InputError, match=r"imatrix-foreign.*nothing on blk.2.*in model.layers.2;"):
+        smaller.demand_of(widths, "i.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "linears"),
+    [
+        ("phi3", {"model.layers.1.self_attn.qkv_proj": "attn_qkv", "model.layers.1.mlp.gate_up_proj": "ffn_up"}),
+        ("gpt2", {"transformer.h.1.attn.c_attn": "attn_qkv", "transformer.h.1.mlp.c_proj": "ffn_down"}),
+        ("gpt_neox", {"gpt_neox.layers.1.attention.query_key_value": "attn_qkv"}),
+        ("gemma3_text", {"model.layers.1.mlp.down_proj": "ffn_down"}),
+    ],
+)
+def test_names_are_those_of_the_models_own_architecture(kind: str, linears: dict[str, str]) -> None:
+    for linear, name in linears.items():
+        assert imatrix.tensor_name(linear, kind) == f"blk.1.{name}.weight"
+        squares = {f"blk.1.{name}.weight": torch.ones(8)}
+        assert set(imatrix.ImportanceMatrix(squares, 8, 8).of_linears({linear: 8}, "i.gguf")) == {linear}
+
+
+def test_a_map_of_one_architecture_leaves_those_of_others_alone() -> None:
+    """gguf's own class writes an architecture's names into what all share."""
+    imatrix.tensor_names("model.layers.0.self_attn.q_proj")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    assert names.get_name("model.layers.0.post_attention_layernorm") == "blk.0.ffn_norm"
+
+
+def test_what_llama_cpp_has_no_name_for_is_refused_before_work(tmp_path: Path) -> None:
+    zoo.mixture("mixtral").save_pretrained(tmp_path / "m")
+    stream = StreamedModel(open_model(str(tmp_path / "m")))
+    with pytest.raises(InputError, match=r"imatrix-unnamed.*experts.*in a model of type mixtral"):
+        imatrix.collected(stream, IDS)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_work(tmp_path: Path) -> None:
+    from quantkit.pipeline.imatrix import importance_of
+
+    with pytest.raises(InputError, match="file-unwritable"):
+        importance_of(str(tmp_path / "no model"), tmp_path / "nowhere" / "i.gguf")
 
 
 def test_a_head_is_weighed_by_the_file(folder: Path, tmp_path: Path, found: imatrix.ImportanceMatrix) -> None:

@@ -12,6 +12,7 @@ import pytest
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.cli.commands import compile as command
 from quantkit.pipeline import DEFAULT_MODEL, Request
+from quantkit.recipe import Recipe
 
 
 def test_defaults_are_the_pipeline_s() -> None:
@@ -129,3 +130,20 @@ def test_an_importance_matrix_that_nothing_weighs_by_names_the_option(quantkit: 
     ran = quantkit("compile", "smollm2-135m", "--recipe", "gptq-int4", "--imatrix", "i.gguf", "--dry-run")
     assert ran.code == 2
     assert "[imatrix-unused] --imatrix: gptq-int4 has no pass `rtn`" in ran.err
+
+
+def test_an_importance_matrix_stands_in_for_a_solver_of_a_gguf(tmp_path: Path) -> None:
+    from quantkit.pipeline.imatrix import weighed_by
+
+    changes, (taken,) = weighed_by(tmp_path / "i m.gguf", "gguf-q4_k_m")
+    found = Recipe.load("gguf-q4_k_m", changes)
+    (step,) = found.passes
+    assert (step.name, step.settings.range, step.settings.imatrix) == (
+        "rtn",
+        "importance",
+        str((tmp_path / "i m.gguf").resolve()),
+    )
+    assert found.scheme == Recipe.load("gguf-q4_k_m").scheme
+    assert (taken.where, taken.from_, taken.to) == ("passes", "gptq", "rtn") and "i m.gguf" in taken.reason
+    changes, nothing = weighed_by(tmp_path / "i.gguf", "gguf-q8_0")
+    assert nothing == () and Recipe.load("gguf-q8_0", changes).passes[0].settings.range == "importance"

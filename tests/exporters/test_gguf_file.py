@@ -88,6 +88,26 @@ def test_blocks_are_what_the_package_reads(name: str) -> None:
     assert np.array_equal(found, load_format(how.format).dequantize(tensor).numpy())
 
 
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_blocks_are_the_bytes_that_the_package_writes(name: str) -> None:
+    """Of weights none of which lies halfway between two values of MXFP4, where ggml goes towards zero."""
+    weight = torch.randn(5, 768, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1e-3], [1], [3], [7], [50]]
+    )
+    weight[0, :32], weight[1, :32], weight[2, 32:64] = 0.0, -weight[1, :32].abs(), weight[2, 32:64].abs()
+    tensor = load_format(name.lower()).quantize(weight, WeightScheme(format=name.lower()))
+    wanted = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[name])
+    assert np.array_equal(blocks.packed(tensor)[1], wanted)
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16"])
+def test_floats_are_the_bytes_that_the_package_writes(name: str) -> None:
+    weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    weight[0, :4] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -0.0, 1e-6])  # halfway, both ways
+    wanted = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[name])
+    assert np.array_equal(blocks.floats(weight, name).view(np.uint8), wanted.view(np.uint8))
+
+
 @pytest.mark.parametrize("how", [scheme(), scheme("int4", granularity="group", group=32, symmetric=True)])
 def test_integers_of_our_own_are_blocks(how: WeightScheme) -> None:
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ import small_onnx
 import yaml
 import zoo
 
+from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.timing import anew
@@ -315,3 +316,22 @@ def test_what_a_kill_left_of_a_bundle_is_no_end_of_its_build(home: Home) -> None
 def test_the_floors_whose_code_decides_no_number_are_there() -> None:
     package = Path(bundles.__file__).parents[2]
     assert [name for name in bundles._ABOVE if not (package / name / "__init__.py").is_file()] == []
+
+
+@pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes")
+def test_a_file_for_llama_cpp_is_timed_and_scored_there(tmp_path: Path, merging_tokenizer: Any) -> None:
+    home = Home(tmp_path)
+    zoo.tiny("llama", vocab_size=len(merging_tokenizer), num_hidden_layers=1).save_pretrained(tmp_path / "tiny")  # type: ignore[operator]
+    merging_tokenizer.save_pretrained(tmp_path / "tiny")
+    weights = {"weights": {"format": "q4_0"}}
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump({**RECIPE, "scheme": weights, "export": [{"gguf": {}}]}))
+    home.write(recipes=["./file.yaml"], runtimes=["llama_cpp"], batches=[1], budget={"rounds": 1, "blocks": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+        patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+        (found,) = home.night(FIRST)
+    assert (found.state, found.runtime) == ("done", "llama_cpp"), found
+    (bundle,) = home.bundles()
+    assert (bundle / "gguf" / "model.gguf").is_file()
+    times = home.store.times(FIRST)
+    assert times and all(each.side == "candidate" for each in times)

@@ -78,6 +78,17 @@ def test_what_is_refused(made: Made, to: str, changes: list[str], code: str, say
     assert says in caught.value.line()
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_what_the_checkpoint_alone_knows_is_refused_by_a_dry_run_too(made: Made, dry_run: bool) -> None:
+    bundle = Bundle.load(made.packed)
+    layers = [
+        each.model_copy(update={"scheme": {**each.scheme, "scale": "float16"}}) for each in bundle.manifest.layers
+    ]
+    held = Bundle(bundle.path, bundle.manifest.model_copy(update={"layers": layers}))
+    with pytest.raises(InputError, match=r"gguf-tokenizer.*a BPE of no merges"):
+        export_bundle(held, "gguf", dry_run=dry_run)
+
+
 def test_a_bundle_that_has_no_codes_is_refused_by_a_dry_run_too(made: Made, copied: Copy) -> None:
     bundle = copied(made.packed)
     dense = [{"checkpoint": {"layout": "dense"}}]

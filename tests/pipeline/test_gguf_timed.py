@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import zoo
 from planted_times import Timer, rows
@@ -250,3 +251,22 @@ def test_a_night_times_it(compiled: tuple[Path, Path, Timer]) -> None:
     from quantkit.nightly.running.steps import loaded
 
     loaded(compiled[1], "llama_cpp", 2, {})()
+
+
+@needed
+def test_it_goes_on_from_a_prompt_and_is_verified(compiled: tuple[Path, Path, Timer]) -> None:
+    from quantkit.pipeline.finished.reload import reload
+
+    bundle = Bundle.load(compiled[1])
+    said = load_runtime("llama_cpp").generate(bundle, "the", new_tokens=5, sample=False, seed=0, chat=False)
+    model, words = load_runtime("llama_cpp").load(bundle), open_model(str(compiled[0])).tokenizer()
+    ids = list(words("the")["input_ids"])
+    for _ in range(5):  # no cache, and transformers' own tokenizer
+        logits = model.run(model.state(1, len(ids)), np.array([ids]))
+        ids.append(int(logits[0, -1].argmax()))
+        if ids[-1] == words.eos_token_id:
+            break
+    assert f"the{said['text']}" == words.decode(ids, skip_special_tokens=True)
+    found, notes = reload(bundle)
+    assert {each.name for each in found} == {"gguf.tensors", "gguf.logits"} and all(each.ok for each in found)
+    assert not notes

@@ -190,3 +190,9 @@ def test_blocks_of_matmulnbits_are_those_of_the_exporter() -> None:
     for columns in (8, 16, 40, 100, 4096):
         scheme = WeightScheme(format="int8", granularity="channel")
         assert _block(columns, scheme) == block_size(columns, scheme, "x")
+
+
+@pytest.mark.parametrize(("model", "said"), [("phi-4", "Phi3ForCausalLM"), ("mixtral-8x7b", "MixtralForCausalLM")])
+def test_a_class_that_no_file_is_written_of_is_refused(model: str, said: str) -> None:
+    with pytest.raises(InputError, match=rf"layout-unsupported.*{said}; `gguf` is written of LlamaForCausalLM"):
+        storage(configs.read(model), Recipe.load("gguf-q4_0"))

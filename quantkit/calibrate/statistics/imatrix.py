@@ -10,10 +10,11 @@ of each. Names are those of GGUF's tensors: `blk.0.attn_q.weight`.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,26 +61,29 @@ class ImportanceMatrix:
         """
         found = {}
         for linear, columns in linears.items():
-            name = tensor_name(linear)
-            if name not in self.squares:
+            name = next((each for each in tensor_names(linear) if each in self.squares), None)
+            if name is None:
                 continue
             if len(self.squares[name]) != columns:
                 value = f"{len(self.squares[name])} inputs of {name}, which has {columns}"
                 raise _foreign(where, value)
             found[linear] = self.squares[name].float()
         if linears and not found:
-            value = f"nothing on {tensor_name(next(iter(linears)))}; it speaks of {', '.join(list(self.squares)[:2])} …"
-            raise _foreign(where, value)
+            first, spoken = tensor_names(next(iter(linears)))[0], ", ".join(list(self.squares)[:2])
+            raise _foreign(where, f"nothing on {first}; it speaks of {spoken} …")
         return found
 
     def demand_of(self, linears: Mapping[str, int], where: str) -> None:
-        """It is of a model whose blocks have these linears, and of no larger one.
+        """It is of a model whose blocks have these linears: it speaks of each block, and of no other.
 
         Raises:
             InputError: `imatrix-foreign`.
         """
-        self.of_linears(linears, where)
-        known = {tensor_name(linear) for linear in linears}
+        spoken = {_block(linear) for linear in self.of_linears(linears, where)}
+        silent = next((linear for linear in linears if _block(linear) not in spoken), None)
+        if silent is not None:
+            raise _foreign(where, f"nothing on {tensor_names(silent)[0]}, nor on what else is in {_block(silent)}")
+        known = {name for linear in linears for name in tensor_names(linear)}
         other = next((name for name in self.squares if name.startswith("blk.") and name not in known), None)
         if other is not None:
             raise _foreign(where, f"it speaks of {other}, which the model has not")
@@ -108,15 +112,71 @@ def _foreign(where: str, value: str) -> InputError:
     )
 
 
-def tensor_name(linear: str) -> str:
-    """What GGUF calls the weight of a linear: `blk.0.attn_q.weight`; else the linear's own name."""
+def tensor_name(linear: str, model_type: str = "llama") -> str:
+    """What GGUF calls the weight of a linear in a model of a type of transformers': `blk.0.attn_q.weight`.
+
+    Raises:
+        InputError: `imatrix-unnamed`. MissingDependency: gguf.
+    """
+    kind = model_type.removesuffix("_text")
+    found = _names(linear, _CALLED.get(kind, kind.replace("_", "")))
+    if not found:
+        raise InputError(
+            "imatrix-unnamed",
+            where=linear,
+            value=f"no tensor of llama.cpp's in a model of type {model_type}",
+            rule="an importance matrix names tensors as a GGUF file of the model does",
+            remedy="leave the matrix out: rtn: {range: importance} takes the recipe's own calibration",
+        )
+    return found[0]
+
+
+def tensor_names(linear: str) -> tuple[str, ...]:
+    """What GGUF may call the weight of a linear, in whatever model; its own name where it has no word for it.
+
+    Raises:
+        MissingDependency: gguf.
+    """
+    return _names(linear, "") or (f"{linear}.weight",)
+
+
+# what transformers calls otherwise
+_CALLED = {"mistral": "llama", "mixtral": "llama", "gpt_bigcode": "starcoder"}
+
+
+def _names(linear: str, architecture: str) -> tuple[str, ...]:
+    """The tensors of an architecture, "" of any, that a linear's weight is: as many as architectures disagree on."""
+    number = next((part for part in linear.split(".") if part.isdecimal()), "0")
+    found = _names_in_first(re.sub(rf"\b{number}\b", "0", linear, count=1), architecture)
+    return tuple(name.replace("blk.0.", f"blk.{number}.") for name in found)
+
+
+@lru_cache(maxsize=4096)
+def _names_in_first(linear: str, architecture: str) -> tuple[str, ...]:
+    names = (each.get_name(f"{linear}.weight", try_suffixes=(".weight",)) for each in _maps(architecture))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+@cache
+def _maps(architecture: str) -> tuple[Any, ...]:
     with MissingDependency.unless_found("gguf", extra="compile", purpose="an importance matrix"):
         import gguf
+    # Llama's first, which most are called like
+    known = sorted(gguf.MODEL_ARCH_NAMES.items(), key=lambda each: each[1] != "llama")
+    chosen = [arch for arch, name in known if architecture in ("", name)] or [gguf.MODEL_ARCH.LLAMA]
 
-    number = next((int(part) for part in linear.split(".") if part.isdecimal()), 0)
-    # all that we write call their linears alike
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, number + 1)
-    return names.get_name(f"{linear}.weight", try_suffixes=(".weight",)) or f"{linear}.weight"
+    class Names(gguf.TensorNameMap):  # type: ignore[misc, name-defined, unused-ignore]
+        def __init__(self, arch: Any) -> None:
+            self.block_mappings_cfg = dict(self.block_mappings_cfg)  # which gguf 0.19 changes for all others
+            super().__init__(arch, 1)
+
+    return tuple(map(Names, chosen))
+
+
+def _block(linear: str) -> str:
+    """`model.layers.0` of `model.layers.0.mlp.up_proj`."""
+    found = re.match(r".*?\.\d+(?=\.)", linear)
+    return found[0] if found else linear
 
 
 @dataclass
@@ -146,8 +206,13 @@ class _Seen:
 
 
 def collected(stream: StreamedModel, ids: Tensor, datasets: Sequence[str] = ()) -> ImportanceMatrix:
-    """The importance matrix of a model on token ids [samples, tokens]: of its blocks' linears and its head."""
-    seen = _Seen()
+    """The importance matrix of a model on token ids [samples, tokens]: of its blocks' linears and its head.
+
+    Raises:
+        InputError: `imatrix-unnamed`, before any work.
+    """
+    seen, kind = _Seen(), str(stream.source.config["model_type"])
+    _demand_names(stream, kind)
     with torch.no_grad():
         calls = stream.begin(ids, 4)
         hidden, before = calls.hidden, -1
@@ -161,8 +226,17 @@ def collected(stream: StreamedModel, ids: Tensor, datasets: Sequence[str] = ()) 
             answers = stream.answers_of(calls, ids)
             for index in range(len(ids)):
                 seen.add(stream.head, answers.given(stream.head, index))
-    squares = {tensor_name(name): (total / seen.counts[name]).float() for name, total in seen.sums.items()}
+    squares = {tensor_name(name, kind): (total / seen.counts[name]).float() for name, total in seen.sums.items()}
     return ImportanceMatrix(squares, ids.numel(), int(ids.shape[1]), datasets)
+
+
+def _demand_names(stream: StreamedModel, model_type: str) -> None:
+    from quantkit.model.structure.traced import is_linear
+
+    blocks = tuple(f"{name}." for name in stream.block_names)
+    for name, module in stream.skeleton.named_modules():
+        if name.startswith(blocks) and is_linear(module):
+            tensor_name(name, model_type)
 
 
 def write(matrix: ImportanceMatrix, path: Path) -> None:

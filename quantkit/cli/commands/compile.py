@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,8 @@ def compile(  # noqa: A001 (the word of the command line)
 
     changes = list(set_ or ())
     changes += [f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else []
-    changes += weighed_by(imatrix, recipe, set_ or ()) if imatrix is not None else []
+    weighing, weighed = weighed_by(imatrix, recipe, set_ or ()) if imatrix is not None else ([], ())
+    changes += weighing
     request = Request.of(
         model,
         recipe=recipe,
@@ -67,6 +69,7 @@ def compile(  # noqa: A001 (the word of the command line)
         device=device,
         tf32=tf32,
     )
+    request = replace(request, taken=weighed)
     with showing() as progress:
         progress.begin(f"opening {model}", None if dry_run else first_guess(request))
         from quantkit.pipeline.compile import compile_model, opened

@@ -15,13 +15,12 @@ Whatever of a config would make llama.cpp compute something else is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from quantkit.errors import InputError
+from quantkit.lazy import torch
 
 if TYPE_CHECKING:
     import gguf
@@ -41,6 +40,11 @@ class LlamaCppClass:
         adds_one: the file holds 1 + w of every norm.
         more: what is said beyond what all say.
         windows: whether layers see a window of the text, told by `more`.
+        biases: the linears that may have one; a file with a tensor that llama.cpp does not look for is not loaded.
+        ropes: the kinds of rotary embedding.
+        head_dim: whether heads may be of another size than hidden / heads.
+        untied: whether the head may be a tensor of its own.
+        larger: the number of layers by which llama.cpp knows the model that scales attention by hidden / heads.
     """
 
     name: str
@@ -49,6 +53,11 @@ class LlamaCppClass:
     adds_one: bool = False
     more: Callable[[gguf.GGUFWriter, Config], None] | None = None
     windows: bool = False
+    biases: frozenset[str] = frozenset()
+    ropes: frozenset[str] = frozenset({"default", "linear", "yarn"})
+    head_dim: bool = True
+    untied: bool = True
+    larger: int = 0
 
 
 def _llama(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -69,14 +78,23 @@ def _gemma3(writer: gguf.GGUFWriter, config: Config) -> None:
 
 
 _GELU = "gelu_pytorch_tanh"
-_LLAMA = LlamaCppClass("llama", turns_neighbours=True, more=_llama)
+_QKV = frozenset({"q_proj", "k_proj", "v_proj"})
+_LLAMA = LlamaCppClass(
+    "llama",
+    turns_neighbours=True,
+    more=_llama,
+    biases=_QKV | {"o_proj"},
+    ropes=frozenset({"default", "linear", "yarn", "llama3"}),
+)
 KNOWN = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": LlamaCppClass("qwen2"),
+    "Qwen2ForCausalLM": LlamaCppClass("qwen2", biases=_QKV, head_dim=False),
     "Qwen3ForCausalLM": LlamaCppClass("qwen3"),
-    "Gemma2ForCausalLM": LlamaCppClass("gemma2", _GELU, adds_one=True, more=_gemma2, windows=True),
-    "Gemma3ForCausalLM": LlamaCppClass("gemma3", _GELU, adds_one=True, more=_gemma3, windows=True),
+    "Gemma2ForCausalLM": LlamaCppClass(
+        "gemma2", _GELU, adds_one=True, more=_gemma2, windows=True, untied=False, larger=46
+    ),
+    "Gemma3ForCausalLM": LlamaCppClass("gemma3", _GELU, adds_one=True, more=_gemma3, windows=True, larger=62),
 }
 
 
@@ -95,9 +113,17 @@ def architecture_of(class_name: str, config: Config, where: str = "config.json")
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation != found.activation:
         raise _refused(where, f"activation {activation}", f"llama.cpp computes {found.activation} in a {found.name}")
-    for key in ("mlp_bias", "use_bidirectional_attention"):
-        if config.get(key):
-            raise _refused(where, f"{key} {config[key]}", f"llama.cpp's {found.name} has no such thing")
+    if config.get("mlp_bias"):
+        raise _refused(where, "mlp_bias", "transformers' reader of GGUF, which checks a file, has no such thing")
+    if config.get("use_bidirectional_attention"):
+        rule = f"in llama.cpp's {found.name} a token sees those before it"
+        raise _refused(where, "use_bidirectional_attention", rule)
+    if not config.get("tie_word_embeddings", True) and not found.untied:
+        raise _refused(where, "a head of its own", f"llama.cpp's {found.name} reads its head off the embeddings")
+    whole = config["hidden_size"] // config["num_attention_heads"]
+    if _head_dim(config) != whole and not found.head_dim:
+        rule = f"llama.cpp's {found.name} has heads of hidden_size / num_attention_heads, here {whole}"
+        raise _refused(where, f"head_dim {config['head_dim']}", rule)
     window, context = config.get("sliding_window"), config["max_position_embeddings"]
     used = config.get("use_sliding_window", True) and window is not None and window < context
     if used and not found.windows:
@@ -105,10 +131,21 @@ def architecture_of(class_name: str, config: Config, where: str = "config.json")
         raise _refused(where, value, f"llama.cpp's {found.name} lets all tokens see all before them")
     if found.windows:
         _demand_windows(found, config, where)
-    rope = _rope(config)
-    if rope.get("rope_type", "default") not in ("default", "linear", "yarn", "llama3"):
-        raise _refused(where, f"rope_type {rope['rope_type']}", "default, linear, yarn or llama3 are written")
+    _demand_rope(found, _rope(config), where)
     return found
+
+
+def _demand_rope(found: LlamaCppClass, rope: Config, where: str) -> None:
+    kind = rope.get("rope_type", "default")
+    if kind not in found.ropes:
+        raise _refused(where, f"rope_type {kind}", f"of {found.name} {', '.join(sorted(found.ropes))} are written")
+    if kind != "yarn":
+        return
+    if rope.get("truncate") is False:
+        raise _refused(where, "yarn with truncate false", "llama.cpp rounds the ends of the ramp to whole dimensions")
+    for key in ("mscale", "mscale_all_dim"):
+        if rope.get(key):
+            raise _refused(where, f"yarn with {key} {rope[key]}", "llama.cpp scales so in DeepSeek's models alone")
 
 
 def _demand_windows(found: LlamaCppClass, config: Config, where: str) -> None:
@@ -121,10 +158,11 @@ def _demand_windows(found: LlamaCppClass, config: Config, where: str) -> None:
     wanted = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(count)]
     if list(config.get("layer_types") or wanted) != wanted:
         raise _refused(where, "layer_types", f"in llama.cpp's {found.name} every {every}th layer sees all")
-    scaled = config.get("query_pre_attn_scalar", _head_dim(config))
-    if scaled != _head_dim(config):
-        value = f"query_pre_attn_scalar {scaled}, heads of {_head_dim(config)}"
-        raise _refused(where, value, "llama.cpp scales by the head's size")
+    size = config["hidden_size"] // config["num_attention_heads"] if count == found.larger else _head_dim(config)
+    scaled = config.get("query_pre_attn_scalar", size)
+    if scaled != size:
+        value = f"query_pre_attn_scalar {scaled}"
+        raise _refused(where, value, f"llama.cpp scales attention of {found.name} with {count} layers by {size}")
     if found.name == "gemma3" and config.get("attn_logit_softcapping"):
         raise _refused(where, "attn_logit_softcapping", "llama.cpp's gemma3 has none")
 
@@ -152,14 +190,13 @@ def add_parameters(writer: gguf.GGUFWriter, architecture: LlamaCppClass, config:
         writer.add_rope_scaling_orig_ctx_len(
             rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
         )
-        if rope.get("attention_factor") is not None:
-            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if rope.get("attention_factor") is not None:  # which llama.cpp multiplies by what is there without one
+            writer.add_rope_scaling_attn_factors(rope["attention_factor"] / (1 + 0.1 * math.log(rope["factor"])))
         if rope.get("beta_fast") is not None:
             writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         if rope.get("beta_slow") is not None:
             writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if architecture.name != "gemma2":  # whose base llama.cpp knows
-        writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     local = (config.get("rope_parameters") or {}).get("sliding_attention")
     if local is not None:
         writer.add_rope_freq_base_swa(local["rope_theta"])
@@ -202,6 +239,28 @@ def rope_factors(config: Config) -> torch.Tensor | None:
         between = 1 / ((1 - smooth) / factor + smooth)
         found.append(1 if wave < context / high else factor if wave > context / low else between)
     return torch.tensor(found, dtype=torch.float32)
+
+
+def names_of(
+    parameters: Iterable[str], architecture: LlamaCppClass, config: Config, where: str = "config.json"
+) -> dict[str, str]:
+    """Parameter -> the tensor of a file that llama.cpp looks for.
+
+    Raises:
+        InputError: `layout-unsupported`, naming one that it does not.
+    """
+    import gguf
+
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    found = {}
+    for name in parameters:
+        theirs = names.get_name(key=name, try_suffixes=(".weight", ".bias"))
+        linear, _, kind = name.rpartition(".")
+        if theirs is None or (kind == "bias" and linear.rpartition(".")[2] not in architecture.biases):
+            raise _refused(where, name, f"llama.cpp's {architecture.name} has no such tensor")
+        found[name] = theirs
+    return found
 
 
 def turned_rows(name: str, rows: int, architecture: LlamaCppClass, config: Config) -> torch.Tensor | None:

@@ -86,7 +86,8 @@ def _parts(tensor: QuantTensor, where: str) -> Parts:
         return Parts(cut, stored.d.numpy().reshape(-1, 1), m, stored.sc.numpy().reshape(-1, groups), mn)
     cut = numbers.reshape(-1, BLOCK)
     if tensor.scheme.scale == "e8m0":
-        return Parts(cut, tensor.scale.view(torch.uint8).numpy().reshape(-1, 1))
+        zeros = cut & 7 == 0  # of which a file of ggml's own has the one without a sign
+        return Parts(np.where(zeros, 0, cut), tensor.scale.view(torch.uint8).numpy().reshape(-1, 1))
     offset = tensor.offset
     if tensor.zero is not None:  # (code - zero) s = s (code - lowest) + (lowest - zero) s
         offset = (lowest - tensor.zero.float()) * tensor.scale.float()

@@ -16,6 +16,7 @@ from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters import Exporter, LayerSpec
+from quantkit.exporters.gguf.architecture import KNOWN, architecture_of, names_of
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Gguf(Exporter):
     stores = "file"
     adds = True
     place = FOLDER
+    classes = tuple(KNOWN)
     Options = GgufOptions
 
     def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
@@ -68,7 +70,6 @@ class Gguf(Exporter):
         """
         chosen = GgufOptions(**options)
         demand_package()
-        asked.demand_no_experts(self.name)
         _refuse(asked.schemes, asked.activations, asked.cache, chosen.embedding)
         for linear in asked.padded:
             raise InputError(
@@ -79,13 +80,14 @@ class Gguf(Exporter):
                 remedy="another format, or leave `gguf` out of `export`",
             )
         if asked.source is not None:
-            from quantkit.exporters.gguf.architecture import architecture_of
             from quantkit.exporters.gguf.tokenizer import demand_held
             from quantkit.model.source import pretrained
 
             source = asked.source
             config = pretrained.config(source.path, trust=source.trust_remote_code).to_dict()
-            architecture_of(source.architecture, config, source.ref)
+            config |= {"tie_word_embeddings": False} if source.untied else {}
+            found = architecture_of(source.architecture, config, source.ref)
+            names_of((name for name, _ in source.skeleton().named_parameters()), found, config, source.ref)
             demand_held(source)
 
     def holds(

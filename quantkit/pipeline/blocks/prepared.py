@@ -146,7 +146,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
             load_exporter(step.name).accepts(step.options, asked)
         except InputError as problem:
             raise spelt_out(problem, recipe) from None
-    decisions = [*request.support.decisions(source.kind), *taken, *layers.decisions]
+    decisions = [*request.taken, *request.support.decisions(source.kind), *taken, *layers.decisions]
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)

@@ -109,6 +109,8 @@ def export_bundle(
             rule="an export that is made from a checkpoint",
             remedy=did_you_mean("onnx", [name for name in plugins.EXPORTERS.names() if name != to]),
         )
+    from quantkit.model.source.open import open_written
+
     options = options_of(exporter, changes, bundle)
     manifest = bundle.manifest
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
@@ -120,7 +122,10 @@ def export_bundle(
     cache = (manifest.recipe.get("scheme") or {}).get("kv_cache")
     stored = None if cache is None else CacheScheme.model_validate(cache)
     if not graph:
-        exporter.accepts(options, LayerSpec(schemes, list(schemes), activations=activations, cache=stored))
+        # what a dry run finds is what the export finds
+        source = open_written(bundle.model_folder) if usage.has(manifest, "model/") else None
+        asked = LayerSpec(schemes, list(schemes), activations=activations, cache=stored, source=source)
+        exporter.accepts(options, asked)
         _demand_codes(bundle)
     place = folder_of(to)
     bundle.demand_free(place)

@@ -104,6 +104,7 @@ class Architecture:
         layers: all blocks, one by one.
         embeddings: elements of the embeddings (tokens, positions, patches with their biases), each table once.
         others: stored elements outside of blocks, embeddings and head: last norm, pooler, classifier's bias.
+        class_name: of transformers; "" where the config names none.
         ends: of `others`, what an encoder has behind its last hidden states: pooler, and what its task adds.
         head: the matrix that gives the logits; None where there is none.
         tied: whether the head is the table of embedded tokens, which is then stored once.
@@ -126,6 +127,7 @@ class Architecture:
     max_context: int | None = None
     assumed: Sequence[str] = ()
     ends: int = 0
+    class_name: str = ""
 
     @property
     def parameters(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
     head = not class_name.endswith("Model") or class_name.endswith(_HEADS)
     if head and class_name and not class_name.endswith(_HEADS):
         figures.assume(f"a language model: {class_name} is not")
-    return decoder(figures, family, name, head=head)
+    return replace(decoder(figures, family, name, head=head), class_name=class_name)
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ not reckoned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,8 +114,9 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
     chosen = export or next(iter(steps))
     if chosen not in steps:
         raise InputError("export-unknown", where=recipe.name, value=chosen, rule=f"it exports {', '.join(steps)}")
-    linears, head, assigned = _laid_over(architecture, recipe)
     exporter = plugins.EXPORTERS.load(chosen)
+    _refuse_class(architecture, chosen, exporter.classes)
+    linears, head, assigned = _laid_over(architecture, recipe)
     options: Any = exporter.Options(**steps[chosen])
     if exporter.stores == "graph":
         _refuse_experts(architecture)
@@ -182,6 +183,17 @@ def _refuse_tied(architecture: Architecture, assigned: Assigned) -> None:
             value="is quantized and shares its weight with the embedding, which is not",
             rule="transformers stores tied weights once, as one or the other",
             remedy="--set 'keep=[embeddings, lm_head]', or leave `checkpoint` out of `export`",
+        )
+
+
+def _refuse_class(architecture: Architecture, export: str, written: Collection[str]) -> None:
+    if written and architecture.class_name and architecture.class_name not in written:
+        raise InputError(
+            "layout-unsupported",
+            where=architecture.name,
+            value=architecture.class_name,
+            rule=f"`{export}` is written of {', '.join(written)}",
+            remedy=f"leave `{export}` out of `export`",
         )
 
 
