@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import gguf
 import numpy as np
 import pytest
 import zoo
@@ -270,3 +271,71 @@ def test_it_goes_on_from_a_prompt_and_is_verified(compiled: tuple[Path, Path, Ti
     found, notes = reload(bundle)
     assert {each.name for each in found} == {"gguf.tensors", "gguf.logits"} and all(each.ok for each in found)
     assert not notes
+
+
+@needed
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("weighed", [False, True])
+def test_what_llama_quantize_makes_of_the_same_floats(
+    weighed: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gguf-q8_0` to the byte; and with our importance matrix llama.cpp itself errs less by its weights."""
+    import ctypes
+
+    import llama_cpp
+
+    from quantkit.exporters.gguf.exporter import EXPORT, MODEL
+    from quantkit.exporters.values import Values
+    from quantkit.model.finished import Finished
+    from quantkit.model.streaming.stream import StreamedModel
+
+    source = open_model(str(model))
+    EXPORT.export(tmp_path, Values.of_results(source, StreamedModel(source), Finished([], {})), {"floats": "float32"})
+
+    def made(kind: int, squares: dict[str, Any]) -> dict[str, Any]:
+        entry = llama_cpp.llama_model_imatrix_data
+        arrays = {name: np.ascontiguousarray(each, np.float32) for name, each in squares.items()}
+        pointers = {
+            name: each.ctypes.data_as(ctypes.POINTER(entry._fields_[1][1]._type_)) for name, each in arrays.items()
+        }
+        rows = [entry(name.encode(), pointers[name], each.size) for name, each in arrays.items()]
+        asked = llama_cpp.llama_model_quantize_default_params()
+        asked.ftype, asked.nthread = kind, 1
+        listed = (entry * (len(rows) + 1))(*rows, entry(None, None, 0))
+        if rows:
+            asked.imatrix = ctypes.cast(listed, ctypes.POINTER(entry))
+        out = tmp_path / f"{kind}-{len(rows)}.gguf"
+        assert llama_cpp.llama_model_quantize(str(tmp_path / MODEL).encode(), str(out).encode(), asked) == 0
+        return {each.name: each for each in gguf.GGUFReader(out).tensors}
+
+    def compiled(recipe: str, changes: list[str]) -> dict[str, Any]:
+        monkeypatch.setattr("quantkit.exporters.gguf.check.check", lambda *_: [])  # what is held here is more
+        changes += ["gates.kl_max=null", "gates.top1_agreement_min=null"]
+        compile_model(Request.of(str(model), recipe=recipe, out=tmp_path / "b", changes=changes, speed=False))
+        return {each.name: each for each in gguf.GGUFReader(tmp_path / "b" / "gguf" / MODEL).tensors}
+
+    if not weighed:
+        ours = compiled("gguf-q8_0", [])
+        theirs = made(llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, {})
+        assert ours.keys() == theirs.keys()
+        for name, each in theirs.items():
+            assert ours[name].tensor_type == each.tensor_type, name
+            searched = name == "token_embd.weight"  # a table of its own, whose scales are searched
+            assert searched or np.array_equal(ours[name].data, each.data), name
+        return
+    from quantkit.pipeline.imatrix import importance_of, weighed_by
+
+    importance_of(str(model), tmp_path / "i.gguf", samples=2, tokens=32)
+    stored = {each.name: each.data for each in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
+    sums = {name.removesuffix(".in_sum2"): each[0] for name, each in stored.items() if name.endswith(".in_sum2")}
+    squares = {name: each / stored[f"{name}.counts"].item() for name, each in sums.items()}
+    floats = {each.name: each.data for each in gguf.GGUFReader(tmp_path / MODEL).tensors}
+    kind = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    errors = []
+    by_file, _ = weighed_by(tmp_path / "i.gguf", "gguf-q4_0")
+    for tensors in (made(kind, squares), made(kind, {}), compiled("gguf-q4_0", by_file)):
+        read = {name: gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type) for name in squares}
+        errors.append({name: float(((read[name] - floats[name]) ** 2 * squares[name]).sum()) for name in squares})
+    assert len(squares) == 22
+    for name, error in errors[0].items():
+        assert max(error, errors[2][name]) < errors[1][name] or name == "output.weight", name  # Q6_K on all sides

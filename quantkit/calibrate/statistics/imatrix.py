@@ -167,7 +167,8 @@ def _maps(architecture: str) -> tuple[Any, ...]:
 
     class Names(gguf.TensorNameMap):  # type: ignore[misc, name-defined, unused-ignore]
         def __init__(self, arch: Any) -> None:
-            self.block_mappings_cfg = dict(self.block_mappings_cfg)  # which gguf 0.19 changes for all others
+            # gguf 0.19 writes an architecture's own names into the class's
+            self.block_mappings_cfg = dict(gguf.TensorNameMap.block_mappings_cfg)
             super().__init__(arch, 1)
 
     return tuple(map(Names, chosen))

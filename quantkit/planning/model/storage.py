@@ -125,7 +125,7 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
         _refuse_experts(architecture)
         found = _engine(architecture, linears, head)
     elif exporter.stores == "file":
-        _refuse_experts(architecture)
+        _refuse_experts(architecture, "experts are written into no file")
         found = _file(architecture, linears, head, options)
     else:
         _refuse_tied(architecture, assigned)
@@ -197,14 +197,16 @@ def _refuse_class(architecture: Architecture, export: str, written: Collection[s
         )
 
 
-def _refuse_experts(architecture: Architecture) -> None:
+def _refuse_experts(
+    architecture: Architecture, rule: str = "the graph is traced once, and which expert runs depends on the data"
+) -> None:
     for each in architecture.inside():
         if each.count > 1:
             raise InputError(
                 "layout-unsupported",
                 where=each.name,
                 value="belongs to a mixture of experts",
-                rule="the graph is traced once, and which expert runs depends on the data",
+                rule=rule,
                 remedy="leave `onnx`, `tensorrt` and `gguf` out of `export`",
             )
 
