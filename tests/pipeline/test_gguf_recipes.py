@@ -11,6 +11,7 @@ import zoo
 
 from quantkit import machine
 from quantkit.pipeline.compile import Compiled, compile_model
+from quantkit.pipeline.finished.export import export_bundle
 from quantkit.pipeline.request import Request
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
@@ -77,3 +78,33 @@ def test_a_table_of_codes_costs_what_it_costs_without_llama_cpp(
         found[table] = kl(compiled(models(model), out, "gguf-q8_0", *changes, patch=monkeypatch))
     coded, floats = (each["torch"] for each in found.values())
     assert coded > 10 * floats > 0
+
+
+@pytest.mark.parametrize("model", ["llama", "llama-tied"])
+def test_a_file_is_added_to_a_finished_bundle(
+    model: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the checkpoint's codes; the table, which has none there, by codes of its own."""
+    import gguf
+    import torch
+
+    from quantkit.model.source import pretrained
+
+    weights = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
+    recipe = {"summary": "a test", "scheme": {"weights": weights}, "passes": ["rtn"], "export": ["checkpoint"]}
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+    chosen = Recipe.from_dict({**recipe, "calibration": {"set": "prose-en", "samples": 2, "tokens": 32}}, name="x")
+    bundle = compile_model(Request.of(str(models(model)), recipe=chosen, out=tmp_path / "b", speed=False)).bundle
+    done = export_bundle(bundle, "gguf", ["embedding={format: q6_k}", "floats=float16"])
+    assert {"gguf.tensors", "reload.gguf"} <= {check.name for check in done.checks}
+    assert all(check.ok for check in [*done.checks, *done.bundle.verify()])
+    path = bundle.path / "gguf" / "model.gguf"
+    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(path).tensors}
+    assert kinds["token_embd.weight"] == "Q8_0" and kinds["blk.0.attn_q.weight"] == "Q4_1"
+    assert kinds.get("output.weight") == (None if model == "llama-tied" else "F16")
+    assert [each.code for each in done.decisions] == ["type-fallback"]
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        theirs = pretrained.of_gguf(path, {})(ids).logits
+        ours = load_runtime("torch").open(bundle.path, 1).answers(ids).all()
+    assert 0 < float((theirs - ours).abs().max() / ours.abs().max()) < 0.05, "by what the table and the floats lose"

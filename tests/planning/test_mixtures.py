@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import get_args
@@ -12,6 +13,7 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.planning.model import configs
 from quantkit.planning.model.assigned import Assigned, assign, assign_sizes
+from quantkit.planning.model.storage import storage
 from quantkit.recipe import Recipe
 from quantkit.scheme import MIXTURES, Scheme
 
@@ -99,3 +101,18 @@ def test_super_blocks_alone_are_refused_where_they_do_not_fit() -> None:
     padded = recipe("q4_k_m", scheme={"weights": {"format": "q4_k"}}, on_indivisible="pad")
     decision = assign(padded, {"a.0.up": (8, 576)}, "float32").decisions[0]
     assert (decision.from_, decision.to) == (576, 768)
+
+
+@pytest.mark.parametrize(
+    ("model", "columns", "bits", "to"),
+    [("smollm2-135m", 576, 5.5, "q5_0"), ("smollm2-135m", 48, 16.0, "float16"), ("smollm2-135m", 768, 4.5, None)],
+)
+def test_a_table_is_counted_as_it_is_stored(model: str, columns: int, bits: float, to: str | None) -> None:
+    """In the type that stands in for the one that was asked for, which is a decision of the plan."""
+    sizes = replace(configs.read(model), hidden=columns, tied=False, embeddings=1000 * columns, vocabulary=1000)
+    asked = recipe("q4_k_m", export=[{"gguf": {"embedding": {"format": "q4_k"}, "floats": "float16"}}])
+    found = storage(sizes, asked)
+    assert found.embeddings == 1000 * columns * bits / 8
+    taken = [each for each in found.decisions if each.where == "embeddings"]
+    assert [each.to for each in taken] == ([to] if to else [])
+    assert all(f"{bits:g} bits a weight, not 4.5" in each.reason for each in taken)

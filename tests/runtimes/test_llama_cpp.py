@@ -37,12 +37,17 @@ def written(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) ->
     )
     merging_tokenizer.save_pretrained(place / "m")
     found = {}
-    for name in ("float32", "q8_0", "q4_k"):
-        how = None if name == "float32" else WeightScheme(format=name)
+    for name in ("float32", "float16", "q8_0", "q4_k"):
+        how = None if name.startswith("float") else WeightScheme(format=name)
         made = export(place / "m", place / name, how, layout="dense")
-        EXPORT.write(made.folder, made.source, made.stream, made.results, {"floats": "float32"})
-        found[name] = made.folder, Values.of_results(made.source, made.stream, made.results)
+        EXPORT.write(made.folder, made.source, made.stream, made.results, options(name))
+        values = Values.of_results(made.source, made.stream, made.results)
+        found[name] = made.folder, EXPORT.held(values, options(name))
     return found
+
+
+def options(name: str) -> dict[str, str]:
+    return {"floats": "float16" if name == "float16" else "float32"}
 
 
 def expected(values: Values) -> Any:
@@ -54,7 +59,9 @@ def error(found: Any, wanted: Any) -> float:
 
 
 @needed
-@pytest.mark.parametrize(("name", "limit"), [("float32", FLOATS), ("q8_0", ROUNDED), ("q4_k", ROUNDED)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("float32", FLOATS), ("float16", FLOATS), ("q8_0", ROUNDED), ("q4_k", ROUNDED)]
+)
 def test_logits_are_those_of_the_codes(written: dict[str, tuple[Path, Values]], name: str, limit: float) -> None:
     folder, values = written[name]
     model = load_runtime("llama_cpp").open(folder, 1)

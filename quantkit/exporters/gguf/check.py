@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 # of logits of the same numbers, whatever order they are added in
 LIMIT = 1e-4
-# of llama.cpp's own logits: with inputs in 16 bits, and in 8
+# of llama.cpp's own logits: with inputs in 16 bits, and in 8 (of Q4_0 on random ids SmolLM2-135M is at 0.036 of the
+# largest logit, Gemma 3 270M at 0.099)
 IN_FLOATS, IN_CODES = 3e-2, 0.15
 # of a file that is only run
 _TOKENS = 8

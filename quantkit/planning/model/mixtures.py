@@ -84,7 +84,7 @@ def of_table(scheme: WeightScheme, columns: int, floats: str, name: str) -> tupl
     bits = after if whole else 32.0 if floats == "float32" else 16.0
     reason = f"{256 if whole else 32} does not divide its width {columns}: {bits:.4g} bits a weight, not {before:.4g}"
     to = found.format if whole else floats
-    return found if whole else None, [decision("gguf", "type-fallback", name, reason, scheme.format, to)]
+    return found if whole else None, [decision("recipe", "type-fallback", name, reason, scheme.format, to)]
 
 
 def _of_values(mixture: str, at: _Place, layers: int) -> str:

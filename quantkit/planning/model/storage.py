@@ -344,7 +344,8 @@ def _file(
     """Everything in one file: vectors in float32, and a tied head's codes are the embeddings'."""
     dtype = options.high(architecture.dtype)
     last = in_file(head, dtype) if head is not None else None
-    width, taken = float(WIDTHS[dtype]), []
+    width = float(WIDTHS[dtype])
+    taken: Sequence[Decision] = ()
     if architecture.tied and last is not None and last.scheme is not None:
         width = 0.0
     elif options.embedding is not None:
