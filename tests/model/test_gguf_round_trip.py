@@ -334,6 +334,13 @@ def test_what_nobody_speaks_of_is_refused(
         open_model(str(path))
 
 
+def test_no_special_token_is_of_another_vocabulary(tmp_path: Path, merging_tokenizer: Any) -> None:
+    """Phi 3's class says 32000 where a file says nothing."""
+    path = converted(tmp_path / "file.gguf", of_kind("phi3", merging_tokenizer), merging_tokenizer, "phi3")
+    path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.padding_token_id", b"tokenizer.ggml.padding_token_xx"))
+    assert open_model(str(path)).load().config.pad_token_id is None
+
+
 def test_a_number_that_cannot_be_is_refused(tmp_path: Path, merging_tokenizer: Any) -> None:
     model, key = of_kind("starcoder2", merging_tokenizer), "attention.layer_norm_epsilon"
     path = converted(tmp_path / "file.gguf", model, merging_tokenizer, "starcoder2", **{key: float("nan")})

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quantkit.errors import InputError
-from quantkit.model.source.gguf.tokenizer import tokenizer_config, tokenizer_json
+from quantkit.model.source.gguf.tokenizer import demand_whole, tokenizer_config, tokenizer_json
 
 TEXTS = [
     "",
@@ -141,7 +141,9 @@ def test_what_would_be_another_tokenizer_is_refused(changes: dict[str, Any]) -> 
 )
 def test_a_vocabulary_that_contradicts_itself_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=f"gguf-damaged.*{said}"):
-        tokenizer_json({**sentencepiece(), **changes}, "tiny.gguf")
+        demand_whole({**sentencepiece(), **changes}, "tiny.gguf")
+    with pytest.raises(InputError, match=r"gguf-tokenizer.*no tokens"):
+        demand_whole({}, "tiny.gguf")
 
 
 def test_what_is_white_behind_a_special_token_of_phi_3_goes() -> None:

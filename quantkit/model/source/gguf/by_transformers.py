@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.lazy import torch
 from quantkit.model.source import pretrained
-from quantkit.model.source.gguf.parts import Read, damaged, refused
+from quantkit.model.source.gguf.parts import Read, damaged, refused, special_tokens
 from quantkit.model.source.gguf.rules import RULES
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ def read(path: Path, meta: Mapping[str, Any], names: Mapping[str, Any]) -> Read:
     Raises:
         InputError: `gguf-architecture`.
     """
+    stated = str(meta.get("general.architecture"))
+    if stated not in READ:
+        raise refused(str(path), stated, f"one of {', '.join(sorted([*READ, *RULES]))}")
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
@@ -55,11 +58,10 @@ def read(path: Path, meta: Mapping[str, Any], names: Mapping[str, Any]) -> Read:
         get_gguf_hf_weights_map,
     )
 
-    stated = str(meta.get("general.architecture"))
-    if stated not in READ:
-        raise refused(str(path), stated, f"one of {', '.join(sorted([*READ, *RULES]))}")
     found = pretrained.config_of_gguf(path)
     _demand_read(path, meta, stated, found)
+    for key, number in special_tokens(meta).items():  # a class's own are of another vocabulary
+        setattr(found, key, number)
     try:
         model_class = AutoModelForCausalLM._model_mapping[type(found)]
     except KeyError:

@@ -22,7 +22,7 @@ from quantkit.lazy import torch
 from quantkit.model.source.gguf import by_transformers, rules
 from quantkit.model.source.gguf.file import demand_lengths
 from quantkit.model.source.gguf.parts import damaged, shape_of, short
-from quantkit.model.source.gguf.tokenizer import tokenizer_config, tokenizer_json
+from quantkit.model.source.gguf.tokenizer import demand_whole, tokenizer_config, tokenizer_json
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import Header, write_json, write_safetensors
 
@@ -79,6 +79,7 @@ def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
         if math.prod(shape_of(tensor)) > _DENSEST * size:
             raise damaged(where, f"{tensor.name}: {list(shape_of(tensor))} in a file of {size} bytes"[:300])
     stored = {tensor.name: tensor for tensor in reader.tensors}
+    demand_whole(meta, where)
     if meta.get("general.architecture") in rules.RULES:
         read = rules.read(meta, stored, where)
     else:
@@ -90,7 +91,7 @@ def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
         "generation_config.json": {
             key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
         },
-        "tokenizer.json": json.loads(tokenizer_json(meta, where)),  # which demands that what the next reads is there
+        "tokenizer.json": json.loads(tokenizer_json(meta, where)),
         "tokenizer_config.json": tokenizer_config(meta, length),
     }
 

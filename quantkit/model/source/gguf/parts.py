@@ -43,6 +43,12 @@ def short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+def special_tokens(meta: Mapping[str, Any]) -> dict[str, int | None]:
+    """config.json's key of each -> its number, None where a file says none."""
+    named = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    return {key: meta.get(f"tokenizer.ggml.{theirs}_token_id") for key, theirs in named.items()}
+
+
 def refused(where: str, value: str, rule: str) -> InputError:
     """A sound file of a model that is not converted exactly: `gguf-architecture`."""
     remedy = "open what it was made from: a Hugging Face folder (./folder), or hf:org/name"

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit import limits
-from quantkit.errors import InputError
 from quantkit.lazy import torch
-from quantkit.model.source.gguf.parts import Read, damaged, refused, shape_of, short
+from quantkit.model.source.gguf.parts import Read, damaged, refused, shape_of, short, special_tokens
 from quantkit.model.source.gguf.rope import llama3, rope_scaling
 
 _TOP = {
@@ -214,7 +213,7 @@ def read(meta: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> Read
         stored: its tensors, of the package's reader.
 
     Raises:
-        InputError: `gguf-architecture`, `gguf-damaged`, `gguf-tokenizer`.
+        InputError: `gguf-architecture`, `gguf-damaged`.
     """
     rules = RULES[meta["general.architecture"]]
     stated_biases = {
@@ -275,8 +274,6 @@ def _config(meta: Mapping[str, Any], rules: Conversion, stored: Mapping[str, Any
             raise damaged(where, f"{prefix}{key} = {value!r:.40}", "above nothing, and finite")
         return short(value)
 
-    if "tokenizer.ggml.tokens" not in meta:
-        raise InputError("gguf-tokenizer", where=where, value="no tokens", rule="a model comes with its vocabulary")
     hidden, heads = count("embedding_length"), count("attention.head_count")
     head_dim = count("attention.key_length", hidden // heads)
     layers = count("block_count")
@@ -317,10 +314,7 @@ def _config(meta: Mapping[str, Any], rules: Conversion, stored: Mapping[str, Any
     if stated:
         key, value = next(iter(stated.items()))
         raise refused(where, f"{prefix}{key} = {value!r:.40}", "nothing is converted that would compute something else")
-    for key, theirs in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        if f"tokenizer.ggml.{theirs}_token_id" in meta:
-            config[key] = meta[f"tokenizer.ggml.{theirs}_token_id"]
-    return config
+    return config | {key: found for key, found in special_tokens(meta).items() if found is not None}
 
 
 def _demand_shapes(stored: Mapping[str, Any], sizes: Fields, where: str) -> None:

@@ -39,7 +39,6 @@ def tokenizer_json(meta: dict[str, Any], where: str) -> str:
     """
     from tokenizers import AddedToken, processors
 
-    _demand_whole(meta, where)
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     kind, pre = meta.get("tokenizer.ggml.model"), _pre(meta)
     if kind == "llama":  # llama.cpp has spaces where SentencePiece has its own sign for them
@@ -77,8 +76,14 @@ def tokenizer_json(meta: dict[str, Any], where: str) -> str:
     return str(tokenizer.to_str())
 
 
-def _demand_whole(meta: dict[str, Any], where: str) -> None:
-    """Lists are as long as the vocabulary, and numbers of tokens are in it: `gguf-damaged`."""
+def demand_whole(meta: dict[str, Any], where: str) -> None:
+    """Lists are as long as the vocabulary, and numbers of tokens are in it.
+
+    Raises:
+        InputError: `gguf-damaged`; `gguf-tokenizer`: there is none.
+    """
+    if "tokenizer.ggml.tokens" not in meta:
+        raise _unknown(where, "no tokens", "a model comes with its vocabulary")
     tokens = meta["tokenizer.ggml.tokens"]
     for key, found in meta.items():
         if not key.startswith("tokenizer.ggml."):
