@@ -87,6 +87,10 @@ def picture(rows: Sequence[Row]) -> str:
         'font-family="system-ui, sans-serif" font-size="12" fill="#3b3f46">',
         f'<rect width="{width}" height="{HIGH}" fill="#ffffff"/>',
     ]
+    for number, (side, colour) in enumerate(COLOURS.items()):
+        x = LEFT + 110 * number
+        parts.append(f'<circle cx="{x}" cy="{HIGH - 12}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 9}" y="{HIGH - 8}">{SIDES[side]}</text>')
     for number, model in enumerate(models):
         parts += _panel([row for row in rows if row["model"] == model], number * WIDE)
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -116,29 +120,40 @@ def _panel(rows: Sequence[Row], begin: int) -> list[str]:
         height = at((every[0][0], value))[1]
         parts.append(f'<text x="{left - 6}" y="{height + 4:.1f}" text-anchor="end">{value:g}</text>')
         parts.append(f'<path d="M{left} {height:.1f}H{right}" stroke="#eceef1"/>')
-    for side, colour in COLOURS.items():
-        line = sorted(points[side].items(), key=lambda each: each[1])
-        path = " ".join(f"{each[0]:.1f},{each[1]:.1f}" for each in (at(point) for _, point in line))
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
-        for name, point in line:
-            px, py = at(point)
-            parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.5" fill="{colour}"/>')
-            if side == "kl_llama":
-                said = f"{name.upper()} {point[0]:.0f}"
-                anchor = "end" if px > right - 40 else "start" if px < left + 30 else "middle"
-                parts.append(f'<text x="{px:.1f}" y="{py - 8:.1f}" text-anchor="{anchor}" font-size="10">{said}</text>')
-        last = at(line[-1][1])
-        below = 16 if side == "kl" else 14
-        parts.append(
-            f'<text x="{right}" y="{last[1] + below:.1f}" text-anchor="end" fill="{colour}">{SIDES[side]}</text>'
-        )
+    taken = [_box(at(point), 0, 0) for side in points.values() for point in side.values()]
+    for name, theirs in points["kl_llama"].items():
+        (px, py), (_, oy) = at(theirs), at(points["kl"][name])
+        parts.append(f'<path d="M{px:.1f} {py:.1f}V{oy:.1f}" stroke="#c9ccd1" stroke-dasharray="2 3"/>')
+        for side, height in (("kl_llama", py), ("kl", oy)):
+            parts.append(f'<circle cx="{px:.1f}" cy="{height:.1f}" r="4" fill="{COLOURS[side]}"/>')
+        parts.append(_label(f"{name.upper()} {theirs[0]:.0f}", (px, py), (left, right), taken))
     return parts
+
+
+def _box(point: tuple[float, float], wide: float, begin: float) -> tuple[float, float, float, float]:
+    """Left, right, top and bottom of a mark, or of a label that begins so far from a point."""
+    return (point[0] + begin, point[0] + begin + wide, point[1] - 6, point[1] + 6)
+
+
+def _label(text: str, point: tuple[float, float], ends: tuple[float, float], taken: list[Any]) -> str:
+    """A label beside, over or under its point, the first place that is free."""
+    wide = 6.0 * len(text)
+    places = [(8.0, 0.0), (-8.0 - wide, 0.0), (-wide / 2, -13.0), (-wide / 2, 13.0), (8.0, -13.0), (8.0, 13.0)]
+    boxes = [_box((point[0], point[1] + down), wide, across) for across, down in places]
+    free = [box for box in boxes if ends[0] < box[0] and box[1] < ends[1] + 12 and not _meets(box, taken)]
+    box = (free or boxes)[0]
+    taken.append(box)
+    return f'<text x="{box[0]:.1f}" y="{box[3] - 2:.1f}" font-size="10">{text}</text>'
+
+
+def _meets(box: Any, taken: Sequence[Any]) -> bool:
+    return any(box[0] < b[1] + 4 and b[0] < box[1] + 4 and box[2] < b[3] and b[2] < box[3] for b in taken)
 
 
 def _scale(values: Sequence[float]) -> Any:
     """Value -> its place between 0 and 1, by powers, with room at both ends."""
     low, high = math.log(min(values)), math.log(max(values))
-    room = 0.1 * (high - low) or 0.5
+    room = 0.15 * (high - low) or 0.5
     return lambda value: (math.log(value) - low + room) / (high - low + 2 * room)
 
 
