@@ -12,6 +12,7 @@ import pytest
 import small_onnx
 from small_onnx import Small, export, scheme
 
+from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.kernels.cpu import library
@@ -72,6 +73,11 @@ def test_a_bundle_is_generated_from(tmp_path: Path, byte_tokenizer: object) -> N
     small = export(tmp_path, "llama", scheme(), tokenizer=byte_tokenizer, changes=small_onnx.TEXT, accuracy_level=4)
     small_onnx.bundle(small.folder)
     runtime = load_runtime("quantkit_cpu")
+    if "avx512_vnni" not in machine.isa_features():  # what its products are written for
+        with pytest.raises(InputError) as met:
+            runtime.generate(Bundle.load(small.folder), "the house", new_tokens=8)
+        assert met.value.code == "runtime-not-here"
+        return
     found = runtime.generate(Bundle.load(small.folder), "the house", new_tokens=8)
     assert found["tokens"] == 8 and found["tokens_per_s"] > 0
 
