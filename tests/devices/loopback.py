@@ -19,6 +19,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin:/sbin")
 ABSENT = "no sshd here: apt install openssh-server (nothing needs to be started)"
@@ -26,7 +27,7 @@ _TINY = 'taskset -c 0 sh -c "ulimit -v 1048576; exec sh -c \\"\\$SSH_ORIGINAL_CO
 
 
 class Wire:
-    """A TCP proxy: what goes through it can be cut, and made slow.
+    """A TCP proxy: what goes through it can be cut, made slow, and made late.
 
     Args:
         to: the port that is behind it.
@@ -41,8 +42,12 @@ class Wire:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def fresh(self) -> None:
-        """As fast as it gets, and whole: `delay` is seconds for what goes through, `rate` bytes a second to there."""
-        self.delay, self.rate, self.cuts, self.carried = 0.0, 0.0, 0, 0
+        """As fast as it gets, and whole.
+
+        `delay` is seconds that each byte is on its way, in both directions, however many are on it with it; `rate` is
+        bytes a second to there; what is `off` takes no connection.
+        """
+        self.delay, self.rate, self.cuts, self.carried, self.off = 0.0, 0.0, 0, 0, False
 
     def cut(self) -> None:
         """Break all connections."""
@@ -61,22 +66,38 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 here, _ = self._server.accept()
+                if self.off:
+                    here.close()
+                    continue
                 there = socket.create_connection(("127.0.0.1", self.to))
                 self._pairs.append((here, there))
                 threading.Thread(target=self._carry, args=(here, there, True), daemon=True).start()
                 threading.Thread(target=self._carry, args=(there, here, False), daemon=True).start()
 
     def _carry(self, read: socket.socket, write: socket.socket, counted: bool) -> None:
+        # when it is to arrive, and what
+        coming: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
+        threading.Thread(target=self._arrive, args=(coming, read, write), daemon=True).start()
         with contextlib.suppress(OSError, ValueError):
             while chunk := read.recv(1 << 14):
-                if self.delay:
-                    time.sleep(self.delay)
                 if counted:
                     self.carried += len(chunk)
                     if self.rate:
                         time.sleep(len(chunk) / self.rate)
-                write.sendall(chunk)
-        for each in (read, write):
+                coming.put((time.monotonic() + self.delay, chunk))
+        coming.put((time.monotonic() + self.delay, b""))
+
+    def _arrive(self, coming: SimpleQueue[tuple[float, bytes]], *both: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                due, chunk = coming.get()
+                time.sleep(max(due - time.monotonic(), 0.0))
+                if not chunk:
+                    break
+                both[1].sendall(chunk)
+        for each in both:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # whoever waits for more hears of it
             with contextlib.suppress(OSError):
                 each.close()
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from devices.conftest import Links, cells, job
-from devices.loopback import Loopback
+from devices.loopback import Loopback, Wire
 from quantkit.devices.job import Found
 from quantkit.devices.probed import probe
 from quantkit.devices.ssh.address import Address
@@ -155,6 +156,29 @@ def test_a_transfer_goes_on_where_it_was_cut(devices: Loopback, linked: Links, t
     # of each connection at most what sshd had not handed on was lost
     assert wire.carried < 1.6 * len(content)
     assert (tmp_path / "there/store" / sha).read_bytes() == content
+
+
+def test_a_wire_is_late_and_not_slow() -> None:
+    """Each byte is on its way for so long, however many are: of 256 pieces one after the other it would be a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as behind:
+        wire = Wire(behind.getsockname()[1])
+        wire.delay = 0.25
+        content, came = os.urandom(1 << 22), b""
+        began = time.monotonic()
+        with socket.create_connection(("127.0.0.1", wire.port)) as here, behind.accept()[0] as there:
+            sender = threading.Thread(target=here.sendall, args=(content,))
+            sender.start()
+            while len(came) < len(content) and (part := there.recv(1 << 20)):
+                came += part
+            took = time.monotonic() - began
+            there.sendall(b"!")
+            assert here.recv(1) == b"!"
+            back = time.monotonic() - began - took
+            sender.join()
+        wire.close()
+    assert came == content
+    assert took >= wire.delay <= back
+    assert took < 256 * wire.delay / 2
 
 
 def test_a_client_that_is_killed_leaves_nothing(devices: Loopback, linked: Links, tmp_path: Path) -> None:

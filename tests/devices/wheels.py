@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.devices.probed import NEEDED
@@ -24,8 +26,8 @@ def packed(name: str, folder: Path) -> Path:
     return wheel
 
 
-def wheelhouse(folder: Path, but: tuple[str, ...] = ()) -> Path:
-    """What runs on a device, and what that needs."""
+def runners(but: tuple[str, ...] = ()) -> Iterator[str]:
+    """What runs on a device, and what that needs: names of packages that are installed here."""
     waiting, done = [name for name in NEEDED if name not in but], set[str]()
     while waiting:
         name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
@@ -36,6 +38,27 @@ def wheelhouse(folder: Path, but: tuple[str, ...] = ()) -> Path:
             needs = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue  # of another platform
-        packed(name, folder)
+        yield name
         waiting += [re.split(r"[^A-Za-z0-9_.-]", each)[0] for each in needs if "extra ==" not in each]
+
+
+def wheelhouse(folder: Path, but: tuple[str, ...] = ()) -> Path:
+    """Of `runners`."""
+    for name in runners(but):
+        packed(name, folder)
     return folder
+
+
+def small_python(folder: Path) -> Path:
+    """A Python that has `runners` and nothing else, torch least of all: links to what is installed here."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    site, base = folder / "lib" / version / "site-packages", Path(sys.base_prefix) / "bin"
+    site.mkdir(parents=True)
+    (folder / "bin").mkdir()
+    (folder / "bin/python").symlink_to(base / version)
+    (folder / "pyvenv.cfg").write_text(f"home = {base}\n")
+    for name in runners():
+        found = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+            (site / top).symlink_to(str(found.locate_file(top)))
+    return folder / "bin/python"
