@@ -9,6 +9,8 @@ WORKERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# a worker that dies ends the run: pytest-xdist can wait for ever for what that worker had left
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
 
 # without these, idle OpenMP threads spin and slow the busy ones on a small machine
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -49,10 +51,10 @@ nightly-demo: venv  ## a night of two recipes, and its page; the second run has 
 test: venv lint types floors pytest  ## everything that continuous integration runs
 
 test-fast: venv  ## the tests without the slow ones
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m "not slow"
 
 pytest: venv  ## all tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 lint: venv  ## ruff: rules and formatting
 	$(BIN)/ruff check .

@@ -83,6 +83,8 @@ MEMORY = Limit("memory", 2 << 30, "bytes", "a chat template writes a text")
 
 # bytes that are read of a file that says it is empty
 _UNKNOWN = 1 << 24
+# seconds after which one that is late is told so again
+_AGAIN = 1.0
 
 
 def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
@@ -132,13 +134,15 @@ def guarded(where: str) -> Iterator[None]:
     try:
         if math.isfinite(seconds):
             signal.signal(signal.SIGALRM, _late)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            # again every second: Python swallows what a signal raises in a finalizer or a callback of its collector
+            signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
             faulthandler.dump_traceback_later(seconds + 60, exit=True)
         allowed = _held() + MEMORY.most
         if allowed < (math.inf if limit[0] == resource.RLIM_INFINITY else limit[0]):
             resource.setrlimit(resource.RLIMIT_DATA, (int(allowed), limit[1]))
         yield
     except _LateError:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         raise SECONDS.exceeded(where) from None
     except (MemoryError, OverflowError):
         raise MEMORY.exceeded(where) from None

@@ -198,6 +198,25 @@ def test_a_chat_template_that_does_not_end(name: str, template: Callable[[str], 
     refused(lambda: render([{"role": "user", "content": "hello"}], "line 1"))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_finalizer_does_not_swallow_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_LIMIT_SECONDS", "0.2")
+    started = time.monotonic()
+
+    class Slow:
+        def __del__(self) -> None:
+            while time.monotonic() < started + 0.4:
+                pass
+
+    def loop() -> None:
+        while time.monotonic() < started + 20:
+            pass
+
+    with pytest.raises(InputError, match="over-limit"), limits.guarded("a template"):
+        Slow()
+        loop()
+
+
 def test_a_limit_is_raised_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     limits.LAYERS.demand(10_000, "x")
     monkeypatch.setenv("QUANTKIT_LIMIT_LAYERS", "2e4")
