@@ -55,13 +55,21 @@ class NamedDevice(Closed):
         read = re.sub(r"[^a-z0-9_-]+", "-", "-".join([user, host, str(address.port or "")]).lower()).strip("-_")[:34]
         return cls(name=f"{read or 'device'}-{hashlib.sha256(str(own).encode()).hexdigest()[:6]}", address=text)
 
+    def text(self) -> str:
+        """YAML, for a file or another machine."""
+        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+
+    @classmethod
+    def read(cls, text: str, *, where: str) -> Self:
+        """One of its `text`. Raises InputError `device-invalid`."""
+        return validated(cls, yaml.safe_load(text), where=where, code="device-invalid")
+
     def save(self) -> Path:
         """Keep it for this user. Raises InputError `file-unwritable`."""
         path = _path(self.name)
-        text = yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, text.encode())
+            write_atomic(path, self.text().encode())
         return path
 
     def remove(self) -> None:

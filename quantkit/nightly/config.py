@@ -252,7 +252,7 @@ class Nightly(Closed):
 
         Args:
             look: for what it names. False for what reads the store alone, which is there when a model or a baseline
-                has gone; it has no cells then.
+                has gone, and for a job of a night, on a machine that does not know its devices; it has no cells then.
 
         Raises:
             InputError: `nightly-invalid`: an unknown key, a wrong value, an entry that fits no cell; what a recipe or a

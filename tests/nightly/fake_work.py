@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
 from quantkit.nightly.running.jobs import BuildJob
 from quantkit.nightly.store.parquet import Store
@@ -15,12 +16,12 @@ from quantkit.pipeline.progress import Progress
 
 
 def work(job: BuildJob, progress: Progress) -> None:
-    """The store lies beside the configuration's path; who began what stands in `log`, and where there is a `seconds`,
-    a cell takes as many."""
+    """The store lies beside the configuration's path; who began what, and where, stands in `log`, and where there is a
+    `seconds`, a cell takes as many."""
     home = Path(job.config).parent
     store = Store.open(home / "store")
     with (home / "log").open("a") as log:
-        log.write(f"{job.build} {os.getpid()} {time.monotonic()}\n")
+        log.write(f"{job.build} {os.getpid()} {time.monotonic()} {os.environ.get('NODE')} {_address(job)}\n")
     recipe = NightCell.of(job.cells[0]).recipe
     if recipe == "raises":
         raise InputError("planted", where="here", value="1", rule="2", remedy="3")
@@ -44,6 +45,10 @@ def work(job: BuildJob, progress: Progress) -> None:
         )
         taken = times(job, cell, slower=(home / "slower").exists())
         store.commit(result, [each for each in taken if before or each.side == "candidate"])
+
+
+def _address(job: BuildJob) -> str | None:
+    return NamedDevice.read(job.device, where=job.on).address if job.on else None
 
 
 def prepare(job: BuildJob, progress: Progress) -> None:

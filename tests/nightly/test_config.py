@@ -249,6 +249,14 @@ def test_devices_multiply_the_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert named(made(on=["pi5"], batches=[1, 8], exclude=[{"runtime": "onnxruntime", "batch": 8}])) == [
         "rtn-int4:onnxruntime@pi5:1"
     ]
+    # one compile, the devices side by side, then this machine
+    monkeypatch.setattr(expect, "_planned", lambda config, cells: (7.0, [0.5] * len(cells), []))
+    several = made(on=["here", "pi5", "gpu-box"], batches=[1, 8], exclude=[{"on": "pi5", "batch": 8}])
+    found = expect.dry_run(several)
+    each = found["cells"][0]["seconds"]
+    assert [cell["seconds"] for cell in found["cells"]] == [each] * 5
+    assert found["seconds"] == {"compile": 7.0, "measure": 4 * each}
+    assert any("side by side" in note for note in found["notes"])
     with pytest.raises(InputError, match=r"unknown-device.*no device is called 'pi6'.*did you mean 'pi5'"):
         made(on=["pi6"])
     with pytest.raises(InputError, match="nightly-invalid"):

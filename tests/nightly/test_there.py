@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import json
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from quantkit.devices.answers import DeviceFacts, dumped
 from quantkit.devices.job import Failed, Found, Job
+from quantkit.devices.named import NamedDevice
 from quantkit.devices.ssh.openssh import Lost
 from quantkit.errors import InputError
 from quantkit.measurement.timing.anew import Task
 from quantkit.nightly.running import there
+from quantkit.nightly.running.build import build
+from quantkit.nightly.running.jobs import BuildJob, JobOutcome, Work
+from quantkit.nightly.running.run import run_night
 from quantkit.nightly.running.timing import CellTimes
 from quantkit.pipeline.progress import Progress
-from quantkit.target import Target
 
 FACTS: dict[str, Any] = {"id": "x", "name": "Cortex", "machine": "aarch64", "isa": "neon", "cores": 4}
 ABOUT = DeviceFacts(**FACTS, memory=1 << 30, versions={"numpy": "2"})
@@ -108,12 +115,42 @@ def test_what_becomes_of_a_device_fails_its_cell_and_not_the_night(
     assert link.closed == (not isinstance(line, Exception))
 
 
-def test_a_device_that_is_lost_at_once_fails_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+class OnANode:
+    """An executor of a machine that knows no device: a job comes to it as text."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, settings: Path) -> None:
+        self.patch, self.settings = patch, settings
+
+    def ready(self) -> None:
+        pass
+
+    def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
+        for job in jobs:
+            told = json.loads(json.dumps(asdict(job)))
+            self.patch.setenv("XDG_CONFIG_HOME", str(self.settings))
+            try:
+                work(BuildJob(**{**told, "cells": tuple(told["cells"])}), progress)
+            except InputError as problem:
+                yield JobOutcome.of(job, problem)
+
+
+def test_a_device_travels_with_its_job_and_one_that_is_lost_at_once_fails_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    met: list[NamedDevice] = []
+
     @contextmanager
-    def reach(on: str) -> Iterator[None]:
-        raise Lost("device-gone", where=on)
+    def reach(on: NamedDevice) -> Iterator[None]:
+        met.append(on)
+        raise Lost("device-gone", where=on.name)
         yield
 
     monkeypatch.setattr(there, "reach", reach)
-    with pytest.raises(InputError, match="device-gone"), there.reached("pi5", Target.load("cpu-arm"), Progress(), 1.0):
-        pass
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    known = NamedDevice(name="pi5", address="ssh://pi@pi5:2222", python="/opt/python", workdir="~/here")
+    known.save()
+    cells = {"models": ["smollm2-135m"], "recipes": ["rtn-int4"], "targets": ["cpu-arm"], "on": ["pi5"]}
+    (tmp_path / "nightly.yaml").write_text(yaml.safe_dump({**cells, "store": "store"}))
+    found = run_night(tmp_path / "nightly.yaml", OnANode(monkeypatch, tmp_path / "nobody"), work=build)
+    assert met == [known]
+    assert [(each.state, each.error and each.error["code"]) for each in found.results] == [("failed", "device-gone")]

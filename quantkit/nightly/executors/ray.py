@@ -3,7 +3,8 @@
     ray start --head --resources='{"cpu-x86": 1}'
     ray start --address=HEAD:6379 --resources='{"l4": 1}'
 
-Cells of a device (`on: [pi5]`) go to a node that offers the device's name: one that reaches it.
+Cells of a device (`on: [pi5]`) go to a node that offers the device's name: one that reaches it, by OpenSSH's own
+configuration and keys. What else is known of the device goes with them.
 
 A build takes one of the resource, so a node that offers 1 runs one build at a time. Where a node dies, its build begins
 anew on another; what it had committed is not done again. The store, the bundles and `nightly.yaml` lie on a path that

@@ -17,6 +17,7 @@ from typing import Any
 from quantkit import machine
 from quantkit._version import __version__
 from quantkit.bundle import Bundle
+from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.measurement.timing.anew import CANDIDATE
@@ -47,15 +48,15 @@ def build(job: BuildJob, progress: Progress) -> None:
         QuantkitError: what concerns all of the cells: the configuration, the store, the compile.
         Stopped: interrupted, or the disk is full.
     """
-    config = Nightly.load(job.config)
-    _demand_unchanged(config, job)
+    config = _config(job)
     store = Store.open(config.at(config.store))
     cells = [NightCell.of(key) for key in job.cells if key not in store.committed(job.night, job.attempt)]
     if not cells:
         return
     request = request_of(config, cells[0])
     if job.on:
-        with there.reached(job.on, request.target, progress, job.limit) as device:
+        on = NamedDevice.read(job.device, where=job.on)
+        with there.reached(on, request.target, progress, job.limit) as device:
             Measuring(config, store, job, request, progress, device).run(cells)
         return
     if (why := why_not_here(request.target)) is not None:
@@ -68,8 +69,7 @@ def build(job: BuildJob, progress: Progress) -> None:
 
 def prepare(job: BuildJob, progress: Progress) -> None:
     """Compile what a device will measure. Raises as `build`."""
-    config = Nightly.load(job.config)
-    _demand_unchanged(config, job)
+    config = _config(job)
     Bundles(config.at(config.bundles)).make(request_of(config, NightCell.of(job.cells[0])), progress)
 
 
@@ -242,7 +242,9 @@ def _bytes(bundle: Bundle, runtime: str) -> int | None:
     return weight_bytes(bundle.manifest.files, folder=folder_of(export_of(runtime))) or None
 
 
-def _demand_unchanged(config: Nightly, job: BuildJob) -> None:
+def _config(job: BuildJob) -> Nightly:
+    """As it was when the night began: what it names was there then, on that machine."""
+    config = Nightly.load(job.config, look=False)
     if config.sha256 != job.config_sha256:
         raise InputError(
             "nightly-changed",
@@ -251,3 +253,4 @@ def _demand_unchanged(config: Nightly, job: BuildJob) -> None:
             rule=f"the night {job.night} began with {job.config_sha256[:12]}",
             remedy="begin another night, or restore the file",
         )
+    return config

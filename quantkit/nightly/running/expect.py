@@ -1,9 +1,11 @@
 """What a night would do and how long it would take: `--dry-run`.
 
     a build   its compile, as `quantkit plan` reckons it; none where a bundle of the same inputs is there
+                of builds that differ in their runtime or device alone, the first makes the bundle
     a cell    rounds × 2 sides × loading + blocks × 2 sides × 2 visits × (steps counted + not counted) × a step
 
-Guesses, and called so. Where a plan knows nothing of a model (a graph, the hub), figures are assumed and named.
+Devices measure side by side: of their seconds those of the longest count. Guesses, and called so. Where a plan knows
+nothing of a model (a graph, the hub), figures are assumed and named.
 """
 
 from __future__ import annotations
@@ -33,26 +35,35 @@ def dry_run(config: Nightly, only: str | None = None) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     notes = [f"opening a bundle in its runtime: {LOAD:.0f} s assumed"]
     compiled: dict[str, float] = {}
+    made: set[tuple[str, str, str]] = set()
+    # by device
+    measuring: dict[str, float] = {}
     for build, members in builds(config.chosen(only)).items():
         compile_seconds, steps, assumed = _planned(config, members)
-        compiled[build] = compile_seconds
+        bundle = (members[0].model, members[0].recipe, members[0].target)
+        compiled[build] = 0.0 if bundle in made else compile_seconds
+        made.add(bundle)
         notes += [f"{build}: {each}" for each in assumed]
         for cell, step in zip(members, steps, strict=True):
+            seconds = _measuring(config, step)
+            measuring[cell.on] = measuring.get(cell.on, 0.0) + seconds
             cells.append(
                 {
                     "cell": cell.key,
                     "build": build,
                     **asdict(cell),
                     "baseline": config.baseline_of(cell).kind,
-                    "seconds": _measuring(config, step),
+                    "seconds": seconds,
                 }
             )
-    measuring = sum(float(each["seconds"]) for each in cells)
+    here = measuring.pop("", 0.0)
+    measured = here + max(measuring.values(), default=0.0)
+    notes += ["devices measure side by side: those of the longest count"] if len(measuring) > 1 else []
     return {
         "cells": cells,
         "builds": [{"build": build, "seconds": seconds} for build, seconds in compiled.items()],
-        "seconds": {"compile": sum(compiled.values()), "measure": measuring},
-        "total_seconds": sum(compiled.values()) + measuring,
+        "seconds": {"compile": sum(compiled.values()), "measure": measured},
+        "total_seconds": sum(compiled.values()) + measured,
         "notes": notes,
     }
 
@@ -72,7 +83,8 @@ def terminal(found: dict[str, Any]) -> list[RenderableType]:
         parts = (str(cell[name]) for name in ("model", "recipe", "target", "runtime", "batch", "baseline"))
         table.add_row(*parts, words.duration(cell["seconds"]))
     compiles, measures = found["seconds"]["compile"], found["seconds"]["measure"]
-    count = f"{words.plural(len(found['cells']), 'cell')}, {words.plural(len(found['builds']), 'compile')}"
+    made = sum(bool(each["seconds"]) for each in found["builds"])
+    count = f"{words.plural(len(found['cells']), 'cell')}, {words.plural(made, 'compile')}"
     total = f"{count}: {words.about(found['total_seconds'])}"
     split = f"compiling {words.duration(compiles)}, less what earlier nights left; measuring {words.duration(measures)}"
     return [table, Text(f"\n{total}", "bold"), Text(split), *(Text(f"! {note}", "dim") for note in found["notes"])]

@@ -41,6 +41,7 @@ class BuildJob:
         cells: keys, all of one build.
         attempt: 1, and 2 for the repetition that an alarm asks for.
         limit: seconds after which its process is ended.
+        device: YAML of what its cells are measured on, as this user knows it: a node of a cluster need not know it.
     """
 
     night: str
@@ -49,6 +50,7 @@ class BuildJob:
     cells: tuple[str, ...]
     attempt: int
     limit: float
+    device: str = ""
 
     @property
     def build(self) -> str:

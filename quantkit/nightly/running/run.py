@@ -20,6 +20,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from quantkit.devices import named
 from quantkit.errors import InputError, Stopped
 from quantkit.nightly.config import Nightly, builds
 from quantkit.nightly.gating.decide import decide_night
@@ -158,6 +159,7 @@ class _Running:
                 tuple(cell.key for cell in members),
                 number,
                 limit,
+                named.find(members[0].on).text() if members[0].on else "",
             )
             for members in builds(cell for cell in cells if cell.key not in done).values()
         ]

@@ -18,6 +18,7 @@ from quantkit.devices import job as jobs
 from quantkit.devices.answers import DeviceFacts, invalid, read
 from quantkit.devices.collect import failed
 from quantkit.devices.job import At, Failed, Found, Job
+from quantkit.devices.named import NamedDevice
 from quantkit.devices.reached import Reached, reach
 from quantkit.devices.ssh.openssh import Lost
 from quantkit.errors import InputError, QuantkitError, Stopped
@@ -177,20 +178,22 @@ def failing() -> Iterator[None]:
 
 
 @contextmanager
-def reached(on: str, target: Target, progress: Progress, limit: float) -> Iterator[Timer]:
+def reached(on: NamedDevice, target: Target, progress: Progress, limit: float) -> Iterator[Timer]:
     """A device that cells of a target can be measured on.
 
     Raises:
         InputError: `wrong-machine`, `device-gone`, those of `reach`.
     """
-    progress.at("timing", 0.0, f"reaching {on}")
+    progress.at("timing", 0.0, f"reaching {on.name}")
     with failing(), reach(on) as found:
         if target.kind == "cpu":
             demand_architecture(target, found.about.isa)
         elif target.arch.sm not in {gpu.sm for gpu in found.about.gpus}:
             value = ", ".join(f"{gpu.name} (SM {gpu.sm})" for gpu in found.about.gpus) or "no NVIDIA GPU"
             rule = f"{target.name} has SM {target.arch.sm}"
-            raise InputError("wrong-machine", where=on, value=value, rule=rule, remedy="exclude it in nightly.yaml")
+            raise InputError(
+                "wrong-machine", where=on.name, value=value, rule=rule, remedy="exclude it in nightly.yaml"
+            )
         yield Timer(found, limit)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.devices.named import NamedDevice
 from quantkit.errors import Stopped
 from quantkit.nightly.executors.local import Local
 from quantkit.nightly.running.jobs import BuildJob, JobOutcome
@@ -59,7 +60,8 @@ def test_jobs_end_one_by_one_whatever_becomes_of_them(tmp_path: Path) -> None:
 
 def on(home: Path, device: str, recipe: str) -> BuildJob:
     cell = NightCell("tiny", recipe, "cpu-x86", f"onnxruntime@{device}", 1)
-    return BuildJob(FIRST, str(home / "nightly.yaml"), "", (cell.key,), 1, 30.0)
+    known = NamedDevice(name=device, address=f"ssh://pi@{device}").text()
+    return BuildJob(FIRST, str(home / "nightly.yaml"), "", (cell.key,), 1, 30.0, known)
 
 
 def test_devices_work_side_by_side_and_this_machine_after_them(tmp_path: Path) -> None:

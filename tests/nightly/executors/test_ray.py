@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
 from quantkit.nightly.executors.ray import Ray
 from quantkit.nightly.running.jobs import BuildJob
@@ -45,11 +46,16 @@ def test_every_cell_is_committed_once_though_a_node_dies(cluster: Any, tmp_path:
     store = Store.open(tmp_path / "store", create=True)
     cells = [NightCell("tiny", recipe, "cpu-x86", "torch", batch) for recipe in "abcd" for batch in (1, 8)]
     elsewhere = NightCell("tiny", "a", "h100", "torch", 1)
-    store.begin(night(FIRST, (*cells, elsewhere)))
+    # of a device: to the node that reaches it, which has no target's name
+    cluster.add_node(**{**_OF_A_NODE, "resources": {"pi5": 1}}, env_vars={"NODE": "near-pi5"})
+    on_pi5 = NightCell("tiny", "a", "cpu-arm", "onnxruntime@pi5", 1)
+    device = NamedDevice(name="pi5", address="ssh://pi@pi5").text()
+    store.begin(night(FIRST, (*cells, elsewhere, on_pi5)))
     jobs = [
-        BuildJob(FIRST, str(tmp_path / "nightly.yaml"), "", tuple(each.key for each in pair), 1, 60.0)
+        BuildJob(FIRST, str(tmp_path / "nightly.yaml"), "", tuple(each.key for each in pair), 1, 600.0)
         for pair in ((elsewhere,), *zip(cells[::2], cells[1::2], strict=True))
     ]
+    jobs.append(BuildJob(FIRST, jobs[0].config, "", (on_pi5.key,), 1, 600.0, device))
     log = tmp_path / "log"
     (tmp_path / "seconds").write_text("0.2")
 
@@ -62,14 +68,20 @@ def test_every_cell_is_committed_once_though_a_node_dies(cluster: Any, tmp_path:
     killer.start()
     outcomes = list(Ray(cluster.address, patience=1.0).run(jobs, fake_work.work, Progress()))
     killer.join()
+    assert not [each.error for each in outcomes if each.state == "failed"]
     states = {each.job.build: each.state for each in outcomes}
-    assert states == {each.build: "missing" if each is elsewhere else "done" for each in (*cells, elsewhere)}
+    assert states == {each.build: "missing" if each is elsewhere else "done" for each in (*cells, elsewhere, on_pi5)}
     (missing,) = [each.error for each in outcomes if each.state == "missing"]
     assert missing is not None and missing["code"] == "no-machine" and "h100" in missing["value"]
-    assert store.committed(FIRST) == {each.key for each in cells}
-    assert len(files(store, "results")) == len(cells)
-    began = Counter(line.split()[0] for line in log.read_text().splitlines())
-    assert set(began) == {each.build for each in cells} and max(began.values()) == 2, "no build was begun anew"
+    assert store.committed(FIRST) == {each.key for each in (*cells, on_pi5)}
+    assert len(files(store, "results")) == len(cells) + 1
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert {tuple(line[3:]) for line in lines if line[0] == on_pi5.build} == {("near-pi5", "ssh://pi@pi5")}
+    assert {line[3] for line in lines if line[0] != on_pi5.build} == {"None"}
+    began = Counter(line[0] for line in lines)
+    assert set(began) == {each.build for each in (*cells, on_pi5)} and max(began.values()) == 2, (
+        "no build was begun anew"
+    )
 
 
 def test_without_a_cluster_it_says_how_to_start_one() -> None:
