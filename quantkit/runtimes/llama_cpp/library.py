@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -90,10 +91,11 @@ class Loaded:
         settings = self.api.llama_model_default_params()
         settings.vocab_only = words
         del self._library.said[:]
-        self.model: Any = None
-        self.model = self.api.llama_model_load_from_file(str(path).encode(), settings) if path.is_file() else None
+        self.model: Any = self.api.llama_model_load_from_file(str(path).encode(), settings) if path.is_file() else None
         if not self.model:
             raise self.refused("it does not load")
+        # at the interpreter's end too, while the library is still there
+        weakref.finalize(self, self.api.llama_model_free, self.model)
         self.vocabulary: Any = self.api.llama_model_get_vocab(self.model)
 
     def refused(self, value: str) -> InputError:
@@ -115,12 +117,6 @@ class Loaded:
         room = ctypes.create_string_buffer(length + 1)
         self.api.llama_model_meta_val_str(self.model, key.encode(), room, length + 1)
         return room.value.decode(errors="replace")
-
-    def __del__(self) -> None:
-        """Frees it."""
-        if getattr(self, "model", None):
-            self.api.llama_model_free(self.model)
-            self.model = None
 
 
 class Vocabulary:

@@ -7,6 +7,7 @@ A state is a context of llama.cpp with a cache for each sequence. Its products r
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,11 +43,9 @@ class LlamaState:
     capacity: int
     lengths: list[int] = field(default_factory=list)
 
-    def __del__(self) -> None:
-        """Frees it."""
-        if self.context:
-            self.model.loaded.api.llama_free(self.context)
-            self.context = None
+    def __post_init__(self) -> None:
+        """Frees them with this object."""
+        weakref.finalize(self, self.model.loaded.api.llama_free, self.context)
 
 
 @dataclass(frozen=True)
