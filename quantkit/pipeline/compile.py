@@ -105,8 +105,15 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         return _compiled(subject, build, progress, stages)
 
 
-def opened(request: Request) -> Subject:
-    """The subject of a compile, opened and found good; nothing is written. Raises InputError."""
+def opened(request: Request, *, dry: bool = False) -> Subject:
+    """The subject of a compile, opened and found good; nothing is written.
+
+    Args:
+        dry: whether it is only looked at: a model then writes no text to be calibrated on.
+
+    Raises:
+        InputError: whatever would make the compile fail later.
+    """
     if takes_graph(request.model):
         from quantkit.pipeline.graphs.prepared import prepare
         from quantkit.pipeline.graphs.subject import GraphSubject
@@ -115,7 +122,7 @@ def opened(request: Request) -> Subject:
     from quantkit.pipeline.blocks import prepared
     from quantkit.pipeline.blocks.subject import TransformerSubject
 
-    return TransformerSubject(prepared.prepare(request))
+    return TransformerSubject(prepared.prepare(request, write=not dry))
 
 
 @dataclass(frozen=True)

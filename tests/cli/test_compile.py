@@ -95,7 +95,9 @@ def test_dry_run_writes_nothing(quantkit: Any, tiny: Path, recipe: Path, tmp_pat
     assert f"would write {out}" in ran.out
     assert "21 layers" in ran.out
     assert not list(tmp_path.glob("out*"))
-    plan = quantkit("compile", tiny, "--recipe", recipe, "--out", out, "--dry-run", "--json").envelope["result"]
+    asked = ("--out", out, "--dry-run", "--json", "--set", "calibration.generated=0.5")
+    plan = quantkit("compile", tiny, "--recipe", recipe, *asked).envelope["result"]
+    assert not (tmp_path / "cache" / "generated").exists(), "the model writes nothing to be calibrated on"
     assert plan["schemes"][0]["layers"] == 21
     assert plan["schemes"][0]["bits_per_weight"] == pytest.approx(4 + 20 / 32)
     assert plan["seconds"]["quantize"] > 0

@@ -170,18 +170,23 @@ def test_a_model_writes_its_share_itself(byte_tokenizer: Any, monkeypatch: pytes
     assert torch.equal(none.ids, own), "no text of the set at all"
 
 
-def test_sequences_of_the_set_stand_in_where_only_sizes_count(byte_tokenizer: Any) -> None:
+def test_sequences_of_the_set_stand_in_where_only_sizes_count(
+    byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.calibrate.tokens.generated.fits", lambda *_: True)
     found, _ = tokens.load(written({}), source(byte_tokenizer), calibrate=True, decisions=[], write=False)
     assert found is not None
     assert found.ids.shape == (4, 16)
 
 
+@pytest.mark.parametrize("write", [True, False])
 def test_a_model_that_does_not_fit_whole_is_calibrated_on_the_set(
-    byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    write: bool, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantkit.calibrate.tokens.generated.generated", lambda *_, **__: None)
+    monkeypatch.setattr("quantkit.calibrate.tokens.generated.fits", lambda *_: False)
     decisions: list[Decision] = []
-    found, _ = tokens.load(written({}), source(byte_tokenizer), calibrate=True, decisions=decisions)
+    found, _ = tokens.load(written({}), source(byte_tokenizer), calibrate=True, decisions=decisions, write=write)
     assert found is not None
     assert (found.ids.shape, found.generated) == ((4, 16), 0)
     assert [(each.code, each.where) for each in decisions] == [("set-instead", "calibration.generated")]

@@ -51,12 +51,17 @@ def generated(source: Source, *, samples: int, tokens: int, seed: int, before: S
     kept = cached.read_tensor(place) if source.sha256 else None
     if kept is not None and kept.shape == (samples, tokens):
         return kept
-    if _ROOM * _float_bytes(source) > machine.memory_available():
+    if not fits(source):
         return None
     found = _drawn(source, start, samples, tokens + len(start) - len(before), seed)[:, len(start) - len(before) :]
     if source.sha256:
         cached.keep_tensor(place, found)
     return found
+
+
+def fits(source: Source) -> bool:
+    """Whether a model has room in memory to write."""
+    return _ROOM * _float_bytes(source) <= machine.memory_available()
 
 
 def _drawn(source: Source, start: list[int], samples: int, length: int, seed: int) -> torch.Tensor:

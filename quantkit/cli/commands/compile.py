@@ -75,7 +75,7 @@ def compile(  # noqa: A001 (the word of the command line)
         from quantkit.pipeline.compile import compile_model, opened
 
         if dry_run:
-            plan = opened(request).planned()
+            plan = opened(request, dry=True).planned()
             return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
         compiled = compile_model(request, progress)
     manifest = compiled.bundle.manifest

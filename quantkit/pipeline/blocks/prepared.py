@@ -81,12 +81,13 @@ class Prepared:
         return stream.on(self.device.torch, self.device.place)
 
 
-def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -> Prepared:
+def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: Sets | None = None) -> Prepared:
     """Open and check everything a compile needs.
 
     Args:
         whole: whether every weight is read, and looked at for NaN and infinity; a rehearsal has no time for that, nor
             for the hash of the files.
+        write: whether the model writes what it is calibrated on, which takes minutes: a dry run counts it alone.
         seen: what calibrates and what scores; None loads what the recipe names.
 
     Raises:
@@ -150,7 +151,9 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
-    calibration, scoring = seen or tokens.load(recipe, source, calibrate=looks, decisions=decisions, write=whole)
+    calibration, scoring = seen or tokens.load(
+        recipe, source, calibrate=looks, decisions=decisions, write=whole and write
+    )
     if added:
         reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
         decisions.append(decision("export", NOTE, "onnx", reason))

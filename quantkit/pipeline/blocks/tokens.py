@@ -142,7 +142,7 @@ def _calibrating(
     recipe: Recipe, source: Source, common: dict[str, Any], decisions: list[Decision], *, write: bool
 ) -> TokenSet:
     """Sequences of the recipe's set, and behind them those that the model writes."""
-    from quantkit.calibrate.tokens.generated import generated
+    from quantkit.calibrate.tokens.generated import fits, generated
     from quantkit.calibrate.tokens.ids import ids_sha256, load_tokens
     from quantkit.calibrate.tokens.pack import frame
 
@@ -157,10 +157,10 @@ def _calibrating(
     if write:
         before = frame(common["tokenizer"])[0]
         written = generated(source, samples=own, tokens=length, seed=recipe.seed, before=before)
-        if written is None:
-            reason = "the model does not fit in memory whole, so it writes nothing: all are of the set"
-            decisions.append(decision("calibrate", "set-instead", "calibration.generated", reason, choice.generated, 0))
-            return load_tokens(choice.set, "calib", samples=choice.samples, **common)
+    if written is None and (write or not fits(source)):
+        reason = "the model does not fit in memory whole, so it writes nothing: all are of the set"
+        decisions.append(decision("calibrate", "set-instead", "calibration.generated", reason, choice.generated, 0))
+        return load_tokens(choice.set, "calib", samples=choice.samples, **common)
     if written is None:
         written = found.ids.repeat(-(-own // len(found.ids)), 1)[:own]
     ids = torch.cat([given, written])
@@ -186,7 +186,10 @@ def again(
         decisions.append(decision("score", "scored-elsewhere", own, reason, own, _FALLBACK))
         recipe = _on(recipe, _FALLBACK)
     if asked is None:
-        return load(recipe, source, calibrate=seen is not None, decisions=decisions, write=False)[1]
+        taken: list[Decision] = []
+        scoring = load(recipe, source, calibrate=seen is not None, decisions=taken, write=False)[1]
+        decisions += [each for each in taken if each.pass_ != "calibrate"]  # it was, when it was compiled
+        return scoring
     recipe = _on(recipe, asked)
     taken: list[Decision] = []
     _, scoring = load(recipe, source, calibrate=False, decisions=taken)
