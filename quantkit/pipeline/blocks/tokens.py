@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SCORED = 6000
 # scored on where a calibration set has nothing left to score
 _FALLBACK = "prose-en"
+# text of the set is taken for what a model would write
+INSTEAD = "set-instead"
 _IDS = (".jsonl", ".json", ".parquet")
 
 
@@ -159,7 +161,7 @@ def _calibrating(
         written = generated(source, samples=own, tokens=length, seed=recipe.seed, before=before)
     if written is None and (write or not fits(source)):
         reason = "the model does not fit in memory whole, so it writes nothing: all are of the set"
-        decisions.append(decision("calibrate", "set-instead", "calibration.generated", reason, choice.generated, 0))
+        decisions.append(decision("calibrate", INSTEAD, "calibration.generated", reason, choice.generated, 0))
         return load_tokens(choice.set, "calib", samples=choice.samples, **common)
     if written is None:
         written = found.ids.repeat(-(-own // len(found.ids)), 1)[:own]
@@ -185,13 +187,13 @@ def again(
         own, reason = recipe.calibration.set, "a bundle does not hold the file that it was calibrated on"
         decisions.append(decision("score", "scored-elsewhere", own, reason, own, _FALLBACK))
         recipe = _on(recipe, _FALLBACK)
+    taken: list[Decision] = []
     if asked is None:
-        taken: list[Decision] = []
         scoring = load(recipe, source, calibrate=seen is not None, decisions=taken, write=False)[1]
-        decisions += [each for each in taken if each.pass_ != "calibrate"]  # it was, when it was compiled
+        # how it was calibrated was decided when it was compiled
+        decisions += [each for each in taken if each.code != INSTEAD]
         return scoring
     recipe = _on(recipe, asked)
-    taken: list[Decision] = []
     _, scoring = load(recipe, source, calibrate=False, decisions=taken)
     problem = next((each.reason for each in taken if each.to == _FALLBACK), "")
     if not problem and seen is not None and _calibrated(recipe, source, seen, scoring):
