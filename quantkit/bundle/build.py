@@ -101,6 +101,14 @@ class Build:
         except OSError as error:
             raise not_writable(final, error) from None
 
+    @staticmethod
+    def demand_free(out: Path) -> None:
+        """Refuse a name that is taken before any work is done; `open` looks again. Raises InputError as it does."""
+        if os.path.lexists(out):
+            raise exists_already(out)
+        if (_partial(out) / _FINGERPRINT).exists():
+            raise _unfinished(_partial(out))
+
     @classmethod
     def _open(cls, out: Path, fingerprint: Any, resume: bool) -> Build:
         folder = _partial(out)
@@ -121,13 +129,7 @@ class Build:
         begun = self.folder / _FINGERPRINT
         if begun.exists():
             if not resume:
-                raise InputError(
-                    "unfinished-build",
-                    where=str(self.folder),
-                    value="a build of this name was not finished",
-                    rule="one folder, one build",
-                    remedy="go on with --resume, or delete the folder",
-                )
+                raise _unfinished(self.folder)
             _same(json.loads(begun.read_text(encoding="utf-8")), fingerprint, self.folder)
         else:
             self._refuse_foreign()
@@ -348,6 +350,16 @@ class Build:
 
 def _partial(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
+
+
+def _unfinished(folder: Path) -> InputError:
+    return InputError(
+        "unfinished-build",
+        where=str(folder),
+        value="a build of this name was not finished",
+        rule="one folder, one build",
+        remedy="go on with --resume, or delete the folder",
+    )
 
 
 def exists_already(out: Path, value: str = "exists already") -> InputError:

@@ -80,6 +80,8 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     """
     progress = progress or Progress()
     stages = Stages("open")
+    if request.out is not None and not request.resume:
+        Build.demand_free(request.out)
     subject = opened(request)
     expected = subject.expected
     for said in (line(expected), *warnings(subject.decisions)):

@@ -149,3 +149,13 @@ def test_an_importance_matrix_stands_in_for_a_solver_of_a_gguf(tmp_path: Path) -
     assert (taken.where, taken.from_, taken.to) == ("passes", "gptq", "rtn") and "i m.gguf" in taken.reason
     changes, nothing = weighed_by(tmp_path / "i.gguf", "gguf-q8_0")
     assert nothing == () and Recipe.load("gguf-q8_0", changes).passes[0].settings.range == "importance"
+
+
+@pytest.mark.parametrize(("taken", "code"), [("out", "out-exists"), ("out.partial", "unfinished-build")])
+def test_a_name_that_is_taken_is_refused_before_the_model_is_opened(
+    taken: str, code: str, quantkit: Any, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / taken).mkdir()
+    (tmp_path / taken / "build.json").touch()
+    ran = quantkit("compile", tmp_path / "no-model", "--recipe", recipe, "--out", tmp_path / "out")
+    assert (ran.code, code in ran.err) == (2, True), ran.err
