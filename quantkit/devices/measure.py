@@ -29,7 +29,9 @@ from quantkit.devices.asked.room import Ready, running, unasked
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
-from quantkit.devices.sides import DeviceSides, GraphSides, ModelSides
+from quantkit.devices.sides.base import DeviceSides
+from quantkit.devices.sides.graph import GraphSides
+from quantkit.devices.sides.model import ModelSides
 from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import joined, write_graphs
 from quantkit.measurement.rows import Row, read_rows

@@ -14,7 +14,7 @@ from quantkit.devices.answers import NUMBERS, DeviceFacts
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import LINE, Found, ShapeCell, parse
 from quantkit.devices.measure import _timing
-from quantkit.devices.sides import outputs_of
+from quantkit.devices.sides.answered import outputs_of
 from quantkit.devices.there import models, night
 from quantkit.devices.there.models import positions
 from quantkit.errors import InputError
