@@ -30,7 +30,7 @@ class GraphSides(DeviceSides):
     of, floats = "network", worth.RUNTIME
 
     def __init__(self, bundle: Bundle, theirs: FloatSide, runtime: str) -> None:
-        self.bundle, self.theirs, self.subject = bundle, theirs, theirs.graph.sha256
+        self.bundle, self.theirs, self.subject, self.runtime = bundle, theirs, theirs.graph.sha256, runtime
         if runtime not in RUNTIMES:
             rule = f"a graph's runtimes are {' and '.join(RUNTIMES)}"
             raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule)
@@ -60,7 +60,7 @@ class GraphSides(DeviceSides):
         feeds = list(self.theirs.data.feeds(len(self.theirs.data)))
         return {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
 
-    def rows(self, answers: CollectedCells, runtime: str) -> list[Row]:
+    def rows(self, answers: CollectedCells) -> list[Row]:
         """See `DeviceSides`."""
         from quantkit.pipeline.graphs.measure import agreement
         from quantkit.pipeline.graphs.measure import answers as expected
@@ -70,7 +70,7 @@ class GraphSides(DeviceSides):
         if {name: each.shape for name, each in known.items()} != {name: each.shape for name, each in given.items()}:
             raise invalid(answers.on, "outputs of other names or shapes")
         subject = self.bundle.manifest.content_sha256
-        rows = agreement(known, given, self.theirs.data, subject=subject, baseline=self.subject, runtime=runtime)
+        rows = agreement(known, given, self.theirs.data, subject=subject, baseline=self.subject, runtime=self.runtime)
         return [_there(row, answers) for row in rows]
 
     def samples(self, sizes: Sequence[int]) -> tuple[dict[str, Any], float, float] | None:

@@ -1,4 +1,4 @@
-"""A transformer, set against the float model that its export is: both in runtimes that need no torch there."""
+"""A transformer: what it is scored on, and rows of what was said; its export beside the float model's."""
 
 from __future__ import annotations
 
@@ -25,40 +25,36 @@ if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
 
 
-class ModelSides(DeviceSides):
-    """A transformer."""
+class TransformerSides(DeviceSides):
+    """A transformer, whatever runs it.
+
+    Args:
+        found: what it is set against.
+        calibration, decisions: see `measure_bundle`.
+    """
+
+    # a graph may multiply in two: see `measurement.accuracy.score`
+    ways = frozenset({"", "prompts", "steps"})
 
     def __init__(
         self, bundle: Bundle, found: MeasuredAgainst, runtime: str, calibration: str | None, decisions: list[Decision]
     ) -> None:
         from quantkit.pipeline.blocks import tokens
 
-        self.bundle, self.found, self.subject = bundle, found, found.subject
-        self.of, self.floats = bundle.manifest.model.kind, str(load_runtime(runtime).floats)
-        self.folder = load_runtime(runtime).folder(bundle)
-        self.theirs, self.form = found.floats(bundle, runtime)
-        self.scoring: TokenSet | None = None
+        self.bundle, self.found, self.subject, self.runtime = bundle, found, found.subject, runtime
+        self.of = bundle.manifest.model.kind
+        self.tokens: TokenSet | None = None
         if found.stream is not None:
             recipe = Recipe.done(bundle.manifest.recipe)
             seen = bundle.manifest.calibration
-            self.scoring = tokens.again(recipe, found.stream.source, calibration, seen, decisions)
-
-    def files(self) -> tuple[dict[str, Path], dict[str, Path]]:
-        """See `DeviceSides`."""
-        both = [{path.relative_to(at).as_posix(): path for path in walk(at)} for at in (self.folder, self.theirs)]
-        return both[0], both[1]
-
-    def fitting(self, plan: TimingPlan) -> TimingPlan:
-        """See `DeviceSides`."""
-        context = min(map(worth.context_of, (self.folder, self.theirs)))
-        return worth.fitting(plan, context, self.bundle.manifest.model.kind)
+            self.tokens = tokens.again(recipe, found.stream.source, calibration, seen, decisions)
 
     def data(self) -> dict[str, Any]:
         """See `DeviceSides`."""
-        if self.scoring is None:
+        if self.tokens is None:
             return {}
-        if self.scoring.pairs is None:
-            return {"ids": self.scoring.ids.numpy()}
+        if self.tokens.pairs is None:
+            return {"ids": self.tokens.ids.numpy()}
         texts = self._texts()
         lengths = np.array([len(text) for text in texts])
         ids = np.zeros((len(texts), int(lengths.max())), np.int64)
@@ -70,48 +66,72 @@ class ModelSides(DeviceSides):
         """Of an encoder that is scored on pairs."""
         from quantkit.measurement.accuracy.embed import texts_of
 
-        assert self.scoring is not None and self.scoring.pairs is not None and self.found.stream is not None
-        return texts_of(self.scoring.pairs, self.found.stream.source.tokenizer(), self.scoring.ids.shape[1])
+        assert self.tokens is not None and self.tokens.pairs is not None and self.found.stream is not None
+        return texts_of(self.tokens.pairs, self.found.stream.source.tokenizer(), self.tokens.ids.shape[1])
 
-    def rows(self, answers: CollectedCells, runtime: str) -> list[Row]:
+    def rows(self, answers: CollectedCells) -> list[Row]:
         """See `DeviceSides`."""
         from quantkit.measurement.accuracy import score
         from quantkit.measurement.accuracy.labelled import About as What
         from quantkit.measurement.accuracy.positions import data_of
 
-        assert self.scoring is not None and self.found.stream is not None
+        assert self.tokens is not None and self.found.stream is not None
         about, ran = answers.about, answers.one(SessionSettings, "settings")
         what = What(
             subject=self.bundle.manifest.content_sha256,
             baseline=self.subject,
-            runtime=runtime,
-            data=data_of(self.scoring),
-            device=Device.model_validate(about.device(answers.on)),
+            runtime=self.runtime,
+            data=data_of(self.tokens),
+            device=Device.model_validate(about.device(answers.on, gpu=self.on_gpu)),
             versions=about.versions,
             settings=ran.settings,
         )
-        if self.of == "encoder" and self.scoring.pairs is not None:
+        if self.of == "encoder" and self.tokens.pairs is not None:
             from quantkit.measurement.accuracy.embed import vector_rows
 
             texts = self._texts()
             vectors = outputs_of(answers, len(texts))["pooled"]
             try:
-                return vector_rows(self.found.stream, vectors, texts, self.scoring.pairs, about=what)
+                return vector_rows(self.found.stream, vectors, texts, self.tokens.pairs, about=what)
             except ValueError:
                 raise invalid(answers.on, f"vectors of shape {vectors.shape}") from None
         if self.of == "encoder":
             from quantkit.measurement.accuracy.labelled.pairs import cosine_row
 
-            ours = outputs_of(answers, len(self.scoring.ids))["pooled"].astype(np.float64)
-            theirs = score.original_answers(self.found.stream, self.scoring).all().mean(dim=1).double().cpu().numpy()
+            ours = outputs_of(answers, len(self.tokens.ids))["pooled"].astype(np.float64)
+            theirs = score.original_answers(self.found.stream, self.tokens).all().mean(dim=1).double().cpu().numpy()
             if ours.shape != theirs.shape:
                 raise invalid(answers.on, f"vectors of shape {ours.shape}")
             both = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
             values = (ours * theirs).sum(axis=1) / both
             what = replace(what, data=what.data.model_copy(update={"items": len(values)}))
             return [cosine_row(values, np.arange(values.size), what, "sequence", [])]
-        found = []
-        for way, items in items_of(answers, self.scoring).items():
+        found, ways = [], items_of(answers, self.tokens)
+        if not set(ways) <= self.ways:
+            raise invalid(answers.on, f"ways to multiply: {', '.join(ways)}")
+        for way, items in ways.items():
             settings = {**what.settings, **({"way": way} if way else {})}
             found += items.rows(replace(what, settings=settings))
         return score.flagged(found, self.bundle.manifest.model.source.was)
+
+
+class ModelSides(TransformerSides):
+    """A transformer in a runtime that needs no torch there, beside the float model as the same exporter makes it."""
+
+    def __init__(
+        self, bundle: Bundle, found: MeasuredAgainst, runtime: str, calibration: str | None, decisions: list[Decision]
+    ) -> None:
+        super().__init__(bundle, found, runtime, calibration, decisions)
+        self.floats = str(load_runtime(runtime).floats)
+        self.folder = load_runtime(runtime).folder(bundle)
+        self.theirs, self.form = found.floats(bundle, runtime)
+
+    def files(self) -> tuple[dict[str, Path], dict[str, Path]]:
+        """See `DeviceSides`."""
+        both = [{path.relative_to(at).as_posix(): path for path in walk(at)} for at in (self.folder, self.theirs)]
+        return both[0], both[1]
+
+    def fitting(self, plan: TimingPlan) -> TimingPlan:
+        """See `DeviceSides`."""
+        context = min(map(worth.context_of, (self.folder, self.theirs)))
+        return worth.fitting(plan, context, self.bundle.manifest.model.kind)
