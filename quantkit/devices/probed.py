@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from quantkit import machine
+from quantkit import machine, plugins
 from quantkit.content import Closed, validated
 from quantkit.devices.ssh.link import held
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
+from quantkit.runtimes import load_runtime
 
 _Line = Annotated[str, Field(max_length=200)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -185,6 +186,13 @@ def lacking(packages: Sequence[str], where: str, rule: str) -> InputError:
     )
 
 
+def _looked_for() -> list[str]:
+    """Packages that a device may have: those that rows name, and whatever would be carried there otherwise."""
+    runtimes = [load_runtime(name) for name in plugins.RUNTIMES.shipped()]
+    needed = {package for each in runtimes for package in (*each.packages, *each.installed)}
+    return sorted({*machine.PACKAGES, *NEEDED, *needed})
+
+
 def probe(shell: OpenSSH, workdir: str) -> Probed:
     """What the device is now.
 
@@ -193,7 +201,7 @@ def probe(shell: OpenSSH, workdir: str) -> Probed:
         Stopped: the connection broke.
     """
     asked = {"machine": Path(machine.__file__).read_text(encoding="utf-8"), "workdir": workdir}
-    found = shell.call("probe", {**asked, "packages": sorted({*machine.PACKAGES, *NEEDED})}, seconds=60.0)
+    found = shell.call("probe", {**asked, "packages": _looked_for()}, seconds=60.0)
     there = found.pop("time", None)
     off = there - time.time() if isinstance(there, float) else None
     busy = found.get("busy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import zoo
 
 from devices.local_link import LocalLink
+from devices.loopback import Loopback
+from devices.test_device_command import said
 from quantkit.bundle import Bundle
 from quantkit.devices.answers import CeilingSamples, ShapeTimes, SideCosts, dumped
 from quantkit.devices.job import At, Done, Failed, Found, Job, Note
@@ -196,6 +199,27 @@ def test_too_little_memory_is_said_before_anything_is_carried(home: Path, bundle
     with pytest.raises(InputError, match="out-of-memory"):
         measured(bundle, link, home, ready=lambda models, running=0.0: about.demand_memory(models, "box", running))
     assert link.carried == []
+
+
+@pytest.mark.slow
+def test_by_the_command_over_a_real_sshd(
+    home: Path, bundle: Bundle, told: Told, devices: Loopback, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device whose Python has torch: of wheels it is sent quantkit's own alone."""
+    there = tmp_path / "there"
+    words = ("device", "add", "plain", "ssh://plain", "--workdir", there, "--python", sys.executable)
+    assert said(capsys, *words)["error"] is None
+    asked = ("measure", bundle.path, "--on", "plain", "--runtime", "torch", "--baseline", home / "model")
+    found = said(capsys, *asked)
+    assert found["error"] is None
+    rows = {row["name"]: row for row in found["result"]["measurements"]}
+    assert {row["device"]["on"] for row in rows.values()} == {"plain"}
+    for row in told.rows:
+        assert rows[row.name]["value"] == pytest.approx(row.value, rel=1e-4), row.name
+    assert len(list((there / "wheels").iterdir())) == 1
+    assert said(capsys, *asked, "--resume")["result"]["measurements"] == []
+    refused = said(capsys, "generate", bundle.path, "--prompt", "a", "--on", "plain", "--runtime", "torch")
+    assert refused["error"]["code"] == "runtime-unsupported"
 
 
 # --- engines: the device is what it says it is, and its engine is a file ----------------------------------------------
