@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
@@ -46,6 +47,7 @@ class DeviceFacts(_Answer):
         cache: bytes of the last-level cache.
         versions: package -> version.
         emulated: whether its processor is a program.
+        gpu: the name of its first NVIDIA GPU; empty where it has none, or cannot tell.
     """
 
     id: Name
@@ -57,10 +59,22 @@ class DeviceFacts(_Answer):
     cache: int | None = None
     versions: dict[Name, Name] = Field(max_length=100)
     emulated: bool = False
+    gpu: Name = ""
 
-    def device(self, on: str) -> dict[str, Any]:
-        """The `device` of its rows; `on` is what it is called here."""
-        return {"id": self.id, "kind": "cpu", "name": self.name, "on": on, "machine": self.machine, "isa": self.isa}
+    def device(self, on: str, *, gpu: bool = False) -> dict[str, Any]:
+        """The `device` of its rows.
+
+        Args:
+            on: what it is called here.
+            gpu: of those that its GPU ran.
+
+        Raises:
+            InputError: `answer-invalid`, it has none.
+        """
+        if gpu and not self.gpu:
+            raise invalid(on, "no GPU")
+        what = machine.gpu(self.gpu) if gpu else {"id": self.id, "kind": "cpu", "name": self.name}
+        return {**what, "on": on, "machine": self.machine, "isa": self.isa}
 
     @property
     def flags(self) -> list[str]:

@@ -57,12 +57,16 @@ class PlacedModel(Closed):
         subject: its identity in the rows.
         format: of its weights.
         weight_bytes: of all constants, of a graph.
+        built: of what holds executable code, an engine, the hashes that it has to have, by paths below `place`.
+        saved_bytes: of an engine, that its weights take less than in 16 bits.
     """
 
     place: Place
     subject: str
     format: str
     weight_bytes: float = 0.0
+    built: dict[Place, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = Field(default={}, max_length=20)
+    saved_bytes: float = 0.0
 
 
 class PlacedSamples(Closed):
@@ -87,12 +91,12 @@ class ShapeCell(Closed):
 
 
 class Measure(Closed):
-    """Times of two models, shape by shape, interleaved; what each takes in memory, unless they are graphs.
+    """Times of two models, shape by shape, interleaved; what each takes in memory, unless they are graphs or on a GPU.
 
     Args:
         runtime: of what is judged; `floats` is that of the float model.
         shapes: none: memory alone.
-        graphs: a folder of `ceilings.write_graphs`.
+        graphs: a folder of `ceilings.write_graphs`; None of engines.
         threads: of both; None: as many as the device has cores.
         seconds: for all shapes together.
     """
@@ -103,7 +107,7 @@ class Measure(Closed):
     runtime: str
     floats: str
     shapes: tuple[ShapeCell, ...] = Field(max_length=_MANY)
-    graphs: Place
+    graphs: Place | None
     threads: Count | None = None
     seconds: Seconds = 300.0
     cell_seconds: Seconds = 120.0
@@ -150,6 +154,25 @@ class ScoreBeside(Closed):
     floats: str = ""
     data: Place
     threads: Count | None = None
+
+
+class ScoreStreamed(Closed):
+    """What a checkpoint says in torch, or an engine, beside the float model, which torch runs block by block.
+
+    The answers are those of `ScoreBeside`: of a decoder numbers of each position, of an encoder its pooled vectors.
+
+    Args:
+        ours: a folder with what a bundle has of it: `model/` or `engine/`.
+        theirs: a folder with the float model's checkpoint, of a decoder.
+        data: see `ScoreBeside`.
+    """
+
+    kind: Literal["streamed"] = "streamed"
+    of: Literal["decoder", "encoder"]
+    ours: PlacedModel
+    theirs: PlacedModel | None = None
+    runtime: str
+    data: Place
 
 
 class CarriedLinear(Closed):
@@ -272,7 +295,7 @@ class BuildEngine(Closed):
 
 
 Work = Annotated[
-    Measure | Rounds | ScoreBeside | Tax | Generate | Verify | Doctor | NightTimes | BuildEngine,
+    Measure | Rounds | ScoreBeside | ScoreStreamed | Tax | Generate | Verify | Doctor | NightTimes | BuildEngine,
     Field(discriminator="kind"),
 ]
 

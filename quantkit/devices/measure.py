@@ -19,25 +19,26 @@ from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import (
     CeilingSamples,
-    DeviceFacts,
     Footprints,
     ShapeTimes,
     SideCosts,
     invalid,
 )
-from quantkit.devices.asked.room import Ready, running, unasked
+from quantkit.devices.asked.room import Ready, unasked
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
-from quantkit.devices.sides import DeviceSides, GraphSides, ModelSides
-from quantkit.errors import InputError
+from quantkit.devices.probed import Probed
+from quantkit.devices.sides.base import DeviceSides
+from quantkit.devices.sides.graph import GraphSides
+from quantkit.devices.sides.model import ModelSides
+from quantkit.devices.sides.streamed import StreamedSides
 from quantkit.measurement.operators.ceilings import joined, write_graphs
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing import latency
 from quantkit.measurement.timing.clocks import Between, settings_of
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.measurement.timing.speed import memory_row
-from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.finished.against import against
 from quantkit.pipeline.finished.keep import keep
 from quantkit.pipeline.graphs.remeasure import float_side, holds_graph
@@ -62,12 +63,14 @@ def measure_on(
     speed: bool = True,
     resume: bool = False,
     decisions: list[Decision] | None = None,
+    about: Probed | None = None,
     ready: Ready = unasked,
 ) -> list[Row]:
     """Score and time a bundle on a device; see `measure_bundle` for what is common to both.
 
     Args:
         plan: shapes and seconds.
+        about: the device, as it was probed: an engine has to be for it.
         resume: shapes that the bundle has of this device are left out, and so is the score.
         ready: told the files of both models before anything is carried.
 
@@ -75,29 +78,28 @@ def measure_on(
         the new rows, each with the device's name.
 
     Raises:
-        InputError: `runtime-unsupported`; what the device answers; those of `measure_bundle` and of the link.
+        InputError: `runtime-unsupported`; those of `StreamedSides`; what the device answers; those of `measure_bundle`
+            and of the link.
         Stopped: `device-gone`; what came before is in the bundle.
     """
     progress, decisions = progress or Progress(), [] if decisions is None else decisions
     runner = load_runtime(runtime)
-    if runner.floats is None:
-        rule = "ONNX Runtime, OpenVINO and llama.cpp run on a device's processor"
-        raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule)
     bundle.demand_writable()
     bundle.demand_intact()
     side: DeviceSides
     if holds_graph(bundle):
         side = GraphSides(bundle, float_side(bundle, baseline, calibration), runtime)
     else:
-        side = ModelSides(bundle, against(bundle, baseline, runner.floats), runtime, calibration, decisions)
+        found = against(bundle, baseline, runner.floats)
+        of = (found, runtime, calibration, decisions)
+        side = StreamedSides(bundle, *of, about, link.name) if runner.floats is None else ModelSides(bundle, *of)
+    speed = speed and side.timed
     stages = {"carrying": 30.0, "score": 60.0, **({"speed": 30.0 + plan.seconds} if speed else {})}
     progress.plan(stages)
     fitting = side.fitting(plan)
-    # both are of one architecture, and both are there at once
-    beside = 2 * running(bundle.path, fitting.shapes(), runtime) if speed else 0.0
-    ready([path for files in side.files() for path in files.values()], beside)
+    ready(*side.needs(fitting if speed else None))
     kept = _kept(bundle, link.name, side.subject, runtime) if resume else []
-    work = _Measuring(bundle, link, side, runtime, progress, kept)
+    work = _Measuring(bundle, link, side, progress, kept)
     rows = work.scored()
     if speed:
         rows += work.timed(fitting)
@@ -120,7 +122,7 @@ def measure_at(
     from quantkit.devices.reached import reach
 
     with reach(on, wheelhouse=wheelhouse, runtimes=[how["runtime"]]) as found:
-        return measure_on(bundle, found.link, baseline, progress, ready=found.ready(progress), **how)
+        return measure_on(bundle, found.link, baseline, progress, about=found.about, ready=found.ready(progress), **how)
 
 
 def _kept(bundle: Bundle, on: str, against: str, runtime: str) -> list[Row]:
@@ -135,13 +137,9 @@ def _kept(bundle: Bundle, on: str, against: str, runtime: str) -> list[Row]:
 class _Measuring:
     """The jobs of one measuring."""
 
-    def __init__(
-        self, bundle: Bundle, link: Link, side: DeviceSides, runtime: str, progress: Progress, kept: Sequence[Row]
-    ) -> None:
-        self.bundle, self.link, self.side, self.runtime, self.progress, self.kept = (
-            *(bundle, link, side),
-            *(runtime, progress, kept),
-        )
+    def __init__(self, bundle: Bundle, link: Link, side: DeviceSides, progress: Progress, kept: Sequence[Row]) -> None:
+        self.bundle, self.link, self.side, self.progress, self.kept = bundle, link, side, progress, kept
+        self.runtime = side.runtime
         manifest, weights = bundle.manifest, side.weights()
         places = []
         for name, files, opened in zip(("subject", "baseline"), side.files(), side.opened(), strict=True):
@@ -149,8 +147,10 @@ class _Measuring:
         self.ours = jobs.PlacedModel(
             place=places[0],
             subject=manifest.content_sha256,
-            format=worth.format_of(manifest.layers),
+            format=side.own_form,
             weight_bytes=weights[0],
+            built=dict(side.built),
+            saved_bytes=side.saved,
         )
         self.theirs = jobs.PlacedModel(place=places[1], subject=side.subject, format=side.form, weight_bytes=weights[1])
 
@@ -171,16 +171,9 @@ class _Measuring:
         data = self.side.data()
         if not data or any(row.name.startswith("accuracy.") for row in self.kept):
             return []
-        work = jobs.ScoreBeside(
-            of=self.side.of,
-            ours=self.ours,
-            theirs=self.theirs if self.side.of == "decoder" else None,
-            runtime=self.runtime,
-            floats=self.side.floats,
-            data=self._sent("scored", data),
-        )
+        work = self.side.scoring(self.ours, self.theirs, self._sent("scored", data))
         answers = CollectedCells.of(self.link, Job(work=work), self.progress, "score")
-        rows = self.side.rows(answers, self.runtime)
+        rows = self.side.rows(answers)
         flags = answers.about.flags
         rows = [row.model_copy(update={"flags": [*row.flags, *flags]}) for row in rows]
         self._keep(rows)
@@ -190,13 +183,16 @@ class _Measuring:
         """Times there, shape by shape, and memory; what is kept is left out."""
         known = {(row.name, row.batch, *sorted((row.shape or {}).items())) for row in self.kept if row.name in _TIMED}
         shapes = [each for each in plan.shapes() if (each.name, each.batch, *sorted(each.sizes.items())) not in known]
-        if not shapes and (self.side.of == "network" or any(row.name == "memory.peak" for row in self.kept)):
+        unweighed = self.side.of == "network" or self.side.on_gpu
+        if not shapes and (unweighed or any(row.name == "memory.peak" for row in self.kept)):
             return []
         samples = None
         if (found := self.side.samples([each.batch for each in shapes])) is not None:
             samples = jobs.PlacedSamples(place=self._sent("samples", found[0]), macs=found[1], outputs=found[2])
-        with tempfile.TemporaryDirectory(prefix="quantkit-graphs-") as folder:
-            graphs = carry(self.link, "ceilings", {path.name: path for path in write_graphs(Path(folder))})
+        graphs = None
+        if not self.side.on_gpu:
+            with tempfile.TemporaryDirectory(prefix="quantkit-graphs-") as folder:
+                graphs = carry(self.link, "ceilings", {path.name: path for path in write_graphs(Path(folder))})
         work = jobs.Measure(
             ours=self.ours,
             theirs=self.theirs,
@@ -229,7 +225,7 @@ class _Measuring:
     def _rows(self, answers: CollectedCells, work: jobs.Measure, shapes: Sequence[jobs.ShapeCell]) -> list[Row]:
         """What the times say that have come."""
         about = answers.about
-        device, rows, threads = about.device(answers.on), list[Row](), about.cores
+        device, rows, threads = about.device(answers.on, gpu=self.side.on_gpu), list[Row](), about.cores
         if shapes:
             rows, threads = self._judged(answers, work, shapes)
         if "memory" in answers.cells:
@@ -262,13 +258,13 @@ class _Measuring:
                 raise invalid(answers.on, "other ceilings than before")
             limits = joined(limits, after)
         rows = latency.judged(
-            [_timing(answers, shape, about) for shape in shapes],
+            [_timing(answers, shape, counted=not self.side.on_gpu) for shape in shapes],
             latency.Side(sides.ours, self.ours.subject),
             latency.Side(sides.theirs, self.theirs.subject),
             limits,
             runtime=self.runtime,
             settings={**sides.settings, "cores": about.cores},
-            device=about.device(answers.on),
+            device=about.device(answers.on, gpu=self.side.on_gpu),
             versions=about.versions,
             cache=about.cache,
             seed=work.seed,
@@ -277,14 +273,14 @@ class _Measuring:
         return rows, threads if type(threads) is int and threads > 0 else about.cores
 
 
-def _timing(answers: CollectedCells, shape: jobs.ShapeCell, about: DeviceFacts) -> latency.ShapeTiming:
-    """The times of one shape, if they fit together. Raises InputError `answer-invalid`."""
+def _timing(answers: CollectedCells, shape: jobs.ShapeCell, *, counted: bool) -> latency.ShapeTiming:
+    """The times of one shape, if they fit together; `counted`: see `Between.of`. Raises InputError `answer-invalid`."""
     found: ShapeTimes = answers.one(ShapeTimes, shape.cell)
     timing = latency.ShapeTiming(Shape(shape.kind, shape.batch, shape.size))
     if not found.skipped:
         found.demand_whole({latency.SUBJECT, latency.BASELINE}, f"{answers.on}, {shape.cell}")
     timing.given(found.seconds, found.rounds, found.skipped)
-    state = Between.of(found.before, found.after, counted=True)
+    state = Between.of(found.before, found.after, counted=counted)
     timing.flags = ["throttled"] if state.throttled else []
     timing.settings = settings_of(found.before, found.after)
     return timing

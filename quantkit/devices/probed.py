@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from quantkit import machine
+from quantkit import machine, plugins
 from quantkit.content import Closed, validated
 from quantkit.devices.ssh.link import held
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
+from quantkit.runtimes import load_runtime
 
 _Line = Annotated[str, Field(max_length=200)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -140,22 +141,56 @@ class Probed(Closed):
                 remedy="fewer shapes or formats, or make room there",
             )
 
+    def demand_gpu(self, need: float, where: str) -> None:
+        """Refuse what does not fit into the memory of its GPU; one that has none of its own takes the machine's.
+
+        Args:
+            need: bytes that are held at once.
+
+        Raises:
+            InputError: `gpu-absent`, `out-of-memory`.
+        """
+        if not self.gpus:
+            rule, remedy = "an engine runs on the GPU that it was built for", "another device, or --runtime torch"
+            raise InputError("gpu-absent", where=where, value="no NVIDIA GPU", rule=rule, remedy=remedy)
+        gpu = self.gpus[0]
+        if gpu.memory and need > gpu.memory:
+            raise InputError(
+                "out-of-memory",
+                where=where,
+                value=f"the engine and the float model take about {need / 1e9:.1f} GB of its GPU",
+                rule=f"{gpu.name} has {gpu.memory / 1e9:.1f} GB",
+                remedy="--no-speed, which loads the engine alone, or another device",
+            )
+
     def demand_own(self, packages: Iterable[str], where: str, rule: str) -> None:
         """Refuse packages that are not there and are not carried. Raises InputError `runtime-not-here`."""
         have = {name.lower() for name in self.packages}
         missing = [name for name in packages if name not in have]
         if missing:
-            raise InputError(
-                "runtime-not-here",
-                where=where,
-                value=f"its Python has no {' and no '.join(missing)}",
-                rule=rule,
-                remedy=f"install {' and '.join(missing)} there, or name the Python that has them: --python PATH",
-            )
+            raise lacking(missing, where, rule)
 
     def as_dict(self) -> dict[str, Any]:
         """Of what JSON has."""
         return self.model_dump(mode="json")
+
+
+def lacking(packages: Sequence[str], where: str, rule: str) -> InputError:
+    """The refusal of a device that has not installed what is not carried: `["torch>=2.9"]`."""
+    return InputError(
+        "runtime-not-here",
+        where=where,
+        value=f"its Python has no {' and no '.join(packages)}",
+        rule=rule,
+        remedy=f"install {' and '.join(packages)} there, or name the Python that has them: --python PATH",
+    )
+
+
+def _looked_for() -> list[str]:
+    """Packages that a device may have: those that rows name, and whatever would be carried there otherwise."""
+    runtimes = [load_runtime(name) for name in plugins.RUNTIMES.shipped()]
+    needed = {package for each in runtimes for package in (*each.packages, *each.installed)}
+    return sorted({*machine.PACKAGES, *NEEDED, *needed})
 
 
 def probe(shell: OpenSSH, workdir: str) -> Probed:
@@ -166,7 +201,7 @@ def probe(shell: OpenSSH, workdir: str) -> Probed:
         Stopped: the connection broke.
     """
     asked = {"machine": Path(machine.__file__).read_text(encoding="utf-8"), "workdir": workdir}
-    found = shell.call("probe", {**asked, "packages": sorted({*machine.PACKAGES, *NEEDED})}, seconds=60.0)
+    found = shell.call("probe", {**asked, "packages": _looked_for()}, seconds=60.0)
     there = found.pop("time", None)
     off = there - time.time() if isinstance(there, float) else None
     busy = found.get("busy")

@@ -17,7 +17,7 @@ from quantkit.devices.ssh.link import SSHLink
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 from quantkit.pipeline.progress import Progress
-from quantkit.runtimes import Runtime, load_runtime
+from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report
 
 
@@ -64,12 +64,12 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: It
         runtimes: that run there: what they need is carried too, unless it is there.
 
     Raises:
-        InputError: `runtime-unsupported`; there is no such device, OpenSSH does not get there, or nothing can run on
-            it; `file-missing`, no such wheelhouse.
+        InputError: `runtime-not-here`, something is missing that is not carried; there is no such device, OpenSSH does
+            not get there, or nothing can run on it; `file-missing`, no such wheelhouse.
         Stopped: `device-gone`.
     """
     device = find(on) if isinstance(on, str) else on
-    more = [package for each in dict.fromkeys(runtimes) for package in demand_processor(each).packages]
+    used = [load_runtime(each) for each in dict.fromkeys(runtimes)]
     house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
     if house is not None and not house.is_dir():
         rule, remedy = "a wheelhouse is a folder of wheels", "pip download -d FOLDER, or leave out --wheelhouse"
@@ -77,18 +77,25 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: It
     with shell(device) as way:
         about = probe(way, device.workdir)
         about.demand(device.name)
-        brought = wheels.needed(about, wheelhouse=house, where=device.name, more=more)
+        installed = wheels.installed(about, [package for each in used for package in each.installed], device.name)
+        more = [package for each in used for package in each.packages]
+        brought = wheels.needed(about, wheelhouse=house, where=device.name, more=more, installed=installed)
         yield Reached(device, about, SSHLink(way, device.workdir, wheels=brought))
 
 
-def demand_processor(runtime: str) -> Runtime:
-    """A runtime that runs on a device's processor. Raises InputError `runtime-unsupported`."""
-    found = load_runtime(runtime)
-    if found.floats is None:
-        rule = "ONNX Runtime, OpenVINO and llama.cpp run on a device's processor; what runs on a GPU is measured there"
-        remedy = "--runtime onnxruntime, or work on the device itself"
-        raise InputError("runtime-unsupported", where="--on, --runtime", value=runtime, rule=rule, remedy=remedy)
-    return found
+def demand_sessions(runtimes: Iterable[str]) -> None:
+    """Refuse what goes on token by token there, or is timed in turns, in a runtime whose models are no sessions.
+
+    Raises:
+        InputError: `runtime-unsupported`.
+    """
+    for each in runtimes:
+        if load_runtime(each).floats is None:
+            rule = (
+                f"text and turns there are those of ONNX Runtime, OpenVINO and llama.cpp; {each} is for `measure` there"
+            )
+            remedy = "--runtime onnxruntime, or work on the device itself"
+            raise InputError("runtime-unsupported", where="--on, --runtime", value=each, rule=rule, remedy=remedy)
 
 
 def shell(device: NamedDevice) -> OpenSSH:

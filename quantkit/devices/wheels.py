@@ -22,7 +22,7 @@ from pathlib import Path
 
 from quantkit import _version, content
 from quantkit.bundle.disk import sha256, write_atomic, writing
-from quantkit.devices.probed import NEEDED, Probed
+from quantkit.devices.probed import NEEDED, Probed, lacking
 from quantkit.errors import InputError
 
 _KINDS: tuple[content.Kind, ...] = ("recipes", "export")
@@ -30,6 +30,8 @@ _KINDS: tuple[content.Kind, ...] = ("recipes", "export")
 _OLDEST = {"x86_64": 5, "aarch64": 17}
 # no C library is newer, whatever a device says
 _NEWEST = 60
+_WHEEL = "Wheel-Version: 1.0\nGenerator: quantkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.]{0,40}(\+[0-9A-Za-z.]{1,40})?")
 # a zip has no earlier date, and the same files make the same wheel
 _WHEN = (1980, 1, 1, 0, 0, 0)
 
@@ -52,7 +54,7 @@ def own(folder: Path) -> Path:
             for path in _files(place):
                 add(f"quantkit/content/{kind}/{path.relative_to(place).as_posix()}", path.read_bytes())
         add(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: quantkit\nVersion: {_version.__version__}\n".encode())
-        add(f"{about}/WHEEL", b"Wheel-Version: 1.0\nGenerator: quantkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        add(f"{about}/WHEEL", _WHEEL.encode())
         add(f"{about}/RECORD", b"")
     # by its content, and whole: others may carry it just now, and those of another checkout another one
     wheel = (
@@ -104,11 +106,40 @@ def tags(about: Probed) -> list[str]:
     return []
 
 
-def needed(about: Probed, *, wheelhouse: Path | None, where: str, more: Iterable[str] = ()) -> dict[str, Path]:
+def installed(about: Probed, packages: Iterable[str], where: str) -> dict[str, str]:
+    """Package -> version of what is never carried, as the device has it.
+
+    Args:
+        where: the device, for errors.
+
+    Raises:
+        InputError: `runtime-not-here`, it lacks one, or has one that is too old; `answer-invalid`, a strange version.
+    """
+    have = {name.lower(): version for name, version in about.packages.items()}
+    names = list(dict.fromkeys(packages))
+    missing = [each for each in requirements(have, names) if each.partition(">=")[0] in names]
+    if missing:
+        raise lacking([each.removesuffix(">=0") for each in missing], where, "what is gigabytes is not carried")
+    for name in names:
+        if not _VERSION.fullmatch(have[name]):
+            rule = "a version is of digits, letters and dots"
+            raise InputError("answer-invalid", where=where, value=f"{name} {have[name][:80]!r}", rule=rule)
+    return {name: have[name] for name in names}
+
+
+def needed(
+    about: Probed,
+    *,
+    wheelhouse: Path | None,
+    where: str,
+    more: Iterable[str] = (),
+    installed: Mapping[str, str] | None = None,
+) -> dict[str, Path]:
     """sha256 -> wheel of what the device lacks.
 
     Args:
         more: packages besides, of the runtimes that are asked for.
+        installed: package -> version of what others need and is not carried: what `installed` gives.
         wheelhouse: a folder of wheels; None: they are fetched, and kept in the user's cache.
         where: the device, for errors.
 
@@ -118,7 +149,8 @@ def needed(about: Probed, *, wheelhouse: Path | None, where: str, more: Iterable
     asked = requirements({name.lower(): version for name, version in about.packages.items()}, more)
     platforms = tags(about)
     named = sorted(path.name for path in wheelhouse.glob("*.whl")) if wheelhouse is not None else []
-    key = json.dumps([asked, platforms, about.python, str(wheelhouse), named])
+    there = dict(installed or {})
+    key = json.dumps([asked, platforms, about.python, str(wheelhouse), named, there])
     kept = content.cache_dir() / "devices" / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not kept.is_dir():
         with writing(kept):
@@ -127,8 +159,9 @@ def needed(about: Probed, *, wheelhouse: Path | None, where: str, more: Iterable
                 fetched = Path(folder) / "wheels"
                 fetched.mkdir()
                 if asked:
-                    _fetch(asked, platforms, about.python, wheelhouse, fetched, where)
-                for path in set(fetched.glob("*.whl")) - set(_used(fetched, asked)):
+                    _fetch(asked, there, platforms, about.python, wheelhouse, fetched, where)
+                used = {path for path in _used(fetched, asked) if _plain(path.name.split("-")[0]) not in there}
+                for path in set(fetched.glob("*.whl")) - used:
                     path.unlink()
                 try:
                     fetched.rename(kept)
@@ -144,7 +177,13 @@ def needed(about: Probed, *, wheelhouse: Path | None, where: str, more: Iterable
 
 
 def _fetch(
-    asked: Sequence[str], platforms: Sequence[str], python: str, wheelhouse: Path | None, folder: Path, where: str
+    asked: Sequence[str],
+    there: Mapping[str, str],
+    platforms: Sequence[str],
+    python: str,
+    wheelhouse: Path | None,
+    folder: Path,
+    where: str,
 ) -> None:
     version = ".".join(python.split(".")[:2])
     abi = f"cp{version.replace('.', '')}"
@@ -152,7 +191,12 @@ def _fetch(
     command += ["--only-binary=:all:", "--dest", str(folder), "--implementation=cp", f"--python-version={version}"]
     command += [*(f"--abi={each}" for each in (abi, "abi3", "none")), *(f"--platform={each}" for each in platforms)]
     command += [] if wheelhouse is None else ["--no-index", f"--find-links={wheelhouse.absolute()}"]
-    done = subprocess.run([*command, *asked], capture_output=True, text=True, check=False, errors="replace")  # noqa: S603
+    with tempfile.TemporaryDirectory(prefix="quantkit-wheels-") as beside:
+        stand_ins = [_stand_in(name, version, Path(beside)) for name, version in there.items()]
+        command += [f"--find-links={beside}"] if stand_ins else []
+        done = subprocess.run(  # noqa: S603
+            [*command, *asked, *stand_ins], capture_output=True, text=True, check=False, errors="replace"
+        )
     if done.returncode == 0:
         return
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -169,6 +213,19 @@ def _fetch(
         remedy="install the package on the device, in the Python that --python names, where some have to be compiled, "
         "or --wheelhouse with one",
     )
+
+
+def _stand_in(name: str, version: str, folder: Path) -> str:
+    """An empty wheel of what the device has, so that pip takes that for what it is and fetches no other; the
+    requirement that is this one's alone: no index has a version of this machine's making."""
+    stands = f"{version}{'.' if '+' in version else '+'}there"
+    plain = name.replace("-", "_")
+    with zipfile.ZipFile(folder / f"{plain}-{stands}-py3-none-any.whl", "w") as made:
+        about = f"{plain}-{stands}.dist-info"
+        made.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {stands}\n")
+        made.writestr(f"{about}/WHEEL", _WHEEL)
+        made.writestr(f"{about}/RECORD", "")
+    return f"{name}=={stands}"
 
 
 def _used(folder: Path, asked: Sequence[str]) -> list[Path]:

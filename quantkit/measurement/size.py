@@ -22,6 +22,11 @@ def bits_per_weight(layers: Iterable[LayerEntry]) -> float | None:
     return sum(count * bits for count, bits in counted) / weights if weights else None
 
 
+def saved_bytes(layers: Iterable[LayerEntry]) -> float:
+    """That the weights of the quantized layers take less than in 16 bits, as they are stored."""
+    return sum(prod(layer.shape) * (2 - layer.bits_per_weight / 8) for layer in layers)
+
+
 def folder_of(export: str) -> str:
     """Where in a bundle an exporter writes: `model`, `engine`, `onnx`."""
     return plugins.EXPORTERS.load(export).place

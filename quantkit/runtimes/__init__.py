@@ -31,12 +31,14 @@ class Runtime(Protocol):
         floats: the runtime that runs the float model which its times are set against; None: `measure` does not time it
             on a processor.
         packages: what pip calls the libraries that it needs on a device, beside what all that runs there needs.
+        installed: what pip calls those that have to be there already, because gigabytes are not carried.
     """
 
     name: str
     engines: bool = False
     floats: str | None = None
     packages: tuple[str, ...] = ()
+    installed: tuple[str, ...] = ()
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Why nothing can be run in it on this machine; None where it can.

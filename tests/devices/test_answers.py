@@ -14,7 +14,7 @@ from quantkit.devices.answers import NUMBERS, DeviceFacts
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import LINE, Found, ShapeCell, parse
 from quantkit.devices.measure import _timing
-from quantkit.devices.sides import outputs_of
+from quantkit.devices.sides.answered import outputs_of
 from quantkit.devices.there import models, night
 from quantkit.devices.there.models import positions
 from quantkit.errors import InputError
@@ -38,7 +38,7 @@ def answered(cell: str, *rows: Any) -> CollectedCells:
 
 def test_times_are_taken_as_they_are() -> None:
     assert np.array_equal(
-        _timing(answered("decode-1-16", TIMES), SHAPE, ABOUT).parts[0].seconds["subject"], np.array(SIDE)
+        _timing(answered("decode-1-16", TIMES), SHAPE, counted=True).parts[0].seconds["subject"], np.array(SIDE)
     )
 
 
@@ -58,7 +58,7 @@ def test_times_are_taken_as_they_are() -> None:
 )
 def test_times_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="answer-invalid") as refused:
-        _timing(answered("decode-1-16", {**TIMES, **change}), SHAPE, ABOUT)
+        _timing(answered("decode-1-16", {**TIMES, **change}), SHAPE, counted=True)
     assert "\n" not in refused.value.line()
 
 
@@ -102,7 +102,7 @@ def test_outputs_of_a_large_network_come_in_several_lines() -> None:
     generator = np.random.default_rng(0)
     given = {"y": generator.normal(0, 1e-5, (10, 50, 201)).astype(np.float32), "z": np.arange(10, dtype=np.int64)}
     told = Told()
-    models._outputs(10, lambda part: {name: array[part] for name, array in given.items()}, {}, told)  # type: ignore[arg-type]
+    models.outputs(10, lambda part: {name: array[part] for name, array in given.items()}, {}, told)  # type: ignore[arg-type]
     answers, found = CollectedCells("pi5"), [parse(line, where="pi5") for line in told.lines]
     assert len(found) > 2
     for each in found:
@@ -112,10 +112,10 @@ def test_outputs_of_a_large_network_come_in_several_lines() -> None:
         np.testing.assert_array_equal(array, given[name])
     # what was answered before is not answered again
     again = Told()
-    models._outputs(10, lambda part: {n: array[part] for n, array in given.items()}, {**answers.cells}, again)  # type: ignore[arg-type]
+    models.outputs(10, lambda part: {n: array[part] for n, array in given.items()}, {**answers.cells}, again)  # type: ignore[arg-type]
     assert again.lines == []
     with pytest.raises(InputError, match=r"outputs-too-many.*10,051 numbers come out of each"):
-        models._outputs(1000, lambda part: {"y": np.zeros((8, 10_051))}, {}, again)  # type: ignore[arg-type]
+        models.outputs(1000, lambda part: {"y": np.zeros((8, 10_051))}, {}, again)  # type: ignore[arg-type]
 
 
 def test_a_round_of_a_night_is_a_line() -> None:

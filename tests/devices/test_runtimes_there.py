@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,9 @@ from devices.loopback import Loopback
 from devices.wheels import packed, wheelhouse
 from quantkit import cli
 from quantkit.devices import wheels
+from quantkit.devices.named import NamedDevice
 from quantkit.devices.probed import Probed, probe
-from quantkit.devices.reached import reach
+from quantkit.devices.reached import demand_sessions, reach
 from quantkit.devices.ssh.address import Address
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
@@ -77,10 +80,48 @@ def test_what_a_device_has_is_not_asked_for(about: Probed, house: Path) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["torch", "tensorrt", "tensorrt_rtx"])
-def test_what_does_not_run_there_is_refused_before_the_device_is_asked(runtime: str) -> None:
-    with (
-        pytest.raises(InputError, match="runtime-unsupported") as met,
-        reach("ssh://nowhere.invalid", runtimes=[runtime]),
-    ):
-        pass
+def test_what_is_no_session_makes_no_text_there_and_takes_no_turns(runtime: str) -> None:
+    with pytest.raises(InputError, match="runtime-unsupported") as met:
+        demand_sessions(["onnxruntime", runtime])
     assert "\n" not in met.value.line() and runtime in met.value.line()
+    demand_sessions(["onnxruntime", "openvino", "llama_cpp"])
+
+
+@pytest.mark.parametrize(
+    ("runtime", "there", "lacks"),
+    [
+        ("torch", {}, "no torch>="),
+        ("torch", {"torch": "2.3.1"}, "no torch>="),
+        ("tensorrt_rtx", {"torch": "2.13.0+cu130"}, "no tensorrt-rtx>="),
+        ("tensorrt", {"torch": "2.13.0"}, "no tensorrt;"),
+    ],
+)
+def test_what_is_too_large_to_carry_has_to_be_there(
+    devices: Loopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, there: dict[str, str], lacks: str
+) -> None:
+    def bare(*asked: Any) -> Probed:
+        return probe(*asked).model_copy(update={"packages": there})
+
+    monkeypatch.setattr("quantkit.devices.reached.probe", bare)
+    device = NamedDevice(name="box", address="ssh://plain", workdir=str(tmp_path / "there"), python=sys.executable)
+    with pytest.raises(InputError, match="runtime-not-here") as met, reach(device, runtimes=[runtime]):
+        pass
+    line = met.value.line()
+    assert lacks in line and "--python PATH" in line and "\n" not in line
+    assert not (tmp_path / "there").exists()
+
+
+def test_pip_takes_what_is_there_for_what_it_is_and_fetches_no_other(house: Path, about: Probed) -> None:
+    """A package that needs torch comes without it; a version is no requirement of a stranger's."""
+    with zipfile.ZipFile(house / "on_torch-1.0-py3-none-any.whl", "w") as made:
+        text = "Metadata-Version: 2.1\nName: on-torch\nVersion: 1.0\nRequires-Dist: torch>=2.10\n"
+        made.writestr("on_torch-1.0.dist-info/METADATA", text)
+        made.writestr("on_torch-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        made.writestr("on_torch-1.0.dist-info/RECORD", "")
+    there = about.model_copy(update={"packages": {"torch": "2.13.0+cu130"}})
+    installed = wheels.installed(there, ["torch"], "here")
+    found = wheels.needed(there, wheelhouse=house, where="here", more=["on-torch"], installed=installed)
+    names = {path.name.partition("-")[0] for path in found.values()}
+    assert "on_torch" in names and "torch" not in names
+    with pytest.raises(InputError, match="answer-invalid"):
+        wheels.installed(about.model_copy(update={"packages": {"torch": "9 @ https://x.invalid"}}), ["torch"], "here")

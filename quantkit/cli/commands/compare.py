@@ -122,9 +122,11 @@ def timing_on(
     on: str, progress: Progress, runtimes: Iterable[str], wheelhouse: Path | None = None
 ) -> Iterator[DeviceTimer]:
     """A device that takes the times of a comparison, in some runtimes."""
-    from quantkit.devices.reached import reach
+    from quantkit.devices.reached import demand_sessions, reach
     from quantkit.devices.rounds import DeviceTimer
 
+    runtimes = list(runtimes)
+    demand_sessions(runtimes)
     with reach(on, wheelhouse=wheelhouse, runtimes=runtimes) as found:
         yield DeviceTimer(found.link, found.ready(progress))
 

@@ -38,9 +38,10 @@ def generate(
         if on is None:
             made = runner.generate(opened, prompt, **how)
         else:
-            from quantkit.devices.reached import reach
+            from quantkit.devices.reached import demand_sessions, reach
             from quantkit.devices.rounds import generate_on
 
+            demand_sessions([runner.name])
             with reach(on, wheelhouse=wheelhouse, runtimes=[runner.name]) as found:
                 ready = found.ready(progress)
                 made = generate_on(opened, found.link, prompt, progress, runtime=runner.name, ready=ready, **how)

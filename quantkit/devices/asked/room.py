@@ -8,8 +8,12 @@ from typing import Protocol
 
 from quantkit.errors import InputError
 from quantkit.measurement.timing.shapes import Shape
+from quantkit.pipeline.finished.keep import export_of
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
+from quantkit.planning.compiling.forecast import peaks
+from quantkit.planning.compiling.spec import CompileSpec
 from quantkit.planning.model import configs
+from quantkit.recipe import ExportStep, Recipe
 
 # bytes of an element that ONNX Runtime and OpenVINO compute in on a processor
 _WIDTH = 4
@@ -56,3 +60,21 @@ def running(model: Path, shapes: Iterable[Shape], runtime: str) -> float:
     )
     found = (footprint.parts(each.batch, each.context + each.tokens, prompt=each.tokens) for each in shapes)
     return min((sum(parts.values()) for parts in found), default=0.0)
+
+
+def streamed(model: Path, recipe: Recipe, sequences: int, length: int) -> float:
+    """Bytes of scoring a checkpoint beside its float model, both block by block in torch, as a compile does.
+
+    Args:
+        model: the float model's folder; of a config that a plan does not know nothing is known, and that is 0.
+        recipe: of the finished bundle.
+        sequences: that are scored, of `length` tokens each.
+    """
+    try:
+        architecture = configs.read(str(model.absolute()))
+    except InputError:
+        return 0.0
+    name = export_of("torch")
+    as_compiled = recipe.model_copy(update={"export": [ExportStep(name=name, options={"layout": "pack-quantized"})]})
+    found = peaks(CompileSpec(architecture, as_compiled, {}, 0, 0, sequences * length, length))
+    return found[f"score {name}"]

@@ -47,7 +47,7 @@ def _decoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], cal
     demand_room([workdir / side.place for side in (work.ours, work.theirs)])
     ours = opened(str(workdir / work.ours.place), {}, threads, work.runtime)
     theirs = opened(str(workdir / work.theirs.place), {}, threads, work.floats)
-    _settings(ours, done, caller)
+    settings(ours.settings, done, caller)  # type: ignore[attr-defined]
     few = max(1, _LOGITS // theirs.vocabulary)  # type: ignore[attr-defined]
     # a graph that multiplies in two ways is scored in both, as `measurement.accuracy.score` does
     two = isinstance(ours, OnnxModel) and bool(ours.ways)
@@ -123,7 +123,7 @@ def _encoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], cal
     ids = data["ids"]
     lengths = data.get("lengths", np.full(len(ids), ids.shape[1]))
     model = opened(str(workdir / work.ours.place), {}, work.threads or machine.cores(), work.runtime)
-    _settings(model, done, caller)
+    settings(model.settings, done, caller)  # type: ignore[attr-defined]
 
     def run(part: slice) -> dict[str, Array]:
         pooled: dict[int, Array] = {}
@@ -134,7 +134,7 @@ def _encoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], cal
             pooled |= dict(zip(places.tolist(), states.mean(axis=1), strict=True))
         return {"pooled": np.stack([pooled[place] for place in range(len(pooled))])}
 
-    _outputs(len(ids), run, done, caller)
+    outputs(len(ids), run, done, caller)
 
 
 def _network(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
@@ -147,10 +147,10 @@ def _network(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], cal
         return {name: np.atleast_1d(array) for name, array in found.items()}
 
     # a graph of a fixed batch takes that
-    _outputs(count, run, done, caller, step=graph.batch or _SAMPLES)
+    outputs(count, run, done, caller, step=graph.batch or _SAMPLES)
 
 
-def _outputs(count: int, run: Any, done: Mapping[str, Any], caller: child.Caller, step: int = _SAMPLES) -> None:
+def outputs(count: int, run: Any, done: Mapping[str, Any], caller: child.Caller, step: int = _SAMPLES) -> None:
     """A cell for some samples; where they give more than a line holds, others before it."""
     for first in range(0, count, step):
         cell = f"outputs-{first}"
@@ -179,9 +179,10 @@ def _outputs(count: int, run: Any, done: Mapping[str, Any], caller: child.Caller
                 caller.row({"cell": name, "rows": [dumped(answer)]})
 
 
-def _settings(model: Any, done: Mapping[str, Any], caller: child.Caller) -> None:
+def settings(found: Mapping[str, Any], done: Mapping[str, Any], caller: child.Caller) -> None:
+    """The cell `settings`: how a model runs."""
     if "settings" not in done:
-        caller.row({"cell": "settings", "rows": [dumped(SessionSettings(settings=model.settings))]})
+        caller.row({"cell": "settings", "rows": [dumped(SessionSettings(settings=dict(found)))]})
 
 
 def generate(data: Mapping[str, Any], caller: child.Caller) -> None:

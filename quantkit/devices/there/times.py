@@ -12,12 +12,14 @@ from typing import Any
 from quantkit import machine
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import CeilingSamples, Footprints, ShapeTimes, SideCosts, dumped
+from quantkit.devices.there.gpu import EngineTimes
+from quantkit.errors import InputError
 from quantkit.measurement.operators import ceilings
 from quantkit.measurement.timing import latency, speed
 from quantkit.measurement.timing import rounds as raw
-from quantkit.measurement.timing.clocks import of_cpu
+from quantkit.measurement.timing.clocks import Clocks, of_cpu
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
-from quantkit.runtimes import child
+from quantkit.runtimes import child, load_runtime
 
 
 def measure(data: Mapping[str, Any], caller: child.Caller) -> None:
@@ -25,35 +27,52 @@ def measure(data: Mapping[str, Any], caller: child.Caller) -> None:
     work, workdir = jobs.Measure.model_validate(data["work"]), Path(data["workdir"])
     if not work.shapes:  # what each takes in memory is found elsewhere
         return
-    done, job = data["cells"], _speed_job(work, workdir)
+    done, on = data["cells"], (EngineTimes if load_runtime(work.runtime).engines else _ProcessorTimes)(work, workdir)
     left = [shape for shape in work.shapes if shape.cell not in done]
     if left:
-        speed.demand_room([Path(side.path) for side in (job.ours, job.theirs)])
-        (ours, theirs), settings = speed.sides(job)
+        (ours, theirs), settings = on.sides()
         _tell(caller, done, "sides", lambda: SideCosts(ours=ours.cost, theirs=theirs.cost, settings=settings))
     caller.at(0.0, "ceilings")
-    pool = ceilings.Pool(graphs=workdir / work.graphs)
 
     def limits() -> CeilingSamples:
-        return CeilingSamples(ceilings=tuple(ceilings.measured(job.threads, pool=pool)))
+        return CeilingSamples(ceilings=tuple(on.ceilings()))
 
     _tell(caller, done, "ceilings", limits)
+    asked = TimingPlan(cell_seconds=work.cell_seconds, rounds=work.rounds, seed=work.seed)
     end = time.monotonic() + work.seconds * len(left) / len(work.shapes)
     for number, shape in enumerate(left):
         share = max(end - time.monotonic(), 1e-3) / (len(left) - number)
         at = 1 - (len(left) - number) / len(work.shapes)
-        timing, before = latency.ShapeTiming(Shape(**shape.model_dump())), of_cpu()
-        plan = replace(job.plan, seconds=share)
+        timing, before = latency.ShapeTiming(Shape(**shape.model_dump())), on.clocks()
+        plan = replace(asked, seconds=share)
         latency.take([timing], ours, theirs, plan, lambda part, words, at=at: caller.at(at, words))  # type: ignore[misc]
-        found = ShapeTimes.model_validate({**timing.as_dict(), "before": before, "after": of_cpu()})
+        found = ShapeTimes.model_validate({**timing.as_dict(), "before": before, "after": on.clocks()})
         caller.row({"cell": shape.cell, "rows": [dumped(found)]})
     caller.at(1.0, "ceilings")
-    _tell(
-        caller,
-        done,
-        "ceilings-after",
-        lambda: CeilingSamples(ceilings=tuple(ceilings.measured(job.threads, pool=pool))),
-    )
+    _tell(caller, done, "ceilings-after", limits)
+
+
+class _ProcessorTimes:
+    """What `measure` asks of two models on this processor."""
+
+    def __init__(self, work: jobs.Measure, workdir: Path) -> None:
+        if work.graphs is None:
+            raise InputError("job-invalid", where="graphs", value="none", rule="they measure a processor's ceilings")
+        self._job = _speed_job(work, workdir)
+        self._pool = ceilings.Pool(graphs=workdir / work.graphs)
+
+    def sides(self) -> tuple[list[latency.TimedSide], dict[str, Any]]:
+        """Both, loaded, and settings of their rows. Raises as `speed.sides`."""
+        speed.demand_room([Path(side.path) for side in (self._job.ours, self._job.theirs)])
+        return speed.sides(self._job)
+
+    def ceilings(self) -> list[ceilings.Ceiling]:
+        """Of the processor."""
+        return ceilings.measured(self._job.threads, pool=self._pool)
+
+    def clocks(self) -> Clocks:
+        """Of the processor, now."""
+        return of_cpu()
 
 
 def rounds(data: Mapping[str, Any], caller: child.Caller) -> None:

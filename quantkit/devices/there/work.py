@@ -10,10 +10,10 @@ from typing import Any
 from quantkit import machine
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import DeviceFacts, dumped
-from quantkit.devices.there import checks, engine, models, night, tax, times
+from quantkit.devices.there import checks, engine, models, night, streamed, tax, times
 from quantkit.devices.there.ledger import Ledger
 from quantkit.measurement.operators.run import environment
-from quantkit.runtimes import child
+from quantkit.runtimes import child, load_runtime
 
 _REMEDY = "try smaller batches: --batch 1,2,4"
 # kind of job -> what its process does
@@ -21,6 +21,7 @@ _DONE_BY: Mapping[str, Callable[[Any, child.Caller], None]] = {
     "measure": times.measure,
     "rounds": times.rounds,
     "accuracy": models.score,
+    "streamed": streamed.score,
     "tax": tax.tax,
     "generate": models.generate,
     "verify": checks.verify,
@@ -52,13 +53,14 @@ def do(work: jobs.Work, workdir: Path, ledger: Ledger) -> None:
         row=lambda row: ledger.found(row["cell"], row["rows"]),
     )
     # last: the first times are waited for
-    if isinstance(work, jobs.Measure) and work.samples is None and "memory" not in ledger.cells:
+    weighed = isinstance(work, jobs.Measure) and work.samples is None and not load_runtime(work.runtime).engines
+    if isinstance(work, jobs.Measure) and weighed and "memory" not in ledger.cells:
         ledger.found("memory", [dumped(times.memory(work, workdir))])
 
 
 def about() -> DeviceFacts:
     """This machine, as it knows itself."""
-    device = machine.device()
+    device, (gpus, _) = machine.device(), machine.gpus()
     return DeviceFacts(
         id=device["id"],
         name=device["name"],
@@ -69,4 +71,5 @@ def about() -> DeviceFacts:
         cache=machine.last_level_cache(),
         versions=machine.versions(),
         emulated=machine.emulated(),
+        gpu=gpus[0]["name"] if gpus else "",
     )

@@ -26,6 +26,7 @@ from quantkit.measurement.cuda.device import GpuDevice, allocated, fitting
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
+from quantkit.measurement.size import saved_bytes
 from quantkit.measurement.timing.latency import TimedSide, measure
 from quantkit.measurement.timing.schedule import Step
 from quantkit.measurement.timing.shapes import TimingPlan
@@ -171,24 +172,46 @@ def run_engine(
     Raises:
         InputError: `out-of-memory`, the two do not fit.
     """
-    with fitting("both models"):
-        theirs = _floats(source, torch.bfloat16, device.torch_device)
+    entries, settings = engine_sides(
+        model,
+        source,
+        form=format_of(bundle),
+        saved=saved_bytes(bundle.manifest.layers),
+        subjects=(bundle.manifest.content_sha256, source.sha256),
+        device=device,
+    )
     within = replace(
         plan,
         contexts=[each for each in plan.contexts if each < model.capacity],
         prefills=[each for each in plan.prefills if each <= model.capacity],
     )
-    baseline = cost(theirs, "bfloat16", "bf16")
-    # the weights of quantized layers as they are stored
-    saved = sum(layer.shape[0] * layer.shape[1] * (2 - layer.bits_per_weight / 8) for layer in bundle.manifest.layers)
-    weights = max(0.0, baseline.weight_bytes - saved)
-    own = replace(baseline, format=format_of(bundle), weight_bytes=weights, compute="fp16")
-    entries = [
-        TimedSide(model, own, bundle.manifest.content_sha256, model.engine.file.path.stat().st_size),
-        TimedSide(KernelDecoder(theirs), baseline, source.sha256),
-    ]
-    settings = {**model.settings, "baseline_format": "bfloat16", "compute_type": "fp16"}
     return _measured(entries, model.engine.library.name, settings, within, device, progress)
+
+
+def engine_sides(
+    model: EngineModel, source: Source, *, form: str, saved: float, subjects: tuple[str, str], device: GpuDevice
+) -> tuple[list[TimedSide], dict[str, Any]]:
+    """An engine and the model that it was made from in bfloat16, loaded; and settings of their rows.
+
+    Args:
+        form: of the engine's weights.
+        saved: bytes that they take less than in 16 bits: see `measurement.size.saved_bytes`.
+        subjects: of both, in rows.
+        device: where the second is loaded; the first is.
+
+    Raises:
+        InputError: `out-of-memory`, the two do not fit.
+    """
+    with fitting("both models"):
+        theirs = _floats(source, torch.bfloat16, device.torch_device)
+    baseline = cost(theirs, "bfloat16", "bf16")
+    weights = max(0.0, baseline.weight_bytes - saved)
+    own = replace(baseline, format=form, weight_bytes=weights, compute="fp16")
+    sides = [
+        TimedSide(model, own, subjects[0], model.engine.file.path.stat().st_size),
+        TimedSide(KernelDecoder(theirs), baseline, subjects[1]),
+    ]
+    return sides, {**model.settings, "baseline_format": "bfloat16", "compute_type": "fp16"}
 
 
 def _floats(source: Source, dtype: torch.dtype, at: str) -> Any:

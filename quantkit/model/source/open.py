@@ -12,7 +12,6 @@ A bare word is an alias and never a folder. No pickle is ever read. A model's ow
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,9 @@ from quantkit.model.source import converted, pretrained
 from quantkit.model.source.alias import ALIASES, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
-from quantkit.model.source.hashes import at_once, file_sha256, source_changed
-from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
+from quantkit.model.source.hashes import source_changed
+from quantkit.model.source.identity import PATTERNS, files_of, identity
+from quantkit.model.source.weights import Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
 from quantkit.model.structure.names import match_names
 
@@ -44,8 +44,7 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-_IDENTITY = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # with the weights: what the hash is over
-_HUB_FILES = (*_IDENTITY, "*.safetensors")
+_HUB_FILES = (*PATTERNS, "*.safetensors")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
 _QUANTIZED_NAMES = (
     ".qweight",
@@ -98,11 +97,15 @@ class Source:
             InputError: `source-changed`.
         """
         try:
-            same = not self.sha256 or _identity(self.path, self.weights, self.trust_remote_code) == self.sha256
+            same = not self.sha256 or identity(self.path, self.weights, self.trust_remote_code) == self.sha256
         except OSError:
             same = False
         if not same:
             raise source_changed(self.ref)
+
+    def files(self) -> list[Path]:
+        """All that its identity is over: config, weights and tokenizer files, enough to open it elsewhere."""
+        return [self.path / name for name in files_of(self.path, self.weights, self.trust_remote_code)]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The folder's tokenizer; nothing is downloaded.
@@ -349,7 +352,7 @@ def _open_folder(
         else _stored_dtype(weights, ref),
         was=was,
         notes=notes,
-        sha256=_identity(path, weights, trust) if hashed else "",
+        sha256=identity(path, weights, trust) if hashed else "",
         weights=weights,
         trust_remote_code=trust,
         architecture=model_class.__name__,
@@ -504,16 +507,6 @@ def _stored_dtype(weights: Weights, ref: str) -> str:
             "weights-dtype", where=ref, value=f"most is stored in {most}", rule=f"one of {', '.join(_FLOATS.values())}"
         )
     raise _already_quantized(ref, f"most of it is stored in {most}")
-
-
-def _identity(path: Path, weights: Weights, trust: bool) -> str:
-    patterns = (*_IDENTITY, "*.py") if trust else _IDENTITY
-    names = {found.name for pattern in patterns for found in path.glob(pattern) if found.is_file()}
-    if weights.shards == ["model.safetensors"]:
-        names.discard(INDEX)
-    files = sorted(names | set(weights.shards))
-    lines = map("{} {}\n".format, files, at_once(file_sha256, [path / name for name in files]))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _first_line(problem: BaseException) -> str:

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from quantkit import limits
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.runtimes.tensorrt.library import Library
+from quantkit.runtimes.tensorrt.library import Versioned
 
 FOLDER, NETWORK, DATA = "engine", "network.onnx", "network.onnx.data"
 # the least that an engine runs on which was built for others too
@@ -97,7 +97,7 @@ class EngineFile:
         return _read(self.path, self.sha256)
 
 
-def matching(bundle: Path, files: Mapping[Path, str], library: Library, gpu: Mapping[str, Any]) -> EngineFile:
+def matching(bundle: Path, files: Mapping[Path, str], library: Versioned, gpu: Mapping[str, Any]) -> EngineFile:
     """The engine for this GPU.
 
     Args:
@@ -128,7 +128,7 @@ def descriptions(bundle: Path) -> dict[Path, Description]:
     return found
 
 
-def choose(bundle: Path, engines: Mapping[Path, Description], library: Library, gpu: Mapping[str, Any]) -> Path:
+def choose(bundle: Path, engines: Mapping[Path, Description], library: Versioned, gpu: Mapping[str, Any]) -> Path:
     """The first that is for this GPU.
 
     Raises:
@@ -219,7 +219,7 @@ def _described(path: Path, data: bytes | None) -> Description:
         raise unreadable(path, f"no {path.with_suffix('.json').name} that says what built it") from None
 
 
-def _foreign(described: Description, library: Library, sm: str, gpu: str) -> str | None:
+def _foreign(described: Description, library: Versioned, sm: str, gpu: str) -> str | None:
     """What an engine is for, where that is not this machine. What is compatible is so with what came later."""
     if described.library != library.name:
         return f"{described.library}, another library"
@@ -238,6 +238,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
-def rebuild(bundle: Path, library: Library) -> str:
+def rebuild(bundle: Path, library: Versioned) -> str:
     """The command that builds one more engine with a library, for the GPU of the machine that it is given on."""
     return REBUILD.format(bundle=bundle) + ("" if library.ahead_of_time else f" --set library={library.name}")

@@ -10,13 +10,47 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from quantkit.errors import InputError, MissingDependency
 
 Name = Literal["tensorrt", "tensorrt_rtx"]
 NAMES: tuple[Name, ...] = ("tensorrt_rtx", "tensorrt")
 AHEAD_OF_TIME = ("tensorrt_rtx",)
+
+
+class Versioned(Protocol):
+    """One of the two, as far as it says whose engines it loads: `Library` here, `InstalledLibrary` elsewhere."""
+
+    @property
+    def name(self) -> Name:
+        """Of its module."""
+
+    @property
+    def version(self) -> str:
+        """`1.7.1.116`."""
+
+    @property
+    def ahead_of_time(self) -> bool:
+        """Whether it builds for a GPU that is not there."""
+
+
+@dataclass(frozen=True)
+class InstalledLibrary:
+    """One of the two on another machine.
+
+    Args:
+        name: of its module.
+        version: as pip has it there.
+    """
+
+    name: Name
+    version: str
+
+    @property
+    def ahead_of_time(self) -> bool:
+        """See `Versioned`."""
+        return self.name in AHEAD_OF_TIME
 
 
 @dataclass(frozen=True)

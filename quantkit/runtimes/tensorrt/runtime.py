@@ -13,6 +13,7 @@ from quantkit.runtimes import Runtime
 from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.runtimes.tensorrt.file import FOLDER, choose, descriptions, matching, verified
 from quantkit.runtimes.tensorrt.library import Library, Name
+from quantkit.runtimes.torch import RUNTIME as TORCH
 
 if TYPE_CHECKING:
     from quantkit.runtimes.tensorrt.decode import EngineModel, LoadedGraph
@@ -35,6 +36,9 @@ class TensorrtRuntime(Runtime):
         self, name: Name, *, library: Library | None = None, gpus: Gpus | None = None, device: str = "cuda"
     ) -> None:
         self.name = name
+        # torch runs the float model beside it, and says which GPU there is
+        self.packages = (*TORCH.packages, "nvidia-ml-py")
+        self.installed = (*TORCH.installed, name.replace("_", "-"))
         self._library, self._gpus, self._device = library, gpus, device
 
     def why_not_here(self, folder: Path | None = None) -> str | None:

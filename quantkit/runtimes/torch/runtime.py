@@ -36,6 +36,8 @@ class TorchRuntime(Runtime):
     """See the module."""
 
     name = "torch"
+    packages = ("compressed-tensors", "greenlet", "safetensors", "transformers")
+    installed = ("torch",)
 
     def load(
         self,

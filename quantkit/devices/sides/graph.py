@@ -1,0 +1,90 @@
+"""A network, or an encoder that came as a graph, set against its float graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.bundle import Bundle
+from quantkit.devices.answers import invalid
+from quantkit.devices.collect import CollectedCells
+from quantkit.devices.sides.answered import outputs_of
+from quantkit.devices.sides.base import DeviceSides
+from quantkit.errors import InputError
+from quantkit.measurement.rows import Device, Row
+from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.pipeline import verdict as worth
+from quantkit.pipeline.graphs.remeasure import MODEL, RUNTIMES, FloatSide
+from quantkit.runtimes import load_runtime
+from quantkit.runtimes.openvino.open import MODEL as XML
+
+
+class GraphSides(DeviceSides):
+    """See the module."""
+
+    # the float graph is an ONNX file, whatever runs the bundle's
+    of, floats = "network", worth.RUNTIME
+
+    def __init__(self, bundle: Bundle, theirs: FloatSide, runtime: str) -> None:
+        self.bundle, self.theirs, self.subject, self.runtime = bundle, theirs, theirs.graph.sha256, runtime
+        if runtime not in RUNTIMES:
+            rule = f"a graph's runtimes are {' and '.join(RUNTIMES)}"
+            raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule)
+        folder = load_runtime(runtime).folder(bundle)
+        self.path = folder / (MODEL if runtime == worth.RUNTIME else XML)
+
+    def files(self) -> tuple[dict[str, Path], dict[str, Path]]:
+        """See `DeviceSides`."""
+        theirs = self.theirs.graph.path
+        beside = sorted(theirs.parent.glob(f"{theirs.name}*"))
+        return (
+            {path.name: path for path in sorted(self.path.parent.glob(f"{self.path.stem}.*"))},
+            {MODEL if path == theirs else path.name: path for path in beside},
+        )
+
+    def opened(self) -> tuple[str, str]:
+        """See `DeviceSides`."""
+        return f"/{self.path.name}", f"/{MODEL}"
+
+    def fitting(self, plan: TimingPlan) -> TimingPlan:
+        """See `DeviceSides`."""
+        sizes = [self.theirs.data.batch] if self.theirs.data.batch else plan.batches
+        return replace(plan, batches=(), contexts=(), prefills=(1,), prefill_batches=tuple(sizes))
+
+    def data(self) -> dict[str, Any]:
+        """See `DeviceSides`."""
+        feeds = list(self.theirs.data.feeds(len(self.theirs.data)))
+        return {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
+
+    def rows(self, answers: CollectedCells) -> list[Row]:
+        """See `DeviceSides`."""
+        from quantkit.pipeline.graphs.measure import agreement
+        from quantkit.pipeline.graphs.measure import answers as expected
+
+        given = outputs_of(answers, len(self.theirs.data))
+        known = expected(self.theirs.graph.model, self.theirs.data)
+        if {name: each.shape for name, each in known.items()} != {name: each.shape for name, each in given.items()}:
+            raise invalid(answers.on, "outputs of other names or shapes")
+        subject = self.bundle.manifest.content_sha256
+        rows = agreement(known, given, self.theirs.data, subject=subject, baseline=self.subject, runtime=self.runtime)
+        return [_there(row, answers) for row in rows]
+
+    def samples(self, sizes: Sequence[int]) -> tuple[dict[str, Any], float, float] | None:
+        """See `DeviceSides`."""
+        costs = self.theirs.costs()
+        return dict(self.theirs.data.first(max(sizes))), float(sum(costs.macs.values())), float(costs.outputs)
+
+    def weights(self) -> tuple[float, float]:
+        """See `DeviceSides`."""
+        return float(sum(path.stat().st_size for path in self.files()[0].values())), float(self.theirs.graph.bytes)
+
+
+def _there(row: Row, answers: CollectedCells) -> Row:
+    """A row that was made here of what a device said."""
+    about = answers.about
+    device = Device.model_validate(about.device(answers.on))
+    return row.model_copy(update={"device": device, "versions": about.versions})
