@@ -19,6 +19,7 @@ from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
 from quantkit.pipeline.progress import Progress
+from quantkit.target import Target
 
 if TYPE_CHECKING:
     from conftest import Made
@@ -109,6 +110,30 @@ def test_torch_measures_accuracy_and_leaves_the_verdict(made: Made, copied: Copy
     assert after.manifest.verdict.answer == "ship_it"
     assert len(timer.jobs) == 1
     assert [check.name for check in after.manifest.checks] == [check.name for check in bundle.manifest.checks]
+
+
+def test_on_the_gpu_of_its_target_steps_in_torch_are_timed(
+    made: Made, copied: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def steps(bundle: Bundle, source: Any, plan: TimingPlan, device: Any, **_: Any) -> tuple[list[Row], str]:
+        asked.append((bundle.path, source.sha256, plan, device.torch_device))
+        return [], "no kernel takes 2 linears"
+
+    monkeypatch.setattr("quantkit.measurement.timing.cuda.run", steps)
+    monkeypatch.setattr("quantkit.machine.gpus", lambda: ([{"name": "NVIDIA H100", "sm": "9.0"}], ""))
+    bundle, notes = copied(made.both), Notes()
+    measure_bundle(bundle, str(made.model), runtime="torch", plan=PLAN)
+    assert not asked, "its target is a processor"
+    monkeypatch.setattr(worth, "target_of", lambda manifest: Target.load("h100"))
+    measure_bundle(bundle, str(made.model), notes, runtime="torch", plan=PLAN)
+    source = bundle.manifest.model.source.sha256
+    assert asked == [(bundle.path, source, PLAN, "cuda")] and notes.lines == ["no kernel takes 2 linears"]
+    with pytest.raises(InputError, match="baseline-needed"):
+        measure_bundle(bundle, str(made.packed), runtime="torch", plan=PLAN)
+    measure_bundle(bundle, str(made.model), runtime="torch", plan=PLAN, speed=False)
+    assert len(asked) == 1
 
 
 def test_a_bundle_without_a_graph_is_measured_in_torch(made: Made, copied: Copy, timer: Timer) -> None:

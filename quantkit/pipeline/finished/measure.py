@@ -107,12 +107,22 @@ def measure_bundle(
     against = opened(bundle, baseline, runner.floats if timed else None)
     chosen = plan or TimingPlan(batches=batches_of(bundle))
     stages = {"score": 60.0} if against.stream is not None else {}
-    progress.plan({**stages, "speed": 60.0 + chosen.seconds} if timed else stages)
+    on_gpu = speed and (
+        _steps_on_gpu(bundle, runtime) if engine is None else engine.decoder and engine.engine.device.type == "cuda"
+    )
+    if on_gpu and (against.stream is None or against.format != "float32"):
+        raise InputError(
+            "baseline-needed",
+            where="--baseline",
+            value="another bundle",
+            rule="on a GPU times are set against the float model in bfloat16",
+            remedy="--baseline MODEL, or --no-speed",
+        )
+    progress.plan({**stages, "speed": 60.0 + chosen.seconds} if timed or on_gpu else stages)
     rows: list[Row] = []
     items: Items | None = None
     if against.stream is not None:
         rows, items = _accuracy(bundle, against, against.stream, runtime, calibration, progress, decisions)
-    on_gpu = speed and engine is not None and engine.decoder and engine.engine.device.type == "cuda"
     if timed or on_gpu:
         try:
             rows += (
@@ -223,21 +233,32 @@ def _across(bundle: Bundle, against: MeasuredAgainst, progress: Progress) -> Spe
     return SpeedSide(str(made), against.subject, "float32")
 
 
-def _on_gpu(model: Any, bundle: Bundle, against: MeasuredAgainst, plan: TimingPlan, progress: Progress) -> list[Row]:
-    """An engine against torch in bfloat16."""
+def _steps_on_gpu(bundle: Bundle, runtime: str) -> bool:
+    """Whether quantkit's own kernels run a bundle here: a decoder for a GPU, in torch, where torch sees one."""
+    kind, target = bundle.manifest.model.kind, worth.target_of(bundle.manifest)
+    if runtime != "torch" or kind != "decoder" or target.kind != "gpu" or not machine.gpus()[0]:
+        return False
+    return machine.has("triton")
+
+
+def _on_gpu(engine: Any, bundle: Bundle, against: MeasuredAgainst, plan: TimingPlan, progress: Progress) -> list[Row]:
+    """An engine against torch in bfloat16, or steps on quantkit's own kernels against the same. Raises InputError."""
     from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.timing import cuda as speed_cuda
 
-    if against.stream is None:
-        return []
-    return speed_cuda.run_engine(
-        model,
-        bundle,
-        against.stream.source,
-        worth.fitting(plan, model.capacity),
-        GpuDevice("cuda", dry=False),
-        progress=lambda share, words: progress.at("speed", share, words),
-    )
+    assert against.stream is not None
+    source, device = against.stream.source, GpuDevice("cuda", dry=False)
+
+    def tell(share: float, words: str) -> None:
+        progress.at("speed", share, words)
+
+    if engine is not None:
+        fitting = worth.fitting(plan, engine.capacity)
+        return speed_cuda.run_engine(engine, bundle, source, fitting, device, progress=tell)
+    rows, said = speed_cuda.run(bundle, source, plan, device, progress=tell)
+    if said:
+        progress.note(said)
+    return rows
 
 
 def batches_of(bundle: Bundle) -> list[int]:
