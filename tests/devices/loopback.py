@@ -23,7 +23,8 @@ from queue import SimpleQueue
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin:/sbin")
 ABSENT = "no sshd here: apt install openssh-server (nothing needs to be started)"
-_TINY = 'taskset -c 0 sh -c "ulimit -v 1048576; exec sh -c \\"\\$SSH_ORIGINAL_COMMAND\\""'
+# address space is what is limited, of which each of glibc's arenas takes 64 MiB that it does not use
+_TINY = 'MALLOC_ARENA_MAX=1 taskset -c 0 sh -c "ulimit -v 1048576; exec sh -c \\"\\$SSH_ORIGINAL_COMMAND\\""'
 
 
 class Wire:
