@@ -10,6 +10,8 @@ emulated core is a Cortex-A76, a Raspberry Pi 5's. Of each bundle:
     apart     the largest difference of outputs, Arm against x86, as a share of the largest output
     rounding  the same of x86 alone, what the runtime itself rounds: its products of 8-bit inputs against products in
               float32 (accuracy level 0); of a network, its fused kernels against each operator by itself
+    exact     the same of each side against the graph's own arithmetic, of a network with pairs: products of its codes
+              in float64, in which they are exact, by neither runtime
     kl        nats, of decoders: random tokens, scored by the same runner there and here
 
 Times are an emulator's: rows carry `emulated`, take part in no verdict, and none is printed here.
@@ -30,6 +32,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import numpy as np
+import onnx
+import torch
 from devices.local_link import LocalLink
 
 from quantkit import load, machine
@@ -166,20 +170,66 @@ def compared(link: LocalLink, work: Path, path: Path) -> dict[str, Any]:
     else:
         ids = np.random.default_rng(0).integers(0, 49_000, (_SEQUENCES, _TOKENS))
         np.savez(data, ids=ids)
-    arm, x86, exact = (work / f"{name}.npy" for name in ("arm", "x86", "exact"))
+    arm, x86, floats = (work / f"{name}.npy" for name in ("arm", "x86", "floats"))
     there(link, _OUTPUTS, graph, data, "-", arm)
     here = [sys.executable, "-c", _OUTPUTS]
     subprocess.run([*here, graph, data, "-", x86], check=True)
-    subprocess.run([*here, graph, data, "0", exact], check=True)
+    subprocess.run([*here, graph, data, "0", floats], check=True)
     ours, theirs = np.load(arm), np.load(x86)
     found: dict[str, Any] = {
         "bundle": path.name,
         "outputs": list(theirs.shape),
         "apart": apart(ours, theirs),
-        "rounding": apart(np.load(exact), theirs),
+        "rounding": apart(np.load(floats), theirs),
         "same_best": float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
     }
-    return found if network else found | scored(link, bundle, data)
+    if not network:
+        return found | scored(link, bundle, data)
+    wanted = evaluated(graph, dict(np.load(data)))
+    return found | {"exact_arm": apart(ours, wanted), "exact_x86": apart(theirs, wanted)}
+
+
+def evaluated(path: Path, feeds: dict[str, Any]) -> Any:
+    """The first output of a graph of convolutions and pairs, in float64."""
+    model = onnx.load(str(path)).graph
+    known = {each.name: torch.tensor(onnx.numpy_helper.to_array(each)) for each in model.initializer}
+    known |= {name: torch.tensor(array) for name, array in feeds.items()}
+    for node in model.node:
+        given = [known[name].double() if name else None for name in node.input]
+        how = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        known[node.output[0]] = _OPERATORS[node.op_type](how, *given)
+    return known[model.output[0].name].numpy()
+
+
+def _along(x: torch.Tensor, values: torch.Tensor | None, how: dict[str, Any]) -> torch.Tensor:
+    """Scales or zero points, one for each place of an axis."""
+    values = torch.zeros(()) if values is None else values
+    return values if values.dim() == 0 else values.reshape([-1] + [1] * (x.dim() - how.get("axis", 1) - 1))
+
+
+def _quantize(how: dict[str, Any], x: Any, scale: Any, zero: Any = None) -> torch.Tensor:
+    return (torch.round(x / _along(x, scale, how)) + _along(x, zero, how)).clamp(0, 255)
+
+
+def _dequantize(how: dict[str, Any], q: Any, scale: Any, zero: Any = None) -> torch.Tensor:
+    return (q - _along(q, zero, how)) * _along(q, scale, how)
+
+
+def _conv(how: dict[str, Any], x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    top, left, bottom, right = how["pads"]
+    x = torch.nn.functional.pad(x, (left, right, top, bottom))
+    return torch.nn.functional.conv2d(x, weight, bias, how["strides"], 0, how["dilations"], how["group"])
+
+
+_OPERATORS: dict[str, Any] = {
+    "QuantizeLinear": _quantize,
+    "DequantizeLinear": _dequantize,
+    "Conv": _conv,
+    "Add": lambda how, a, b: a + b,
+    "GlobalAveragePool": lambda how, x: x.mean((2, 3), keepdim=True),
+    "Squeeze": lambda how, x, axes: x.squeeze([int(axis) for axis in axes]),
+    "Gemm": lambda how, x, weight, bias: x @ (weight.T if how.get("transB") else weight) + bias,
+}
 
 
 def apart(one: Any, other: Any) -> float:

@@ -13,10 +13,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from quantkit import machine
+from quantkit.devices.job import SHAPES
 from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.clocks import Clocks
+from quantkit.measurement.timing.rounds import TimedPart, TimedRound
+from quantkit.measurement.timing.schedule import Turns, Visit
 
 # that a line holds: of a stretch of positions ten for each, of up to 25 bytes; of samples
 POSITIONS, NUMBERS = 1024, 40_000
@@ -128,6 +131,52 @@ class ShapeTimes(_Answer):
         """Refuse times that do not fit together. Raises InputError `answer-invalid`."""
         if set(self.seconds) != sides or not _fitting([*self.seconds.values()], self.rounds):
             raise invalid(where, "times that do not fit together")
+
+
+class PartTimes(_Answer):
+    """One shape in one round: see `measurement.timing.rounds.TimedPart`; `seconds` and `skipped` as in `ShapeTimes`."""
+
+    seconds: dict[Name, list[list[list[Taken]]]] = Field(default_factory=dict, max_length=2)
+    visit: Visit | None = None
+    skipped: Flag = ""
+
+
+class RoundTimes(_Answer):
+    """One round of two models: see `measurement.timing.rounds`.
+
+    Args:
+        parts: of each shape of the job.
+        took: seconds, with both loads.
+        before, after: clocks and temperature.
+    """
+
+    parts: tuple[PartTimes, ...] = Field(max_length=SHAPES)
+    took: Taken
+    before: Clocks = Clocks()
+    after: Clocks = Clocks()
+
+    @classmethod
+    def of(cls, found: TimedRound, before: Clocks, after: Clocks) -> RoundTimes:
+        """As it was taken; when each step began is not in it."""
+        parts = []
+        for part in found.parts:
+            times = {} if part.turns is None else {side: each.tolist() for side, each in part.turns.seconds.items()}
+            parts.append(PartTimes(seconds=times, visit=part.visit, skipped=part.skipped))
+        return cls(parts=tuple(parts), took=found.seconds, before=before, after=after)
+
+    def round(self, sides: set[str], where: str) -> TimedRound:
+        """The opposite of `of`. Raises InputError `answer-invalid`, its times do not fit together."""
+        parts = []
+        for part in self.parts:
+            blocks = len(next(iter(part.seconds.values()), ()))
+            if not part.skipped and not (
+                set(part.seconds) == sides and blocks and _fitting([*part.seconds.values()], (blocks,))
+            ):
+                raise invalid(where, "times that do not fit together")
+            times = {side: np.array(each) for side, each in part.seconds.items()}
+            turns = None if part.skipped else Turns(times, times, [], (blocks,))
+            parts.append(TimedPart(turns, part.visit, part.skipped))
+        return TimedRound(parts, self.took)
 
 
 class ProductTimes(_Answer):

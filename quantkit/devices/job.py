@@ -29,8 +29,10 @@ from quantkit.errors import InputError
 # bytes of one line; bytes of all lines of a job
 LINE, ANSWER = 1 << 20, 1 << 28
 _MANY = 10_000
-# how the cells of products begin
-LINEAR = "linear-"
+# that are timed in rounds: a round is a line
+SHAPES = 500
+# how the cells of products begin, and those of rounds
+LINEAR, ROUND = "linear-", "round-"
 _PLACE = re.compile(r"[A-Za-z0-9._/-]+")
 
 
@@ -117,7 +119,7 @@ class Measure(Closed):
 
 
 class Rounds(Closed):
-    """Raw times of two models that are loaded anew in every round: see `measurement.timing.rounds`.
+    """Raw times of two models that are loaded anew in every round: see `measurement.timing.rounds`. A round is a cell.
 
     Args:
         runtimes: of ours and of theirs.
@@ -127,7 +129,7 @@ class Rounds(Closed):
     ours: PlacedModel
     theirs: PlacedModel
     runtimes: tuple[str, str] = ("onnxruntime", "onnxruntime")
-    shapes: tuple[ShapeCell, ...] = Field(min_length=1, max_length=_MANY)
+    shapes: tuple[ShapeCell, ...] = Field(min_length=1, max_length=SHAPES)
     threads: Count | None = None
     seconds: Seconds = 60.0
     seed: int = 0

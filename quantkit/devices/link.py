@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -56,3 +58,8 @@ def carry(link: Link, name: str, files: Mapping[str, Path], progress: Report | N
     hashes = {place: sha256(path) for place, path in files.items()}
     link.put({hashes[place]: path for place, path in files.items()}, progress)
     return link.lay_out(name, hashes)
+
+
+def folder_of(name: str, files: Mapping[str, str]) -> str:
+    """What a folder of these files is called there, relative path -> sha256: others are another folder."""
+    return f"{name}-{hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()[:16]}"

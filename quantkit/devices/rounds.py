@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from quantkit.bundle import Bundle
 from quantkit.bundle.disk import walk
 from quantkit.devices import job as jobs
-from quantkit.devices.answers import MadeTokens, ShapeTimes, invalid
+from quantkit.devices.answers import MadeTokens, RoundTimes, invalid
 from quantkit.devices.asked.room import Ready, running, unasked
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
 from quantkit.measurement.timing.clocks import Between
-from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob, Taken
-from quantkit.measurement.timing.schedule import Turns
+from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, SIDES, RoundsJob, Taken, joined
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
@@ -67,16 +66,21 @@ class DeviceTimer:
                 answers.about.demand_times(self.device)
 
         found = CollectedCells.of(self._link, Job(work=work), Told(report), "speed", come)
-        taken = []
-        for shape, cell in zip(job.shapes, work.shapes, strict=True):
-            times: ShapeTimes = found.one(ShapeTimes, cell.cell)
-            if not times.skipped:
-                times.demand_whole({CANDIDATE, BASELINE}, f"{self.device}, {cell.cell}")
-            seconds = {side: np.array(each) for side, each in times.seconds.items()}
-            turns = None if times.skipped else Turns(seconds, seconds, [], times.rounds)
-            throttled = bool(Between.of(times.before, times.after, counted=True).throttled)
-            taken.append(Taken(shape, turns, times.skipped, throttled))
-        return taken
+        rounds: list[RoundTimes] = [found.one(RoundTimes, cell) for cell in found.cells if cell.startswith(jobs.ROUND)]
+        if not LEAST <= len(rounds) <= MOST:
+            raise invalid(self.device, f"{len(rounds)} rounds")
+        try:
+            taken = joined(job.shapes, [each.round({*SIDES}, self.device) for each in rounds])
+        except ValueError:
+            raise invalid(self.device, "rounds that do not fit together") from None
+        throttled = _throttled(rounds)
+        return [replace(each, throttled=throttled) for each in taken]
+
+
+def _throttled(rounds: Sequence[RoundTimes]) -> bool:
+    """Within a round, or by and by over all of them: a machine that started again in between counts anew."""
+    looks = [(each.before, each.after) for each in rounds] + [(rounds[0].before, rounds[-1].after)]
+    return any(Between.of(before, after, counted=True).throttled for before, after in looks)
 
 
 def generate_on(

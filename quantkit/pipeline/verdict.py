@@ -132,12 +132,14 @@ def context_of(folder: Path) -> int:
     """Tokens that a sequence of an exported model can have.
 
     Raises:
-        InputError: `gguf-unreadable`. MissingDependency: llama-cpp-python.
+        InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
     """
-    from quantkit.runtimes.llama_cpp.session import MODEL, LlamaModel
+    from quantkit.model.source.gguf.file import fields
+    from quantkit.runtimes.llama_cpp.session import MODEL
 
-    if (folder / MODEL).is_file():
-        return LlamaModel(folder).context
+    if (folder / MODEL).is_file():  # llama.cpp need not be here: a device may have it
+        stated = fields(folder / MODEL)
+        return int(stated.get(f"{stated.get('general.architecture')}.context_length", 4096))
     config = json.loads(limits.read(folder / "config.json"))
     names = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 4096)

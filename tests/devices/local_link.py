@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from quantkit.devices.job import ANSWER, At, Done, Failed, Found, Job, Note, parse
+from quantkit.devices.link import folder_of
+from quantkit.devices.sent import store
 from quantkit.devices.ssh.openssh import Lost
 from quantkit.devices.there.ledger import FILE
 from quantkit.errors import InputError
@@ -46,21 +48,19 @@ class LocalLink:
 
     def put(self, files: Mapping[str, Path], progress: Report | None = None) -> None:
         """See `link.Link`."""
-        store = self.workdir / "store"
-        store.mkdir(parents=True, exist_ok=True)
-        for digest, path in files.items():
-            if not (store / digest).is_file():
-                shutil.copyfile(path, store / f"{digest}.part")
-                (store / f"{digest}.part").rename(store / digest)
+        files_there = self.workdir / "store"
+        files_there.mkdir(parents=True, exist_ok=True)
+        sizes = {digest: path.stat().st_size for digest, path in files.items()}
+        for digest, there in store.have(self.workdir, {"files": sizes})["there"].items():
+            if there is not None:
+                shutil.copyfile(files[digest], files_there / f"{digest}.part")
+                (files_there / f"{digest}.part").rename(files_there / digest)
 
     def lay_out(self, name: str, files: Mapping[str, str]) -> str:
         """See `link.Link`."""
-        for place, digest in files.items():
-            goal = self.workdir / "bundles" / name / place
-            goal.parent.mkdir(parents=True, exist_ok=True)
-            if not goal.exists():  # no link: a bundle's check refuses a file with two names
-                shutil.copyfile(self.workdir / "store" / digest, goal)
-        return f"bundles/{name}"
+        folder = folder_of(name, files)
+        assert store.lay_out(self.workdir, {"name": folder, "files": files}) == {}
+        return f"bundles/{folder}"
 
     def start(self, job: Job) -> str:
         """See `link.Link`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import itertools
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,16 @@ from quantkit.devices.answers import DeviceFacts, dumped
 from quantkit.devices.job import Done, Found, Job, PlacedModel, Rounds, ShapeCell
 from quantkit.devices.rounds import DeviceTimer
 from quantkit.devices.there import times
+from quantkit.devices.there.ledger import Ledger
 from quantkit.errors import InputError
-from quantkit.measurement.timing.rounds import RoundsJob, Taken
+from quantkit.measurement.timing.rounds import LEAST, RoundsJob
+from quantkit.measurement.timing.schedule import Step
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.pipeline.compare.times import of_run
 
 FACTS: dict[str, Any] = {"id": "x", "name": "Cortex", "machine": "aarch64", "isa": "neon", "cores": 4}
-SIDE = [[[0.1], [0.1]]] * 6
-TIMES: dict[str, Any] = {"seconds": {"candidate": SIDE, "baseline": SIDE}, "rounds": [1] * 6, "skipped": ""}
+SIDE = [[[0.1], [0.1]]]
+PART: dict[str, Any] = {"seconds": {"candidate": SIDE, "baseline": SIDE}, "visit": {"burst": 1}, "skipped": ""}
 
 
 class Answering:
@@ -28,9 +31,10 @@ class Answering:
 
     name = "pi5"
 
-    def __init__(self, times: Mapping[str, Any], **facts: Any) -> None:
+    def __init__(self, rounds: Sequence[Mapping[str, Any]], **facts: Any) -> None:
         about = DeviceFacts(**FACTS, memory=1 << 30, versions={}, **facts)
-        self.lines = [Found(n=0, cell="about", rows=(dumped(about),)), Found(n=1, cell="decode-1-16", rows=(times,))]
+        self.lines = [Found(n=0, cell="about", rows=(dumped(about),))]
+        self.lines += [Found(n=n + 1, cell=f"round-{n}", rows=(dict(row),)) for n, row in enumerate(rounds)]
         self.heard: list[str] = []
 
     def put(self, files: Mapping[str, Path], progress: Any = None) -> None: ...
@@ -45,7 +49,7 @@ class Answering:
         for line in self.lines:
             self.heard.append(line.cell)
             yield line
-        yield Done(n=2)
+        yield Done(n=len(self.lines))
 
     def cancel(self, job: str) -> None: ...
 
@@ -57,9 +61,22 @@ def job(folder: Path) -> RoundsJob:
     return RoundsJob(str(folder / "a"), str(folder / "b"), [Shape("decode", 1, 16)], threads=1, seconds=1.0)
 
 
-@pytest.mark.parametrize(("after", "throttled"), [(3, False), (4, True)])
-def test_a_clock_that_was_lowered_is_said(tmp_path: Path, after: int, throttled: bool) -> None:
-    link = Answering({**TIMES, "before": {"throttles": 3}, "after": {"throttles": after}})
+def planted(throttles: Sequence[int] = (3,) * 7, **changed: Any) -> list[dict[str, Any]]:
+    """Six rounds of a shape, and how often the clock had been lowered at the ends of each."""
+    looks = [{"throttles": each} for each in throttles]
+    return [
+        {"parts": [PART], "took": 1.0, "before": before, "after": after, **changed}
+        for before, after in itertools.pairwise(looks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("throttles", "throttled"),
+    # the last: the machine has started again, and counts anew
+    [((3,) * 7, False), ((3, 3, 3, 3, 3, 3, 4), True), ((3, 4, 4, 4, 4, 4, 4), True), ((9, 9, 9, 9, 1, 2, 2), True)],
+)
+def test_a_clock_that_was_lowered_is_said(tmp_path: Path, throttles: Sequence[int], throttled: bool) -> None:
+    link = Answering(planted(throttles))
     taken = DeviceTimer(link)(job(tmp_path), lambda share, words: None)
     assert [each.throttled for each in taken] == [throttled]
     _, notes = of_run(taken, 0.05, device="pi5")
@@ -67,27 +84,80 @@ def test_a_clock_that_was_lowered_is_said(tmp_path: Path, after: int, throttled:
 
 
 def test_an_emulator_is_refused_before_its_times(tmp_path: Path) -> None:
-    link = Answering(TIMES, emulated=True)
+    link = Answering(planted(), emulated=True)
     with pytest.raises(InputError, match=r"\[emulated\] pi5: Cortex is a program"):
         DeviceTimer(link)(job(tmp_path), lambda share, words: None)
     assert link.heard == ["about"]
 
 
-def test_what_was_timed_before_the_device_started_again_is_not_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[Shape]] = []
+RAGGED = {"candidate": SIDE, "baseline": [[[0.1]]]}
+LONGER = {side: [[[0.1, 0.1], [0.1, 0.1]]] for side in ("candidate", "baseline")}
 
-    def take(loads: Any, shapes: list[Shape], **how: Any) -> list[Taken]:
-        asked.append(shapes)
-        return [Taken(each, skipped="out-of-memory") for each in shapes]
 
-    monkeypatch.setattr(times.raw, "take", take)
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        planted()[:5],
+        [*planted()] * 7,
+        planted(parts=[]),
+        planted(parts=[PART, PART]),
+        planted(parts=[{**PART, "seconds": {}}]),
+        planted(parts=[{**PART, "seconds": RAGGED}]),
+        planted(parts=[{**PART, "seconds": {"candidate": SIDE, "other": SIDE}}]),
+        # a burst of two after bursts of one
+        [*planted(), *planted(parts=[{**PART, "seconds": LONGER}])],
+    ],
+)
+def test_rounds_that_do_not_fit_together_are_refused(tmp_path: Path, rounds: list[dict[str, Any]]) -> None:
+    with pytest.raises(InputError, match="answer-invalid"):
+        DeviceTimer(Answering(rounds))(job(tmp_path), lambda share, words: None)
+
+
+def test_what_did_not_fit_in_one_round_has_no_times(tmp_path: Path) -> None:
+    rounds = [*planted(), *planted(parts=[{"skipped": "out-of-memory"}])]
+    (taken,) = DeviceTimer(Answering(rounds))(job(tmp_path), lambda share, words: None)
+    assert (taken.turns, taken.skipped) == (None, "out-of-memory")
+
+
+class Model:
+    """See `Timeable`: counts its loads."""
+
+    loads = 0
+
+    def __init__(self, *_: Any) -> None:
+        Model.loads += 1
+
+    def decode(self, batch: int, context: int) -> Step:
+        return lambda: 0.1
+
+
+def test_a_round_is_on_the_disk_before_the_next_begins_and_none_is_taken_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power goes off in the middle of the fourth."""
+    monkeypatch.setattr(times.speed, "opened", Model)
+    monkeypatch.setattr(times.speed, "demand_room", lambda paths: None)
     side = PlacedModel(place="bundles/x", subject="x", format="int4")
-    shapes = tuple(ShapeCell(kind="decode", batch=batch, size=16) for batch in (1, 2, 4))
-    work = Rounds(ours=side, theirs=side, shapes=shapes).model_dump(mode="json")
-    told: Any = SimpleNamespace(rows=[], at=lambda share, words: None)
-    told.row = told.rows.append
-    times.rounds({"work": work, "workdir": "/", "cells": {"about": [], "decode-2-16": []}}, told)
-    assert [row["cell"] for row in told.rows] == ["decode-1-16", "decode-4-16"]
-    assert asked == [[Shape("decode", 1, 16), Shape("decode", 4, 16)]]
-    times.rounds({"work": work, "workdir": "/", "cells": dict.fromkeys(shape.cell for shape in shapes)}, told)
-    assert len(asked) == 1
+    shapes = tuple(ShapeCell(kind="decode", batch=batch, size=16) for batch in (1, 2))
+    work = Rounds(ours=side, theirs=side, shapes=shapes, seconds=1e-3).model_dump(mode="json")
+    asked = {"work": work, "workdir": "/"}
+
+    def at(share: float, words: str) -> None:
+        if len(Ledger(tmp_path).cells) == 3 and words == "round 4, decode, batch 2, context 16":
+            raise KeyboardInterrupt
+
+    ledger = Ledger(tmp_path)
+    told: Any = SimpleNamespace(row=lambda row: ledger.found(row["cell"], row["rows"]), at=at)
+    with pytest.raises(KeyboardInterrupt):
+        times.rounds({**asked, "cells": {}}, told)
+    assert Model.loads == 2 * 4
+    before = Ledger(tmp_path).cells
+    told.at = lambda share, words: None
+    times.rounds({**asked, "cells": before}, told)
+    assert Model.loads == 2 * 4 + 2 * 3
+    after = Ledger(tmp_path).cells
+    assert list(after) == [f"round-{n}" for n in range(LEAST)]
+    assert {cell: after[cell] for cell in before} == before
+    # and of a job that was cut off behind its last, nothing is
+    times.rounds({**asked, "cells": after}, told)
+    assert Model.loads == 2 * 4 + 2 * 3

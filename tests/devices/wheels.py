@@ -26,9 +26,9 @@ def packed(name: str, folder: Path) -> Path:
     return wheel
 
 
-def runners(but: tuple[str, ...] = ()) -> Iterator[str]:
-    """What runs on a device, and what that needs: names of packages that are installed here."""
-    waiting, done = [name for name in NEEDED if name not in but], set[str]()
+def runners(but: tuple[str, ...] = (), more: tuple[str, ...] = ()) -> Iterator[str]:
+    """What runs on a device, more packages, and what they need: names of packages that are installed here."""
+    waiting, done = [*(name for name in NEEDED if name not in but), *more], set[str]()
     while waiting:
         name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
         if name in done:
@@ -49,7 +49,7 @@ def wheelhouse(folder: Path, but: tuple[str, ...] = ()) -> Path:
     return folder
 
 
-def small_python(folder: Path) -> Path:
+def small_python(folder: Path, more: tuple[str, ...] = ()) -> Path:
     """A Python that has `runners` and nothing else, torch least of all: links to what is installed here."""
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     site, base = folder / "lib" / version / "site-packages", Path(sys.base_prefix) / "bin"
@@ -57,7 +57,7 @@ def small_python(folder: Path) -> Path:
     (folder / "bin").mkdir()
     (folder / "bin/python").symlink_to(base / version)
     (folder / "pyvenv.cfg").write_text(f"home = {base}\n")
-    for name in runners():
+    for name in runners(more=more):
         found = importlib.metadata.distribution(name)
         for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
             (site / top).symlink_to(str(found.locate_file(top)))

@@ -165,6 +165,12 @@ def _converted(folder: Path) -> None:
     convert_gguf(folder / "model.gguf", folder / "out")
 
 
+def _metadata(folder: Path) -> None:
+    from quantkit.model.source.gguf.file import fields
+
+    fields(folder / "model.gguf")
+
+
 def _phi3(folder: Path) -> Path:
     """Of an architecture that transformers reads."""
     import gguf
@@ -476,6 +482,7 @@ TARGETS: tuple[Target, ...] = (
     Target("onnx", _onnx(external=False), mutate.of_bytes, _graph),
     Target("onnx-external", _onnx(external=True), mutate.of_bytes, _graph),
     Target("gguf", _gguf, mutate.of_bytes, _converted, slow=True),
+    Target("gguf-metadata", _gguf, mutate.of_bytes, _metadata),
     Target("gguf-transformers", _phi3, mutate.of_bytes, _converted, slow=True),
     Target("imatrix", _imatrix("i.gguf"), mutate.of_bytes, _importance("i.gguf")),
     Target("imatrix-dat", _imatrix("i.dat"), mutate.of_bytes, _importance("i.dat")),

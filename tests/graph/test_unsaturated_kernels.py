@@ -14,6 +14,7 @@ from quantkit.graph.pairs import placement, qdq
 from quantkit.graph.run import Runner
 from quantkit.graph.sites import sites
 from quantkit.model.to_onnx import write_onnx
+from quantkit.passes.rtn import Rtn
 from quantkit.passes.solvers.unsaturated import LIMIT
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -65,3 +66,27 @@ def test_signed_codes_are_as_exact_as_unsigned_ones(tmp_path: Path) -> None:
     assert np.array_equal(signed, unsigned)
     expected = Runner(model)({"x": x})["y"]
     assert np.linalg.norm(signed - expected) / np.linalg.norm(expected) < 0.02
+
+
+def test_no_code_is_one_that_arm_cannot_add_up(tmp_path: Path) -> None:
+    """(-128)(-128) twice is 2^15: the largest weights of each row are negative, and alike."""
+    torch.manual_seed(0)
+    loud = Loud().eval()
+    for parameter in loud.parameters():
+        parameter.data = -parameter.data.round(decimals=1)
+    write_onnx(loud, [torch.rand(2, 8, 10, 10)], tmp_path / "loud.onnx", inputs=["x"], outputs=["y"])
+    model = open_graph(tmp_path / "loud.onnx").model
+    x = np.random.default_rng(0).uniform(0.5, 1.0, (8, 8, 10, 10)).astype(np.float32)
+    found = sites(model)
+    named = {site.name: site for site in found}
+    place = placement.place(model, found, named)
+    ranges = solve.ranges(model, place, [{"x": x}], INPUTS)
+
+    def made(codes: dict[str, qdq.Codes]) -> object:
+        return qdq.insert(model, place, ranges, codes, named, weight_type="int8")
+
+    codes = solve.solved(model, made, found, [{"x": x}], WEIGHTS, ranges, place, passes={"rtn": Rtn.Settings()})
+    least = {site.name: int(codes[site.name].codes.min()) for site in found}
+    assert set(least.values()) == {-127}
+    products = [np.abs(codes[site.name].codes.astype(int)).max() * 128 * 2 for site in found]
+    assert max(products) < 1 << 15

@@ -21,7 +21,7 @@ OURS = {
     *("quantkit.report.kit.shell", "quantkit.runtimes.onnxruntime.session", "quantkit.tuning.answer"),
     # on a device, where nothing of ours is; and the programs that are sent there
     *("quantkit.devices.sent.jobs", "quantkit.devices.sent.store", "quantkit.devices.ssh.openssh"),
-    *("quantkit.devices.probed", "quantkit.devices.wheels"),
+    *("quantkit.devices.probed", "quantkit.devices.ssh.client", "quantkit.devices.wheels"),
     *("quantkit.tuning.placement.engine", "quantkit.tuning.placement.search", "quantkit.tuning.store"),
 }
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, RoundsJob, Taken, run, take
+from quantkit.measurement.timing.rounds import (
+    BASELINE,
+    CANDIDATE,
+    LEAST,
+    MOST,
+    RoundsJob,
+    Taken,
+    in_rounds,
+    joined,
+    run,
+    take,
+)
 from quantkit.measurement.timing.schedule import Array, Step, Turns
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.stats.deciding.decision import decide
@@ -100,6 +112,29 @@ def test_what_is_slower_is_found_by_the_test_of_every_night(slower: float, answe
     assert [each.groups for each in evidence] == [len(turns_of(each).rounds) for each in found], (
         "rounds are what is resampled"
     )
+
+
+@pytest.mark.parametrize(("refuses", "cut"), [("", 1), ("", 8), ("", 13), ("out-of-memory", 3)])
+def test_who_breaks_off_goes_on_with_the_next_round_as_if_nothing_had_been(refuses: str, cut: int) -> None:
+    def begun() -> tuple[Machine, dict[str, Callable[[], Side]]]:
+        machine = Machine()
+        loads = {side: machine.load(side, 0.01, refuses=refuses) for side in (CANDIDATE, BASELINE)}
+        return machine, loads
+
+    machine, loads = begun()
+    whole = [*in_rounds(loads, [STEP, PROMPT], seconds=50.0, clock=machine)]
+    other, loads = begun()
+    first = [*islice(in_rounds(loads, [STEP, PROMPT], seconds=50.0, clock=other), cut)]
+    # in another process, whose clock and whose machine are others
+    other.now = 0.0
+    rest = [*in_rounds(loads, [STEP, PROMPT], seconds=50.0, clock=other, done=first)]
+    assert len(first) + len(rest) == len(whole) > 13
+    assert other.loads == machine.loads
+    step, prompt = joined([STEP, PROMPT], [*first, *rest])
+    assert turns_of(step).order == [each for found in whole for each in found.parts[0].turns.order]  # type: ignore[union-attr]
+    assert prompt.skipped == refuses
+    # and what was settled in the first round stays
+    assert len({part.visit for found in (*first, *rest) for part in found.parts[:1]}) == 1
 
 
 def test_a_round_is_shorter_where_there_is_no_time_and_never_less_than_a_block() -> None:

@@ -16,6 +16,7 @@ from zoo import ids, tiny
 
 from quantkit.errors import InputError
 from quantkit.model.source.gguf import convert_gguf
+from quantkit.model.source.gguf.file import fields
 from quantkit.model.source.open import open_model
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -286,6 +287,25 @@ def test_super_blocks_are_decoded_as_llama_cpp_defines_them(
     read = open_model(str(folder)).weights.read("model.layers.0.mlp.down_proj.weight")[:9]
     assert np.abs(rows).max() > 0.1 and np.allclose(read.numpy(), rows, rtol=1e-6, atol=1e-7)
     assert json.loads((folder / "provenance.json").read_text())["was"] == f"gguf {was}"
+
+
+def test_metadata_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for kind in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "bool"):
+        getattr(writer, f"add_{kind}")(f"x.{kind}", 1)
+    writer.add_array("x.numbers", [1.5, 2.5])
+    writer.add_array("x.words", ["a", "é 日本"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    library = gguf.GGUFReader(path).fields.items()
+    assert fields(path) == {key: field.contents() for key, field in library if not key.startswith("GGUF.")}
+    assert fields(path)["x.words"] == ["a", "é 日本"]
+    path.write_bytes(path.read_bytes()[:400])
+    with pytest.raises(InputError, match="gguf-damaged"):
+        fields(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all, but long enough to look at"])

@@ -273,6 +273,27 @@ def test_two_bundles_are_timed_in_turns_there(made: Made, tmp_path: Path) -> Non
         assert {len(times) for times in each.turns.seconds.values()} == {sum(each.turns.rounds)}
 
 
+def test_a_comparison_that_was_cut_off_goes_on_with_the_round_that_is_missing(made: Made, tmp_path: Path) -> None:
+    class Heard(LocalLink):
+        def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
+            for line in super().follow(job, after):
+                if isinstance(line, Found) and line.cell.startswith("round-"):
+                    heard.setdefault(line.cell, []).append(line.rows)
+                yield line
+
+    heard: dict[str, list[Any]] = {}
+    job = RoundsJob(str(made.both / "onnx"), str(made.floating / "onnx"), [Shape("decode", 1, 16)], 1, seconds=0.2)
+    with pytest.raises(Stopped, match="device-gone"):
+        DeviceTimer(Cut(tmp_path, 3, ("round",)))(job, lambda share, words: None)
+    (kept,) = tmp_path.glob("jobs/*/rows.jsonl")
+    before = [line for line in kept.read_bytes().splitlines() if b'"round-' in line]
+    (taken,) = DeviceTimer(Heard(tmp_path, "pi5"))(job, lambda share, words: None)
+    assert taken.turns is not None
+    assert len(before) >= 4
+    assert len(heard) == len(taken.turns.rounds) == max(6, len(before))
+    assert [json.loads(line)["rows"] for line in before] == [[*found[0]] for found in heard.values()][: len(before)]
+
+
 def test_an_emulator_s_times_are_in_no_verdict(made: Made, copied: Copy) -> None:
     manifest = copied(made.both).manifest
     device = {"id": "cpu-1", "kind": "cpu", "name": "aarch64", "on": "qemu", "machine": "aarch64"}

@@ -18,6 +18,7 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters.gguf.exporter import EXPORT
 from quantkit.exporters.values import Values
 from quantkit.runtimes import load_runtime
+from quantkit.runtimes.llama_cpp.words import words_of
 from quantkit.scheme import WeightScheme
 
 needed = pytest.mark.skipif(
@@ -109,6 +110,30 @@ def test_its_tokenizer_is_the_models(written: dict[str, tuple[Path, Values]], me
     assert 257 in words.ends
     with pytest.raises(InputError, match="no-chat-template"):
         words.chat("hello")
+
+
+def test_its_tokenizer_is_the_models_where_llama_cpp_is_not_here(
+    written: dict[str, tuple[Path, Values]], merging_tokenizer: Any
+) -> None:
+    words = words_of(written["float32"][0] / "gguf" / "model.gguf")
+    for text in ("Hello, the world 12", "Grüße 日本"):
+        assert words.encode(text) == merging_tokenizer(text)["input_ids"]
+        assert words.encode(text, special=False) == merging_tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert words.decode(words.encode(text)) == text
+    assert words.ends == {257}
+    with pytest.raises(InputError, match="no-chat-template"):
+        words.chat("hello")
+
+
+@needed
+def test_both_tokenizers_are_one(written: dict[str, tuple[Path, Values]]) -> None:
+    from quantkit.runtimes.llama_cpp.library import Vocabulary
+
+    path = written["float32"][0] / "gguf" / "model.gguf"
+    ours, theirs = words_of(path), Vocabulary(path)
+    assert ours.ends == theirs.ends
+    for text in ("Hello, the world 12", "Grüße 日本", "a</s>b"):
+        assert ours.encode(text) == theirs.encode(text)
 
 
 @needed

@@ -85,7 +85,7 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     _mend(folder / "rows.jsonl")
     (folder / "job.json").write_text(asked["text"])
     (folder / "lease").touch()
-    said = {"job": asked["job"], "who": asked["who"], "what": asked["what"], "since": time.time()}
+    said = {each: asked[each] for each in ("job", "who", "client", "what")} | {"since": time.time()}
     for each in (lock, machine):
         if each is not None:
             each.truncate(0)

@@ -7,6 +7,7 @@ import contextlib
 import getpass
 import hashlib
 import json
+import re
 import socket
 import threading
 from collections.abc import Generator, Iterator, Mapping
@@ -15,10 +16,13 @@ from typing import IO, Any
 
 from quantkit.bundle import stopping_when_full
 from quantkit.devices.job import ANSWER, LINE, At, Done, Failed, Found, Job, Note, parse
+from quantkit.devices.link import folder_of
+from quantkit.devices.ssh.client import client, is_gone
 from quantkit.devices.ssh.openssh import Lost, OpenSSH, again, source
 from quantkit.errors import InputError, QuantkitError
 from quantkit.runtimes.child import Report
 
+_JOB = re.compile(r"[0-9a-f]{24}")
 _CHUNK = 1 << 18
 # of the free disk: what is left to the device
 _SPARE = 64 << 20
@@ -130,8 +134,7 @@ class SSHLink:
 
     def lay_out(self, name: str, files: Mapping[str, str]) -> str:
         """See `Link`."""
-        place = hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()[:16]
-        folder = f"{name}-{place}"
+        folder = folder_of(name, files)
         self._ask("store", "lay_out", name=folder, files=dict(files), seconds=3600)
         return f"bundles/{folder}"
 
@@ -160,21 +163,30 @@ class SSHLink:
         return made
 
     def _begin(self, name: str) -> None:
+        found = self._started(name)
+        holder = found.get("holder")
+        if isinstance(holder, dict) and _JOB.fullmatch(str(holder.get("job"))) and is_gone(holder.get("client")):
+            # of a command that was killed here: nobody listens to it any more; what it answered stays
+            self.cancel(holder["job"])
+            found = self._started(name)
+        if found.get("state") not in ("started", "running", "ended"):
+            raise busy(self.name, found.get("holder"))
+
+    def _started(self, name: str) -> dict[str, Any]:
         job = self._jobs[name]
-        found = self._ask(
+        return self._ask(
             "jobs",
             "start",
             job=name,
             text=job.text(),
             what=job.work.kind,
             who=f"{getpass.getuser()}@{socket.gethostname()}",
+            client=client(),
             wheels=list(self._wheels),
             lease=self._lease,
             module="quantkit.devices.there",
             program=source("jobs"),
         )
-        if found.get("state") not in ("started", "running", "ended"):
-            raise busy(self.name, found.get("holder"))
 
     def follow(self, job: str, after: int = 0) -> Generator[At | Note | Found | Failed | Done]:
         """See `Link`. A job that is done is forgotten there: asked again, it is done again.

@@ -38,7 +38,7 @@ def night(data: Mapping[str, Any], caller: child.Caller) -> None:
         return model.prefill(work.batch, min(_TOKENS, context))
 
     # what was answered before this process began is not done again; the rounds that are left are others
-    cells = [cell for cell in data["cells"] if cell.startswith("round-")]
+    cells = [cell for cell in data["cells"] if cell.startswith(jobs.ROUND)]
     done, left = len(cells), work.rounds - len(cells)
     if not left:
         return
@@ -54,7 +54,7 @@ def night(data: Mapping[str, Any], caller: child.Caller) -> None:
     )
     for row in measure(task, load, of_cpu):
         if "turns" in row:
-            caller.row({"cell": f"round-{done}", "rows": [{**row, "round": done}]})
+            caller.row({"cell": f"{jobs.ROUND}{done}", "rows": [{**row, "round": done}]})
             done += 1
             caller.at(done / work.rounds, f"round {done} of {work.rounds}")
         else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantkit import machine
 from quantkit.devices import job as jobs
-from quantkit.devices.answers import CeilingSamples, Footprints, ShapeTimes, SideCosts, dumped
+from quantkit.devices.answers import CeilingSamples, Footprints, RoundTimes, ShapeTimes, SideCosts, dumped, read
 from quantkit.devices.there.gpu import EngineTimes
 from quantkit.errors import InputError
 from quantkit.measurement.operators import ceilings
@@ -76,35 +76,26 @@ class _ProcessorTimes:
 
 
 def rounds(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """Cells: one for each shape, after the last of the rounds, in which all of them have their turn."""
+    """Cells: one for each round, with all shapes: what it says is of one load of each side, and whole or not at all."""
     work, workdir = jobs.Rounds.model_validate(data["work"]), Path(data["workdir"])
-    left = [shape for shape in work.shapes if shape.cell not in data["cells"]]
-    if not left:
-        return
     threads = work.threads or machine.cores()
     paths = [str(workdir / side.place) for side in (work.ours, work.theirs)]
     speed.demand_room([*map(Path, paths)])
     samples = speed.samples_of(str(workdir / work.samples.place) if work.samples else None)
     loads = {
         side: partial(speed.opened, path, samples, threads, runtime)
-        for side, path, runtime in zip((raw.CANDIDATE, raw.BASELINE), paths, work.runtimes, strict=True)
+        for side, path, runtime in zip(raw.SIDES, paths, work.runtimes, strict=True)
     }
-    shapes = [Shape(**shape.model_dump()) for shape in left]
+    shapes = [Shape(**shape.model_dump()) for shape in work.shapes]
+    # what was answered before this process began is not done again
+    done = [read(RoundTimes, rows[0], cell) for cell, rows in data["cells"].items() if cell.startswith(jobs.ROUND)]
+    kept = [each.round({*raw.SIDES}, jobs.ROUND) for each in done]
+    how: dict[str, Any] = {"seconds": work.seconds, "seed": work.seed, "progress": caller.at}
     before = of_cpu()
-    taken = raw.take(
-        loads, shapes, seconds=work.seconds * len(left) / len(work.shapes), seed=work.seed, progress=caller.at
-    )
-    for shape, each in zip(left, taken, strict=True):
-        turns = each.turns
-        times = {} if turns is None else {side: found.tolist() for side, found in turns.seconds.items()}
-        found = ShapeTimes(
-            seconds=times,
-            rounds=() if turns is None else turns.rounds,
-            skipped=each.skipped,
-            before=before,
-            after=of_cpu(),
-        )
-        caller.row({"cell": shape.cell, "rows": [dumped(found)]})
+    for number, found in enumerate(raw.in_rounds(loads, shapes, done=kept, **how), len(done)):
+        after = of_cpu()
+        caller.row({"cell": f"{jobs.ROUND}{number}", "rows": [dumped(RoundTimes.of(found, before, after))]})
+        before = after
 
 
 def memory(work: jobs.Measure, workdir: Path) -> Footprints:

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
 
 Array = NDArray[Any]
+# Arm kernels of convolutions add two products of signed bytes up in 16 bits, into which two times (-128)(-128) does not
+# fit: 2^15 becomes -2^15, and an input at the low end of its range is that byte (microsoft/onnxruntime#31573). The
+# largest weight of a row, at 127.5 scales, is as far from -127 as from -128
+LOWEST = -127
 Report = Callable[[float, str], None]
 Keep = Callable[[str, Codes, Sequence[Decision]], None]
 # rows of a Hessian from one batch at most: evenly spaced, they say as much
@@ -250,7 +254,8 @@ def _with_bias(site: Site, seen: Seen, tensor: QuantTensor, own: Range | None) -
     code, scale = tensor.codes.numpy(), tensor.scale.float().reshape(-1).numpy()
     raised = fits(scale, bias, own)
     tiny = raised > scale
-    code = np.where(tiny[:, None], np.rint(code * (scale / raised)[:, None]), code).astype(np.int8)
+    code = np.where(tiny[:, None], np.rint(code * (scale / raised)[:, None]), code)
+    code = np.maximum(code, LOWEST).astype(np.int8)
     made = Codes(code, raised.astype(np.float32), bias)
     if site.node.op_type == "MatMul":
         return made

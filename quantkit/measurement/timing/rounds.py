@@ -3,13 +3,13 @@
 Which was loaded first, and where a load lies in memory, makes a difference that lasts as long as the load does, and no
 repetition within it shows that. So a round loads both, in an order that is drawn, and visits every shape in a few
 blocks (`timing.schedule`); there are `LEAST` rounds at least, and more while there is time. All of it happens in a
-process of its own.
+process of its own. A round is whole by itself: whoever has kept the ones before goes on with the next.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from quantkit.stats.deciding.slowdown import BLOCKS
 
 # rounds: fewer are no sample of loads (`stats.abba` resamples rounds from six on); more say little that is new
 LEAST, MOST = 6, 40
-CANDIDATE, BASELINE = "candidate", "baseline"
+SIDES = CANDIDATE, BASELINE = "candidate", "baseline"
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,34 @@ class Taken:
         return cls(Shape(**data["shape"]), turns, data["skipped"])
 
 
+@dataclass(frozen=True)
+class TimedPart:
+    """One shape in one round.
+
+    Args:
+        turns: of `CANDIDATE` and `BASELINE`; None where it does not fit.
+        visit: how they were laid out.
+        skipped: as `Taken` has it.
+    """
+
+    turns: Turns | None = None
+    visit: Visit | None = None
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class TimedRound:
+    """One round.
+
+    Args:
+        parts: of each shape, in their order.
+        seconds: that it took, with both loads.
+    """
+
+    parts: Sequence[TimedPart]
+    seconds: float
+
+
 def run(job: RoundsJob, progress: Report | None = None) -> list[Taken]:
     """Time both, in a process of their own.
 
@@ -95,56 +123,80 @@ def run(job: RoundsJob, progress: Report | None = None) -> list[Taken]:
     return [Taken.read(row) for row in child.run(_time, asdict(job), progress, remedy=remedy)]
 
 
-def take(
+def take(loads: Mapping[str, Callable[[], Timeable]], shapes: Sequence[Shape], **how: Any) -> list[Taken]:
+    """Time what functions load; see the module, and `in_rounds` for how."""
+    return joined(shapes, [*in_rounds(loads, shapes, **how)])
+
+
+def joined(shapes: Sequence[Shape], rounds: Sequence[TimedRound]) -> list[Taken]:
+    """What all rounds say of each shape: one that did not fit into one of them has no times."""
+    taken = []
+    for shape, parts in zip(shapes, zip(*(each.parts for each in rounds), strict=True), strict=True):
+        skipped = next((part.skipped for part in parts if part.skipped), "")
+        turns = None if skipped else Turns.joined([part.turns for part in parts if part.turns is not None])
+        taken.append(Taken(shape, turns, skipped))
+    return taken
+
+
+def in_rounds(
     loads: Mapping[str, Callable[[], Timeable]],
     shapes: Sequence[Shape],
     *,
     seconds: float,
     seed: int = 0,
+    done: Sequence[TimedRound] = (),
     progress: Report | None = None,
     clock: Clock = time.perf_counter,
-) -> list[Taken]:
-    """Time what functions load; see the module.
+) -> Iterator[TimedRound]:
+    """The rounds, one by one, each as soon as it is whole.
 
     Args:
         loads: side -> what loads it anew.
         seconds: after which no further round begins that would not end in time.
         seed: of every order that is drawn.
+        done: the first rounds, where they have been taken before: neither their time nor their layout is begun anew.
         progress: told the share that is done, and what is being done.
         clock: seconds, rising.
     """
-    generator = np.random.default_rng(seed)
-    timings = [_Timing(shape) for shape in shapes]
-    start = clock()
-    turn, last = 0, 0.0
-    while turn < LEAST or (turn < MOST and clock() + last < start + seconds):
+    timings = [_Timing(shape, [each.parts[i] for each in done]) for i, shape in enumerate(shapes)]
+    turn, last = len(done), done[-1].seconds if done else 0.0
+    spent = sum(each.seconds for each in done)
+    while turn < LEAST or (turn < MOST and spent + last < seconds):
         began = clock()
+        # of each round its own: what a round draws does not go by whether somebody broke off before it
+        generator = np.random.default_rng((seed, turn))
         drawn = [[*loads][number] for number in generator.permutation(len(loads))]
         loaded = {side: loads[side]() for side in drawn}
         models = {side: loaded.pop(side) for side in loads}
+        parts = []
         for i, timing in enumerate(timings):
             if progress is not None:
-                rounds, spent = (turn + i / len(timings)) / LEAST, (clock() - start) / seconds
-                progress(min(rounds, spent, 1.0), f"round {turn + 1}, {timing.shape.words}")
-            if not timing.skipped:
-                timing.round(models, seconds / LEAST / len(timings), generator, clock)
+                rounds, passed = (turn + i / len(timings)) / LEAST, (spent + clock() - began) / seconds
+                progress(min(rounds, passed, 1.0), f"round {turn + 1}, {timing.shape.words}")
+            parts.append(timing.round(models, seconds / LEAST / len(timings), generator, clock))
         models.clear()
-        turn, last = turn + 1, clock() - began
-    return [timing.taken() for timing in timings]
+        last = clock() - began
+        turn, spent = turn + 1, spent + last
+        yield TimedRound(parts, last)
 
 
 class _Timing:
     """One shape as it is timed; how its rounds are laid out is settled in the first."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, done: Sequence[TimedPart]) -> None:
         self.shape = shape
-        self.skipped = ""
+        self.skipped = next((part.skipped for part in done if part.skipped), "")
         self.visit: Visit | None = None
         self.blocks = 0
-        self.parts: list[Turns] = []
+        if done and done[0].turns is not None:
+            self.visit, (self.blocks,) = done[0].visit, done[0].turns.rounds
 
-    def round(self, models: Mapping[str, Timeable], share: float, generator: np.random.Generator, clock: Clock) -> None:
-        """At most `BLOCKS` blocks, fewer where they would take longer than `share` seconds."""
+    def round(
+        self, models: Mapping[str, Timeable], share: float, generator: np.random.Generator, clock: Clock
+    ) -> TimedPart:
+        """At most `BLOCKS` blocks, fewer where they would take longer than `share` seconds; none of what is skipped."""
+        if self.skipped:
+            return TimedPart(skipped=self.skipped)
         try:
             steps = {side: self.shape.step(model) for side, model in models.items()}
             seconds = [warm(step, clock) for step in steps.values()]
@@ -152,24 +204,19 @@ class _Timing:
             if problem.code not in TOO_LARGE:
                 raise
             self.skipped = problem.code
-            return
+            return TimedPart(skipped=self.skipped)
         if self.visit is None:
             self.visit = Visit.fitting(max(seconds), runs=runs_of(max(seconds)))
             self.blocks = min(max(int(share / self.visit.block(seconds)), 1), BLOCKS)
-        self.parts.append(
-            interleave(
-                steps,
-                blocks=(self.blocks, self.blocks),
-                seconds=0.0,
-                generator=generator,
-                visit=self.visit,
-                clock=clock,
-            )
+        turns = interleave(
+            steps,
+            blocks=(self.blocks, self.blocks),
+            seconds=0.0,
+            generator=generator,
+            visit=self.visit,
+            clock=clock,
         )
-
-    def taken(self) -> Taken:
-        """What was found of it."""
-        return Taken(self.shape, None if self.skipped else Turns.joined(self.parts), self.skipped)
+        return TimedPart(turns, self.visit)
 
 
 def _time(data: Mapping[str, Any], caller: child.Caller) -> None:

@@ -15,7 +15,8 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.runtimes import text
 
 _TEMPLATE = "tokenizer.chat_template"
-_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p"}
+# how the makers of a model sample: their name -> ours
+SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p"}
 # how threads wait for one another, read once when the OpenMP library is loaded: how often one looks before it sleeps
 _WAITS = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "10000"}
 
@@ -175,5 +176,5 @@ class Vocabulary:
     @cached_property
     def generation(self) -> dict[str, Any]:
         """How the model's makers sample."""
-        found = {ours: self._loaded.said(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
+        found = {ours: self._loaded.said(f"general.sampling.{theirs}") for theirs, ours in SAMPLING.items()}
         return {key: float(value) for key, value in found.items() if value is not None}

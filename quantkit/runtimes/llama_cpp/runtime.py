@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit import machine
 from quantkit.bundle import Bundle
@@ -12,6 +12,9 @@ from quantkit.errors import InputError
 from quantkit.runtimes import Runtime
 from quantkit.runtimes.llama_cpp.library import Vocabulary
 from quantkit.runtimes.llama_cpp.session import FOLDER, MODEL, LlamaModel
+
+if TYPE_CHECKING:
+    from quantkit.runtimes.generate import TextTokens
 
 __all__ = ["RUNTIME", "LlamaCpp"]
 
@@ -58,9 +61,12 @@ class LlamaCpp(Runtime):
         """
         return LlamaModel(self.checked(bundle), **settings)
 
-    def tokenizer(self, bundle: Bundle) -> Vocabulary:
-        """Of the file itself, as llama.cpp reads it."""
-        return Vocabulary(self.folder(bundle) / MODEL)
+    def tokenizer(self, bundle: Bundle) -> TextTokens:
+        """Of the file itself, as llama.cpp reads it, or as we do where it is a device that has llama.cpp."""
+        from quantkit.runtimes.llama_cpp.words import words_of
+
+        path = self.folder(bundle) / MODEL
+        return words_of(path) if self.why_not_here() else Vocabulary(path)
 
 
 RUNTIME = LlamaCpp()

@@ -6,11 +6,14 @@ import math
 import mmap
 import struct
 from pathlib import Path
+from typing import Any
 
-from quantkit.errors import MissingDependency
+from quantkit.errors import MissingDependency, reading
+from quantkit.model.source.gguf.parts import damaged
 
 # GGUF's kinds of values: bytes of those of a fixed size, texts, arrays
 _FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
 _DIMENSIONS = 4
 _VERSIONS = (2, 3)
@@ -109,3 +112,35 @@ def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
                 raise ValueError(f"{name[:100]}: {where}")
             wanted += -(-size // alignment) * alignment
         return {name: (shape, kind) for name, shape, kind, _, _ in found}
+
+
+def fields(path: Path) -> dict[str, Any]:
+    """A file's metadata, without the library: its reader takes seconds where a vocabulary is large.
+
+    Raises:
+        InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
+    """
+    where = str(path)
+    with reading(lambda said: damaged(where, said)):
+        demand_lengths(path)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            at = 8  # behind magic and version
+
+            def take(form: str) -> tuple[Any, ...]:
+                nonlocal at
+                found = struct.unpack_from(f"<{form}", data, at)
+                at += struct.calcsize(f"<{form}")
+                return found
+
+            def text() -> str:
+                (length,) = take("Q")
+                return bytes(*take(f"{length}s")).decode()
+
+            def value(kind: int) -> Any:
+                if kind == _ARRAY:
+                    inner, count = take("IQ")
+                    return [text() for _ in range(count)] if inner == _STRING else [*take(f"{count}{_FORMS[inner]}")]
+                return text() if kind == _STRING else take(_FORMS[kind])[0]
+
+            _, count = take("QQ")
+            return {text(): value(*take("I")) for _ in range(count)}

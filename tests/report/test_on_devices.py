@@ -1,0 +1,86 @@
+"""The page of a bundle that was measured on this machine and on two devices: a tab and a verdict each, one picture."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantkit.bundle import Verdict
+from quantkit.report.bundle.page import page
+from quantkit.report.on_devices import HERE, DeviceRows, tabs, together
+from report.reached import DEVICES, on_devices, there
+from report.timed import BATCHES, judged
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def test_each_device_has_a_tab_and_a_verdict_of_its_own() -> None:
+    manifest, rows, devices = on_devices()
+    found = page(manifest, rows, [], devices=devices)
+    assert re.findall(r"<summary>(pi5|box)</summary>", found) == ["pi5", "box"]
+    assert found.count('name="devices"') == 2
+    # this machine's at the top, the others' in their tabs
+    answers = ["Ship it up to batch 8.", "Ship it up to batch 4.", "Ship it up to batch 16."]
+    places = [found.index(answer, found.index("<body")) for answer in answers]
+    assert places == sorted(places)
+    for name, (processor, machine, isa, *_) in DEVICES.items():
+        assert f"{processor}, {machine}, {isa}" in found, name
+
+
+def test_a_tab_says_what_its_device_met() -> None:
+    flagged = [row.model_copy(update={"flags": ["throttled"]}) for row in there("pi5")]
+    emulated = [row.model_copy(update={"flags": ["emulated"]}) for row in there("box")]
+    hot, program = tabs(
+        judged(), [DeviceRows("pi5", flagged, Verdict(answer="ship")), DeviceRows("qemu", emulated, None)]
+    )
+    assert any("lowered its clock" in each for each in hot.cautions)
+    assert (program.answer, program.because) == ("No verdict", ["its times are an emulator's"])
+    assert any("emulator" in each for each in program.cautions)
+
+
+def test_one_picture_shows_all_by_batch() -> None:
+    manifest, rows, devices = on_devices()
+    (section,) = together(manifest, rows, devices)
+    assert len(section.panels) == 2
+    for panel, what in zip(section.panels, ("Speed-up", "Tax"), strict=True):
+        assert panel.title.startswith(what)
+        assert panel.alt.endswith("against batch, of here, pi5 and box")
+    assert section.sheet is not None
+    names = [line[0] for line in section.sheet.rows]
+    assert names == [name for name in (HERE, *DEVICES) for _ in BATCHES]
+    speed = {(line[0], line[1]): line[2] for line in section.sheet.rows}
+    assert (speed[HERE, "1"], speed["pi5", "1"], speed["box", "1"]) == ("2.40×", "2.00×", "3.00×")
+    # of one alone there is nothing to compare
+    assert together(manifest, rows, []) == []
+    assert together(manifest, [], devices[:1]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_tabs_in_a_browser(tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    manifest, rows, devices = on_devices()
+    path, said = tmp_path / "report.html", []
+    path.write_text(page(manifest, rows, [], devices=devices), encoding="utf-8")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        shown = browser.new_page(viewport={"width": 1200, "height": 900})
+        shown.on("console", lambda message: said.append(message.text))
+        shown.on("pageerror", lambda error: said.append(str(error)))
+        shown.goto(path.as_uri())
+        pi5, box = (shown.locator("#devices details", has_text=name).first for name in ("Cortex-A76", "EPYC"))
+        # one at a time, side by side, and what was folded is drawn
+        assert pi5.get_by_text("Ship it up to batch 4.").is_visible()
+        assert not box.get_by_text("Ship it up to batch 16.").is_visible()
+        box.locator("summary", has_text="box").first.click()
+        assert box.get_by_text("Ship it up to batch 16.").is_visible()
+        assert not pi5.get_by_text("Ship it up to batch 4.").is_visible()
+        box.locator(".plot svg").first.wait_for()
+        shown.set_viewport_size({"width": 400, "height": 800})
+        assert shown.evaluate("document.documentElement.scrollWidth") == 400
+        browser.close()
+    assert said == []
