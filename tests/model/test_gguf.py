@@ -303,7 +303,7 @@ def test_metadata_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
     library = gguf.GGUFReader(path).fields.items()
     assert fields(path) == {key: field.contents() for key, field in library if not key.startswith("GGUF.")}
     assert fields(path)["x.words"] == ["a", "é 日本"]
-    path.write_bytes(path.read_bytes()[:400])
+    path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(InputError, match="gguf-damaged"):
         fields(path)
 
