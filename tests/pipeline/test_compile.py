@@ -351,8 +351,8 @@ def test_a_transform_of_scope_model_is_exact_and_exported(
 
     plain = module.prepare
 
-    def reordered(request: Request):  # type: ignore[no-untyped-def]
-        prepared = plain(request)
+    def reordered(request: Request, **how: bool):  # type: ignore[no-untyped-def]
+        prepared = plain(request, **how)
         assert isinstance(prepared.stream, StreamedModel)
         prepared.stream.transforms.append(Reorder())
         return prepared
