@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,21 +41,32 @@ class Loud(nn.Module):
         return self.head(x.mean(dim=(2, 3)))
 
 
+class Ranged:
+    """A `Loud` as a graph, with the ranges that its inputs have on `x`, 8 samples."""
+
+    def __init__(self, loud: Loud, path: Path) -> None:
+        write_onnx(loud.eval(), [torch.rand(2, 8, 10, 10)], path, inputs=["x"], outputs=["y"])
+        self.model = open_graph(path).model
+        self.x = {"x": np.random.default_rng(0).uniform(0.5, 1.0, (8, 8, 10, 10)).astype(np.float32)}
+        self.found = sites(self.model)
+        self.named = {site.name: site for site in self.found}
+        self.place = placement.place(self.model, self.found, self.named)
+        self.ranges = solve.ranges(self.model, self.place, [self.x], INPUTS)
+
+    def made(self, codes: dict[str, qdq.Codes], kind: qdq.WeightType = "int8") -> Any:
+        """The graph with these codes."""
+        return qdq.insert(self.model, self.place, self.ranges, codes, self.named, weight_type=kind)
+
+    def solved(self, **how: Any) -> dict[str, qdq.Codes]:
+        """Codes of all sites; `how` as in `solve.solved`."""
+        return solve.solved(self.model, self.made, self.found, [self.x], WEIGHTS, self.ranges, self.place, **how)
+
+
 def test_signed_codes_are_as_exact_as_unsigned_ones(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    write_onnx(Loud().eval(), [torch.rand(2, 8, 10, 10)], tmp_path / "loud.onnx", inputs=["x"], outputs=["y"])
-    model = open_graph(tmp_path / "loud.onnx").model
-    x = np.random.default_rng(0).uniform(0.5, 1.0, (8, 8, 10, 10)).astype(np.float32)
-    found = sites(model)
-    named = {site.name: site for site in found}
-    place = placement.place(model, found, named)
-    ranges = solve.ranges(model, place, [{"x": x}], INPUTS)
-
-    def made(codes: dict[str, qdq.Codes], kind: qdq.WeightType = "int8") -> object:
-        return qdq.insert(model, place, ranges, codes, named, weight_type=kind)
-
-    codes = solve.solved(model, made, found, [{"x": x}], WEIGHTS, ranges, place, unsaturated=True)
-    for site in found:
+    given = Ranged(Loud(), tmp_path / "loud.onnx")
+    codes = given.solved(unsaturated=True)
+    for site in given.found:
         other = solve.neighbours(site)
         assert (other is None) == site.depthwise
         if other is not None:
@@ -62,31 +74,19 @@ def test_signed_codes_are_as_exact_as_unsigned_ones(tmp_path: Path) -> None:
             beside = np.where(np.arange(mine.shape[1]) == other.numpy(), 0, mine[:, other.numpy()])
             assert np.maximum(mine, 0).max() <= LIMIT
             assert (np.maximum(mine, 0) + np.maximum(beside, 0)).max() <= LIMIT
-    signed, unsigned = (Runner(made(codes, kind))({"x": x})["y"] for kind in ("int8", "uint8"))
+    signed, unsigned = (Runner(given.made(codes, kind))(given.x)["y"] for kind in ("int8", "uint8"))
     assert np.array_equal(signed, unsigned)
-    expected = Runner(model)({"x": x})["y"]
+    expected = Runner(given.model)(given.x)["y"]
     assert np.linalg.norm(signed - expected) / np.linalg.norm(expected) < 0.02
 
 
 def test_no_code_is_one_that_arm_cannot_add_up(tmp_path: Path) -> None:
     """(-128)(-128) twice is 2^15: the largest weights of each row are negative, and alike."""
     torch.manual_seed(0)
-    loud = Loud().eval()
+    loud = Loud()
     for parameter in loud.parameters():
         parameter.data = -parameter.data.round(decimals=1)
-    write_onnx(loud, [torch.rand(2, 8, 10, 10)], tmp_path / "loud.onnx", inputs=["x"], outputs=["y"])
-    model = open_graph(tmp_path / "loud.onnx").model
-    x = np.random.default_rng(0).uniform(0.5, 1.0, (8, 8, 10, 10)).astype(np.float32)
-    found = sites(model)
-    named = {site.name: site for site in found}
-    place = placement.place(model, found, named)
-    ranges = solve.ranges(model, place, [{"x": x}], INPUTS)
-
-    def made(codes: dict[str, qdq.Codes]) -> object:
-        return qdq.insert(model, place, ranges, codes, named, weight_type="int8")
-
-    codes = solve.solved(model, made, found, [{"x": x}], WEIGHTS, ranges, place, passes={"rtn": Rtn.Settings()})
-    least = {site.name: int(codes[site.name].codes.min()) for site in found}
-    assert set(least.values()) == {-127}
-    products = [np.abs(codes[site.name].codes.astype(int)).max() * 128 * 2 for site in found]
-    assert max(products) < 1 << 15
+    given = Ranged(loud, tmp_path / "loud.onnx")
+    codes = given.solved(passes={"rtn": Rtn.Settings()})
+    assert {int(codes[site.name].codes.min()) for site in given.found} == {-127}
+    assert max(np.abs(each.codes.astype(int)).max() for each in codes.values()) * 128 * 2 < 1 << 15
