@@ -69,7 +69,7 @@ class StreamedSides(TransformerSides):
             hashes = verified(bundle)
             self.built = {place: hashes[path] for place, path in self._own.items()}
             self.saved = saved_bytes(bundle.manifest.layers)
-        # torch's own steps are timed by no command yet
+        # steps of a checkpoint on quantkit's kernels are timed where the GPU is: `finished/measure.py`
         self.timed = runner.engines and bundle.manifest.model.kind == "decoder"
         super().__init__(bundle, found, runtime, calibration, decisions)
 
