@@ -75,6 +75,7 @@ STAGES = {
     "sweep": Stage(stages.sweep, 420),
     "model": Stage(stages.model, 300),
     "whole": Stage(stages.whole, 150),
+    "recipes": Stage(stages.recipes, 240),
     "engines": Stage(stages.engines, 240),
 }
 

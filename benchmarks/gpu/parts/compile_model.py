@@ -121,9 +121,10 @@ def compiled(command: list[str], deadline: float) -> dict[str, Any]:
     except ValueError:
         return found | {"reason": f"no answer: {done.stderr[-300:]}"}
     result = envelope["result"] or {}
-    for name in ("content_sha256", "seconds", "memory_peak_bytes", "stages"):
+    for name in ("content_sha256", "seconds", "memory_peak_bytes", "stages", "checks"):
         if name in result:
             found[f"told_{name}" if name in found else name] = result[name]
+    found["kl"] = next((row["value"] for row in result.get("measurements", ()) if row["name"] == "accuracy.kl"), None)
     return found | {"error": envelope["error"], "warnings": envelope["warnings"]}
 
 

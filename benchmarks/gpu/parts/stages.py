@@ -32,6 +32,7 @@ LINES = {
     **{"split": "race", "solvers": "solvers"},
     **dict.fromkeys(("speeds", "int4-bound", "int4-never-behind", "decoding-hidden", "settings", "peers"), "sweep"),
     **{"steps": "whole", "compile-8b": "model", "compile-same": "model"},
+    **dict.fromkeys(("block-agrees", "passes-agree", "folds-shared", "scales-agree"), "recipes"),
     **dict.fromkeys(("engine-right", "engine-address", "engine-speed"), "engines"),
 }
 # processes that compile; of a machine with more cores one is left for whoever waits
@@ -296,6 +297,17 @@ def model(job: dict[str, Any], caller: child.Caller) -> None:
 
     give = telling(caller)
     for section, data in compile_model.measured(job, _deadline(job)):
+        give(section, data)
+
+
+def recipes(job: dict[str, Any], caller: child.Caller) -> None:
+    """A small model compiled by recipes, on the GPU and on the processor; then measured."""
+    if job["dry"]:
+        raise skipped("recipes", "a dry run has no GPU to compile on")
+    from parts import recipes as part
+
+    give = telling(caller)
+    for section, data in part.measured(job, _deadline(job)):
         give(section, data)
 
 

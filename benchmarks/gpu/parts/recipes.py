@@ -1,0 +1,144 @@
+"""A small random model compiled by recipes on the GPU and on the processor: the same errors, the same scores.
+
+Both compiles read the same files. Layer by layer the `error` of the manifests is compared, and the KL of both from the
+float model; what a compile checks of itself has to hold in both. Then the commands that only a GPU can answer run on
+what was compiled. The weights are random, of a Llama's build: what is compared is two computations, no quality.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from parts.compile_model import ROOT, compiled
+
+_SIZES = {"layers": 4, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4}
+# name -> words of the command
+RECIPES: Mapping[str, tuple[str, ...]] = {
+    "gptq-int4": ("gptq-int4",),
+    "awq-int4": ("awq-int4",),
+    "int4-best": ("int4-best",),
+    "hqq": ("rtn-int4", "--set", "passes=[hqq]"),
+    "int8": ("int8",),
+    "int8-tensorrt": ("int8-tensorrt",),
+    "gptq-int4+kv-fp8": ("gptq-int4+kv-fp8",),
+    "nf4": ("nf4",),
+    "int8-dynamic": ("int8-dynamic",),
+    "fp8": ("fp8",),
+    "fp8-block": ("fp8-block",),
+    "nvfp4": ("nvfp4",),
+}
+# at most: a layer's error, relative to the processor's; nats of KL between both
+LAYERS, NATS = 0.01, 0.002
+# line of PENDING.md -> recipes of it, and which of the two it is about
+LINES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "block-agrees": (("gptq-int4",), "layers"),
+    "passes-agree": (("awq-int4", "int4-best", "hqq"), "layers"),
+    "folds-shared": (("awq-int4",), "kl"),
+    "scales-agree": (("int8", "int8-tensorrt", "gptq-int4+kv-fp8"), "kl"),
+}
+# what is asked of bundles that the GPU has compiled: (name, recipe, words)
+_ASKED = (
+    ("measure", "int4-best", ("--runtime", "torch", "--batch", "1,16", "--seconds", "15")),
+    ("measure", "nf4", ("--runtime", "torch", "--batch", "1,16", "--seconds", "15")),
+    ("tax", "gptq-int4", ("--device", "cuda", "--batch", "1,16", "--seconds", "15")),
+)
+_PARALLEL, _SAMPLES = 4, 16
+Row = dict[str, Any]
+
+
+def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
+    """(section, entry): `recipes`, one a recipe; `commands`, one a command; `settles`.
+
+    Args:
+        job: `target` of the compiles; `work`: a folder with room.
+        deadline: `time.monotonic()` after which nothing new begins.
+    """
+    sys.path.append(str(ROOT / "benchmarks"))
+    from harness import random_model
+
+    with tempfile.TemporaryDirectory(dir=job["work"]) as name, ThreadPoolExecutor(_PARALLEL) as pool:
+        folder = Path(name)
+        random_model.make(folder / "model", dtype="bfloat16", **_SIZES)
+
+        def made(recipe: str, at: str) -> Row:
+            out = folder / f"{recipe}-{at}"
+            asked = [sys.executable, "-m", "quantkit", "compile", str(folder / "model"), "--recipe", *RECIPES[recipe]]
+            asked += ["--device", at, "--target", job["target"], "--out", str(out), "--json", "--no-speed"]
+            asked += ["--set", f"calibration.samples={_SAMPLES}"]
+            return compiled(asked, deadline) | described(out)
+
+        theirs: dict[str, Future[Row]] = {recipe: pool.submit(made, recipe, "cpu") for recipe in RECIPES}
+        found = {}
+        for recipe in RECIPES:
+            if time.monotonic() > deadline:
+                found[recipe] = {"recipe": recipe, "reason": "the time was up", "ok": None}
+            else:
+                found[recipe] = compared(recipe, made(recipe, "cuda"), theirs[recipe].result())
+            yield "recipes", found[recipe]
+        for line, (names, about) in LINES.items():
+            asked_of = [found[each] for each in names]
+            if all(row.get(about) is not None for row in asked_of):
+                limit = LAYERS if about == "layers" else NATS
+                said = ", ".join(f"{row['recipe']} {row[about]:.2g}" for row in asked_of)
+                holds = all(row["ok"] and row[about] <= limit for row in asked_of)
+                yield "settles", {"line": line, "holds": holds, "by": f"{about}, at most {limit}: {said}"}
+        for command, recipe, words in _ASKED:
+            if time.monotonic() < deadline:
+                told = ["--baseline", str(folder / "model")] if command == "measure" else []
+                yield "commands", answered([command, str(folder / f"{recipe}-cuda"), *words, *told], deadline)
+
+
+def described(out: Path) -> Row:
+    """Errors of the layers in a bundle's manifest, if there is one."""
+    try:
+        manifest = json.loads((out / "manifest.json").read_text())
+    except OSError:
+        return {"layers": {}, "decisions": []}
+    errors = {layer["name"]: layer["error"] for layer in manifest["layers"] if layer.get("error") is not None}
+    return {"layers": errors, "decisions": manifest["decisions"]}
+
+
+def compared(recipe: str, ours: Row, theirs: Row) -> Row:
+    """`layers`: the largest difference of a layer's error, relative; `kl`: of both scores; `ok`: all checks hold."""
+    row: Row = {"recipe": recipe, "kl": None, "layers": None}
+    for at, found in (("cuda", ours), ("cpu", theirs)):
+        row[at] = {name: found.get(name) for name in ("exit", "seconds", "gpu_peak_bytes", "error", "reason", "kl")}
+        row[at]["failed"] = [check for check in found.get("checks") or [] if not check["ok"]]
+        row[at]["content_sha256"] = found.get("content_sha256")
+    row["ok"] = not (row["cuda"]["error"] or row["cpu"]["error"] or row["cuda"]["failed"] or row["cpu"]["failed"])
+    if ours["layers"] and ours["layers"].keys() == theirs["layers"].keys():
+        off = {name: abs(ours["layers"][name] / (error or 1.0) - 1.0) for name, error in theirs["layers"].items()}
+        row["where"], row["layers"] = max(off.items(), key=lambda pair: pair[1])
+    if row["cuda"]["kl"] is not None and row["cpu"]["kl"] is not None:
+        row["kl"] = abs(row["cuda"]["kl"] - row["cpu"]["kl"])
+    row["same_content"] = ours.get("content_sha256") == theirs.get("content_sha256")
+    return row
+
+
+def answered(words: list[str], deadline: float) -> Row:
+    """What a command says, as far as it fits a record."""
+    asked = [sys.executable, "-m", "quantkit", *words, "--json"]
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            asked, cwd=ROOT, capture_output=True, text=True, check=False, timeout=max(deadline - begin + 15.0, 1.0)
+        )
+    except subprocess.TimeoutExpired:
+        return {"command": words, "exit": None, "reason": "the time was up"}
+    row: Row = {"command": words, "exit": done.returncode, "seconds": time.monotonic() - begin}
+    try:
+        envelope = json.loads(done.stdout)
+    except ValueError:
+        return row | {"reason": done.stderr[-600:]}
+    result = envelope["result"] or {}
+    rows = result.get("measurements") or result.get("rows") or []
+    kept = [{name: each.get(name) for name in ("name", "batch", "value", "runtime", "settings", "shape")} for each in rows]
+    return row | {"error": envelope["error"], "warnings": envelope["warnings"], "rows": kept}
