@@ -101,10 +101,13 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ("1410, 55, 0x0000000000000000", Clocks(1.41e9, 55.0, 0)),
-        ("1410, 55, 0x0000000000000001", Clocks(1.41e9, 55.0, 0)),
-        ("900, 88, 0x0000000000000020", Clocks(9e8, 88.0, 1)),
-        ("[N/A], 88, 0x20", Clocks()),
+        ("1410, 1980, 55, 0x0000000000000000", Clocks(1.41e9, 55.0, 0)),
+        ("345, 1980, 55, 0x0000000000000001", Clocks(3.45e8, 55.0, 0)),
+        ("900, 1980, 88, 0x0000000000000020", Clocks(9e8, 88.0, 1)),
+        # what an H200 said in the midst of dense products: at its power limit, with nearly all of its clock
+        ("1965, 1980, 42, 0x0000000000000004", Clocks(1.965e9, 42.0, 0)),
+        ("1500, 1980, 42, 0x0000000000000004", Clocks(1.5e9, 42.0, 1)),
+        ("[N/A], 1980, 88, 0x20", Clocks()),
         ("no devices were found", Clocks()),
     ],
 )

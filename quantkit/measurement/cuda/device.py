@@ -13,7 +13,7 @@ import torch
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.measurement.timing.clocks import SLOWED, asked_of_gpu
+from quantkit.measurement.timing.clocks import asked_of_gpu, gpu_slowed
 
 PACKAGES = ("torch", "triton", "numpy", "bitsandbytes", "gemlite", "torchao", "vllm", "humming-kernels")
 _ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
@@ -71,8 +71,8 @@ class GpuDevice:
             self.clocks.append({"when": when, **dict(zip(_ASKED, values, strict=False))})
 
     def throttled(self) -> bool:
-        """Whether the driver gave a reason for lower clocks at any sample."""
-        return any(_mask(sample.get(_ASKED[-1], "")) & SLOWED for sample in self.clocks)
+        """Whether the driver held the clock well below its highest at any sample."""
+        return any(_slowed(sample) for sample in self.clocks)
 
 
 def versions() -> dict[str, str]:
@@ -86,11 +86,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _mask(text: str) -> int:
+def _slowed(sample: dict[str, Any]) -> bool:
     try:
-        return int(text, 16)
-    except ValueError:
-        return 0
+        return gpu_slowed(sample["clocks.sm"], sample["clocks.max.sm"], sample[_ASKED[-1]])
+    except (KeyError, ValueError):
+        return False
 
 
 @contextmanager

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # throttle reasons: bit 0 is idle, bit 1 a setting of the user's; the others slow the card down against its will
-SLOWED = ~0b11
-_QUERY = "clocks.sm,temperature.gpu,clocks_throttle_reasons.active"
+_SLOWED = ~0b11
+_QUERY = "clocks.sm,clocks.max.sm,temperature.gpu,clocks_throttle_reasons.active"
+# a card at its power limit names that reason under any dense product, and takes a hundredth of its clock for it: below
+# this share of its highest clock it is slowed
+_NEAR = 0.95
 # sensors of a CPU's package, by the kernel's names for them
 _PACKAGE = ("x86_pkg_temp", "cpu-thermal", "cpu_thermal", "soc-thermal", "acpitz", "CPU-therm", "tj-thermal")
 # cooling devices that hold a clock down: a fan is none. `cpufreq-cpu0`, `thermal-cpufreq-0` on Arm, `Processor` by ACPI
@@ -119,10 +122,23 @@ def _firmware(root: Path) -> int | None:
 def of_gpu() -> Clocks:
     """Of the first NVIDIA GPU; empty where the driver does not answer."""
     try:
-        clock, temperature, reasons = asked_of_gpu(_QUERY).split(",")
-        return Clocks(1e6 * float(clock), float(temperature), int(bool(int(reasons, 16) & SLOWED)))
+        clock, highest, temperature, reasons = asked_of_gpu(_QUERY).split(",")
+        return Clocks(1e6 * float(clock), float(temperature), int(gpu_slowed(clock, highest, reasons)))
     except ValueError:
         return Clocks()
+
+
+def gpu_slowed(clock: str, highest: str, reasons: str) -> bool:
+    """Whether a card's clock is held well below its highest, by a reason that is not idleness or a user's setting.
+
+    Args:
+        clock, highest: megahertz, as `nvidia-smi` says them.
+        reasons: its `clocks_throttle_reasons.active`.
+
+    Raises:
+        ValueError: one of them is no number.
+    """
+    return bool(int(reasons, 16) & _SLOWED) and float(clock) < _NEAR * float(highest)
 
 
 def asked_of_gpu(query: str) -> str:

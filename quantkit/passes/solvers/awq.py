@@ -194,7 +194,8 @@ def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, sch
         if hessian.dim() == 1:
             lost.append(losses(part, powers, hessian.contiguous(), given, *grid))
             continue
-        paid, step = [], max(1, _MEMORY // (2 * part.numel() * part.element_size()))
+        # errors, their product with the Hessian, and the copy of them that this makes
+        paid, step = [], max(1, _MEMORY // (3 * part.numel() * part.element_size()))
         starts = range(0, len(powers), step)
         for start, some in zip(starts, powers.split(step), strict=True):
             error = losses(part, some, None, None if given is None else given[start : start + step], *grid)
