@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -25,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128256}
 # what has to be reached: seconds of the blocks' work, of 32 layers
 SECONDS = 60.0
+# " 64%  export  checkpoint  about 10 s left"
+_PROGRESS = re.compile(r"\s*\d+%  ([^ ]+)  ")
 RECIPE, TARGET = "gptq-int4", "h200"
 
 
@@ -100,32 +103,53 @@ def compiled(command: list[str], deadline: float) -> dict[str, Any]:
     """Exit code, seconds, peaks and content hash of one compile; its error where it ended with one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     begin = time.monotonic()
-    with _Peak() as peak:
+    with _Peak() as peak, tempfile.TemporaryFile("w+") as answer:
+        running = subprocess.Popen(command, env=environment, stdout=answer, stderr=subprocess.PIPE, text=True)
+        said = _Said(running, begin)
         try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=max(deadline - begin, 1.0),
-            )
+            running.wait(max(deadline - begin, 1.0))
         except subprocess.TimeoutExpired:
-            return {"exit": None, "seconds": time.monotonic() - begin, "reason": "the time was up"}
-    found: dict[str, Any] = {"exit": done.returncode, "seconds": time.monotonic() - begin, "gpu_peak_bytes": peak.bytes}
+            running.kill()
+            running.wait()
+        said.join()
+        answer.seek(0)
+        stdout = answer.read()
+    found: dict[str, Any] = {"exit": running.returncode, "seconds": time.monotonic() - begin, "reached": said.stages}
+    if running.returncode < 0:
+        return found | {"exit": None, "reason": "the time was up", "last": said.last}
+    found["gpu_peak_bytes"] = peak.bytes
     if peak.missing:
         found["gpu_peak_missing"] = peak.missing
     found["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     try:
-        envelope = json.loads(done.stdout)
+        envelope = json.loads(stdout)
     except ValueError:
-        return found | {"reason": f"no answer: {done.stderr[-300:]}"}
+        return found | {"reason": f"no answer: {said.last[-300:]}"}
     result = envelope["result"] or {}
     for name in ("content_sha256", "seconds", "memory_peak_bytes", "stages", "checks"):
         if name in result:
             found[f"told_{name}" if name in found else name] = result[name]
     found["kl"] = next((row["value"] for row in result.get("measurements", ()) if row["name"] == "accuracy.kl"), None)
     return found | {"error": envelope["error"], "warnings": envelope["warnings"]}
+
+
+class _Said(threading.Thread):
+    """What a command says while it runs: when it reached each stage, and its last line."""
+
+    def __init__(self, running: subprocess.Popen[str], begin: float) -> None:
+        super().__init__(daemon=True)
+        self.stages: dict[str, float] = {}
+        self.last = ""
+        self._running, self._begin = running, begin
+        self.start()
+
+    def run(self) -> None:
+        """Until there is nothing more."""
+        assert self._running.stderr is not None
+        for line in self._running.stderr:
+            self.last = line
+            if found := _PROGRESS.match(line):
+                self.stages.setdefault(found[1], round(time.monotonic() - self._begin, 2))
 
 
 class _Peak:

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from parts import solvers
-from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, PROFILED, SWEPT, VARIANTS, settings
+from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, INT4, PROFILED, SWEPT, VARIANTS, settings
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.layout import PackedWeight
@@ -142,9 +142,11 @@ def _race(dtype: str, most: int | None) -> Iterator[Launch]:
 
 
 def _sweep(dtype: str, most: int | None) -> Iterator[Launch]:
-    """The first settings of all widths before the others: the sweep takes them in this order."""
-    for first in (True, False):
-        for variant in VARIANTS[:SWEPT]:
+    """All of int4, then of the others the first settings of all widths: the sweep takes them in this order."""
+    int4 = [variant for variant in VARIANTS[:SWEPT] if variant.name in INT4]
+    rest = [variant for variant in VARIANTS[:SWEPT] if variant.name not in INT4]
+    for mine, first in ((int4, True), (int4, False), (rest, True), (rest, False)):
+        for variant in mine:
             yield Launch("tokens" if variant.native else "expanded", variant.name, dtype)
             for batch in _BATCHES:
                 able = settings(variant, batch)[:most]

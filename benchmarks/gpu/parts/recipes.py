@@ -141,5 +141,7 @@ def answered(words: list[str], deadline: float) -> Row:
         return row | {"reason": done.stderr[-600:]}
     result = envelope["result"] or {}
     rows = result.get("measurements") or result.get("rows") or []
-    kept = [{name: each.get(name) for name in ("name", "batch", "value", "runtime", "settings", "shape")} for each in rows]
+    kept = [
+        {name: each.get(name) for name in ("name", "batch", "value", "runtime", "settings", "shape")} for each in rows
+    ]
     return row | {"error": envelope["error"], "warnings": envelope["warnings"], "rows": kept}

@@ -23,6 +23,8 @@ _NAMES = (
 VARIANTS = tuple(known()[name] for name in _NAMES)
 # how many of the variants are swept
 SWEPT = 7
+# those that lines of PENDING.md call int4
+INT4 = ("int4.g128", "int4.g128.zeros")
 # those that a whole model is built of, and those whose counters are read
 IN_WHOLE = ("int4.g128", "fp8_e4m3", "fp8_e4m3.dynamic")
 PROFILED = ("int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")

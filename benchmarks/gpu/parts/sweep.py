@@ -1,4 +1,4 @@
-"""Times over shapes, batches and formats: what a whole model needs first, the first settings before the others.
+"""Times over shapes, batches and formats: what a whole model needs first, int4 in all settings before the others.
 
 A cell is a shape, a format and a batch. Its settings are timed alone, then the fastest of them beside the baseline, the
 raw twin, torch's own operators, dequantize-then-matmul and peers, in turns.
@@ -17,7 +17,17 @@ import torch
 
 from parts import peers
 from parts.sections import RUN
-from parts.shapes import FIRST_BATCHES, FIRST_SETTINGS, OTHER_BATCHES, PARTS, SWEPT, VARIANTS, WHOLE_MODEL, settings
+from parts.shapes import (
+    FIRST_BATCHES,
+    FIRST_SETTINGS,
+    INT4,
+    OTHER_BATCHES,
+    PARTS,
+    SWEPT,
+    VARIANTS,
+    WHOLE_MODEL,
+    settings,
+)
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config, width
 from quantkit.kernels.dispatch import KernelTiming
@@ -34,8 +44,8 @@ BOUND, BEHIND = 1.6, 1.02
 _HIDDEN = 1.05
 # sides that nothing can be run by: a part of a step, a bound, and the baseline, of which no copy is kept
 _NO_TIMING = {"quantize_tokens", "quantkit raw twin", "torch.linear"}
-# the variants that the lines of PENDING.md call int4, and names of passes
-_INT4 = ("int4.g128", "int4.g128.zeros")
+# names of passes
+_INT4_FIRST, _INT4_OTHERS = "whole model in int4", "whole model in int4, other batches"
 _FIRST, _SETTINGS, _OTHERS = "whole model", "whole model, all settings", "whole model, other batches"
 Shape = tuple[int, int]
 
@@ -63,16 +73,21 @@ TINY = Pass("tiny", ((16, 64),), (3,), (known()["int4.g64"], known()["int8.dynam
 
 
 def passes() -> Iterator[Pass]:
-    """In the order in which time runs out."""
-    first = Pass(_FIRST, WHOLE_MODEL, FIRST_BATCHES, VARIANTS[:SWEPT], FIRST_SETTINGS)
+    """In the order in which time runs out: the format that lines of PENDING.md speak of, then the others."""
+    swept = VARIANTS[:SWEPT]
+    int4 = Pass(_INT4_FIRST, WHOLE_MODEL, FIRST_BATCHES, [each for each in swept if each.name in INT4], None)
+    yield int4
+    yield replace(int4, name=_INT4_OTHERS, batches=OTHER_BATCHES)
+    rest = [each for each in swept if each.name not in INT4]
+    first = Pass(_FIRST, WHOLE_MODEL, FIRST_BATCHES, rest, FIRST_SETTINGS)
     yield first
-    yield replace(first, name=_SETTINGS, settings=None)
     found = peers.installed()
-    if shared := [variant for variant in first.variants if peers.compared(variant, found)]:
+    if shared := [variant for variant in swept if peers.compared(variant, found)]:
         yield replace(first, name="peers", variants=shared, peers=True)
+    yield replace(first, name=_SETTINGS, settings=None)
     yield replace(first, name=_OTHERS, batches=OTHER_BATCHES)
     every = tuple(sorted(FIRST_BATCHES + OTHER_BATCHES))
-    yield replace(first, name="parts", shapes=PARTS, batches=every)
+    yield replace(first, name="parts", shapes=PARTS, batches=every, variants=swept)
 
 
 def timing_of(data: dict[str, Any]) -> KernelTiming:
@@ -131,8 +146,8 @@ class Sweep:
     def settled(self) -> list[tuple[str, bool, str]]:
         """(line of PENDING.md, whether it holds, by what), of what was timed: each of all cells that it speaks of."""
         found = []
-        int4 = {key: cell for key, cell in self._cells.items() if key[1] in _INT4}
-        blocks = list(product(WHOLE_MODEL, _INT4))
+        int4 = {key: cell for key, cell in self._cells.items() if key[1] in INT4}
+        blocks = list(product(WHOLE_MODEL, INT4))
         of_bound = {
             f"{shape[0]}x{shape[1]} {name}": int4[shape, name, 1][0]["quantkit"] / bound
             for shape, name in blocks
@@ -146,19 +161,22 @@ class Sweep:
             for key, (seconds, *_) in int4.items()
         }
         every = {(*block, batch) for block in blocks for batch in FIRST_BATCHES + OTHER_BATCHES}
-        if self._reached(_FIRST, _SETTINGS, _OTHERS) and every <= behind.keys():
+        if self._reached(_INT4_FIRST, _INT4_OTHERS) and every <= behind.keys():
             (shape, name, batch), worst = max(behind.items(), key=lambda pair: pair[1])
             said = f"at worst {worst:.3f} of the baseline, {shape[0]}x{shape[1]} {name} at M = {batch}"
             found.append(("int4-never-behind", worst <= BEHIND, said))
         twin = {
             key: s["quantkit"] / s["quantkit raw twin"] for key, (s, *_) in int4.items() if "quantkit raw twin" in s
         }
-        if self._reached(_FIRST) and {(*block, batch) for block in blocks for batch in FIRST_BATCHES} <= twin.keys():
+        if (
+            self._reached(_INT4_FIRST)
+            and {(*block, batch) for block in blocks for batch in FIRST_BATCHES} <= twin.keys()
+        ):
             worst = max(twin.values())
             found.append(("decoding-hidden", worst <= _HIDDEN, f"at worst {worst:.3f} of the raw twin"))
-        if self._reached(_FIRST, _OTHERS):
+        if self._reached(_INT4_FIRST, _INT4_OTHERS, _FIRST, _OTHERS):
             found.append(("speeds", True, f"{len(self._cells)} cells"))
-        if self._reached(_SETTINGS):
+        if self._reached(_INT4_FIRST, _SETTINGS):
             found.append(("settings", True, "`configs`: every setting of every cell"))
         seen = {name for seconds, *_ in self._cells.values() for name in seconds} & set(peers.PEERS)
         if seen and self._reached("peers"):
