@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import ceil, log
 from typing import Any
 
 
@@ -37,65 +38,36 @@ class Config:
         return cls(**data)
 
 
-# block_n, block_m, unroll, split, warps, stages; by the number of rows of x. In each list those with the fewest
-# instructions for a weight come first, as counted in the machine code of int4 with zero points in bfloat16 for SM 9.0,
-# times the blocks that decode the weight again; about 3 of them take as long as reading one. None spills, for any
-# format (benchmarks/kernel_resources.py has the counts and checks both). Four warps or eight, so that Hopper multiplies
-# by warpgroups
+# block_n, block_m, unroll, split, warps, stages; by the number of rows of x. The first of a list is the best alone over
+# the four shapes of a block of Llama-3-8B on an H200, each next one what was missed most without it; all of a list are
+# within 1 % of the best of ten that were tried (`configs` of benchmarks/results/gpu-run-20261126.json). Their counts of
+# instructions for a weight foretold nothing: what counts is how many programs there are, `_PROGRAMS`. None spills, for
+# any format (benchmarks/kernel_resources.py). Four warps or eight, so that Hopper multiplies by warpgroups
 _WEIGHT_ONLY = {
     16: (
-        (128, 16, 2, 4, 4, 3),
-        (64, 16, 4, 4, 4, 3),
-        (128, 16, 2, 8, 4, 4),
-        (64, 16, 4, 2, 4, 3),
-        (128, 16, 2, 2, 4, 3),
         (64, 16, 2, 8, 4, 3),
-        (64, 16, 4, 8, 4, 3),
-        (128, 16, 2, 16, 4, 3),
         (64, 16, 2, 16, 4, 3),
-        (256, 16, 2, 8, 4, 3),
+        (128, 16, 2, 2, 4, 3),
+        (128, 16, 2, 4, 4, 3),
+        (128, 16, 2, 8, 4, 4),
+        (64, 16, 4, 8, 4, 3),
+        (64, 16, 4, 4, 4, 3),
     ),
-    32: (
-        (128, 32, 2, 4, 4, 3),
-        (64, 32, 4, 4, 4, 3),
-        (128, 32, 2, 8, 4, 4),
-        (64, 32, 4, 2, 4, 3),
-        (64, 32, 4, 8, 4, 3),
-        (128, 32, 2, 2, 4, 3),
-        (256, 32, 2, 8, 8, 3),
-    ),
-    64: (
-        (128, 64, 2, 4, 8, 3),
-        (256, 64, 2, 4, 8, 3),
-        (128, 64, 2, 2, 8, 3),
-        (128, 64, 2, 2, 4, 3),
-        (128, 64, 2, 1, 8, 4),
-        (64, 64, 4, 2, 4, 3),
-        (64, 64, 4, 4, 4, 3),
-        (128, 64, 4, 4, 8, 3),
-        (256, 64, 1, 4, 8, 3),
-    ),
+    32: ((64, 32, 4, 4, 4, 3), (128, 32, 2, 4, 4, 3), (64, 32, 4, 8, 4, 3), (64, 32, 4, 2, 4, 3)),
+    64: ((64, 64, 4, 4, 4, 3), (128, 64, 2, 1, 8, 4), (64, 64, 4, 2, 4, 3)),
     128: (
-        (256, 64, 2, 2, 8, 3),
-        (128, 128, 1, 2, 8, 4),
-        (128, 128, 2, 2, 8, 3),
-        (128, 128, 2, 1, 8, 3),
-        (128, 128, 2, 4, 8, 3),
         (256, 64, 2, 4, 8, 3),
-        (256, 128, 1, 1, 8, 3),
+        (128, 128, 2, 1, 8, 3),
+        (256, 64, 2, 2, 8, 3),
+        (128, 128, 2, 4, 8, 3),
+        (128, 128, 2, 2, 8, 3),
     ),
 }
 # the width of all batches beyond 128: no split, and a scale product a group of 128, not one for every 64 columns
 PREFILL = 256
-_WEIGHT_ONLY[PREFILL] = (
-    (128, 128, 2, 1, 8, 3),
-    (256, 128, 1, 1, 8, 3),
-    (128, 256, 1, 1, 8, 3),
-    (256, 64, 2, 1, 8, 3),
-    (128, 128, 2, 1, 8, 4),
-    (128, 128, 1, 1, 8, 4),
-    (256, 128, 2, 1, 8, 2),
-)
+_WEIGHT_ONLY[PREFILL] = ((128, 128, 2, 1, 8, 4), (128, 128, 2, 1, 8, 3), (256, 64, 2, 1, 8, 3))
+# by width: programs for each multiprocessor of those that were the fastest there
+_PROGRAMS = {16: 7.0, 32: 2.5, 64: 1.7, 128: 1.0}
 # products of 8-bit codes: beyond 32 rows torch multiplies (`rows`), or this as it can
 _NATIVE = {
     16: ((128, 16, 8, 4, 4, 3), (128, 16, 4, 8, 4, 4), (64, 16, 8, 4, 4, 4), (64, 16, 4, 8, 4, 4)),
@@ -117,3 +89,24 @@ def candidates(batch: int, *, native: bool = False) -> list[Config]:
     """
     wide = width(batch)
     return [Config(*cut) for cut in (_NATIVE[min(wide, 32)] if native else _WEIGHT_ONLY[wide])]
+
+
+def unmeasured(rows: int, batch: int, multiprocessors: int, *, native: bool = False) -> Config:
+    """What to run where nothing was measured: of the candidates the one with the most usual number of programs.
+
+    Args:
+        rows: N of the weight.
+        batch: M, rows of x.
+        multiprocessors: of the device.
+        native: see `candidates`.
+    """
+    able, wide = candidates(batch, native=native), width(batch)
+    if native or wide not in _PROGRAMS:
+        return able[0]
+    usual = _PROGRAMS[wide] * multiprocessors
+
+    def off(config: Config) -> float:
+        programs = ceil(rows / config.block_n) * ceil(wide / config.block_m) * config.split
+        return abs(log(programs / usual))
+
+    return min(able, key=off)

@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import linear
 
 from quantkit.errors import InputError
-from quantkit.kernels import operators
-from quantkit.kernels.configs import Config, candidates
+from quantkit.kernels import configs, operators
+from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table
 from quantkit.kernels.matmul import weight_only
@@ -93,10 +93,17 @@ def other(packed: PackedWeight) -> str:
 
 
 def unmeasured(packed: PackedWeight) -> Table:
-    """Choices where nothing was measured: the first tile sizes of each width, the other way for more rows."""
-    size, native_kind = packed.resident_bytes, packed.kind.endswith(".native")
+    """Choices where nothing was measured: the likeliest tile sizes of each width, the other way for more rows."""
+    size, native_kind, at = packed.resident_bytes, packed.kind.endswith(".native"), packed.words.device
+    many = torch.cuda.get_device_properties(at).multi_processor_count if at.type == "cuda" else 1
     found = [
-        Choice(batch, OURS, candidates(batch, native=native_kind)[0].as_dict(), float("nan"), size)
+        Choice(
+            batch,
+            OURS,
+            configs.unmeasured(packed.shape[0], batch, many, native=native_kind).as_dict(),
+            float("nan"),
+            size,
+        )
         for batch in _OURS_TO[native_kind]
     ]
     if name := other(packed):

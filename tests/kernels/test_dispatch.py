@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from quantkit.errors import InputError
+from quantkit.kernels import configs
 from quantkit.kernels.configs import Config, candidates
 from quantkit.kernels.dispatch import KernelTiming, Table, fastest
 
@@ -86,3 +88,20 @@ def test_configurations_can_run(batch: int) -> None:
         assert config.block_m & (config.block_m - 1) == 0
         assert config.split == 1 or batch <= 128 or config in candidates(batch, native=True)
         assert config.split * config.unroll * 64 <= 4096
+
+
+def test_where_nothing_was_measured_the_tile_sizes_are_those_that_an_h200_was_fast_with() -> None:
+    record = json.loads((Path(__file__).parents[2] / "benchmarks/results/gpu-run-20261126.json").read_text())
+    seconds: dict[tuple[str, int, int], dict[Config, float]] = {}
+    for each in record["configs"]:
+        if each["variant"].startswith("int4"):
+            place = each["variant"], each["shape"][0] * each["shape"][1], each["batch"]
+            seconds.setdefault(place, {})[Config.of(each["config"])] = each["seconds"]
+    rows = {each["shape"][0] * each["shape"][1]: each["shape"][0] for each in record["configs"]}
+    assert len(seconds) == 2 * 4 * 5
+    off = []
+    for (_, shape, batch), tried in seconds.items():
+        chosen = configs.unmeasured(rows[shape], batch, record["device"]["multiprocessors"])
+        off.append(tried[chosen] / min(tried.values()))
+    assert max(off) < 1.25
+    assert sorted(off)[len(off) // 2] < 1.01
