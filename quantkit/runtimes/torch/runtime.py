@@ -93,8 +93,8 @@ class TorchRuntime(Runtime):
         reason = ""
         if table is None:
             name = torch.cuda.get_device_name(device) if at == "cuda" else "interpreter"
-            table, reason = packed.recorded(bundle, name)
-        found = packed.load(bundle, folder, device=device, dtype=dtype, table=table)
+            table, reason = packed.recorded(bundle.path, name)
+        found = packed.load(folder, bundle.manifest.layers, device=device, dtype=dtype, table=table)
         for said in (reason, found.said()):
             if said:
                 warnings.warn(said, stacklevel=3)
