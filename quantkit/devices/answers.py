@@ -51,6 +51,7 @@ class DeviceFacts(_Answer):
         versions: package -> version.
         emulated: whether its processor is a program.
         gpu: the name of its first NVIDIA GPU; empty where it has none, or cannot tell.
+        driver: of that.
     """
 
     id: Name
@@ -63,6 +64,7 @@ class DeviceFacts(_Answer):
     versions: dict[Name, Name] = Field(max_length=100)
     emulated: bool = False
     gpu: Name = ""
+    driver: Name = ""
 
     def device(self, on: str, *, gpu: bool = False) -> dict[str, Any]:
         """The `device` of its rows.
@@ -98,11 +100,18 @@ class DeviceFacts(_Answer):
 
 
 class SideCosts(_Answer):
-    """What the steps of both must move and compute, and how they run."""
+    """What the steps of both must move and compute, and how they run.
+
+    Args:
+        resident_bytes: what is judged takes of a GPU's memory, where known.
+        linears: batch -> see `latency.LoadedSides`.
+    """
 
     ours: StepCost
     theirs: StepCost
     settings: dict[Name, Setting] = Field(max_length=50)
+    resident_bytes: Annotated[int, Field(ge=0)] | None = None
+    linears: dict[int, Taken | None] | None = Field(default=None, max_length=SHAPES)
 
 
 class CeilingSamples(_Answer):

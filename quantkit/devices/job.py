@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
+from quantkit.bundle import LayerEntry
 from quantkit.content import Closed, validated
 from quantkit.errors import InputError
 
@@ -98,7 +99,8 @@ class Measure(Closed):
     Args:
         runtime: of what is judged; `floats` is that of the float model.
         shapes: none: memory alone.
-        graphs: a folder of `ceilings.write_graphs`; None of engines.
+        graphs: a folder of `ceilings.write_graphs`; None on a GPU.
+        layers: of a checkpoint on quantkit's kernels, how each is stored, as its manifest has it.
         threads: of both; None: as many as the device has cores.
         seconds: for all shapes together.
     """
@@ -116,6 +118,7 @@ class Measure(Closed):
     rounds: Annotated[int, Field(ge=1, le=100)] = 5
     seed: int = 0
     samples: PlacedSamples | None = None
+    layers: tuple[LayerEntry, ...] = Field(default=(), max_length=1 << 17)
 
 
 class Rounds(Closed):

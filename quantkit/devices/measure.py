@@ -37,8 +37,10 @@ from quantkit.measurement.operators.ceilings import joined, write_graphs
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing import latency
 from quantkit.measurement.timing.clocks import Between, settings_of
+from quantkit.measurement.timing.latency_rows import explained
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.measurement.timing.speed import memory_row
+from quantkit.passes import decision
 from quantkit.pipeline.finished.against import against
 from quantkit.pipeline.finished.keep import keep
 from quantkit.pipeline.graphs.remeasure import float_side, holds_graph
@@ -93,6 +95,8 @@ def measure_on(
         found = against(bundle, baseline, runner.floats)
         of = (found, runtime, calibration, decisions)
         side = StreamedSides(bundle, *of, about, link.name) if runner.floats is None else ModelSides(bundle, *of)
+    if speed and side.untimed:
+        decisions.append(decision("measure", "speed-not-measured", runtime, f"{link.name}: {side.untimed}"))
     speed = speed and side.timed
     stages = {"carrying": 30.0, "score": 60.0, **({"speed": 30.0 + plan.seconds} if speed else {})}
     progress.plan(stages)
@@ -205,6 +209,7 @@ class _Measuring:
             rounds=plan.rounds,
             seed=plan.seed,
             samples=samples,
+            layers=tuple(self.side.layers),
         )
         asked = {each.cell: each for each in work.shapes}
 
@@ -259,16 +264,18 @@ class _Measuring:
             limits = joined(limits, after)
         rows = latency.judged(
             [_timing(answers, shape, counted=not self.side.on_gpu) for shape in shapes],
-            latency.Side(sides.ours, self.ours.subject),
+            latency.Side(sides.ours, self.ours.subject, sides.resident_bytes),
             latency.Side(sides.theirs, self.theirs.subject),
             limits,
             runtime=self.runtime,
             settings={**sides.settings, "cores": about.cores},
             device=about.device(answers.on, gpu=self.side.on_gpu),
-            versions=about.versions,
+            versions=about.versions | ({"driver": about.driver} if self.side.on_gpu else {}),
             cache=about.cache,
             seed=work.seed,
         )
+        if sides.linears is not None:
+            rows = explained(rows, sides.linears.get)
         threads = sides.settings.get("threads")
         return rows, threads if type(threads) is int and threads > 0 else about.cores
 

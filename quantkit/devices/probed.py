@@ -48,6 +48,8 @@ class Probed(Closed):
         disk_free: bytes, where the workdir is or will be.
         libc: `glibc-2.36`; `-` of others.
         packages: of its Python -> version.
+        cuda: that its torch is built for; empty where torch is not there, or is built for none.
+        triton: whether its Python has that.
         governor: of the clock of its first core.
         temperature: of the hottest zone, degrees Celsius.
         off: seconds that its clock is ahead of ours.
@@ -73,6 +75,8 @@ class Probed(Closed):
     bits: Annotated[int, Field(ge=1, le=128)]
     packages: Annotated[dict[_Line, _Line], Field(max_length=100)]
     gpus: Annotated[list[Gpu], Field(max_length=64)]
+    cuda: _Line = ""
+    triton: bool = False
     governor: _Line
     temperature: _Finite | None
     off: _Finite
@@ -141,11 +145,20 @@ class Probed(Closed):
                 remedy="fewer shapes or formats, or make room there",
             )
 
-    def demand_gpu(self, need: float, where: str) -> None:
+    def why_no_kernels(self) -> str:
+        """Why quantkit's own kernels do not run on its GPU; empty where they do."""
+        if not self.gpus:
+            return "it has no NVIDIA GPU"
+        if not self.cuda:
+            return f"its torch ({self.packages.get('torch', 'none')}) is built without CUDA"
+        return "" if self.triton else "its Python has no triton, which compiles the kernels there"
+
+    def demand_gpu(self, need: float, where: str, what: str = "engine") -> None:
         """Refuse what does not fit into the memory of its GPU; one that has none of its own takes the machine's.
 
         Args:
             need: bytes that are held at once.
+            what: is held beside the float model.
 
         Raises:
             InputError: `gpu-absent`, `out-of-memory`.
@@ -158,9 +171,9 @@ class Probed(Closed):
             raise InputError(
                 "out-of-memory",
                 where=where,
-                value=f"the engine and the float model take about {need / 1e9:.1f} GB of its GPU",
+                value=f"the {what} and the float model take about {need / 1e9:.1f} GB of its GPU",
                 rule=f"{gpu.name} has {gpu.memory / 1e9:.1f} GB",
-                remedy="--no-speed, which loads the engine alone, or another device",
+                remedy="--no-speed, which does without the float model there, or another device",
             )
 
     def demand_own(self, packages: Iterable[str], where: str, rule: str) -> None:

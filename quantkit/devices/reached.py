@@ -20,6 +20,8 @@ from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report
 
+_TURNS = "turns there are those of ONNX Runtime, OpenVINO and llama.cpp"
+
 
 @dataclass(frozen=True)
 class Reached:
@@ -83,17 +85,21 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: It
         yield Reached(device, about, SSHLink(way, device.workdir, wheels=brought))
 
 
-def demand_sessions(runtimes: Iterable[str]) -> None:
-    """Refuse what goes on token by token there, or is timed in turns, in a runtime whose models are no sessions.
+def demand_sessions(runtimes: Iterable[str], *, text: bool = False) -> None:
+    """Refuse what is timed in turns there in a runtime whose models are no sessions, or goes on token by token in an
+    engine.
+
+    Args:
+        text: whether it is that.
 
     Raises:
         InputError: `runtime-unsupported`.
     """
     for each in runtimes:
-        if load_runtime(each).floats is None:
-            rule = (
-                f"text and turns there are those of ONNX Runtime, OpenVINO and llama.cpp; {each} is for `measure` there"
-            )
+        runner = load_runtime(each)
+        if runner.engines if text else runner.floats is None:
+            what = "text there is that of ONNX Runtime, OpenVINO, llama.cpp and torch" if text else _TURNS
+            rule = f"{what}; {each} is for `measure` there"
             remedy = "--runtime onnxruntime, or work on the device itself"
             raise InputError("runtime-unsupported", where="--on, --runtime", value=each, rule=rule, remedy=remedy)
 

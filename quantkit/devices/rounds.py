@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quantkit.devices.link import Link, carry
 from quantkit.measurement.timing.clocks import Between
 from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, SIDES, RoundsJob, Taken, joined
 from quantkit.measurement.timing.shapes import Shape
+from quantkit.pipeline.finished.against import config_of
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report
@@ -108,7 +110,14 @@ def generate_on(
     ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt, special=not chat)
     demand_tokens(len(ids))
     files = _files(runner.checked(bundle))
-    ready(files.values(), running(bundle.path, [Shape("decode", 1, len(ids) + new_tokens)], runtime))
+    beside = running(bundle.path, [Shape("decode", 1, len(ids) + new_tokens)], runtime)
+    if runner.floats is None:
+        # as torch loads it: what the files hold, and every weight of it as a float before the first token is there
+        width = 4 if "float32" in str(config_of(bundle).get("dtype")) else 2
+        floats = width * sum(prod(layer.shape) for layer in bundle.manifest.layers)
+        ready([], beside + floats + sum(path.stat().st_size for path in files.values()))
+    else:
+        ready(files.values(), beside)
     progress.plan({"carrying": 30.0, "generating": 30.0})
     place = carry(link, "subject", files, lambda share, words: progress.at("carrying", share, words))
     settings = tokenizer.generation

@@ -85,6 +85,11 @@ def test_what_is_no_session_makes_no_text_there_and_takes_no_turns(runtime: str)
         demand_sessions(["onnxruntime", runtime])
     assert "\n" not in met.value.line() and runtime in met.value.line()
     demand_sessions(["onnxruntime", "openvino", "llama_cpp"])
+    # text is torch's too
+    demand_sessions(["onnxruntime", "openvino", "llama_cpp", "torch"], text=True)
+    if runtime != "torch":
+        with pytest.raises(InputError, match=rf"runtime-unsupported.*{runtime} is for `measure` there"):
+            demand_sessions([runtime], text=True)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from quantkit.devices.answers import CeilingSamples, ShapeTimes, SideCosts, dump
 from quantkit.devices.job import At, Done, Failed, Found, Job, Note
 from quantkit.devices.measure import measure_on
 from quantkit.devices.probed import Gpu, Probed
+from quantkit.devices.rounds import generate_on
 from quantkit.errors import InputError, Stopped
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
@@ -202,6 +203,23 @@ def test_too_little_memory_is_said_before_anything_is_carried(home: Path, bundle
     assert link.carried == []
 
 
+def test_text_needs_every_weight_as_a_float_there(home: Path, bundle: Bundle) -> None:
+    asked: list[tuple[list[Path], float]] = []
+
+    def ready(models: Any, running: float = 0.0) -> None:
+        asked.append((list(models), running))
+        raise InputError("enough")
+
+    for tokens in (1, 11):
+        with pytest.raises(InputError, match="enough"):
+            generate_on(bundle, Replayed(), "a", runtime="torch", new_tokens=tokens, ready=ready)
+    (models, need), (_, more) = asked
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in bundle.manifest.layers)
+    files = sum(path.stat().st_size for path in bundle.model_folder.iterdir())
+    # float32, as the model is stored; the cache and logits of a few tokens
+    assert models == [] and files + 4 * weights < need < 1.2 * (files + 4 * weights) < 1.2 * more
+
+
 @pytest.mark.slow
 def test_by_the_command_over_a_real_sshd(
     home: Path, bundle: Bundle, told: Told, devices: Loopback, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -219,8 +237,9 @@ def test_by_the_command_over_a_real_sshd(
         assert rows[row.name]["value"] == pytest.approx(row.value, rel=1e-4), row.name
     assert len(list((there / "wheels").iterdir())) == 1
     assert said(capsys, *asked, "--resume")["result"]["measurements"] == []
-    refused = said(capsys, "generate", bundle.path, "--prompt", "a", "--on", "plain", "--runtime", "torch")
-    assert refused["error"]["code"] == "runtime-unsupported"
+    text = ("generate", bundle.path, "--prompt", "The state of", "--runtime", "torch", "--new-tokens", 5)
+    made, here = (said(capsys, *text, *more)["result"] for more in (("--on", "plain"), ()))
+    assert (made["text"], made["tokens"], made["device"]) == (here["text"], here["tokens"], "plain")
 
 
 # --- engines: the device is what it says it is, and its engine is a file ----------------------------------------------

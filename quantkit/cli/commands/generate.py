@@ -41,7 +41,7 @@ def generate(
             from quantkit.devices.reached import demand_sessions, reach
             from quantkit.devices.rounds import generate_on
 
-            demand_sessions([runner.name])
+            demand_sessions([runner.name], text=True)
             with reach(on, wheelhouse=wheelhouse, runtimes=[runner.name]) as found:
                 ready = found.ready(progress)
                 made = generate_on(opened, found.link, prompt, progress, runtime=runner.name, ready=ready, **how)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -44,7 +46,9 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         "libc": "-".join(platform.libc_ver()),
         "bits": sys.maxsize.bit_length() + 1,
         "packages": {name: found for name in asked["packages"] if (found := machine.installed(name))},
-        "gpus": _gpus(),
+        "gpus": gpus(),
+        "cuda": _cuda(),
+        "triton": machine.has("triton"),
         "governor": _text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "temperature": _temperature(),
         "time": time.time(),
@@ -52,10 +56,10 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _text(path: str) -> str:
+def _text(path: str, most: int = 200) -> str:
     try:
         with open(path, "rb") as stream:  # noqa: PTH123
-            return stream.read(200).decode("utf-8", "replace").strip("\0\n ")
+            return stream.read(most).decode("utf-8", "replace").strip("\0\n ")
     except OSError:
         return ""
 
@@ -66,7 +70,8 @@ def _temperature() -> float | None:
     return max((int(each) / 1000 for each in found if each.lstrip("-").isdigit()), default=None)
 
 
-def _gpus() -> list[dict[str, Any]]:
+def gpus() -> list[dict[str, Any]]:
+    """As `nvidia-smi` lists them; none where it does not answer."""
     command = [
         "nvidia-smi",
         "--query-gpu=name,compute_cap,memory.total,driver_version",
@@ -83,6 +88,18 @@ def _gpus() -> list[dict[str, Any]]:
             memory = int(parts[2]) << 20 if parts[2].isdigit() else 0  # a Jetson's GPU has the machine's
             found.append({"name": parts[0], "sm": parts[1], "memory": memory, "driver": parts[3]})
     return found
+
+
+def _cuda() -> str:
+    """The CUDA that its torch is built for, as torch's own file has it: importing torch would take seconds."""
+    with contextlib.suppress(ImportError, ValueError):
+        found = importlib.util.find_spec("torch")
+        for folder in (found.submodule_search_locations if found else None) or ():
+            text = _text(f"{folder}/version.py", 4000)
+            told = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]{1,20})['\"]", text, re.MULTILINE)
+            if told:
+                return told[1]
+    return ""
 
 
 def _busy(place: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.bundle import Bundle
+from quantkit.bundle import Bundle, LayerEntry
 from quantkit.devices import job as jobs
 from quantkit.devices.asked.room import running
 from quantkit.devices.collect import CollectedCells
@@ -29,11 +29,13 @@ class DeviceSides:
     runtime: str
     floats: str
     of: Any
-    # what is timed: nothing, or what a GPU runs
-    timed, on_gpu = True, False
+    # what is timed: nothing, for this reason where somebody has to know it, or what a GPU runs; what is scored there
+    timed, untimed, on_gpu, scored_on_gpu = True, "", False, False
     # see `jobs.PlacedModel`
     built: Mapping[str, str] = {}
     saved = 0.0
+    # see `jobs.Measure`
+    layers: Sequence[LayerEntry] = ()
 
     def files(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """What is loaded of both: relative path -> file here."""

@@ -82,7 +82,7 @@ class TransformerSides(DeviceSides):
             baseline=self.subject,
             runtime=self.runtime,
             data=data_of(self.tokens),
-            device=Device.model_validate(about.device(answers.on, gpu=self.on_gpu)),
+            device=Device.model_validate(about.device(answers.on, gpu=self.scored_on_gpu)),
             versions=about.versions,
             settings=ran.settings,
         )

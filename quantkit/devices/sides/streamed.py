@@ -2,6 +2,9 @@
 
 torch's float model is the source itself: nothing is exported for it. Of a bundle goes there what its runtime reads; of
 an engine the one that is for the device's GPU, with the hashes that the manifest has of it. Nothing else is executed.
+
+A checkpoint is scored on the device's processor, as it is on this one. Its steps are timed on quantkit's own kernels,
+where the device has a GPU, and a torch and Triton that use it; the choices that `quantkit tax` has recorded go along.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from quantkit.devices.asked.room import streamed
 from quantkit.devices.probed import Probed
 from quantkit.devices.sides.model import TransformerSides
 from quantkit.errors import InputError
+from quantkit.kernels.dispatch import FILE
 from quantkit.measurement.size import saved_bytes
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.model.source.open import Source
@@ -29,7 +33,7 @@ from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import choose, descriptions, verified
 from quantkit.runtimes.tensorrt.library import InstalledLibrary
 
-# bytes of a weight of the float model, as an engine's times have it
+# bytes of a weight of the float model, as a GPU's times have it
 _WIDTH = 2
 
 
@@ -44,7 +48,7 @@ class StreamedSides(TransformerSides):
         InputError: `bundle-without-checkpoint`, `-engine`; `gpu-absent`, `runtime-not-here`, `engine-foreign`.
     """
 
-    # what engines are timed against
+    # that times are set against
     floats, form = "torch", "bfloat16"
     ways = frozenset({""})
 
@@ -60,8 +64,8 @@ class StreamedSides(TransformerSides):
     ) -> None:
         runner = load_runtime(runtime)
         folder = runner.folder(bundle)
-        self._about, self._name, self._context = about, name, 0
-        self.on_gpu = runner.engines
+        decodes = bundle.manifest.model.kind == "decoder"
+        self._about, self._name, self.scored_on_gpu = about, name, runner.engines
         self._own = {path.relative_to(bundle.path).as_posix(): path for path in walk(folder)}
         if runner.engines:
             assert about is not None, "an engine is for one GPU"
@@ -69,8 +73,16 @@ class StreamedSides(TransformerSides):
             hashes = verified(bundle)
             self.built = {place: hashes[path] for place, path in self._own.items()}
             self.saved = saved_bytes(bundle.manifest.layers)
-        # steps of a checkpoint on quantkit's kernels are timed where the GPU is: `finished/measure.py`
-        self.timed = runner.engines and bundle.manifest.model.kind == "decoder"
+            self.timed = decodes
+        else:
+            # a device without a GPU times nothing in torch, as this machine does not
+            self.untimed = about.why_no_kernels() if decodes and about is not None and about.gpus else ""
+            self.timed = decodes and about is not None and not about.why_no_kernels()
+        if self.timed and not runner.engines:
+            self.layers = bundle.manifest.layers
+            recorded = bundle.path / FILE
+            self._own |= {FILE: recorded} if recorded.is_file() else {}
+        self.on_gpu = runner.engines or self.timed
         super().__init__(bundle, found, runtime, calibration, decisions)
 
     @property
@@ -84,17 +96,19 @@ class StreamedSides(TransformerSides):
         return self._own, {path.name: path for path in theirs}
 
     def needs(self, plan: TimingPlan | None) -> tuple[list[Path], float]:
-        """See `DeviceSides`. Raises InputError `out-of-memory`, the GPU's."""
+        """See `DeviceSides`. Raises InputError `out-of-memory`, the GPU's; `baseline-needed`."""
         assert self.tokens is not None
         recipe, (sequences, length) = Recipe.done(self.bundle.manifest.recipe), self.tokens.ids.shape
         need = streamed(self._source.path, recipe, sequences, length)
-        if not self.on_gpu or self._about is None:
+        if self._about is None or not (self.scored_on_gpu or (self.on_gpu and plan is not None)):
             return [], need
-        held = float(sum(path.stat().st_size for path in self._own.values()))
+        held, floats = float(sum(path.stat().st_size for path in self._own.values())), 0.0
         if plan is not None:
-            held += _WIDTH * sum(prod(entry.shape) for entry in self._source.weights.entries.values())
-        self._about.demand_gpu(held, self._name)
-        return [], need + (0.0 if self._about.gpus[0].memory else held)
+            source = self.found.floats_in_torch().source
+            floats = float(_WIDTH * sum(prod(entry.shape) for entry in source.weights.entries.values()))
+        self._about.demand_gpu(held + floats, self._name, "engine" if self.scored_on_gpu else "bundle")
+        # a GPU without memory of its own takes the machine's; into any, the float model goes by way of that
+        return [], max(need, floats) if self._about.gpus[0].memory else need + held + floats
 
     def scoring(self, ours: jobs.PlacedModel, theirs: jobs.PlacedModel, data: str) -> jobs.Work:
         """See `DeviceSides`."""
@@ -108,7 +122,7 @@ class StreamedSides(TransformerSides):
     def _capacity(self) -> int:
         """Tokens that an engine's cache holds, as its description has it; else the model's positions."""
         with contextlib.suppress(StopIteration, OSError, ValueError, LookupError, TypeError):
-            record = next(path for place, path in self._own.items() if place.endswith(".json") and self.on_gpu)
+            record = next(path for place, path in self._own.items() if place.endswith(".json") and self.scored_on_gpu)
             profiles = json.loads(limits.read(record))["profiles"]
             return max(int(each["inputs"]["attention_mask"][2][1]) for each in profiles)
         return worth.context_of(self._source.path)

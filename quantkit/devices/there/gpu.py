@@ -1,4 +1,4 @@
-"""An engine on this device's GPU, beside the model that it was made from: in bfloat16, in torch."""
+"""What this device's GPU runs, an engine or a checkpoint on quantkit's kernels, beside the model it was made from."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.devices import job as jobs
+from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.timing.clocks import Clocks, of_gpu
-from quantkit.measurement.timing.latency import TimedSide
+from quantkit.measurement.timing.latency import LoadedSides
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.torch import RUNTIME as TORCH
 
 
-class EngineTimes:
-    """What `times.measure` asks of the two; nothing is loaded before it does. Raises as `Runtime.open`."""
+class _GpuTimes:
+    """What `times.measure` asks of two models; nothing is loaded before it does.
 
-    def __init__(self, work: jobs.Measure, workdir: Path) -> None:
-        self._work, self._workdir = work, workdir
-        self._model: Any = load_runtime(work.runtime).open(workdir / work.ours.place, built=work.ours.built)
+    Args:
+        at: the torch device that both are on: `cuda`, or `cpu` for tests.
+    """
 
-    def sides(self) -> tuple[list[TimedSide], dict[str, Any]]:
-        """Both, loaded, and settings of their rows. Raises InputError `out-of-memory`."""
-        from quantkit.measurement.timing import cuda
+    def __init__(self, work: jobs.Measure, workdir: Path, at: str) -> None:
+        from quantkit.measurement.cuda.device import GpuDevice
 
-        work = self._work
-        return cuda.engine_sides(
-            self._model,
-            TORCH.stream(self._workdir / work.theirs.place).source,
-            form=work.ours.format,
-            saved=work.ours.saved_bytes,
-            subjects=(work.ours.subject, work.theirs.subject),
-            device=self._device(),
-        )
+        self._work, self._device = work, GpuDevice(at, dry=at == "cpu")
+        self._place, self._theirs = workdir / work.ours.place, workdir / work.theirs.place
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        """What both kinds are told of the two."""
+        ours, theirs = self._work.ours, self._work.theirs
+        return {"form": ours.format, "subjects": (ours.subject, theirs.subject), "device": self._device}
 
     def ceilings(self) -> Sequence[Ceiling]:
         """Of the GPU."""
@@ -41,14 +40,50 @@ class EngineTimes:
 
         from quantkit.measurement.timing import cuda
 
-        return cuda.ceilings(self._device(), np.random.default_rng(self._work.seed))
+        return cuda.ceilings(self._device, np.random.default_rng(self._work.seed))
 
     def clocks(self) -> Clocks:
         """Of the GPU, now."""
         return of_gpu()
 
-    def _device(self) -> Any:
-        from quantkit.measurement.cuda.device import GpuDevice
 
-        at = self._model.engine.device.type
-        return GpuDevice(at, dry=at == "cpu")
+class EngineTimes(_GpuTimes):
+    """Of an engine. Raises as `Runtime.open`."""
+
+    def __init__(self, work: jobs.Measure, workdir: Path) -> None:
+        runner: Any = load_runtime(work.runtime)
+        self._model = runner.open(workdir / work.ours.place, built=work.ours.built)
+        super().__init__(work, workdir, self._model.engine.device.type)
+
+    def sides(self) -> LoadedSides:
+        """Both, loaded. Raises InputError `out-of-memory`."""
+        from quantkit.measurement.timing import cuda
+
+        source, saved = TORCH.stream(self._theirs).source, self._work.ours.saved_bytes
+        return cuda.engine_sides(self._model, source, saved=saved, **self._how)
+
+
+class KernelTimes(_GpuTimes):
+    """Of a checkpoint on quantkit's own kernels. Raises InputError `device-absent`."""
+
+    def __init__(self, work: jobs.Measure, workdir: Path) -> None:
+        import torch
+
+        from quantkit.kernels.workspace import interpreted
+
+        seen = torch.cuda.is_available()
+        if not seen and not interpreted():
+            raise InputError(
+                "device-absent",
+                where="torch",
+                value="no GPU that torch sees",
+                rule="quantkit's kernels are for NVIDIA GPUs",
+                remedy="a driver that is as new as its torch, or --no-speed",
+            )
+        super().__init__(work, workdir, "cuda" if seen else "cpu")
+
+    def sides(self) -> LoadedSides:
+        """Both, loaded. Raises InputError `out-of-memory`, `dispatch-invalid`; MissingDependency: triton."""
+        from quantkit.measurement.timing import cuda
+
+        return cuda.kernel_sides(self._place, self._work.layers, TORCH.stream(self._theirs).source, **self._how)

@@ -26,6 +26,7 @@ from quantkit.measurement.timing.speed import demand_room, opened, opened_graph,
 from quantkit.runtimes import child
 from quantkit.runtimes.generate import Sampling, stream
 from quantkit.runtimes.onnxruntime.session import OnnxModel
+from quantkit.runtimes.torch import RUNTIME as TORCH
 
 Array = NDArray[Any]
 # logits of one model that are in memory at one time; samples of a graph in one run
@@ -190,7 +191,12 @@ def generate(data: Mapping[str, Any], caller: child.Caller) -> None:
     work, workdir = jobs.Generate.model_validate(data["work"]), Path(data["workdir"])
     if "made" in data["cells"]:
         return
-    model: Any = opened(str(workdir / work.ours.place), {}, work.threads or machine.cores(), work.runtime)
+    place = workdir / work.ours.place
+    model: Any = (
+        TORCH.decoder(place)
+        if work.runtime == TORCH.name
+        else opened(str(place), {}, work.threads or machine.cores(), work.runtime)
+    )
     sampling = Sampling(work.sample, work.temperature, work.top_k, work.top_p, np.random.default_rng(work.seed))
     made: list[int] = []
     started = first = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from quantkit import machine
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import CeilingSamples, Footprints, RoundTimes, ShapeTimes, SideCosts, dumped, read
-from quantkit.devices.there.gpu import EngineTimes
+from quantkit.devices.there.gpu import EngineTimes, KernelTimes
 from quantkit.errors import InputError
 from quantkit.measurement.operators import ceilings
 from quantkit.measurement.timing import latency, speed
@@ -27,11 +27,17 @@ def measure(data: Mapping[str, Any], caller: child.Caller) -> None:
     work, workdir = jobs.Measure.model_validate(data["work"]), Path(data["workdir"])
     if not work.shapes:  # what each takes in memory is found elsewhere
         return
-    done, on = data["cells"], (EngineTimes if load_runtime(work.runtime).engines else _ProcessorTimes)(work, workdir)
+    done, runner = data["cells"], load_runtime(work.runtime)
+    # torch's models are timed on a GPU alone
+    kind = EngineTimes if runner.engines else _ProcessorTimes if runner.floats else KernelTimes
+    on = kind(work, workdir)
     left = [shape for shape in work.shapes if shape.cell not in done]
     if left:
-        (ours, theirs), settings = on.sides()
-        _tell(caller, done, "sides", lambda: SideCosts(ours=ours.cost, theirs=theirs.cost, settings=settings))
+        loaded = on.sides()
+        ours, theirs = loaded.subject, loaded.baseline
+        if loaded.said:
+            caller.note(loaded.said)
+        _tell(caller, done, "sides", lambda: _costs(loaded, work.shapes))
     caller.at(0.0, "ceilings")
 
     def limits() -> CeilingSamples:
@@ -52,6 +58,17 @@ def measure(data: Mapping[str, Any], caller: child.Caller) -> None:
     _tell(caller, done, "ceilings-after", limits)
 
 
+def _costs(loaded: latency.LoadedSides, shapes: Iterable[jobs.ShapeCell]) -> SideCosts:
+    linears, batches = loaded.linears, {shape.batch for shape in shapes if shape.kind == "decode"}
+    return SideCosts(
+        ours=loaded.subject.cost,
+        theirs=loaded.baseline.cost,
+        settings=dict(loaded.settings),
+        resident_bytes=loaded.subject.resident_bytes,
+        linears=None if linears is None else {batch: linears(batch) for batch in sorted(batches)},
+    )
+
+
 class _ProcessorTimes:
     """What `measure` asks of two models on this processor."""
 
@@ -61,10 +78,11 @@ class _ProcessorTimes:
         self._job = _speed_job(work, workdir)
         self._pool = ceilings.Pool(graphs=workdir / work.graphs)
 
-    def sides(self) -> tuple[list[latency.TimedSide], dict[str, Any]]:
-        """Both, loaded, and settings of their rows. Raises as `speed.sides`."""
+    def sides(self) -> latency.LoadedSides:
+        """Both, loaded. Raises as `speed.sides`."""
         speed.demand_room([Path(side.path) for side in (self._job.ours, self._job.theirs)])
-        return speed.sides(self._job)
+        (ours, theirs), settings = speed.sides(self._job)
+        return latency.LoadedSides(ours, theirs, settings)
 
     def ceilings(self) -> list[ceilings.Ceiling]:
         """Of the processor."""

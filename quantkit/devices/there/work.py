@@ -10,6 +10,7 @@ from typing import Any
 from quantkit import machine
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import DeviceFacts, dumped
+from quantkit.devices.sent import probe
 from quantkit.devices.there import checks, engine, models, night, streamed, tax, times
 from quantkit.devices.there.ledger import Ledger
 from quantkit.measurement.operators.run import environment
@@ -53,14 +54,15 @@ def do(work: jobs.Work, workdir: Path, ledger: Ledger) -> None:
         row=lambda row: ledger.found(row["cell"], row["rows"]),
     )
     # last: the first times are waited for
-    weighed = isinstance(work, jobs.Measure) and work.samples is None and not load_runtime(work.runtime).engines
+    weighed = isinstance(work, jobs.Measure) and work.samples is None and load_runtime(work.runtime).floats is not None
     if isinstance(work, jobs.Measure) and weighed and "memory" not in ledger.cells:
         ledger.found("memory", [dumped(times.memory(work, workdir))])
 
 
 def about() -> DeviceFacts:
     """This machine, as it knows itself."""
-    device, (gpus, _) = machine.device(), machine.gpus()
+    # without nvidia-ml-py, which torch does not bring, as the probe found it
+    device, gpus = machine.device(), machine.gpus()[0] or probe.gpus()
     return DeviceFacts(
         id=device["id"],
         name=device["name"],
@@ -72,4 +74,5 @@ def about() -> DeviceFacts:
         versions=machine.versions(),
         emulated=machine.emulated(),
         gpu=gpus[0]["name"] if gpus else "",
+        driver=gpus[0]["driver"] if gpus else "",
     )

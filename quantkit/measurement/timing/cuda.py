@@ -9,15 +9,16 @@ the head, launches, weights that one product leaves in the cache for the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from quantkit import machine
-from quantkit.bundle import Bundle
+from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Table
 from quantkit.kernels.linear import QuantLinear
@@ -27,7 +28,8 @@ from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import saved_bytes
-from quantkit.measurement.timing.latency import TimedSide, measure
+from quantkit.measurement.timing.latency import LoadedSides, TimedSide, measure
+from quantkit.measurement.timing.latency_rows import explained
 from quantkit.measurement.timing.schedule import Step
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.model.structure.traced import is_linear
@@ -121,36 +123,57 @@ def run(
     Raises:
         InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
     """
-    identity = device.identity()
-    table, reason = _packed.recorded(bundle, identity["name"])
+    loaded = kernel_sides(
+        bundle.path,
+        bundle.manifest.layers,
+        source,
+        form=format_of(bundle),
+        subjects=(bundle.manifest.content_sha256, source.sha256),
+        device=device,
+        dtype=dtype,
+    )
+    return _measured(loaded, RUNTIME, plan, device, progress), loaded.said
+
+
+def kernel_sides(
+    place: Path,
+    layers: Iterable[LayerEntry],
+    source: Source,
+    *,
+    form: str,
+    subjects: tuple[str, str],
+    device: GpuDevice,
+    dtype: torch.dtype = torch.bfloat16,
+) -> LoadedSides:
+    """A bundle on quantkit's own kernels and the model that it was made from in 16 bits, loaded.
+
+    Args:
+        place: the bundle, or a folder with `model/` and `kernels.json` of one.
+        layers: as its manifest has them.
+        form: of most of them.
+        subjects: of both, in rows.
+        device: where both are loaded.
+        dtype: see `run`.
+
+    Raises:
+        InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
+    """
+    at = device.torch_device
+    table, reason = _packed.recorded(place, device.identity()["name"])
     with fitting("both models"):
-        at = device.torch_device
         before = allocated()
-        packed = _packed.load(bundle, bundle.model_folder, device=at, dtype=dtype, table=table)
+        packed = _packed.load(place / "model", layers, device=at, dtype=dtype, table=table)
         resident = allocated() - before
         theirs = _floats(source, dtype, at)
         baseline = allocated() - before - resident
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    form = format_of(bundle)
-    entries = [
-        TimedSide(
-            KernelDecoder(packed.model),
-            cost(packed.model, form, kind),
-            bundle.manifest.content_sha256,
-            resident or None,
-        ),
-        TimedSide(
-            KernelDecoder(theirs),
-            cost(theirs, str(dtype).removeprefix("torch."), kind),
-            source.sha256,
-            baseline or None,
-        ),
-    ]
-    settings: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "graphs": at == "cuda"}
-    settings |= {"baseline_format": entries[1].cost.format, "compute_type": kind}
-    rows = _measured(entries, RUNTIME, settings, plan, device, progress)
-    said = " ".join(part for part in (reason, packed.said()) if part)
-    return [_explained(row, packed.model, table) for row in rows], said
+    kind, width = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], str(dtype).removeprefix("torch.")
+    return LoadedSides(
+        TimedSide(KernelDecoder(packed.model), cost(packed.model, form, kind), subjects[0], resident or None),
+        TimedSide(KernelDecoder(theirs), cost(theirs, width, kind), subjects[1], baseline or None),
+        {"dtype": width, "graphs": at == "cuda", "baseline_format": width, "compute_type": kind},
+        said="; ".join(part for part in (reason, packed.said()) if part),
+        linears=lambda batch: linears_seconds(packed.model, batch, table),
+    )
 
 
 def run_engine(
@@ -172,7 +195,7 @@ def run_engine(
     Raises:
         InputError: `out-of-memory`, the two do not fit.
     """
-    entries, settings = engine_sides(
+    loaded = engine_sides(
         model,
         source,
         form=format_of(bundle),
@@ -185,13 +208,13 @@ def run_engine(
         contexts=[each for each in plan.contexts if each < model.capacity],
         prefills=[each for each in plan.prefills if each <= model.capacity],
     )
-    return _measured(entries, model.engine.library.name, settings, within, device, progress)
+    return _measured(loaded, model.engine.library.name, within, device, progress)
 
 
 def engine_sides(
     model: EngineModel, source: Source, *, form: str, saved: float, subjects: tuple[str, str], device: GpuDevice
-) -> tuple[list[TimedSide], dict[str, Any]]:
-    """An engine and the model that it was made from in bfloat16, loaded; and settings of their rows.
+) -> LoadedSides:
+    """An engine and the model that it was made from in bfloat16, loaded.
 
     Args:
         form: of the engine's weights.
@@ -207,11 +230,11 @@ def engine_sides(
     baseline = cost(theirs, "bfloat16", "bf16")
     weights = max(0.0, baseline.weight_bytes - saved)
     own = replace(baseline, format=form, weight_bytes=weights, compute="fp16")
-    sides = [
+    return LoadedSides(
         TimedSide(model, own, subjects[0], model.engine.file.path.stat().st_size),
         TimedSide(KernelDecoder(theirs), baseline, subjects[1]),
-    ]
-    return sides, {**model.settings, "baseline_format": "bfloat16", "compute_type": "fp16"}
+        {**model.settings, "baseline_format": "bfloat16", "compute_type": "fp16"},
+    )
 
 
 def _floats(source: Source, dtype: torch.dtype, at: str) -> Any:
@@ -227,24 +250,25 @@ def _floats(source: Source, dtype: torch.dtype, at: str) -> Any:
 
 
 def _measured(
-    entries: Sequence[TimedSide],
+    loaded: LoadedSides,
     runtime: str,
-    settings: Mapping[str, Any],
     plan: TimingPlan,
     device: GpuDevice,
     progress: Callable[[float, str], None] | None,
 ) -> list[Row]:
     generator = np.random.default_rng(plan.seed)
-    return measure(
-        *entries,
+    rows = measure(
+        loaded.subject,
+        loaded.baseline,
         runtime=runtime,
-        settings=settings,
+        settings=loaded.settings,
         device=device.identity(),
         versions={**machine.versions(), "driver": str(device.describe().get("driver", ""))},
         plan=plan,
         ceilings=lambda: ceilings(device, generator),
         progress=progress,
     )
+    return rows if loaded.linears is None else explained(rows, loaded.linears)
 
 
 def cost(model: Any, name: str, compute: str) -> StepCost:
@@ -291,15 +315,6 @@ def linears_seconds(model: Any, batch: int, table: Table | None) -> float | None
             return None
         seconds += found
     return seconds if shapes else None
-
-
-def _explained(row: Row, model: Any, table: Table | None) -> Row:
-    """A decode step with the sum of its linears, and what that leaves unexplained."""
-    if row.name != "latency.decode_step" or row.value is None or row.batch is None:
-        return row
-    linears = linears_seconds(model, row.batch, table)
-    rest = None if linears is None else row.value - linears
-    return row.model_copy(update={"settings": {**row.settings, "linears_s": linears, "residual_s": rest}})
 
 
 def format_of(bundle: Bundle) -> str:

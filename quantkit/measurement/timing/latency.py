@@ -67,6 +67,24 @@ class TimedSide:
         return Side(self.cost, self.subject, self.resident_bytes, self.runtime)
 
 
+@dataclass(frozen=True)
+class LoadedSides:
+    """Both that are compared, loaded.
+
+    Args:
+        settings: of their rows.
+        said: of how they run what somebody has to know, in a sentence, or "".
+        linears: batch -> seconds of all of a step's linears as they were timed one by one, None where one was not; None
+            of a side whose linears nobody times.
+    """
+
+    subject: TimedSide
+    baseline: TimedSide
+    settings: Mapping[str, str | bool | int | float | None]
+    said: str = ""
+    linears: Callable[[int], float | None] | None = None
+
+
 @dataclass
 class ShapeTiming:
     """One shape as it is timed; `settings` and `flags` go into its rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.measurement.operators.tax import Limits, ideal
@@ -15,6 +15,22 @@ from quantkit.stats.deciding.speedup import SpeedUp
 if TYPE_CHECKING:
     from quantkit.measurement.timing.latency import ShapeTiming, Side
     from quantkit.measurement.timing.shapes import Shape
+
+
+def explained(rows: Sequence[Row], linears: Callable[[int], float | None]) -> list[Row]:
+    """Rows, those of decode steps with the sum of their linears and what that leaves unexplained.
+
+    Args:
+        linears: see `latency.LoadedSides`.
+    """
+    found = []
+    for row in rows:
+        if row.name == "latency.decode_step" and row.value is not None and row.batch is not None:
+            known = linears(row.batch)
+            rest = None if known is None else row.value - known
+            row = row.model_copy(update={"settings": {**row.settings, "linears_s": known, "residual_s": rest}})  # noqa: PLW2901
+        found.append(row)
+    return found
 
 
 def rows_of(

@@ -37,6 +37,18 @@ class MeasuredAgainst:
     stream: StreamedModel | None
     folder: Path | None
 
+    def floats_in_torch(self) -> StreamedModel:
+        """The float model, which steps on a GPU are timed against. Raises InputError `baseline-needed`."""
+        if self.stream is None or self.format != "float32":
+            raise InputError(
+                "baseline-needed",
+                where="--baseline",
+                value="another bundle",
+                rule="on a GPU times are set against the float model in bfloat16",
+                remedy="--baseline MODEL, or --no-speed",
+            )
+        return self.stream
+
     def floats(self, bundle: Bundle, runtime: str) -> tuple[Path, str]:
         """The folder of the float model in what a runtime reads, and its format; made if it is not there.
 

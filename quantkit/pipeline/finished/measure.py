@@ -110,14 +110,8 @@ def measure_bundle(
     on_gpu = speed and (
         _steps_on_gpu(bundle, runtime) if engine is None else engine.decoder and engine.engine.device.type == "cuda"
     )
-    if on_gpu and (against.stream is None or against.format != "float32"):
-        raise InputError(
-            "baseline-needed",
-            where="--baseline",
-            value="another bundle",
-            rule="on a GPU times are set against the float model in bfloat16",
-            remedy="--baseline MODEL, or --no-speed",
-        )
+    if on_gpu:
+        against.floats_in_torch()
     progress.plan({**stages, "speed": 60.0 + chosen.seconds} if timed or on_gpu else stages)
     rows: list[Row] = []
     items: Items | None = None
@@ -246,8 +240,7 @@ def _on_gpu(engine: Any, bundle: Bundle, against: MeasuredAgainst, plan: TimingP
     from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.timing import cuda as speed_cuda
 
-    assert against.stream is not None
-    source, device = against.stream.source, GpuDevice("cuda", dry=False)
+    source, device = against.floats_in_torch().source, GpuDevice("cuda", dry=False)
 
     def tell(share: float, words: str) -> None:
         progress.at("speed", share, words)

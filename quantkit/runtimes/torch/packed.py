@@ -8,6 +8,7 @@ floats, and the reason is kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit import limits, machine
-from quantkit.bundle import Bundle, LayerEntry
+from quantkit.bundle import LayerEntry
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
 from quantkit.kernels.dispatch import EXPANDED, FILE, OURS, Recorded
@@ -58,13 +59,16 @@ class PackedModel:
         return f"no kernel takes these, which are expanded to floats: {', '.join(parts)}" if parts else ""
 
 
-def recorded(bundle: Bundle, device: str) -> tuple[Table | None, str]:
-    """(the choices that the bundle carries for a device of this name or None, why they are not taken or "").
+def recorded(place: Path, device: str) -> tuple[Table | None, str]:
+    """(the choices that a bundle carries for a device of this name or None, why they are not taken or "").
+
+    Args:
+        place: the bundle, or a folder with what another machine has of it.
 
     Raises:
         InputError: `dispatch-invalid`.
     """
-    path = bundle.path / FILE
+    path = place / FILE
     if not path.is_file():
         return None, ""
     found = Recorded.of(limits.read(path))
@@ -74,12 +78,18 @@ def recorded(bundle: Bundle, device: str) -> tuple[Table | None, str]:
 
 
 def load(
-    bundle: Bundle, folder: Path, *, device: str, dtype: torch.dtype | None = None, table: Table | None = None
+    folder: Path,
+    layers: Iterable[LayerEntry],
+    *,
+    device: str,
+    dtype: torch.dtype | None = None,
+    table: Table | None = None,
 ) -> PackedModel:
     """Load a bundle's checkpoint onto a device.
 
     Args:
-        bundle: whose manifest says how each linear is stored.
+        folder: the checkpoint.
+        layers: how each linear is stored, as the bundle's manifest says it.
         device: `cuda`, `cuda:1`; `cpu` in Triton's interpreter, for tests.
         dtype: float16 or bfloat16; None: the checkpoint's own, float16 for one of float32.
         table: which kernel at which batch, as measured; shapes that it lacks take `linear.unmeasured`.
@@ -101,7 +111,7 @@ def load(
 
     model_class, config = described(folder)
     weights = dense(source).weights
-    packed, others, reasons = _packed(bundle, weights, _linears(model_class, config), device, dtype, source, table)
+    packed, others, reasons = _packed(layers, weights, _linears(model_class, config), device, dtype, source, table)
     if (source.config.get("quantization_config") or {}).get("kv_cache_scheme"):
         reasons["cache"] = "keys and values are kept as floats"
     # of what stays packed nothing is written into the memory that stands for it, so that it is never taken
@@ -128,7 +138,7 @@ def load(
 
 
 def _packed(
-    bundle: Bundle,
+    layers: Iterable[LayerEntry],
     weights: Weights,
     linears: set[str],
     device: str,
@@ -142,10 +152,10 @@ def _packed(
     reasons: dict[str, str] = {}
     if not isinstance(weights, ExpandedWeights):
         return packed, others, reasons
-    layers = {layer.name: layer for layer in bundle.manifest.layers}
+    known = {layer.name: layer for layer in layers}
     for prefix in weights.packed.values():
         try:
-            layer = _entry(prefix, layers, linears)
+            layer = _entry(prefix, known, linears)
             scheme = WeightScheme.model_validate(layer.scheme)
             tensor = weights.layout.read_back(prefix, scheme, weights.stored.read)
         except InputError as error:

@@ -5,7 +5,7 @@ this runtime proves that a checkpoint is right, and shows what it costs in accur
 What a layout's library is not installed for is expanded by our own reader.
 
 On a GPU `kernels=True` puts quantkit's own kernels in the place of the quantized linears (`runtimes/torch/packed.py`).
-`runtimes/torch/decode_graph.py` makes a step of decoding one CUDA graph; no command times it yet.
+`runtimes/torch/decode_graph.py` makes a step of decoding one CUDA graph, as `quantkit measure` times it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from quantkit.kernels.dispatch import Table
     from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.runtimes.torch.decoder import TorchDecoder
 
 
 class TorchRuntime(Runtime):
@@ -66,6 +67,16 @@ class TorchRuntime(Runtime):
         folder = self.checked(bundle)
         if kernels:
             return self._on_kernels(bundle, folder, device, table, **settings)
+        return self._whole(folder, **settings)
+
+    def decoder(self, folder: Path) -> TorchDecoder:
+        """What goes on with text of a checkpoint's folder, which another machine has of a bundle. Raises as `load`."""
+        from quantkit.runtimes.torch.decoder import TorchDecoder
+
+        return TorchDecoder(self._whole(folder))
+
+    def _whole(self, folder: Path, **settings: Any) -> Any:
+        """The model with every weight expanded, sooner or later."""
         model_class, config = described(folder)
         quantization = getattr(config, "quantization_config", None)
         if quantization and layouts.missing(layouts.of(quantization)):
@@ -93,8 +104,8 @@ class TorchRuntime(Runtime):
         reason = ""
         if table is None:
             name = torch.cuda.get_device_name(device) if at == "cuda" else "interpreter"
-            table, reason = packed.recorded(bundle, name)
-        found = packed.load(bundle, folder, device=device, dtype=dtype, table=table)
+            table, reason = packed.recorded(bundle.path, name)
+        found = packed.load(folder, bundle.manifest.layers, device=device, dtype=dtype, table=table)
         for said in (reason, found.said()):
             if said:
                 warnings.warn(said, stacklevel=3)
