@@ -104,6 +104,14 @@ def test_a_job_is_taken_up_and_not_doubled(linked: Links) -> None:
     assert [each.cell for each in first if isinstance(each, Found)] + rest == [f"cell {n}" for n in range(20)]
 
 
+def test_a_job_is_as_long_as_what_it_asks(linked: Links) -> None:
+    # as the layers of a large model make it; Linux gives a word of a command line 128 KiB
+    asked = job("x" * (1 << 20), rounds=2)
+    link = linked()
+    link.install()
+    assert cells(link, link.start(asked)) == ["cell 0", "cell 1"]
+
+
 def test_a_device_does_one_job_at_a_time(linked: Links) -> None:
     link = linked()
     link.install()
