@@ -18,7 +18,10 @@ import pytest
 from devices.conftest import Links, cells, job
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Done, Found
+from quantkit.devices.probed import probe
+from quantkit.devices.ssh.address import Address
 from quantkit.devices.ssh.link import SSHLink
+from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import GateError, InputError, QuantkitError, Stopped
 from quantkit.pipeline.progress import Progress
 
@@ -157,11 +160,15 @@ def test_users_and_workdirs_of_a_machine_take_turns(
     link.install()
     other.install()
     monkeypatch.setenv("QUANTKIT_LOCK", str(tmp_path / "lock"))
-    name = link.start(job(rounds=40))
+    name = link.start(job("slow", rounds=40))
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o666
     with pytest.raises(InputError, match=r"device-busy.*has it, for: measure"):
         other.start(job())
+    here = OpenSSH(Address("here"), name="here", begin=["sh", "-c"])
+    for workdir in ("there", "there/other", "elsewhere"):
+        assert probe(here, str(tmp_path / workdir)).busy.endswith("has it, for: measure")
     link.cancel(name)
+    assert probe(here, str(tmp_path / "elsewhere")).busy == ""
     assert len(cells(other, other.start(job()))) == 5
     # what is no lock of ours is not written to
     (tmp_path / "lock").unlink()
