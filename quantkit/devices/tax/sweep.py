@@ -83,9 +83,9 @@ class TaxDevice:
 
 
 @contextmanager
-def tax_device(on: str) -> Iterator[TaxDevice]:
+def tax_device(on: str, wheelhouse: Path | None = None) -> Iterator[TaxDevice]:
     """The device of a name or an address, until the body ends. Raises as `reach`."""
-    with reach(on) as found:
+    with reach(on, wheelhouse=wheelhouse) as found:
         yield TaxDevice(found)
 
 
