@@ -6,7 +6,8 @@ All numbers are finite and every list has a limit: a line (`job.LINE`) is as muc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -24,7 +25,9 @@ from quantkit.measurement.timing.schedule import Turns, Visit
 # that a line holds: of a stretch of positions ten for each, of up to 25 bytes; of samples
 POSITIONS, NUMBERS = 1024, 40_000
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Taken = Annotated[float, Field(gt=0, lt=1e6)]
+# seconds: of a step that takes less, no rate would be a number
+Taken = Annotated[float, Field(gt=1e-12, lt=1e6)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 Name = Annotated[str, Field(max_length=200)]
 Flag = Annotated[str, Field(pattern=r"^[a-z-]{0,64}$")]
 Setting = str | bool | int | Finite | None
@@ -58,9 +61,9 @@ class DeviceFacts(_Answer):
     name: Name
     machine: Name
     isa: Name
-    cores: Annotated[int, Field(gt=0)]
-    memory: Annotated[int, Field(gt=0)]
-    cache: int | None = None
+    cores: Annotated[int, Field(gt=0, le=1 << 16)]
+    memory: Annotated[int, Field(gt=0, le=1 << 60)]
+    cache: Bytes | None = None
     versions: dict[Name, Name] = Field(max_length=100)
     emulated: bool = False
     gpu: Name = ""
@@ -110,7 +113,7 @@ class SideCosts(_Answer):
     ours: StepCost
     theirs: StepCost
     settings: dict[Name, Setting] = Field(max_length=50)
-    resident_bytes: Annotated[int, Field(ge=0)] | None = None
+    resident_bytes: Bytes | None = None
     linears: dict[int, Taken | None] | None = Field(default=None, max_length=SHAPES)
 
 
@@ -210,7 +213,7 @@ class ProductTimes(_Answer):
     variant: Name
     prepared: bool = False
     products: Annotated[int, Field(gt=0)] = 1
-    resident_bytes: Annotated[int, Field(ge=0)] | None = None
+    resident_bytes: Bytes | None = None
     settings: dict[Name, Setting] = Field(default_factory=dict, max_length=50)
     ours: list[list[list[Taken]]] = Field(default_factory=list, max_length=_BLOCKS)
     theirs: list[list[list[Taken]]] = Field(default_factory=list, max_length=_BLOCKS)
@@ -233,8 +236,8 @@ class ProductTimes(_Answer):
 class Footprints(_Answer):
     """Bytes of a process that has loaded a model and made a step: see `timing.speed.footprint`."""
 
-    ours: dict[Name, Annotated[int, Field(ge=0)]]
-    theirs: dict[Name, Annotated[int, Field(ge=0)]]
+    ours: dict[Name, Bytes]
+    theirs: dict[Name, Bytes]
 
 
 class ScoredStretch(_Answer):
@@ -278,9 +281,9 @@ class SessionSettings(_Answer):
 class MadeTokens(_Answer):
     """Tokens that a model went on with, and seconds."""
 
-    ids: tuple[Annotated[int, Field(ge=0)], ...]
-    seconds: Finite
-    first_token_s: Finite
+    ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...]
+    seconds: Annotated[float, Field(ge=0, lt=1e9)]
+    first_token_s: Annotated[float, Field(ge=0, lt=1e9)]
     notes: tuple[Annotated[str, Field(max_length=500)], ...] = ()
 
 
@@ -315,6 +318,22 @@ def read(kind: type[Answer], row: Any, where: str) -> Answer:
     except ValidationError as problem:
         first = problem.errors()[0]
         raise invalid(where, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+@contextmanager
+def believed(where: str) -> Iterator[None]:
+    """In the body rows are made of what a device says: each of its figures is one, but together they may give none.
+
+    Raises:
+        InputError: `answer-invalid`.
+    """
+    try:
+        yield
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        raise invalid(where, f"{problem.title}, {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except ArithmeticError as problem:
+        raise invalid(where, f"figures that do not fit together: {problem}") from None
 
 
 def invalid(where: str, value: str) -> InputError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from quantkit.devices.answers import (
     Footprints,
     ShapeTimes,
     SideCosts,
+    believed,
     invalid,
 )
 from quantkit.devices.asked.room import Ready, unasked
@@ -46,9 +47,6 @@ from quantkit.pipeline.finished.keep import keep
 from quantkit.pipeline.graphs.remeasure import float_side, holds_graph
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
-
-if TYPE_CHECKING:
-    pass
 
 _TIMED = ("latency.decode_step", "latency.prefill")
 
@@ -177,7 +175,8 @@ class _Measuring:
             return []
         work = self.side.scoring(self.ours, self.theirs, self._sent("scored", data))
         answers = CollectedCells.of(self.link, Job(work=work), self.progress, "score")
-        rows = self.side.rows(answers)
+        with believed(answers.on):
+            rows = self.side.rows(answers)
         flags = answers.about.flags
         rows = [row.model_copy(update={"flags": [*row.flags, *flags]}) for row in rows]
         self._keep(rows)
@@ -232,23 +231,25 @@ class _Measuring:
         about = answers.about
         device, rows, threads = about.device(answers.on, gpu=self.side.on_gpu), list[Row](), about.cores
         if shapes:
-            rows, threads = self._judged(answers, work, shapes)
+            with believed(answers.on):
+                rows, threads = self._judged(answers, work, shapes)
         if "memory" in answers.cells:
             found = answers.one(Footprints, "memory")
             names = {"before", "resident", "peak", "new_tokens", "context"}
             if set(found.ours) != names or set(found.theirs) != names or not found.ours["peak"]:
                 raise invalid(answers.on, "memory of other names")
-            rows.append(
-                memory_row(
-                    found.ours,
-                    found.theirs,
-                    subjects=(self.ours.subject, self.theirs.subject),
-                    runtime=self.runtime,
-                    threads=threads,
-                    device=device,
-                    versions=about.versions,
+            with believed(answers.on):
+                rows.append(
+                    memory_row(
+                        found.ours,
+                        found.theirs,
+                        subjects=(self.ours.subject, self.theirs.subject),
+                        runtime=self.runtime,
+                        threads=threads,
+                        device=device,
+                        versions=about.versions,
+                    )
                 )
-            )
         return [row.model_copy(update={"flags": list(dict.fromkeys([*row.flags, *about.flags]))}) for row in rows]
 
     def _judged(

@@ -142,7 +142,7 @@ def generate_on(
         "tokens": len(made.ids),
         "seconds": made.seconds,
         "first_token_s": made.first_token_s,
-        "tokens_per_s": (len(made.ids) - 1) / steps if len(made.ids) > 1 and steps > 0 else None,
+        "tokens_per_s": (len(made.ids) - 1) / steps if len(made.ids) > 1 and steps > 1e-9 else None,
         "device": link.name,
     }
 

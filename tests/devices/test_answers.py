@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.devices.answers import NUMBERS, DeviceFacts
+from quantkit.devices.answers import NUMBERS, DeviceFacts, MadeTokens
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import LINE, Found, ShapeCell, parse
 from quantkit.devices.measure import _timing
@@ -53,13 +53,24 @@ def test_times_are_taken_as_they_are() -> None:
         {"path": "../../etc/passwd"},
         {"skipped": "$(reboot)"},
         {"before": {"clock_hz": "fast"}},
+        {"seconds": {"subject": SIDE, "baseline": [[[5e-324], [0.2]]] * 2}},
     ],
-    ids=["rounds", "a side", "ragged", "negative", "no number", "more", "no flag", "no clock"],
+    ids=["rounds", "a side", "ragged", "negative", "no number", "more", "no flag", "no clock", "no time"],
 )
 def test_times_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="answer-invalid") as refused:
         _timing(answered("decode-1-16", {**TIMES, **change}), SHAPE, counted=True)
     assert "\n" not in refused.value.line()
+
+
+@pytest.mark.parametrize(
+    "change", [{"ids": [1 << 40]}, {"ids": [-1]}, {"seconds": -1.0}, {"first_token_s": 1e308}], ids=str
+)
+def test_tokens_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    made: dict[str, Any] = {"ids": [1, 2], "seconds": 1.0, "first_token_s": 0.5}
+    assert answered("made", made).one(MadeTokens, "made").ids == (1, 2)
+    with pytest.raises(InputError, match="answer-invalid"):
+        answered("made", made | change).one(MadeTokens, "made")
 
 
 @pytest.mark.parametrize(

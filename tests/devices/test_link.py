@@ -18,7 +18,10 @@ import pytest
 from devices.conftest import Links, cells, job
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Done, Found
+from quantkit.devices.probed import probe
+from quantkit.devices.ssh.address import Address
 from quantkit.devices.ssh.link import SSHLink
+from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import GateError, InputError, QuantkitError, Stopped
 from quantkit.pipeline.progress import Progress
 
@@ -104,6 +107,14 @@ def test_a_job_is_taken_up_and_not_doubled(linked: Links) -> None:
     assert [each.cell for each in first if isinstance(each, Found)] + rest == [f"cell {n}" for n in range(20)]
 
 
+def test_a_job_is_as_long_as_what_it_asks(linked: Links) -> None:
+    # as the layers of a large model make it; Linux gives a word of a command line 128 KiB
+    asked = job("x" * (1 << 20), rounds=2)
+    link = linked()
+    link.install()
+    assert cells(link, link.start(asked)) == ["cell 0", "cell 1"]
+
+
 def test_a_device_does_one_job_at_a_time(linked: Links) -> None:
     link = linked()
     link.install()
@@ -149,11 +160,15 @@ def test_users_and_workdirs_of_a_machine_take_turns(
     link.install()
     other.install()
     monkeypatch.setenv("QUANTKIT_LOCK", str(tmp_path / "lock"))
-    name = link.start(job(rounds=40))
+    name = link.start(job("slow", rounds=40))
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o666
     with pytest.raises(InputError, match=r"device-busy.*has it, for: measure"):
         other.start(job())
+    here = OpenSSH(Address("here"), name="here", begin=["sh", "-c"])
+    for workdir in ("there", "there/other", "elsewhere"):
+        assert probe(here, str(tmp_path / workdir)).busy.endswith("has it, for: measure")
     link.cancel(name)
+    assert probe(here, str(tmp_path / "elsewhere")).busy == ""
     assert len(cells(other, other.start(job()))) == 5
     # what is no lock of ours is not written to
     (tmp_path / "lock").unlink()

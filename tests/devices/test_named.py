@@ -216,6 +216,14 @@ def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
         probe(shell, "~/q")
 
 
+@pytest.mark.parametrize(("named", "said"), [("/nowhere/python3", "not found"), ("/bin/ls", "ls ")])
+def test_a_python_that_is_none_is_named(named: str, said: str) -> None:
+    shell = OpenSSH(Address("box"), name="box", begin=["sh", "-c"], python=named)
+    # and not what another Python says of itself, which may be recent enough
+    with pytest.raises(InputError, match=rf"wrong-python.*{said}.*--python"):
+        probe(shell, "~/q")
+
+
 def test_what_a_shell_says_at_login_is_no_answer(tmp_path: Path) -> None:
     (tmp_path / "rc").write_text('#!/bin/sh\necho \'Welcome {"host": 1}\'\neval "$1"\n')
     shell = OpenSSH(Address("box"), name="box", begin=["sh", str(tmp_path / "rc")])

@@ -323,6 +323,17 @@ def test_an_engine_is_scored_and_timed_on_the_gpu_that_it_is_for(home: Path, bun
     assert run_engine(bundle, link, home, resume=True) == []
 
 
+@pytest.mark.parametrize("changes", [{"flops_per_token": 1e308}, {"weight_bytes": 1e308}], ids=str)
+def test_figures_that_give_no_row_are_refused(
+    home: Path, bundle: Bundle, told: Told, changes: dict[str, float]
+) -> None:
+    cells = dict([*told.but(about={"gpu": GPU.name}), *times("decode-1-16")])
+    cells["sides"] = {**cells["sides"], "ours": {**cells["sides"]["ours"], **changes}}
+    with pytest.raises(InputError, match="answer-invalid") as met:
+        run_engine(engines(bundle), Replayed(*cells.items()), home)
+    assert met.value.line().isprintable()
+
+
 def test_a_gpu_that_is_none_is_refused(home: Path, bundle: Bundle, told: Told) -> None:
     with pytest.raises(InputError, match=r"answer-invalid.*no GPU"):
         run_engine(engines(bundle), Replayed(*told.but()), home)

@@ -10,7 +10,7 @@ import typer
 
 import quantkit
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import BundlePath, Json, On
+from quantkit.cli.options import BundlePath, Json, On, Wheelhouse, demand_device
 
 if TYPE_CHECKING:
     from quantkit.bundle import Bundle
@@ -31,6 +31,7 @@ def export(
         Path | None, typer.Option(metavar="FILE.npz", help="With --autotune-qdq, what a graph is given.")
     ] = None,
     on: On = None,
+    wheelhouse: Wheelhouse = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
     as_json: Json = False,
 ) -> Answer:
@@ -39,6 +40,7 @@ def export(
     from quantkit.pipeline.finished.export import export_bundle
     from quantkit.report import terminal
 
+    demand_device(on, wheelhouse)
     if autotune_qdq and on is not None:
         raise InputError("usage", where="--autotune-qdq", value="with --on", rule="it searches on this machine's GPU")
     if autotune_qdq:
@@ -50,7 +52,9 @@ def export(
         else:
             from quantkit.devices.asked.engine import export_at
 
-            done = export_at(on, quantkit.load(bundle), to, set_ or (), dry_run=dry_run, progress=progress)
+            done = export_at(
+                on, quantkit.load(bundle), to, set_ or (), wheelhouse=wheelhouse, dry_run=dry_run, progress=progress
+            )
     shown = terminal.verified(done.bundle.path, done.bundle.manifest, done.checks, [done.says])
     return Answer(done.as_dict(), shown, [x.as_dict() for x in done.decisions])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Html, Json, On, Target, batches, listed
+from quantkit.cli.options import Html, Json, On, Target, Wheelhouse, batches, demand_device, listed
 from quantkit.errors import Inconclusive, QuantkitError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def tax(
     seconds: Annotated[float, typer.Option(min=1, metavar="S", help="How long to time everything.")] = 300.0,
     target: Target = None,
     on: On = None,
+    wheelhouse: Wheelhouse = None,
     html: Html = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows as JSON lines.")] = None,
     as_json: Json = False,
@@ -75,6 +76,7 @@ def tax(
     from quantkit.report.tax import page as tax_page
     from quantkit.report.tax import screen as report
 
+    demand_device(on, wheelhouse)
     asked = Question(
         model,
         tuple(shape or ()),
@@ -93,7 +95,7 @@ def tax(
     if html is not None:
         shell.demand()
     with ExitStack() as stack:
-        there = stack.enter_context(tax_on(on)) if on is not None else None
+        there = stack.enter_context(tax_on(on, wheelhouse)) if on is not None else None
         plan = prepare(asked if there is None else there.asked(asked))
         if plan.records and plan.bundle is not None:
             plan.bundle.demand_writable()
@@ -126,8 +128,8 @@ def tax(
     return Answer(found.as_dict(), report.terminal(data, html, out), warnings=list(found.notes), error=error)
 
 
-def tax_on(on: str) -> AbstractContextManager[TaxDevice]:
+def tax_on(on: str, wheelhouse: Path | None = None) -> AbstractContextManager[TaxDevice]:
     """A device that linears are timed on."""
     from quantkit.devices.tax.sweep import tax_device
 
-    return tax_device(on)
+    return tax_device(on, wheelhouse)

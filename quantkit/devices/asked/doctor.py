@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.devices import job as jobs
 from quantkit.devices import target as targets
-from quantkit.devices.answers import CeilingSamples, invalid
+from quantkit.devices.answers import CeilingSamples, believed, invalid
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.named import find, names
@@ -73,7 +73,8 @@ def doctor_on(found: Reached, progress: Progress, *, write: bool = False) -> dic
     if [(each.name, each.settings.get("compute_type")) for each in ceilings] != _MEASURED:
         raise invalid(answers.on, f"ceilings: {', '.join(each.name for each in ceilings)}")
     about = answers.about
-    rows = [each.row(device=about.device(answers.on), versions=about.versions) for each in ceilings]
+    with believed(answers.on):
+        rows = [each.row(device=about.device(answers.on), versions=about.versions) for each in ceilings]
     rows = [row.model_copy(update={"flags": [*row.flags, *about.flags]}) for row in rows]
     written = None
     if write:

@@ -36,13 +36,20 @@ _TIMES, _MORE = 4, 1 << 28
 
 
 def export_at(
-    on: str, bundle: Bundle, to: str, changes: Sequence[str] = (), *, dry_run: bool = False, progress: Progress
+    on: str,
+    bundle: Bundle,
+    to: str,
+    changes: Sequence[str] = (),
+    *,
+    wheelhouse: Path | None = None,
+    dry_run: bool = False,
+    progress: Progress,
 ) -> Exported:
     """`export_on` of a device's name or address. Raises InputError: those of `reach` as well."""
     from quantkit.devices.reached import reach
 
     demand_builds(to)
-    with reach(on) as found:
+    with reach(on, wheelhouse=wheelhouse) as found:
         return export_on(
             bundle,
             found.link,

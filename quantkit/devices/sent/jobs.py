@@ -91,7 +91,8 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
             each.truncate(0)
             each.write(json.dumps(said))
             each.flush()
-    told = {**asked, "lock": lock.fileno(), "folder": str(folder)}
+    # on its command line, where a word has 128 KiB at most: the job, which may be longer, is in its file
+    told = {"module": asked["module"], "lease": asked["lease"], "lock": lock.fileno(), "folder": str(folder)}
     program = f"{asked['program']}\nkeep({told!r})\n"
     environment = {
         **os.environ,

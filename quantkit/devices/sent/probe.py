@@ -17,6 +17,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+# the lock of the machine, as `jobs` has it
+_SHARED = "/tmp/quantkit.lock"  # noqa: S108 (looked at alone)
+
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
     """See `quantkit.devices.probed.Probed`, which is what is taken of the answer.
@@ -103,10 +106,16 @@ def _cuda() -> str:
 
 
 def _busy(place: Path) -> str:
-    """Who holds the device; see `jobs`."""
-    with contextlib.suppress(OSError), (place / "lock").open("rb") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return stream.read(2000).decode("utf-8", "replace")
+    """Who holds the device, by the lock of the workdir or the machine's, whichever workdir has that; see `jobs`."""
+    shared = os.environ.get("QUANTKIT_LOCK", _SHARED)
+    for path in (str(place / "lock"), *([shared] if shared else [])):
+        # of what lies where all may write nothing is waited for, and no link is followed
+        with contextlib.suppress(OSError):
+            stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+            with stream:
+                try:
+                    fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    # it is held before it says by whom
+                    return stream.read(2000).decode("utf-8", "replace") or "{}"
     return ""

@@ -35,7 +35,9 @@ _NEEDED = "import sys; sys.exit(sys.version_info < (3, 11))"
 _FIND = (
     'for p in "$@"; do if command -v "$p" >/dev/null 2>&1 && "$p" -ISc "$N" 2>/dev/null; '
     'then exec "$p" -I -c "$B"; fi; done; '
-    'echo "$M"; echo "{\\"error\\": \\"no-python\\", \\"value\\": \\"$(python3 --version 2>&1 | head -c 60)\\"}"'
+    # of the first what it says of itself, or the shell of it: no quotes and no line feeds, whatever it is
+    'echo "$M"; V=$("$1" --version 2>&1 | tr -cd "[:alnum:] ./:_+-" | head -c 60); '
+    'echo "{\\"error\\": \\"no-python\\", \\"value\\": \\"$V\\"}"'
 )
 _RUN = "import sys; i = sys.stdin.buffer; exec(i.read(int(i.readline())))"
 # what OpenSSH says -> the code of the error, its rule, its remedy

@@ -18,7 +18,7 @@ import numpy as np
 from quantkit import machine
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.devices import job as jobs
-from quantkit.devices.answers import CeilingSamples, DeviceFacts, ProductTimes, invalid, read
+from quantkit.devices.answers import CeilingSamples, DeviceFacts, ProductTimes, believed, invalid, read
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
@@ -83,9 +83,9 @@ class TaxDevice:
 
 
 @contextmanager
-def tax_device(on: str) -> Iterator[TaxDevice]:
+def tax_device(on: str, wheelhouse: Path | None = None) -> Iterator[TaxDevice]:
     """The device of a name or an address, until the body ends. Raises as `reach`."""
-    with reach(on) as found:
+    with reach(on, wheelhouse=wheelhouse) as found:
         yield TaxDevice(found)
 
 
@@ -169,14 +169,15 @@ class DeviceSweep:
         limits = [answers.one(CeilingSamples, cell).ceilings for cell in ("ceilings", "ceilings-after")]
         if len({tuple(each.name for each in some) for some in limits}) != 1:
             raise invalid(answers.on, "other ceilings than before")
-        rows = rows_of_cpu(
-            self._timed(found, job, linears),
-            joined(*limits),
-            job,
-            device=about.device(answers.on),
-            versions=about.versions,
-            cache=self._cache,
-        )
+        with believed(answers.on):
+            rows = rows_of_cpu(
+                self._timed(found, job, linears),
+                joined(*limits),
+                job,
+                device=about.device(answers.on),
+                versions=about.versions,
+                cache=self._cache,
+            )
         clocks = {(linears[n].K, linears[n].N): (one.before, one.after) for (n, _, _), one in found.items()}
         slow = {size for size, looks in clocks.items() if Between.of(*looks, counted=True).throttled}
         return [_there(row, about, clocks, slow) for row in rows]
