@@ -27,6 +27,8 @@ from quantkit.errors import InputError, from_validation, unknown_name
 
 Document = TypeVar("Document", bound=BaseModel)
 Kind = Literal["recipes", "calibration", "export"]
+# what somebody else says and is shown: nothing that moves a terminal's cursor, or that a page would keep
+PRINTED = r"^[^\x00-\x1f\x7f-\x9f]*$"
 _SINGULAR = {"recipes": "recipe", "calibration": "calibration", "export": "target"}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from quantkit import machine
+from quantkit.content import PRINTED
 from quantkit.devices.job import SHAPES
 from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
@@ -28,9 +29,9 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 # seconds: of a step that takes less, no rate would be a number
 Taken = Annotated[float, Field(gt=1e-12, lt=1e6)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
-Name = Annotated[str, Field(max_length=200)]
+Name = Annotated[str, Field(max_length=200, pattern=PRINTED)]
 Flag = Annotated[str, Field(pattern=r"^[a-z-]{0,64}$")]
-Setting = str | bool | int | Finite | None
+Setting = Annotated[str, Field(max_length=2000, pattern=PRINTED)] | bool | int | Finite | None
 Answer = TypeVar("Answer", bound=BaseModel)
 # blocks of one product, at most
 _BLOCKS = 10_000
@@ -284,7 +285,7 @@ class MadeTokens(_Answer):
     ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...]
     seconds: Annotated[float, Field(ge=0, lt=1e9)]
     first_token_s: Annotated[float, Field(ge=0, lt=1e9)]
-    notes: tuple[Annotated[str, Field(max_length=500)], ...] = ()
+    notes: tuple[Annotated[str, Field(max_length=500, pattern=PRINTED)], ...] = ()
 
 
 class CheckResult(_Answer):

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from quantkit import machine, plugins
-from quantkit.content import Closed, validated
+from quantkit.content import PRINTED, Closed, validated
 from quantkit.devices.ssh.link import held
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 from quantkit.runtimes import load_runtime
 
-_Line = Annotated[str, Field(max_length=200)]
+_Line = Annotated[str, Field(max_length=200, pattern=PRINTED)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 # what `devices.there` imports; `quantkit`'s own metadata says how recent each has to be

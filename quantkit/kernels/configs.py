@@ -40,9 +40,9 @@ class Config:
 
 # block_n, block_m, unroll, split, warps, stages; by the number of rows of x. The first of a list is the best alone over
 # the four shapes of a block of Llama-3-8B on an H200, each next one what was missed most without it; all of a list are
-# within 6 % of the best of seven to ten that were tried (`configs` of benchmarks/results/gpu-run-20261126.json). Their counts of
-# instructions for a weight foretold nothing: what counts is how many programs there are, `_PROGRAMS`. None spills, for
-# any format (benchmarks/kernel_resources.py). Four warps or eight, so that Hopper multiplies by warpgroups
+# within 6 % of the best of seven to ten that were tried (`configs` of benchmarks/results/gpu-run-20261126.json). Their
+# counts of instructions for a weight foretold nothing: what counts is how many programs there are, `_PROGRAMS`. None
+# spills, for any format (benchmarks/kernel_resources.py). Four warps or eight, so that Hopper multiplies by warpgroups
 _WEIGHT_ONLY = {
     16: (
         (64, 16, 2, 8, 4, 3),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.devices.answers import NUMBERS, DeviceFacts, MadeTokens
+from quantkit.devices.answers import NUMBERS, DeviceFacts, MadeTokens, SessionSettings, read
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import LINE, Found, ShapeCell, parse
 from quantkit.devices.measure import _timing
@@ -176,3 +176,10 @@ def test_positions_are_scored_as_torch_scores_them() -> None:
     items = expected.items()
     for name, values in positions(following, original.copy(), candidate).items():
         np.testing.assert_allclose(values, getattr(items, name), rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("settings", [{"provider": "\x1b[2J"}, {"a\nb": 1}, {"provider": "x" * 3000}])
+def test_what_is_shown_of_a_device_moves_no_cursor(settings: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="answer-invalid"):
+        read(SessionSettings, {"settings": settings}, "box")
+    assert read(SessionSettings, {"settings": {"provider": "CPU, ü"}}, "box").settings

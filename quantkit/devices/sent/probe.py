@@ -62,7 +62,8 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 def _text(path: str, most: int = 200) -> str:
     try:
         with open(path, "rb") as stream:  # noqa: PTH123
-            return stream.read(most).decode("utf-8", "replace").strip("\0\n ")
+            text = stream.read(most).decode("utf-8", "replace").strip("\0\n ")
+            return "".join(each for each in text if each.isprintable() or each == "\n")
     except OSError:
         return ""
 

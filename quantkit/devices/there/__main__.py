@@ -27,6 +27,8 @@ def main(folder: Path) -> int:
     scratch = folder / "tmp"
     scratch.mkdir(exist_ok=True)
     os.environ.update(TMPDIR=str(scratch), QUANTKIT_CACHE=str(scratch / "cache"), HOME=str(scratch))
+    # the first GPU is then the same to CUDA, which else begins with the fastest, and to the driver, which names it
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     signal.signal(signal.SIGTERM, _stop)
     ledger = Ledger(folder)
     if ledger.is_done:
