@@ -16,7 +16,7 @@ from zoo import ids, tiny
 
 from quantkit.errors import InputError
 from quantkit.model.source.gguf import convert_gguf
-from quantkit.model.source.gguf.file import fields
+from quantkit.model.source.gguf.file import fields, tensors
 from quantkit.model.source.open import open_model
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -306,6 +306,17 @@ def test_metadata_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(InputError, match="gguf-damaged"):
         fields(path)
+
+
+def test_tensors_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model_of("llama"))
+    ours, theirs = (
+        [(each.name, each.tensor_type, [*each.shape], each.data_offset, each.data.tobytes()) for each in found]
+        for found in (tensors(path), gguf.GGUFReader(path).tensors)
+    )
+    assert theirs
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all, but long enough to look at"])

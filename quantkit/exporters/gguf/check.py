@@ -23,7 +23,7 @@ from quantkit.errors import InputError, reading
 from quantkit.exporters.check import counted, judged, prompt, worst
 from quantkit.exporters.gguf.types import FLOATS
 from quantkit.exporters.gguf.writer import TABLE, Content
-from quantkit.model.source.gguf import demand_lengths
+from quantkit.model.source.gguf import demand_lengths, fields, tensors
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def check_alone(path: Path) -> list[Check]:
 
     with reading(_damaged(path)):
         demand_lengths(path)
-        tensors = gguf.GGUFReader(path).tensors
-        read = ((each.name, gguf.quants.dequantize(each.data, each.tensor_type)) for each in tensors)
+        read = ((each.name, gguf.quants.dequantize(each.data, each.tensor_type)) for each in tensors(path))
         found = [counted("gguf.tensors", [name for name, values in read if not np.isfinite(values).all()])]
     if machine.has("llama_cpp"):
         from quantkit.runtimes.llama_cpp.session import LlamaModel
@@ -100,7 +99,7 @@ def _tensors(path: Path, content: Content) -> Check:
 
     wrong: list[str] = []
     with reading(_damaged(path)):
-        stored = {each.name: each for each in gguf.GGUFReader(path).tensors}
+        stored = {each.name: each for each in tensors(path)}
         wrong += sorted(stored.keys() ^ {each.name for each in content.tensors})
         for each in [] if wrong else content.tensors:
             found = stored[each.name]
@@ -138,7 +137,7 @@ def _fields(path: Path, content: Content) -> Check:
         factor = rope.get("attention_factor")  # llama.cpp multiplies by what is there without one
         wanted[keys.Rope.SCALING_ATTN_FACTOR] = factor and factor / (1 + 0.1 * math.log(rope["factor"]))
     with reading(_damaged(path)):
-        stated = {key: each.contents() for key, each in gguf.GGUFReader(path).fields.items()}
+        stated = fields(path)
     wrong = []
     for key, value in wanted.items():
         name = key.format(arch=content.architecture.name)
@@ -209,10 +208,9 @@ def read_options(path: Path) -> Mapping[str, Any]:
     Raises:
         InputError: `gguf-damaged`.
     """
-    import gguf
 
     with reading(_damaged(path)):
-        kinds = {each.name: (each.tensor_type.name, len(each.shape)) for each in gguf.GGUFReader(path).tensors}
+        kinds = {each.name: (each.tensor_type.name, len(each.shape)) for each in tensors(path)}
     floats = {theirs: ours for ours, theirs in FLOATS.items()}
     table = kinds.get(TABLE, ("F32", 2))[0]
     norms = ("_norm.weight", ".bias")

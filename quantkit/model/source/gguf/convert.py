@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import InputError, MissingDependency, reading
+from quantkit.errors import InputError, reading
 from quantkit.lazy import torch
 from quantkit.model.source.gguf import by_transformers, rules
-from quantkit.model.source.gguf.file import demand_lengths
+from quantkit.model.source.gguf.file import fields, tensors
 from quantkit.model.source.gguf.parts import damaged, shape_of, short
 from quantkit.model.source.gguf.tokenizer import demand_whole, tokenizer_config, tokenizer_json
 from quantkit.model.source.hashes import file_sha256
@@ -42,12 +42,9 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
         InputError: `gguf-damaged`, `gguf-split`, `gguf-architecture`, `gguf-tokenizer`; MissingDependency: the `gguf`
             package.
     """
-    with MissingDependency.unless_found("gguf", extra="compile", purpose="reading a GGUF file"):
-        import gguf
     where = str(gguf_file)
     with reading(lambda said: damaged(where, said)):
-        demand_lengths(gguf_file)
-        _convert(gguf.GGUFReader(gguf_file), gguf_file, folder)
+        _convert(fields(gguf_file), tensors(gguf_file), gguf_file, folder)
 
 
 def note_on(name: str, was: str) -> str:
@@ -61,11 +58,10 @@ def note_on(name: str, was: str) -> str:
     )
 
 
-def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
+def _convert(meta: dict[str, Any], listed: Sequence[Any], gguf_file: Path, folder: Path) -> None:
     import gguf
 
     where = str(gguf_file)
-    meta = {key: field.contents() for key, field in reader.fields.items()}
     size = gguf_file.stat().st_size
     if int(meta.get("split.count", 1)) > 1:
         raise InputError(
@@ -75,10 +71,10 @@ def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
             rule="a model is one file",
             remedy="join them with llama-gguf-split, and give the whole",
         )
-    for tensor in reader.tensors:  # the library's own count of elements is of 64 bits, and overflows
+    for tensor in listed:  # the library's own count of elements is of 64 bits, and overflows
         if math.prod(shape_of(tensor)) > _DENSEST * size:
             raise damaged(where, f"{tensor.name}: {list(shape_of(tensor))} in a file of {size} bytes"[:300])
-    stored = {tensor.name: tensor for tensor in reader.tensors}
+    stored = {tensor.name: tensor for tensor in listed}
     demand_whole(meta, where)
     if meta.get("general.architecture") in rules.RULES:
         read = rules.read(meta, stored, where)
