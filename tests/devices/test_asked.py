@@ -6,6 +6,7 @@ And the commands of docs/devices.md as they stand; what takes minutes is only as
 from __future__ import annotations
 
 import hashlib
+import os
 import json
 import re
 import shlex
@@ -184,13 +185,20 @@ def test_a_device_is_cleaned_of_what_no_job_needs(
     with pytest.raises(InputError, match=r"device-busy.*for: measure"):
         clean(device)
     link.cancel(name)
+    (installed,) = (there / "wheels").iterdir()
+    (there / "wheels" / ("0" * 64)).mkdir()
     before = sum(path.stat().st_size for path in there.rglob("*") if path.is_file())
     removed = clean(device)
     after = sum(path.stat().st_size for path in there.rglob("*") if path.is_file())
     assert (removed.bundles, removed.wheels) == (1, 1)
     assert removed.bytes == before - after > 2050
     assert [path.name for path in (there / "bundles").iterdir()] == ["x"]
-    assert not list((there / "wheels").iterdir())
+    assert list((there / "wheels").iterdir()) == [installed]
+    # a day later nobody takes it up any more
+    for path in (there / "jobs").iterdir():
+        os.utime(path, (0, 0))
+    removed = clean(device)
+    assert (removed.bundles, removed.wheels) == (1, 1)
     # what is needed again is carried again
     link.install()
     assert cells(link, link.start(job("slow", rounds=4))) == [f"cell {n}" for n in range(4)]

@@ -3,6 +3,7 @@
     WORKDIR/lock                held while a job runs; says whose it is
     /tmp/quantkit.lock          the same for the machine: see `_machine`
     WORKDIR/jobs/ID/job.json    what is asked
+                   /wheels      what runs it, by their hashes
                    /rows.jsonl  what is answered
                    /lease       touched while somebody listens
                    /cancel      is there once it is to end for good
@@ -84,6 +85,7 @@ def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     (folder / "cancel").unlink(missing_ok=True)
     _mend(folder / "rows.jsonl")
     (folder / "job.json").write_text(asked["text"])
+    (folder / "wheels").write_text(" ".join(asked["wheels"]))
     (folder / "lease").touch()
     said = {each: asked[each] for each in ("job", "who", "client", "what")} | {"since": time.time()}
     for each in (lock, machine):

@@ -217,10 +217,10 @@ def clean(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
         for job in (place / "jobs").glob("*"):
             if time.time() - job.stat().st_mtime > _OLD:
                 size += _removed(job)
-            elif (job / "job.json").exists():
-                used += (job / "job.json").read_text()
+            else:
+                used += "".join(each.read_text() for name in ("job.json", "wheels") if (each := job / name).exists())
         bundles = [each for each in (place / "bundles").glob("*") if f"bundles/{each.name}" not in used]
-        wheels = list((place / "wheels").glob("*"))
+        wheels = [each for each in (place / "wheels").glob("*") if each.name not in used]
         size += sum(map(_removed, [*bundles, *wheels]))
         for each in (place / "store").iterdir():
             left = each.suffix == ".at" and (place / each.read_text()).exists()
