@@ -6,8 +6,8 @@ And the commands of docs/devices.md as they stand; what takes minutes is only as
 from __future__ import annotations
 
 import hashlib
-import os
 import json
+import os
 import re
 import shlex
 import shutil
