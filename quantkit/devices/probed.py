@@ -12,15 +12,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from quantkit import machine, plugins
-from quantkit.content import PRINTED, Closed, validated
+from quantkit.content import Closed, validated
+from quantkit.devices.answers import Bytes, Finite, Name
 from quantkit.devices.ssh.link import held
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 from quantkit.runtimes import load_runtime
 
-_Line = Annotated[str, Field(max_length=200, pattern=PRINTED)]
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 # what `devices.there` imports; `quantkit`'s own metadata says how recent each has to be
 NEEDED = ("numpy", "onnxruntime", "pydantic", "pyyaml")
 # seconds that its clock may be off: certificates and the dates in rows hold
@@ -32,10 +30,10 @@ _TWICE = 2.2
 class Gpu(Closed):
     """A GPU there; `memory` is 0 where it is the machine's."""
 
-    name: _Line
-    sm: _Line
+    name: Name
+    sm: Name
     memory: Bytes
-    driver: _Line
+    driver: Name
 
 
 class Probed(Closed):
@@ -56,31 +54,31 @@ class Probed(Closed):
         busy: who has it, and for what; empty where nobody does.
     """
 
-    host: _Line
-    system: _Line
-    release: _Line
-    machine: _Line
-    model: _Line
-    processor: _Line
-    isa: Annotated[list[_Line], Field(min_length=1, max_length=50)]
+    host: Name
+    system: Name
+    release: Name
+    machine: Name
+    model: Name
+    processor: Name
+    isa: Annotated[list[Name], Field(min_length=1, max_length=50)]
     cores: Annotated[int, Field(ge=1, le=1 << 16)]
     memory: Bytes
     memory_free: Bytes
     last_level_cache: Bytes | None
     disk_free: Bytes
     python: Annotated[str, Field(pattern=r"^3\.\d{1,3}\.[0-9A-Za-z.+]{1,20}$")]
-    implementation: _Line
+    implementation: Name
     # the second part is counted down to find wheels
     libc: Annotated[str, Field(pattern=r"^[a-z]*-(\d{1,2}(\.\d{1,2}){1,3})?$", max_length=40)]
     bits: Annotated[int, Field(ge=1, le=128)]
-    packages: Annotated[dict[_Line, _Line], Field(max_length=100)]
+    packages: Annotated[dict[Name, Name], Field(max_length=100)]
     gpus: Annotated[list[Gpu], Field(max_length=64)]
-    cuda: _Line = ""
+    cuda: Name = ""
     triton: bool = False
-    governor: _Line
-    temperature: _Finite | None
-    off: _Finite
-    busy: _Line
+    governor: Name
+    temperature: Finite | None
+    off: Finite
+    busy: Name
 
     def demand(self, where: str) -> None:
         """Refuse what no job can run on. Raises InputError `wrong-python`, `clock-off`."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zoo
 
 pytest.importorskip("triton")  # Linux alone has it
 
 from devices.local_link import LocalLink
+from devices.tiny_home import tiny_home
 from quantkit.bundle import Bundle, Decision
 from quantkit.devices.job import Job
 from quantkit.devices.measure import measure_on
@@ -35,13 +35,10 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import cuda as speed_cuda
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.model.source.open import open_model
-from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.progress import Progress
-from quantkit.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = TimingPlan(batches=(2,), contexts=(3,), prefills=(5,), seconds=0.01, cell_seconds=0.01, rounds=1)
-GROUPS: dict[str, Any] = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
 GPU = Gpu(name="NVIDIA L4", sm="8.9", memory=24 << 30, driver="575.51")
 PROBED = Probed.model_construct(
     packages={"torch": "2.9.1"}, gpus=[GPU], cuda="12.8", triton=True, memory=1 << 35, memory_free=1 << 34
@@ -113,21 +110,7 @@ class Notes(Progress):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Iterator[Path]:
     """A folder with `model`, a tiny decoder, and its bundles: `int4`, which kernels take, and `int3`, which none do."""
-    path = tmp_path_factory.mktemp("home")
-    zoo.tiny("llama", vocab_size=258, num_hidden_layers=1).save_pretrained(path / "model")  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(path / "model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTKIT_CACHE", str(path / "cache"))
-        patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
-        for name in ("int4", "int3"):
-            scheme = {"weights": GROUPS | {"format": name}}
-            asked: dict[str, Any] = {
-                "summary": "a test",
-                "calibration": {"set": "prose-en", "samples": 2, "tokens": 32},
-            }
-            asked |= {"scheme": scheme, "passes": ["rtn"], "export": [{"checkpoint": {}}]}
-            recipe = Recipe.from_dict(asked, name="tiny")
-            compile_model(Request.of(str(path / "model"), recipe=recipe, out=path / name, speed=False))
+    with tiny_home(tmp_path_factory.mktemp("home"), byte_tokenizer, {"int4": "int4", "int3": "int3"}) as path:
         yield path
 
 

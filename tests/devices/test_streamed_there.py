@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zoo
 
 from devices.local_link import LocalLink
 from devices.loopback import Loopback
 from devices.test_device_command import said
+from devices.tiny_home import tiny_home
 from quantkit.bundle import Bundle
 from quantkit.devices.answers import CeilingSamples, ShapeTimes, SideCosts, dumped
 from quantkit.devices.job import At, Done, Failed, Found, Job, Note
@@ -28,34 +28,16 @@ from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.finished.measure import measure_bundle
-from quantkit.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = TimingPlan(batches=(1,), contexts=(16,), prefills=(8,), seconds=0.3, cell_seconds=0.3, rounds=2)
 
 
-RECIPE: dict[str, Any] = {
-    "summary": "a test",
-    "calibration": {"set": "prose-en", "samples": 2, "tokens": 32},
-    "scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}},
-    "passes": ["rtn"],
-    "export": [{"checkpoint": {}}],
-}
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Iterator[Path]:
     """A folder with `model`, a tiny decoder, and `packed`, a bundle of its checkpoint."""
-    path = tmp_path_factory.mktemp("home")
-    zoo.tiny("llama", vocab_size=258, num_hidden_layers=1).save_pretrained(path / "model")  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(path / "model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTKIT_CACHE", str(path / "cache"))
-        patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
-        recipe = Recipe.from_dict(RECIPE, name="tiny")
-        compile_model(Request.of(str(path / "model"), recipe=recipe, out=path / "packed", speed=False))
+    with tiny_home(tmp_path_factory.mktemp("home"), byte_tokenizer, {"packed": "int4"}) as path:
         yield path
 
 

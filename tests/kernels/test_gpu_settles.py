@@ -10,6 +10,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,19 @@ def test_a_compile_is_told_by_its_envelope() -> None:
     told = compiled([sys.executable, "-c", program], time.monotonic() + 60)
     assert (told["exit"], told["content_sha256"], told["told_seconds"]) == (1, "ab", {"total": 7.0})
     assert 0 < told["seconds"] < 60
+    # and when it reached each stage
+    program = "import sys; print(' 64%  export  checkpoint  about 10 s left', file=sys.stderr); print('{}')"
+    assert set(
+        compiled(
+            [sys.executable, "-c", program.replace("{}", '{"result": null, "error": 1, "warnings": []}')],
+            time.monotonic() + 60,
+        )["reached"]
+    ) == {"export"}
+    # what its limit stops is told apart from what something else has ended
+    late = compiled([sys.executable, "-c", "import time; time.sleep(60)"], time.monotonic() + 1)
+    assert (late["exit"], late["reason"]) == (None, "the time was up")
+    ended = compiled([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], time.monotonic() + 60)
+    assert (ended["exit"], ended["reason"]) == (-9, "no answer: ")
     # what is no answer is told by its last words
     told = compiled([sys.executable, "-c", "raise SystemExit('no such option')"], time.monotonic() + 60)
     assert (told["exit"], told["reason"]) == (1, "no answer: no such option\n")
@@ -133,6 +147,27 @@ def test_the_first_compile_settles_its_time_and_the_second_the_rest(
     assert settled(61.0, 59.0) == [("compile-8b", False), ("compile-8b", True), ("compile-same", True)]
     assert settled(59.0, 61.0) == [("compile-8b", True), ("compile-8b", True), ("compile-same", True)]
     assert settled(59.0, None) == [("compile-8b", True)]
+
+
+@pytest.mark.parametrize(
+    ("change", "ok", "layers"),
+    [
+        ({}, True, 0.02),
+        ({"exit": 1}, False, 0.02),
+        ({"checks": [{"ok": False}]}, False, 0.02),
+        ({"exit": None, "reason": "the time was up", "layers": {}}, False, None),
+    ],
+)
+def test_two_compiles_of_a_recipe_are_held_against_each_other(
+    change: dict[str, Any], ok: bool, layers: float | None
+) -> None:
+    from parts.recipes import compared
+
+    cpu = {"exit": 0, "kl": 0.5, "checks": [{"ok": True}], "layers": {"a": 1.0, "b": 2.0}, "content_sha256": "x"}
+    row = compared("int8", cpu | {"kl": 0.25, "layers": {"a": 1.01, "b": 1.96}} | change, cpu)
+    assert (row["ok"], row["kl"]) == (ok, 0.25)
+    assert row["layers"] == (None if layers is None else pytest.approx(layers))
+    assert row.get("where") == (None if layers is None else "b")
 
 
 def test_the_third_run_leaves_a_compile_of_8b_its_time() -> None:

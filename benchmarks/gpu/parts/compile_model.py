@@ -28,6 +28,8 @@ SIZES = {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "voc
 SECONDS = 60.0
 # " 64%  export  checkpoint  about 10 s left"
 _PROGRESS = re.compile(r"\s*\d+%  ([^ ]+)  ")
+# seconds for what a command that ended has said last
+_LAST_WORDS = 5.0
 RECIPE, TARGET = "gptq-int4", "h200"
 
 
@@ -105,17 +107,19 @@ def compiled(command: list[str], deadline: float) -> dict[str, Any]:
     begin = time.monotonic()
     with _Peak() as peak, tempfile.TemporaryFile("w+") as answer:
         running = subprocess.Popen(command, env=environment, stdout=answer, stderr=subprocess.PIPE, text=True)
-        said = _Said(running, begin)
+        said, late = _Said(running, begin), False
         try:
             running.wait(max(deadline - begin, 1.0))
         except subprocess.TimeoutExpired:
+            late = True
             running.kill()
             running.wait()
-        said.join()
+        # what it has started may outlive it for a moment, and holds the pipe open
+        said.join(_LAST_WORDS)
         answer.seek(0)
         stdout = answer.read()
     found: dict[str, Any] = {"exit": running.returncode, "seconds": time.monotonic() - begin, "reached": said.stages}
-    if running.returncode < 0:
+    if late:
         return found | {"exit": None, "reason": "the time was up", "last": said.last}
     found["gpu_peak_bytes"] = peak.bytes
     if peak.missing:

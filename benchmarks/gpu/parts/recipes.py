@@ -102,19 +102,27 @@ def described(out: Path) -> Row:
     try:
         manifest = json.loads((out / "manifest.json").read_text())
     except OSError:
-        return {"layers": {}, "decisions": []}
-    errors = {layer["name"]: layer["error"] for layer in manifest["layers"] if layer.get("error") is not None}
-    return {"layers": errors, "decisions": manifest["decisions"]}
+        return {"layers": {}}
+    return {"layers": {layer["name"]: layer["error"] for layer in manifest["layers"] if layer.get("error") is not None}}
 
 
 def compared(recipe: str, ours: Row, theirs: Row) -> Row:
-    """`layers`: the largest difference of a layer's error, relative; `kl`: of both scores; `ok`: all checks hold."""
+    """Both compiles of a recipe: what came out of each, and how far they are apart.
+
+    Args:
+        recipe: its name in `RECIPES`.
+        ours, theirs: of `compile_model.compiled` and `described`, on the card and on the processor.
+
+    Returns:
+        `cuda`, `cpu`; `layers`: the largest difference of a layer's error, relative, and `where`; `kl`: nats between
+        both scores; None of what was not found. `ok`: both ended well, and all of their checks hold.
+    """
     row: Row = {"recipe": recipe, "kl": None, "layers": None}
     for at, found in (("cuda", ours), ("cpu", theirs)):
         row[at] = {name: found.get(name) for name in ("exit", "error", "reason", "kl")}
         row[at]["failed"] = [check for check in found.get("checks") or [] if not check["ok"]]
         row[at]["content_sha256"] = found.get("content_sha256")
-    row["ok"] = not (row["cuda"]["error"] or row["cpu"]["error"] or row["cuda"]["failed"] or row["cpu"]["failed"])
+    row["ok"] = all(row[at]["exit"] == 0 and not row[at]["failed"] for at in ("cuda", "cpu"))
     if ours["layers"] and ours["layers"].keys() == theirs["layers"].keys():
         off = {name: abs(ours["layers"][name] / (error or 1.0) - 1.0) for name, error in theirs["layers"].items()}
         row["where"], row["layers"] = max(off.items(), key=lambda pair: pair[1])

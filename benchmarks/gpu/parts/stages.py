@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -291,21 +292,22 @@ def whole(job: dict[str, Any], caller: child.Caller) -> None:
 
 def model(job: dict[str, Any], caller: child.Caller) -> None:
     """A random model of 8B's shapes, compiled twice on the GPU by the command."""
-    if job["dry"]:
-        raise skipped("model", "a dry run has no GPU to compile on")
-    from parts import compile_model
-
-    give = telling(caller)
-    for section, data in compile_model.measured(job, _deadline(job)):
-        give(section, data)
+    _compiling("compile_model", job, caller)
 
 
 def recipes(job: dict[str, Any], caller: child.Caller) -> None:
     """A small model compiled by recipes, on the GPU and on the processor; then measured."""
-    if job["dry"]:
-        raise skipped("recipes", "a dry run has no GPU to compile on")
-    from parts import recipes as part
+    _compiling("recipes", job, caller)
 
+
+def _compiling(name: str, job: dict[str, Any], caller: child.Caller) -> None:
+    """A part that compiles there, and times nothing itself."""
+    if job["dry"]:
+        raise skipped(job["stage"], "a dry run has no GPU to compile on")
+    _passed_on(import_module(f"parts.{name}"), job, caller)
+
+
+def _passed_on(part: Any, job: dict[str, Any], caller: child.Caller) -> None:
     give = telling(caller)
     for section, data in part.measured(job, _deadline(job)):
         give(section, data)
@@ -319,9 +321,7 @@ def engines(job: dict[str, Any], caller: child.Caller) -> None:
         raise skipped("engines", "no bundle with an engine was given: --bundles")
     if part.missing(job["runtime"]):
         raise skipped("engines", f"{job['runtime']} is not installed")
-    give = telling(caller)
-    for section, data in part.measured(job, _deadline(job)):
-        give(section, data)
+    _passed_on(part, job, caller)
 
 
 def cleaned(value: Any) -> Any:

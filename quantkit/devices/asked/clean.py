@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from quantkit.content import Closed, validated
+from quantkit.devices.answers import Bytes
 from quantkit.devices.named import NamedDevice
-from quantkit.devices.probed import Bytes
 from quantkit.devices.reached import shell
 from quantkit.devices.ssh.link import busy
 

@@ -208,7 +208,6 @@ def read_options(path: Path) -> Mapping[str, Any]:
     Raises:
         InputError: `gguf-damaged`.
     """
-
     with reading(_damaged(path)):
         kinds = {each.name: (each.tensor_type.name, len(each.shape)) for each in tensors(path)}
     floats = {theirs: ours for ours, theirs in FLOATS.items()}
