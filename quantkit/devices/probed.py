@@ -17,6 +17,7 @@ from quantkit.devices.answers import Bytes, Finite, Name
 from quantkit.devices.ssh.link import held
 from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
+from quantkit.kernels import GPUS, too_old
 from quantkit.runtimes import load_runtime
 
 # what `devices.there` imports; `quantkit`'s own metadata says how recent each has to be
@@ -147,6 +148,8 @@ class Probed(Closed):
         """Why quantkit's own kernels do not run on its GPU; empty where they do."""
         if not self.gpus:
             return "it has no NVIDIA GPU"
+        if too_old(self.gpus[0].sm):
+            return f"it is of SM {self.gpus[0].sm}: {GPUS}"
         if not self.cuda:
             return f"its torch ({self.packages.get('torch', 'none')}) is built without CUDA"
         return "" if self.triton else "its Python has no triton, which compiles the kernels there"

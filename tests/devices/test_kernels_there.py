@@ -297,6 +297,13 @@ def test_the_probe_says_what_torch_there_is_built_for_and_imports_nothing(
     assert said in found.why_no_kernels() and bool(said) == bool(found.why_no_kernels())
 
 
+@pytest.mark.parametrize(("sm", "runs"), [("7.5", False), ("8.0", True), ("12.0", True), ("[N/A]", True)])
+def test_a_gpu_that_is_too_old_for_the_kernels_is_known_before_any_work(sm: str, runs: bool) -> None:
+    found = PROBED.model_copy(update={"gpus": [GPU.model_copy(update={"sm": sm})]})
+    assert (found.why_no_kernels() == "") == runs
+    assert runs or f"SM {sm}" in found.why_no_kernels()
+
+
 def test_a_device_names_its_gpu_without_a_library_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -133,7 +133,9 @@ def test_on_the_gpu_of_its_target_steps_in_torch_are_timed(
     with pytest.raises(InputError, match="baseline-needed"):
         measure_bundle(bundle, str(made.packed), runtime="torch", plan=PLAN)
     measure_bundle(bundle, str(made.model), runtime="torch", plan=PLAN, speed=False)
-    assert len(asked) == 1
+    monkeypatch.setattr("quantkit.machine.gpus", lambda: ([{"name": "Tesla V100", "sm": "7.0"}], ""))
+    measure_bundle(bundle, str(made.model), old := Notes(), runtime="torch", plan=PLAN)
+    assert len(asked) == 1 and "SM 7.0" in old.lines[0]
 
 
 def test_a_bundle_without_a_graph_is_measured_in_torch(made: Made, copied: Copy, timer: Timer) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import machine
 from quantkit.bundle import Bundle, Decision
 from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
+from quantkit.kernels import GPUS, too_old
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of, size_rows
 from quantkit.measurement.size import read_rows as bytes_read
@@ -108,7 +109,9 @@ def measure_bundle(
     chosen = plan or TimingPlan(batches=batches_of(bundle))
     stages = {"score": 60.0} if against.stream is not None else {}
     on_gpu = speed and (
-        _steps_on_gpu(bundle, runtime) if engine is None else engine.decoder and engine.engine.device.type == "cuda"
+        _steps_on_gpu(bundle, runtime, progress)
+        if engine is None
+        else engine.decoder and engine.engine.device.type == "cuda"
     )
     if on_gpu:
         against.floats_in_torch()
@@ -227,10 +230,13 @@ def _across(bundle: Bundle, against: MeasuredAgainst, progress: Progress) -> Spe
     return SpeedSide(str(made), against.subject, "float32")
 
 
-def _steps_on_gpu(bundle: Bundle, runtime: str) -> bool:
+def _steps_on_gpu(bundle: Bundle, runtime: str, progress: Progress) -> bool:
     """Whether quantkit's own kernels run a bundle here: a decoder for a GPU, in torch, where torch sees one."""
     kind, target = bundle.manifest.model.kind, worth.target_of(bundle.manifest)
-    if runtime != "torch" or kind != "decoder" or target.kind != "gpu" or not machine.gpus()[0]:
+    if runtime != "torch" or kind != "decoder" or target.kind != "gpu" or not (found := machine.gpus()[0]):
+        return False
+    if too_old(capability := str(found[0]["sm"])):
+        progress.note(f"steps are not timed: {found[0]['name']} is of SM {capability}; {GPUS}")
         return False
     return machine.has("triton")
 

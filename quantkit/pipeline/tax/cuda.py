@@ -9,12 +9,12 @@ from typing import Any
 
 from quantkit import content, machine
 from quantkit.errors import InputError, MissingDependency
+from quantkit.kernels import GPUS, too_old
 from quantkit.pipeline.tax.cpu import absent
 from quantkit.planning.model.shapes import LinearShapes
 from quantkit.target import Target
 
 RUNTIME = "torch"
-_FROM_SM = 80
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,8 @@ class Graphics:
             )
         name, capability = str(found[0]["name"]), str(found[0]["sm"])
         sm = int(capability.replace(".", ""))
-        if sm < _FROM_SM:
-            raise InputError(
-                "device-unsupported", where=name, value=f"SM {capability}", rule="kernels are for SM 8.0 and later"
-            )
+        if too_old(capability):
+            raise InputError("device-unsupported", where=name, value=f"SM {capability}", rule=GPUS)
         if not machine.has("triton"):
             raise MissingDependency("triton", extra="gpu", purpose="timing products on a GPU")
         aimed = Target.load(target) if target else target_of(name)
