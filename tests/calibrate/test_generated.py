@@ -12,7 +12,7 @@ import torch
 import zoo
 
 from quantkit import machine
-from quantkit.calibrate.tokens.generated import generated
+from quantkit.calibrate.tokens.generated import NUCLEUS, generated
 from quantkit.model.source.open import Source, open_model
 
 
@@ -37,14 +37,19 @@ def drawn(source: Source, **changes: Any) -> torch.Tensor:
     return found
 
 
-def test_what_is_drawn_is_as_likely_as_the_model_says(source: Source) -> None:
+def test_what_is_drawn_is_as_likely_as_the_model_says_among_the_likeliest(source: Source) -> None:
     ids = drawn(source, samples=200, before=[5])
     assert ids.shape == (200, 24)
     assert (ids[:, 0] == 5).all()
     with torch.no_grad():
-        logs = source.load()(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        falling, order = source.load()(input_ids=ids).logits[:, :-1].softmax(-1).sort(descending=True)
+    kept = falling * (falling.cumsum(-1) - falling < NUCLEUS)
+    kept = torch.zeros_like(kept).scatter(2, order, kept / kept.sum(-1, keepdim=True))
+    assert 1 < (kept > 0).sum(2).float().mean() < 0.5 * kept.shape[2], "some are left out, and others not"
+    logs = kept.log().clamp(min=-1e4)
     lost = -logs.gather(2, ids[:, 1:, None]).squeeze(2)
-    entropy, spread = -(logs.exp() * logs).sum(2), lost.std() / lost.numel() ** 0.5
+    assert lost.max() < 1e3, "none is drawn that is left out"
+    entropy, spread = -(kept * logs).sum(2), lost.std() / lost.numel() ** 0.5
     assert entropy.mean() < 0.9 * torch.tensor(float(logs.shape[2])).log()
     assert abs(float(lost.mean() - entropy.mean())) < 4 * float(spread)
 

@@ -5,9 +5,12 @@ of every kind that it was trained on, with code, lists and other languages among
 al., "LLM-QAT", 2023, arXiv 2305.17888; Williams et al., "Self-calibration for Language Model Quantization and Pruning",
 2024, arXiv 2410.17170).
 
-Each next token is drawn from the model's own probabilities, at temperature 1 and from the whole vocabulary; where a
-text ends, another begins. Ids depend on how a processor adds up: what was drawn is kept in the user's cache, so that
-later compiles on this machine see the same.
+Each next token is drawn from the model's own probabilities, out of the likeliest that make up nine tenths of them
+(Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, arXiv 1904.09751): drawn from the whole
+vocabulary, what small models write goes astray within a hundred tokens. A model of conversations begins where a user
+would (Xu et al., "Magpie", 2024, arXiv 2406.08464): asked for nothing, some write one word for ever. Where a text ends,
+another begins. Ids depend on how a processor adds up: what was drawn is kept in the user's cache, so that later
+compiles on this machine see the same.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 # sequences drawn at a time: a step reads all weights once for all of them
 _TOGETHER = 32
+# the share of probability that is drawn from
+NUCLEUS = 0.9
 # of the weights in float32: what a step takes besides
 _ROOM = 1.2
 
@@ -36,13 +41,14 @@ def generated(source: Source, *, samples: int, tokens: int, seed: int, before: S
     Args:
         source: the original.
         seed: of what is drawn.
-        before: what the tokenizer puts before a text: each begins with it. Where it is nothing, the model is begun with
-            the token that its config names as the first (or last) of a text, which is then left out.
+        before: what each begins with: what the tokenizer puts before a text, or the chat template before a user speaks.
+            Where it is nothing, the model is begun with the token that its config names as the first (or last) of a
+            text, which is then left out.
     """
     start = list(before) or [_first(source)]
     key = {
         "source": source.sha256,
-        "drawn": [samples, tokens, seed, start, bool(before)],
+        "drawn": [samples, tokens, seed, start, bool(before), NUCLEUS],
         "versions": machine.versions(),
         "isa": machine.isa(),
     }
@@ -73,7 +79,8 @@ def _drawn(source: Source, start: list[int], samples: int, length: int, seed: in
     with quiet_loading():
         model = source.load()
     # of the model's own settings none counts: they stop where a text ends, and cut off what is rare
-    model.generation_config = GenerationConfig(do_sample=True, top_k=0, max_length=length, pad_token_id=start[0])
+    asked = {"do_sample": True, "top_k": 0, "top_p": NUCLEUS, "max_length": length, "pad_token_id": start[0]}
+    model.generation_config = GenerationConfig(**asked)
     begun = torch.tensor([start]).repeat(samples, 1).split(_TOGETHER)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
