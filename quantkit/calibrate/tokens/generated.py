@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _TOGETHER = 32
 # the share of probability that is drawn from
 NUCLEUS = 0.9
+# tokens that make it up, at most: to sort a whole vocabulary takes longer than a step
+_WIDEST = 1000
 # of the weights in float32: what a step takes besides
 _ROOM = 1.2
 
@@ -72,19 +74,27 @@ def fits(source: Source) -> bool:
 
 def _drawn(source: Source, start: list[int], samples: int, length: int, seed: int) -> torch.Tensor:
     """Ids [samples, length], those of `start` included."""
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, LogitsProcessorList
 
     from quantkit.model.source.open import quiet_loading
 
     with quiet_loading():
         model = source.load()
     # of the model's own settings none counts: they stop where a text ends, and cut off what is rare
-    asked = {"do_sample": True, "top_k": 0, "top_p": NUCLEUS, "max_length": length, "pad_token_id": start[0]}
-    model.generation_config = GenerationConfig(**asked)
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, max_length=length, pad_token_id=start[0])
     begun = torch.tensor([start]).repeat(samples, 1).split(_TOGETHER)
+    how = {"logits_processor": LogitsProcessorList([_likeliest])}
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        return torch.cat([model.generate(part, attention_mask=torch.ones_like(part)) for part in begun])
+        return torch.cat([model.generate(part, attention_mask=torch.ones_like(part), **how) for part in begun])
+
+
+def _likeliest(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Logits [samples, vocabulary] of the nucleus; of all other tokens none."""
+    falling, order = logits.softmax(-1).topk(min(_WIDEST, logits.shape[-1]))
+    inside = falling.cumsum(-1) - falling < NUCLEUS
+    kept = logits.gather(1, order).masked_fill(~inside, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter(1, order, kept)
 
 
 def _first(source: Source) -> int:
