@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import zoo
 
 from quantkit import machine
-from quantkit.calibrate.tokens.generated import NUCLEUS, generated
+from quantkit.calibrate.tokens.generated import NUCLEUS, generated, news
 from quantkit.model.source.open import Source, open_model
 
 
@@ -52,6 +53,27 @@ def test_what_is_drawn_is_as_likely_as_the_model_says_among_the_likeliest(source
     entropy, spread = -(kept * logs).sum(2), lost.std() / lost.numel() ** 0.5
     assert entropy.mean() < 0.9 * torch.tensor(float(logs.shape[2])).log()
     assert abs(float(lost.mean() - entropy.mean())) < 4 * float(spread)
+
+
+def test_what_goes_in_circles_is_written_again_as_a_conversation(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"samples": 60, "tokens": 48, "before": [5]}
+    plain = drawn(source, **asked)
+    bound = float(news(plain).median())  # a model as small as this one always does
+    monkeypatch.setattr("quantkit.calibrate.tokens.generated.CIRCLES", bound)
+    found, circles = drawn(source, **asked, opening=[5, 9, 7]), news(plain) < bound
+    assert 10 < circles.sum() < 50
+    assert torch.equal(found[~circles], plain[~circles])
+    again = (found != plain).any(dim=1)
+    assert again.any()
+    assert (found[again, :3] == torch.tensor([5, 9, 7])).all()
+    assert (news(found)[again] > news(plain)[again]).all(), "and not where that goes in circles too"
+
+
+def test_news_are_the_pairs_that_differ() -> None:
+    ids = torch.tensor([[1, 2, 1, 2, 1], [1, 2, 3, 1, 3], [4, 4, 4, 4, 4]])
+    assert news(ids).tolist() == [len(set(pairwise(row))) / 4 for row in ids.tolist()]
 
 
 def test_a_seed_gives_the_same_and_another_seed_does_not(source: Source, tmp_path: Path) -> None:

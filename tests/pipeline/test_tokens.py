@@ -170,20 +170,20 @@ def test_a_model_writes_its_share_itself(byte_tokenizer: Any, monkeypatch: pytes
     assert torch.equal(none.ids, own), "no text of the set at all"
 
 
-@pytest.mark.parametrize(("length", "begun"), [(64, "<s>[user]"), (14, "<s>")])
-def test_a_model_of_conversations_writes_from_where_a_user_does(
+@pytest.mark.parametrize(("length", "begun"), [(64, "<s>[user]"), (14, "")])
+def test_a_model_of_conversations_is_told_where_a_user_begins(
     length: int, begun: str, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But where that leaves little of a sequence."""
     asked: list[list[int]] = []
 
-    def generated(*_: Any, samples: int, before: list[int], **__: Any) -> torch.Tensor:
-        asked.append(before)
+    def generated(*_: Any, samples: int, before: list[int], opening: list[int], **__: Any) -> torch.Tensor:
+        asked.extend([before, opening])
         return torch.zeros(samples, length, dtype=torch.int64)
 
     monkeypatch.setattr("quantkit.calibrate.tokens.generated.generated", generated)
     tokens.load(written({"tokens": length}), source(chat_tokenizer), calibrate=True, decisions=[])
-    assert [chat_tokenizer.decode(each) for each in asked] == [begun]
+    assert [chat_tokenizer.decode(each) for each in asked] == ["<s>", begun]
 
 
 def test_sequences_of_the_set_stand_in_where_only_sizes_count(

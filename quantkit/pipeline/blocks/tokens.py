@@ -157,10 +157,9 @@ def _calibrating(
     length = found.ids.shape[1]
     written = None
     if write:
-        before = chat.opening(common["tokenizer"])
-        if not 0 < 2 * len(before) < length:
-            before = frame(common["tokenizer"])[0]
-        written = generated(source, samples=own, tokens=length, seed=recipe.seed, before=before)
+        opening = chat.opening(common["tokenizer"])
+        starts = {"before": frame(common["tokenizer"])[0], "opening": opening if 2 * len(opening) < length else []}
+        written = generated(source, samples=own, tokens=length, seed=recipe.seed, **starts)
     if written is None and (write or not fits(source)):
         reason = "the model does not fit in memory whole, so it writes nothing: all are of the set"
         decisions.append(decision("calibrate", INSTEAD, "calibration.generated", reason, choice.generated, 0))
