@@ -179,11 +179,16 @@ def test_a_model_of_conversations_is_told_where_a_user_begins(
 
     def generated(*_: Any, samples: int, before: list[int], opening: list[int], **__: Any) -> torch.Tensor:
         asked.extend([before, opening])
-        return torch.zeros(samples, length, dtype=torch.int64)
+        ids = torch.zeros(samples, length, dtype=torch.int64)
+        ids[0, : len(opening)] = torch.tensor(opening)
+        return ids
 
     monkeypatch.setattr("quantkit.calibrate.tokens.generated.generated", generated)
-    tokens.load(written({"tokens": length}), source(chat_tokenizer), calibrate=True, decisions=[])
+    decisions: list[Decision] = []
+    tokens.load(written({"tokens": length}), source(chat_tokenizer), calibrate=True, decisions=decisions)
     assert [chat_tokenizer.decode(each) for each in asked] == ["<s>", begun]
+    noted = [(each.from_, each.to) for each in decisions if each.where == "calibration.generated"]
+    assert noted == ([(1, 1)] if begun else []), "which begin so is said"
 
 
 def test_sequences_of_the_set_stand_in_where_only_sizes_count(

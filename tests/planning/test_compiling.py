@@ -88,6 +88,21 @@ def test_more_text_costs_time_where_it_is_looked_at_and_nowhere_else() -> None:
     assert {**few.seconds, "quantize": 0} == {**many.seconds, "quantize": 0}
 
 
+def test_what_a_model_writes_is_run_token_by_token_through_its_head() -> None:
+    whole, half, none = (
+        counted(replace(spec(), recipe=Recipe.load("gptq-int4", [f"calibration.generated={share}"])))["open"]
+        for share in (1, 0.5, 0)
+    )
+    inside = sum(matrix.active * matrix.N * matrix.K for matrix in model().inside())
+    head = model().head
+    assert head is not None
+    assert whole["products"] == pytest.approx(2 * spec().tokens * (inside + head.N * head.K), rel=0.1)
+    assert whole["logits"] == spec().tokens * head.N
+    assert half["products"] == pytest.approx(whole["products"] / 2)
+    assert half["timed"] == whole["timed"], "a step reads all weights, however many sequences take it"
+    assert not none["products"] and not none["timed"]
+
+
 def test_memory_grows_with_the_block_and_not_with_their_number() -> None:
     low, high = (predict(spec(layers=count), HERE).memory["quantize"] for count in (2, 200))
     assert low == high

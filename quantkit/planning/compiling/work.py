@@ -190,11 +190,16 @@ def _run(layers: Sequence[BlockShapes], tokens: int, length: int, times: float =
 def _open(spec: CompileSpec) -> WorkCounts:
     model = spec.architecture
     found = {"fixed:open": 1.0, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)}
-    if spec.sequences and spec.recipe.calibration.generated:
-        # a step of all sequences reads all weights once
-        step = _CALL * len(model.layers) + 4.0 * model.parameters / _READ
-        found["timed"] = spec.length * step
-    return WorkCounts(found)
+    work = WorkCounts(found)
+    written = round(spec.recipe.calibration.generated * spec.sequences) * spec.length
+    if written:
+        # a step of all sequences reads all weights once; what goes in circles, and is written again, is not foretold
+        work["timed"] = spec.length * (_CALL * len(model.layers) + 4.0 * model.parameters / _READ)
+        work += _run(model.layers, written, spec.length)
+        if model.head is not None:
+            logits = float(written * model.head.N)
+            work += {"products": 2.0 * logits * model.head.K, "logits": logits}
+    return work
 
 
 def _prove(spec: CompileSpec) -> WorkCounts:
