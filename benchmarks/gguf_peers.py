@@ -154,7 +154,9 @@ def compared(model: str, names: list[str], options: argparse.Namespace, place: P
         out, spent = place / name, None
         if not out.exists():
             changes = ["--set", f"calibration.samples={options.samples}"]
-            spent = compiled(model, f"gguf-{name}", out, "--no-speed", *changes)[1].cpu
+            begun = out.with_name(f"{name}.partial").exists()  # by a run that was ended
+            done = compiled(model, f"gguf-{name}", out, "--no-speed", *changes, *(["--resume"] if begun else []))[1]
+            spent = None if begun else done.cpu
         ours = str(out / "gguf" / "model.gguf")
         size = Path(ours).stat().st_size
         about = {**answer, "ours": size, "bytes_ratio": size / answer["bytes"], "cpu_s": spent}
@@ -194,7 +196,9 @@ def main() -> int:
         "--samples", type=int, default=SAMPLES, help="calibration sequences of 512 tokens, of both sides"
     )
     parser.add_argument("--scored", type=int, default=12, help="sequences of each text, at most")
-    parser.add_argument("--folder", type=Path, help="where files stay: what is there is not made again")
+    parser.add_argument(
+        "--folder", type=Path, help="where files stay: what is there is not made again, what was begun goes on"
+    )
     parser.add_argument("--rounds", type=int, default=11, help="in which both sides of a type are loaded and timed")
     parser.add_argument("--no-time", dest="time", action="store_false")
     parser.add_argument("--no-record", action="store_true")
