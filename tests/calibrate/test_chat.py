@@ -30,15 +30,6 @@ def test_ids_are_those_that_transformers_gives_a_model(chat_tokenizer: Any) -> N
     assert chat_tokenizer.decode(found) == "<s>[user]Why?[assistant]Because."
 
 
-def test_it_opens_with_what_stands_before_a_user_s_words(chat_tokenizer: Any, with_template: Any) -> None:
-    assert chat_tokenizer.decode(chat.opening(chat_tokenizer)) == "<s>[user]"
-    talk = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
-    assert chat_tokenizer.decode(chat.opening(with_template(talk))) == "<s>"
-    assert chat.opening(with_template("{{ raise_exception('alternate') }}")) == []
-    assert chat.opening(with_template(None)) == []
-    assert chat.opening(None) == []
-
-
 def test_a_template_without_it_gets_none(with_template: Any) -> None:
     """What the model sees in use: transformers adds nothing to what a template writes."""
     tokenizer = with_template("{% for message in messages %}{{ message.content }}{% endfor %}")

@@ -170,27 +170,6 @@ def test_a_model_writes_its_share_itself(byte_tokenizer: Any, monkeypatch: pytes
     assert torch.equal(none.ids, own), "no text of the set at all"
 
 
-@pytest.mark.parametrize(("length", "begun"), [(64, "<s>[user]"), (14, "")])
-def test_a_model_of_conversations_is_told_where_a_user_begins(
-    length: int, begun: str, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But where that leaves little of a sequence."""
-    asked: list[list[int]] = []
-
-    def generated(*_: Any, samples: int, before: list[int], opening: list[int], **__: Any) -> torch.Tensor:
-        asked.extend([before, opening])
-        ids = torch.zeros(samples, length, dtype=torch.int64)
-        ids[0, : len(opening)] = torch.tensor(opening)
-        return ids
-
-    monkeypatch.setattr("quantkit.calibrate.tokens.generated.generated", generated)
-    decisions: list[Decision] = []
-    tokens.load(written({"tokens": length}), source(chat_tokenizer), calibrate=True, decisions=decisions)
-    assert [chat_tokenizer.decode(each) for each in asked] == ["<s>", begun]
-    noted = [(each.from_, each.to) for each in decisions if each.where == "calibration.generated"]
-    assert noted == ([(1, 1)] if begun else []), "which begin so is said"
-
-
 def test_sequences_of_the_set_stand_in_where_only_sizes_count(
     byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import Any
 
 from quantkit import limits
@@ -68,17 +67,6 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
         return ids
 
     return render
-
-
-def opening(tokenizer: Any) -> list[int]:
-    """The ids that a template writes before a user's first words; none without a template."""
-    try:
-        render = renderer(tokenizer)
-        # what two that have nothing in common begin with alike
-        said = [render([{"role": "user", "content": words}], "") for words in ("Why?", "2 + 2")]
-    except InputError:
-        return []
-    return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*said, strict=False))]
 
 
 def exchange(text: str) -> Messages:

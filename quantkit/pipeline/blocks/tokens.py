@@ -157,12 +157,8 @@ def _calibrating(
     length = found.ids.shape[1]
     written = None
     if write:
-        opening = chat.opening(common["tokenizer"])
-        starts = {"before": frame(common["tokenizer"])[0], "opening": opening if 2 * len(opening) < length else []}
-        written = generated(source, samples=own, tokens=length, seed=recipe.seed, **starts)
-        if written is not None and (circling := _begun(written, starts["opening"])):
-            reason = f"{circling} of {own} texts that the model wrote went in circles: written again as conversations"
-            decisions.append(decision("calibrate", NOTE, "calibration.generated", reason, own - circling, circling))
+        before = frame(common["tokenizer"])[0]
+        written = generated(source, samples=own, tokens=length, seed=recipe.seed, before=before)
     if written is None and (write or not fits(source)):
         reason = "the model does not fit in memory whole, so it writes nothing: all are of the set"
         decisions.append(decision("calibrate", INSTEAD, "calibration.generated", reason, choice.generated, 0))
@@ -171,11 +167,6 @@ def _calibrating(
         written = found.ids.repeat(-(-own // len(found.ids)), 1)[:own]
     ids = torch.cat([given, written])
     return replace(found, ids=ids, sha256=ids_sha256(ids.numpy()), generated=own)
-
-
-def _begun(ids: torch.Tensor, opening: list[int]) -> int:
-    """How many of these texts [samples, tokens] begin as a conversation does."""
-    return int((ids[:, : len(opening)] == torch.tensor(opening)).all(dim=1).sum()) if opening else 0
 
 
 def again(

@@ -193,7 +193,7 @@ def _open(spec: CompileSpec) -> WorkCounts:
     work = WorkCounts(found)
     written = round(spec.recipe.calibration.generated * spec.sequences) * spec.length
     if written:
-        # a step of all sequences reads all weights once; what goes in circles, and is written again, is not foretold
+        # a step of all sequences reads all weights once
         work["timed"] = spec.length * (_CALL * len(model.layers) + 4.0 * model.parameters / _READ)
         work += _run(model.layers, written, spec.length)
         if model.head is not None:
