@@ -189,17 +189,17 @@ def _run(layers: Sequence[BlockShapes], tokens: int, length: int, times: float =
 
 def _open(spec: CompileSpec) -> WorkCounts:
     model = spec.architecture
-    found = {"fixed:open": 1.0, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)}
-    work = WorkCounts(found)
+    opened = {"fixed:open": 1.0, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)}
+    found = WorkCounts(opened)
     written = round(spec.recipe.calibration.generated * spec.sequences) * spec.length
     if written:
         # a step of all sequences reads all weights once
-        work["timed"] = spec.length * (_CALL * len(model.layers) + 4.0 * model.parameters / _READ)
-        work += _run(model.layers, written, spec.length)
-        if model.head is not None:
+        found["timed"] = spec.length * (_CALL * len(model.layers) + 4.0 * model.parameters / _READ)
+        found += _run(model.layers, written, spec.length)
+        if model.head is not None:  # to draw from a vocabulary takes about what it takes to score on it
             logits = float(written * model.head.N)
-            work += {"products": 2.0 * logits * model.head.K, "logits": logits}
-    return work
+            found += {"products": 2.0 * logits * model.head.K, "logits": logits}
+    return found
 
 
 def _prove(spec: CompileSpec) -> WorkCounts:
