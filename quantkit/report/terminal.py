@@ -322,4 +322,5 @@ def _tokens(tokens: Mapping[str, Any]) -> str:
         return f"{tokens['set']} ({tokens['split']}), {tokens['pairs']} pairs"
     # of a graph, samples are not cut into tokens
     what = f"sequences of {tokens['tokens']} tokens" if "tokens" in tokens else "samples"
-    return f"{tokens['set']} ({tokens['split']}), {tokens['samples']} {what}{figures.begins(tokens.get('begins'))}"
+    more = figures.written(tokens.get("generated")) + figures.begins(tokens.get("begins"))
+    return f"{tokens['set']} ({tokens['split']}), {tokens['samples']} {what}{more}"

@@ -95,12 +95,22 @@ def test_dry_run_writes_nothing(quantkit: Any, tiny: Path, recipe: Path, tmp_pat
     assert f"would write {out}" in ran.out
     assert "21 layers" in ran.out
     assert not list(tmp_path.glob("out*"))
-    asked = ("--out", out, "--dry-run", "--json", "--set", "calibration.generated=0.5")
-    plan = quantkit("compile", tiny, "--recipe", recipe, *asked).envelope["result"]
-    assert not (tmp_path / "cache" / "generated").exists(), "the model writes nothing to be calibrated on"
+    plan = quantkit("compile", tiny, "--recipe", recipe, "--out", out, "--dry-run", "--json").envelope["result"]
     assert plan["schemes"][0]["layers"] == 21
     assert plan["schemes"][0]["bits_per_weight"] == pytest.approx(4 + 20 / 32)
     assert plan["seconds"]["quantize"] > 0
+
+
+def test_dry_run_says_what_a_model_would_write_and_lets_it_write_nothing(
+    quantkit: Any, tiny: Path, tmp_path: Path
+) -> None:
+    asked = ["compile", tiny, "--recipe", "gptq-int4", "--dry-run", "--set", "calibration.generated=0.5"]
+    asked += ["--set", "calibration.samples=4", "--set", "calibration.tokens=32", "--set", "scheme.weights.group=32"]
+    ran = quantkit(*asked, "--out", tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert "4 sequences of 32 tokens, 2 of them written by the model itself" in " ".join(ran.out.split())
+    assert quantkit(*asked, "--json").envelope["result"]["calibration"]["generated"] == 2
+    assert not (tmp_path / "cache" / "generated").exists()
 
 
 def test_request_reaches_the_pipeline_whole(quantkit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def _tokens(tokens: TokenSet) -> dict[str, Any]:
     if tokens.split == "eval" and tokens.pairs is not None:
         return {"set": tokens.name, "split": tokens.split, "pairs": tokens.items}
     about = {"set": tokens.name, "split": tokens.split, "samples": samples, "tokens": length}
-    return about if tokens.begins is None else {**about, "begins": tokens.begins}
+    more = {"begins": tokens.begins, "generated": tokens.generated or None}
+    return about | {name: value for name, value in more.items() if value is not None}
 
 
 def _samples(data: InputSet) -> dict[str, Any]:

@@ -243,8 +243,12 @@ def counted(row: Row) -> str:
 def calibrated(seen: CalibrationEntry) -> str:
     """What the passes saw: `prose-en (calib), 16 sequences of 512 tokens`; images and pairs have no tokens."""
     of = f"sequences of {seen.tokens} tokens" if seen.tokens else "items"
-    own = f", {seen.generated} of them written by the model itself" if seen.generated else ""
-    return f"{seen.set} ({seen.split}), {seen.samples} {of}{own}{begins(seen.begins)}"
+    return f"{seen.set} ({seen.split}), {seen.samples} {of}{written(seen.generated)}{begins(seen.begins)}"
+
+
+def written(samples: int | None) -> str:
+    """How many sequences are the model's own, to be added to how many there are."""
+    return f", {samples} of them written by the model itself" if samples else ""
 
 
 def begins(tokens: str | None) -> str:
