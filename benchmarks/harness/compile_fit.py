@@ -15,9 +15,10 @@ from scipy.optimize import lsq_linear, nnls
 
 from quantkit.pipeline.blocks.score import CONFIRMING
 from quantkit.planning.compiling.forecast import SCORED, described, of
+from quantkit.planning.compiling.memory import WHOLE, held
 from quantkit.planning.compiling.result import Machine
 from quantkit.planning.compiling.spec import CompileSpec
-from quantkit.planning.compiling.work import WHOLE, counted, held
+from quantkit.planning.compiling.work import counted
 from quantkit.planning.model import configs
 from quantkit.recipe import Recipe
 

@@ -10,9 +10,10 @@ from quantkit import plugins
 from quantkit.content import names
 from quantkit.errors import InputError
 from quantkit.planning.compiling.forecast import described, of, predict
+from quantkit.planning.compiling.memory import held
 from quantkit.planning.compiling.result import Machine, Rates, shipped
 from quantkit.planning.compiling.spec import CompileSpec, chunk_size, fitted, shared
-from quantkit.planning.compiling.work import counted, held
+from quantkit.planning.compiling.work import counted
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
 from quantkit.recipe import Recipe

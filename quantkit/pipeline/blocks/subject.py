@@ -40,9 +40,9 @@ from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import try_to_time
 from quantkit.planning.bound import efficiency
+from quantkit.planning.compiling.memory import WHOLE
 from quantkit.planning.compiling.result import Compiling
 from quantkit.planning.compiling.spec import timed
-from quantkit.planning.compiling.work import WHOLE
 from quantkit.planning.model.assigned import takes_head
 from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime

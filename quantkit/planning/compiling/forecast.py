@@ -4,7 +4,7 @@
     wall seconds                = the same, with what runs on all cores divided by their number
     peak of a part              = sum of what it holds × how often that is there at once
 
-`work.py` counts the work of a transformer's compile and what it holds, `graph.py` both of a float graph's. The
+`work.py` counts the work of a transformer's compile, `memory.py` what it holds, `graph.py` both of a float graph's. The
 efficiencies are learned: `rates.json` holds what `benchmarks/plan_compile.py --fit` found on random models, with the
 machine that it ran on. They stand on the figures that `quantkit doctor` measures: rates of arithmetic on the float32
 rate of a core, those of copying on the read bandwidth. What Python takes by itself (imports, tracing, a graph's nodes)
@@ -18,9 +18,10 @@ from typing import Literal
 from quantkit.errors import InputError
 from quantkit.planning.compiling import graph
 from quantkit.planning.compiling.graph import GraphSpec
+from quantkit.planning.compiling.memory import CONFIRMED, WHOLE, held, packed_bytes, table_saved
 from quantkit.planning.compiling.result import Compiling, Disk, Machine, Rates, shipped
 from quantkit.planning.compiling.spec import CompileSpec, elements, fitted, needs, stores, timed
-from quantkit.planning.compiling.work import CONFIRMED, WHOLE, counted, held, packed_bytes, table_saved
+from quantkit.planning.compiling.work import counted
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import assign_sizes
 from quantkit.recipe import Recipe
