@@ -76,6 +76,7 @@ STAGES = {
     "model": Stage(stages.model, 300),
     "whole": Stage(stages.whole, 150),
     "recipes": Stage(stages.recipes, 240),
+    "real": Stage(stages.real, 400),
     "engines": Stage(stages.engines, 240),
 }
 
@@ -210,6 +211,7 @@ def _job(args: argparse.Namespace, name: str, asked: list[str], seconds: float) 
         **{"stage": name, "stages": asked, "results": str(args.out.resolve()), "dry": args.dry, "dtype": args.dtype},
         **{"blocks": 1 if args.dry else args.blocks, "seconds": seconds, "soft": max(seconds - _GRACE, seconds / 2)},
         **{"sm": args.sm, "layers": args.layers, "target": args.target, "runtime": args.runtime},
+        "model": args.model,
         **{"bundle": str(args.carried.resolve()), "work": args.work and str(args.work)},
         **{"bundles": [str(path.resolve()) for path in args.bundles]},
         "expected": [str(path.resolve()) for path in args.expected],
@@ -301,6 +303,9 @@ def _parsed(arguments: Sequence[str] | None, known: dict[str, Stage]) -> argpars
     architecture = "compile for this architecture instead of the GPU's"
     parser.add_argument("--sm", type=int, choices=(80, 86, 89, 90), help=architecture)
     parser.add_argument("--layers", type=number(int, 1), default=32, help="of the model that `model` compiles")
+    parser.add_argument(
+        "--model", default="", help="that `real` compiles; default: smollm2-135m, where it is installed"
+    )
     parser.add_argument("--target", default="h200", help="that it is compiled for")
     parser.add_argument("--carried", type=Path, default=HERE.parents[1] / "gpu-bundle", help="of `make gpu-bundle`")
     parser.add_argument("--work", type=Path, help="folder with room for a model and its bundle, 25 GB")

@@ -17,6 +17,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from quantkit.errors import InputError, Stopped
 
 # no space, over quota, over the file size limit: for the user all three are "it does not fit here"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# bytes from which a chunk is hashed while it is written
+_LARGE = 1 << 20
 # the temporary names of `write_atomic`
 _LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 # libraries written in Rust (safetensors, tokenizers) raise their own types, with the number only in the text
@@ -126,10 +129,15 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, insi
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o666, dir_fd=folder)
         try:
-            with os.fdopen(descriptor, "wb") as stream:
+            with os.fdopen(descriptor, "wb") as stream, ThreadPoolExecutor(1) as beside:
                 for chunk in [data] if isinstance(data, bytes) else data:
-                    digest.update(chunk)
-                    stream.write(chunk)
+                    if memoryview(chunk).nbytes < _LARGE:
+                        digest.update(chunk)
+                        stream.write(chunk)
+                    else:  # hashing takes as long as writing, and neither holds Python's lock
+                        hashed = beside.submit(digest.update, chunk)
+                        stream.write(chunk)
+                        hashed.result()
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)

@@ -18,6 +18,7 @@ from quantkit.errors import InputError
 from quantkit.exporters.onnx.nbits import InputCodes
 from quantkit.formats import QuantTensor
 from quantkit.model import run_time
+from quantkit.model.device import put
 from quantkit.model.finished import Finished
 from quantkit.model.run_time import RunTime
 from quantkit.model.source.open import Source
@@ -203,14 +204,16 @@ class Decided(Weights):
             transposed,
         )
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, device: torch.device | None = None) -> Tensor:
         """A tensor of the dense model."""
         if name in self.linears:
             linear = self.linears[name]
-            return self.results.dense(linear, self.entries[name].shape, transposed=self.transposed[linear])
-        if name in self.changed:
-            return self.results.tensor(self.changed[name])
-        return self.source.read(name)
+            found = self.results.dense(linear, self.entries[name].shape, transposed=self.transposed[linear])
+        elif name in self.changed:
+            found = self.results.tensor(self.changed[name])
+        else:
+            return self.source.read(name, device)
+        return found if device is None else put(found, device)
 
 
 def as_float32(tensor: Tensor) -> Tensor:

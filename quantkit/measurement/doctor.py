@@ -1,5 +1,8 @@
 """What `quantkit doctor` says: the machine at hand, its measured ceilings, and how they stand to a target's figures.
 
+Of a GPU target the card's own ceilings are measured where one of its architecture is at hand, and stand beside what the
+target states, which they do not replace.
+
 With `write`, the figures that the target calls `auto` go to the user's cache, where `Target.load` finds them. Works
 without torch; what needs it (the int8 rate) is then null, with the reason.
 """
@@ -17,19 +20,23 @@ from quantkit.measurement.operators import ceilings
 from quantkit.runtimes.tensorrt.library import NAMES, load
 from quantkit.target import Target, read_measured, write_measured
 
+# of A B B A that each of a GPU's ceilings is taken in
+_BLOCKS = 4
+
 
 def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2048) -> dict[str, Any]:
-    """Describe this machine and, for a CPU target, measure its ceilings.
+    """Describe this machine and measure its ceilings: the processor's, or the GPU's for a target that is one.
 
     Args:
-        target: whose `auto` figures are wanted. A GPU target states its figures; nothing is measured for it here.
+        target: whose `auto` figures are wanted. A GPU target states all of its figures.
         write: put the measured figures into the user's cache.
-        runs: repetitions of each measurement.
-        size: side of the square matrices whose product is timed.
+        runs: repetitions of each measurement; a GPU's say by themselves how many they need.
+        size: side of the square matrices whose product is timed on a processor.
 
     Returns:
         `machine` (as `machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (place -> value
-        of every `auto` figure that was measured), `unmeasured` (places that still wait), `written` (path or None),
+        of every `auto` figure that was measured), `stated` (place -> share of the target's figure that a GPU reached),
+        `unmeasured` (places that still wait), `written` (path or None),
         `warnings` (why not to trust the figures: a busy machine, runs that differ).
 
     Raises:
@@ -37,7 +44,7 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
     """
     about = machine.describe()
     report: dict[str, Any] = {"target": target.name, "machine": about, "measurements": [], "figures": {}}
-    report["warnings"] = []
+    report |= {"stated": {}, "warnings": []}
     report["tensorrt"] = tensorrt(about["gpus"], about["gpus_absent"])
     if target.kind == "cpu":
         if busy := _busy(about["cores"]):
@@ -52,6 +59,10 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
             if "noisy" in row["flags"]:
                 spread = f"{row['aa_spread']:.0%}"
                 report["warnings"].append(f"{row['name']} ({row['unit']}): two halves of the runs differ by {spread}")
+    else:
+        report["measurements"], why = _of_gpu(target, about["gpus"], about["gpus_absent"])
+        report["stated"] = shares(target, report["measurements"])
+        report["warnings"] += [f"nothing was measured of {target.name}: {why}"] if why else []
     report["unmeasured"] = [place for place in _auto(target) if place not in report["figures"]]
     report["written"] = None
     if write and report["figures"]:
@@ -66,6 +77,40 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
         }
         report["written"] = str(write_measured(target.name, data))
     return report
+
+
+def _of_gpu(target: Target, gpus: Sequence[Mapping[str, Any]], absent: str) -> tuple[list[dict[str, Any]], str]:
+    """(rows `ceiling.*` of the first GPU, why there are none or "")."""
+    if not gpus:
+        return [], absent or "no NVIDIA GPU"
+    if str(gpus[0]["sm"]) != str(target.arch.sm):
+        return [], f"{gpus[0]['name']} is SM {gpus[0]['sm']}, the target SM {target.arch.sm}"
+    if missing := [name for name in ("torch", "triton") if not machine.has(name)]:
+        return [], f"{missing[0]} is not installed"
+    if blind := _torch_blind():
+        return [], blind
+    import numpy as np
+
+    from quantkit.measurement.cuda import ceilings as cuda
+    from quantkit.measurement.cuda.device import GpuDevice
+
+    return cuda.measured(GpuDevice("cuda", dry=False), _BLOCKS, np.random.default_rng(0)), ""
+
+
+def shares(target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What a GPU reached of the figures that a target states: place -> share.
+
+    Args:
+        rows: `ceiling.*` of the GPU.
+    """
+    stated = {place: figure.value for place, figure in target.figures().items() if figure.value}
+    found = {}
+    for row in rows:
+        kind = row["settings"].get("compute_type")
+        place = f"compute.{kind}" if kind else "memory.read_bandwidth" if row["name"] == "ceiling.read" else ""
+        if row["value"] is not None and place in stated:
+            found[place] = float(row["value"]) / float(stated[place])
+    return found
 
 
 def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, Any]]:

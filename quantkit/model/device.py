@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 AUTO, CPU = "auto", "cpu"
 _NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
+# bytes of page-locked memory that a copy to a GPU goes through at a time
+_PIECE = 1 << 24
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -104,6 +106,25 @@ class ComputeDevice:
         finally:
             torch.set_float32_matmul_precision(before[0])
             torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def put(tensor: Tensor, device: TorchDevice) -> Tensor:
+    """A tensor of the processor on a device, on its present stream.
+
+    To a GPU it goes through page-locked pieces: out of ordinary memory a driver copied 2 GB/s, a quarter of the time of
+    a compile of 8B's shapes on an H200.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.nbytes < _PIECE:
+        return tensor.to(device)
+    given = tensor.contiguous()
+    found = torch.empty_like(given, device=device)
+    size = max(1, _PIECE // given.element_size())
+    for here, there in zip(given.view(-1).split(size), found.view(-1).split(size), strict=True):
+        # torch hands out no page-locked memory that a copy still reads from
+        piece = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
+        piece.copy_(here)
+        there.copy_(piece, non_blocking=True)
+    return found
 
 
 def _torch_device(name: str) -> TorchDevice:

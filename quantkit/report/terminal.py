@@ -258,9 +258,10 @@ def machine(report: Mapping[str, Any]) -> list[RenderableType]:
         facts.add_row(each["library"], _library(each))
     ceilings = []
     for row in report["measurements"]:
-        value = words.rate(row["value"], row["unit"]) if row["value"] is not None else "not measured"
-        kind = row["settings"].get("compute_type")
-        ceilings.append((f"{row['name'].removeprefix('ceiling.')}{f' {kind}' if kind else ''}", Text(value, "bold")))
+        kind, name = row["settings"].get("compute_type"), row["name"].removeprefix("ceiling.")
+        share = report["stated"].get(f"compute.{kind}" if kind else f"memory.{name}_bandwidth")
+        said = f", {share:.0%} of what the target states" if share else ""
+        ceilings.append((f"{name}{f' {kind}' if kind else ''}", Text.assemble((_ceiling(row), "bold"), (said, DIM))))
     shown = titled("this machine", facts)[1:]
     if ceilings:
         shown += titled("measured ceilings", grid(ceilings))
@@ -272,6 +273,13 @@ def machine(report: Mapping[str, Any]) -> list[RenderableType]:
     if report["unmeasured"]:
         shown += indented(Text(f"not measured: {', '.join(report['unmeasured'])}", DIM))
     return shown + indented(*map(marked, report["warnings"]))
+
+
+def _ceiling(row: Mapping[str, Any]) -> str:
+    """Its figure; of a launch seconds."""
+    if row["value"] is None:
+        return ", ".join(row["flags"]) or "not measured"
+    return words.moment(row["value"]) if row["unit"] == "s" else words.rate(row["value"], row["unit"])
 
 
 def _library(found: Mapping[str, Any]) -> Text:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from quantkit import machine
 from quantkit.errors import InputError
@@ -15,10 +18,19 @@ from quantkit.measurement.doctor import doctor, tensorrt
 from quantkit.measurement.operators import ceilings
 from quantkit.measurement.rows import Row
 from quantkit.pipeline.request import runs_here
+from quantkit.report import terminal
 from quantkit.target import Target, measured_path
 
 HERE = "cpu-arm" if machine.isa().startswith(("neon", "sve")) else "cpu-x86"
 ELSEWHERE = "cpu-x86" if HERE == "cpu-arm" else "cpu-arm"
+
+
+def shown(report: dict[str, Any]) -> str:
+    """What a terminal shows of it."""
+    console = Console(width=200, file=io.StringIO())
+    console.print(*terminal.machine(report))
+    found: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +80,35 @@ def test_figures_of_a_processor_are_measured_on_one_that_has_its_instructions() 
     assert runs_here(here)
 
 
-def test_a_gpu_target_is_described_and_not_measured() -> None:
+@pytest.mark.parametrize(("sm", "said"), [(None, "no card"), ("9.0", "A GPU is SM 9.0, the target SM 8.9")])
+def test_a_gpu_target_whose_gpu_is_not_here_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, sm: str | None, said: str
+) -> None:
+    gpus = [{"name": "A GPU", "sm": sm, "memory": 1, "driver": "1"}] if sm else []
+    monkeypatch.setattr(machine, "gpus", lambda: (gpus, "" if gpus else "no card"))
     report = doctor(Target.load("l4"), write=True)
-    assert report["measurements"] == []
-    assert report["written"] is None
-    assert report["machine"]["gpus"] or report["machine"]["gpus_absent"]
+    assert (report["measurements"], report["written"], report["stated"]) == ([], None, {})
+    assert report["warnings"] == [f"nothing was measured of l4: {said}"]
+    assert said in shown(report)
+
+
+def test_a_gpu_is_measured_beside_what_its_target_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")  # Linux alone has it
+    from quantkit.measurement.cuda import device
+
+    # Triton's interpreter stands in for the card: its rates are nothing beside an L4's
+    gpu = device.GpuDevice
+    monkeypatch.setattr(device, "GpuDevice", lambda *_, **__: gpu("cpu", dry=True))
+    monkeypatch.setattr(machine, "gpus", lambda: ([{"name": "A GPU", "sm": "8.9", "memory": 1, "driver": "1"}], ""))
+    monkeypatch.setattr("quantkit.measurement.doctor._torch_blind", lambda: "")
+    report = doctor(Target.load("l4"))
+    rows = [Row.model_validate(row) for row in report["measurements"]]
+    assert {row.name for row in rows} == {"ceiling.read", "ceiling.copy", "ceiling.compute", "ceiling.launch"}
+    assert {"memory.read_bandwidth", "compute.fp16", "compute.int8"} <= report["stated"].keys()
+    assert report["stated"]["memory.read_bandwidth"] == pytest.approx(rows[0].value / 300e9)
+    assert report["figures"] == {}
+    assert "0% of what the target states" in shown(report)
+    assert "launch" in shown(report)
 
 
 def test_without_torch_the_int8_rate_is_null_with_the_reason() -> None:

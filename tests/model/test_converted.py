@@ -77,9 +77,9 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path, monkeypatch: pyt
     read: list[str] = []
     plain = Weights._read
 
-    def noted(self: Weights, entry: Any) -> torch.Tensor:
+    def noted(self: Weights, entry: Any, *device: Any) -> torch.Tensor:
         read.append(entry.name)
-        return plain(self, entry)
+        return plain(self, entry, *device)
 
     monkeypatch.setattr(Weights, "_read", noted)
     source = open_model(str(tmp_path))

@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
 import zoo
+from safetensors.torch import save_file
 
 import quantkit
 from quantkit.bundle import Decision
 from quantkit.calibrate.statistics.collected import Doubt
 from quantkit.errors import InputError
-from quantkit.model.device import ComputeDevice, Lane, demand_name
+from quantkit.model.device import ComputeDevice, Lane, demand_name, put
+from quantkit.model.source.weights import Weights
 from quantkit.model.streaming.ahead import ReadAhead
 from quantkit.model.streaming.stream import LoadedModel
 from quantkit.passes import Outcome, Pass
@@ -276,3 +279,23 @@ def test_in_the_end_it_is_given_up() -> None:
         worked(Doubtful(needed=100))
     with pytest.raises(InputError, match="activations-nonfinite"):
         worked(Doubtful(needed=100, again=False))
+
+
+def test_a_large_tensor_goes_to_a_gpu_in_pieces_and_a_small_one_at_once() -> None:
+    with fake_gpu.gpu() as watch:
+        large, small = torch.empty(3000, 5000, dtype=torch.bfloat16), torch.empty(7, 3)
+        found = put(large, fake_gpu.CUDA)
+        assert (found.device, found.shape, found.dtype) == (fake_gpu.CUDA, large.shape, large.dtype)
+        assert watch.operators["copy_"] == 2, "30 MB, by 16"
+        assert put(small, fake_gpu.CUDA).device == fake_gpu.CUDA
+        assert watch.operators["copy_"] == 2
+    here = torch.ones(3)
+    assert put(here, torch.device("cpu")) is here
+
+
+def test_nan_is_found_on_the_device_that_a_weight_is_read_onto(tmp_path: Path) -> None:
+    save_file({"a": torch.tensor([1.0, float("nan")]), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    weights = Weights.open(tmp_path)
+    assert weights.read("b", torch.device("cpu")).tolist() == [1.0, 1.0]
+    with pytest.raises(InputError, match="1 NaN and 0 infinite of 2 values"):
+        weights.read("a", torch.device("cpu"))

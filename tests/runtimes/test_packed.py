@@ -271,3 +271,27 @@ def test_steps_on_the_kernels_are_timed_against_sixteen_bits(
     (tax,) = [row for row in rows if row.name == "tax.total" and row.shape == step.shape]
     # 16 bits read more than 4 do
     assert tax.op.hp_bound_s > tax.op.bound_s  # type: ignore[union-attr, operator]
+
+
+def test_what_a_gpu_run_holds_the_kernels_against(
+    compiled: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks/gpu"))
+    from parts import real_model
+
+    bundle = compiled(GROUPS)
+    ids = real_model.text_ids(bundle)
+    monkeypatch.setattr(real_model, "_PROMPT", 3)
+    monkeypatch.setattr(real_model, "_STEPS", 1)
+    rows = list(real_model.graphed(bundle, ids, "cpu", (1, 2)))
+    assert [(row["batch"], row["graphed"], row["equal"], row["ok"]) for row in rows] == [
+        (1, False, True, True),
+        (2, False, True, True),
+    ]
+    row = real_model.on_kernels(bundle, ids[:1, :5], "cpu", (torch.float16,))
+    assert row["ok"]
+    assert 0 < row["library"]["float16"] < 1e-5
+    # outputs in the wrong order are far beyond what half precision explains
+    forward = QuantLinear.forward
+    monkeypatch.setattr(QuantLinear, "forward", lambda layer, x: forward(layer, x).roll(1, dims=-1))
+    assert not real_model.on_kernels(bundle, ids[:1, :5], "cpu", (torch.float16,))["ok"]

@@ -34,6 +34,7 @@ LINES = {
     **dict.fromkeys(("speeds", "int4-bound", "int4-never-behind", "decoding-hidden", "settings", "peers"), "sweep"),
     **{"steps": "whole", "compile-8b": "model", "compile-same": "model"},
     **dict.fromkeys(("block-agrees", "passes-agree", "folds-shared", "scales-agree"), "recipes"),
+    **dict.fromkeys(("bundle-kernels", "step-graph", "transformers-cuda"), "real"),
     **dict.fromkeys(("engine-right", "engine-address", "engine-speed"), "engines"),
 }
 # processes that compile; of a machine with more cores one is left for whoever waits
@@ -298,6 +299,11 @@ def model(job: dict[str, Any], caller: child.Caller) -> None:
 def recipes(job: dict[str, Any], caller: child.Caller) -> None:
     """A small model compiled by recipes, on the GPU and on the processor; then measured."""
     _compiling("recipes", job, caller)
+
+
+def real(job: dict[str, Any], caller: child.Caller) -> None:
+    """A real model compiled by recipes on the GPU, and run there on our kernels; then measured."""
+    _compiling("real_model", job, caller)
 
 
 def _compiling(name: str, job: dict[str, Any], caller: child.Caller) -> None:

@@ -33,6 +33,7 @@ from quantkit.model.kernel_limit import kernel_limit
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
 from quantkit.model.source import pretrained
+from quantkit.model.source.hashes import at_once
 from quantkit.model.source.open import in_float32, open_written, quiet_loading
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
@@ -49,6 +50,8 @@ FEW = 2
 # a model that cannot be cut is compared as a whole where this share of the free memory holds it as it is loaded, as it
 # should be, and the tensors of that
 _COPIES, _SHARE = 3, 0.75
+# tensors that are compared before their differences are looked at
+_AT_ONCE = 16
 # what stands for the logits where it does not
 APART = "reload.tensors"
 
@@ -276,21 +279,29 @@ def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) 
 def _compared(
     name: str, folder: Path, tensors: Iterable[str], read: Callable[[str], torch.Tensor], wanted: Expected
 ) -> Check:
-    """The largest difference of tensors, one at a time, up to the first that cannot be read."""
-    worst, place = 0.0, ""
-    for tensor in tensors:
+    """The largest difference of tensors, up to the first that cannot be read or is not finite."""
+
+    def one(tensor: str) -> tuple[float, str]:
+        """(difference, why it cannot be read)."""
         expected = wanted.read(tensor)
         try:
             found = read(tensor)
-            difference = _difference(found, expected) if found.shape == expected.shape else math.inf
+            return _difference(found, expected) if found.shape == expected.shape else math.inf, ""
         except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
             if is_out_of_memory(trouble):
                 raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
-            return _judge(name, None, f"{tensor}: {' '.join(str(trouble).split())[:160]}")
-        if not difference <= worst:
-            worst, place = difference, tensor
-            if not math.isfinite(difference):
-                break
+            return math.inf, f"{tensor}: {' '.join(str(trouble).split())[:160]}"
+
+    worst, place, names = 0.0, "", list(tensors)
+    for start in range(0, len(names), _AT_ONCE):
+        some = names[start : start + _AT_ONCE]
+        for tensor, (difference, why) in zip(some, at_once(one, some), strict=True):
+            if why:
+                return _judge(name, None, why)
+            if not difference <= worst:
+                worst, place = difference, tensor
+                if not math.isfinite(difference):
+                    return _judge(name, worst, place)
     return _judge(name, worst, place)
 
 

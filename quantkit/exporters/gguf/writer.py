@@ -33,6 +33,7 @@ from quantkit.exporters.gguf.blocks import floats, packed
 from quantkit.exporters.gguf.tokenizer import add_tokenizer, spaced
 from quantkit.exporters.gguf.types import FLOATS, type_of
 from quantkit.formats import QuantTensor, joined, load_format
+from quantkit.model.device import put
 from quantkit.model.source import pretrained
 from quantkit.model.source.weights import Weights, write_atomic
 from quantkit.passes.assign import PIECE, nearest
@@ -69,12 +70,12 @@ class Held(Weights):
         """The table's."""
         return None if self.found is None else self.found()
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         """A tensor of the file, in the basis of the source; float32 where it is not as it was decided."""
         if name == self.table and self.codes is not None:
             found: torch.Tensor = load_format(self.codes.scheme.format).dequantize(self.codes)
-            return found
-        value = self.weights.read(name)
+            return found if device is None else put(found, device)
+        value = self.weights.read(name, device)
         return value.to(self.floats[name]).float() if name in self.floats else value
 
 

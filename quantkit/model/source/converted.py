@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
 from quantkit.lazy import torch
+from quantkit.model.device import put
 from quantkit.model.source.weights import TensorEntry, Weights, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
@@ -73,13 +74,15 @@ class Converted(Weights):
             return False
         return torch.equal(*(self.read(name).contiguous().view(-1).view(torch.uint8) for name in (one, other)))
 
-    def _read(self, entry: TensorEntry) -> Tensor:
+    def _read(self, entry: TensorEntry, device: torch.device | None = None) -> Tensor:
         if not isinstance(entry, ConvertedTensor):
-            return super()._read(entry)
+            return super()._read(entry, device)
         parts = [(pattern, super(Converted, self)._read(part)) for pattern, part in entry.parts]
         made = _convert(entry.rule, entry.group, parts, self.model)[entry.target]
         # of one that was cut the pieces share memory, and a piece would hold all of it
-        return made.contiguous() if made.untyped_storage().nbytes() == made.nbytes else made.clone()
+        whole = made.untyped_storage().nbytes() == made.nbytes
+        found = made.contiguous() if whole else made.clone()
+        return found if device is None else put(found, device)
 
 
 def may_apply(model_class: type[PreTrainedModel], config: Any) -> bool:

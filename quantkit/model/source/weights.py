@@ -26,6 +26,7 @@ from quantkit import limits
 from quantkit.bundle import disk
 from quantkit.errors import InputError
 from quantkit.lazy import torch
+from quantkit.model.device import put
 from quantkit.model.source.hashes import at_once
 
 SINGLE = "model.safetensors"
@@ -135,14 +136,17 @@ class Weights:
                 )
         return cls(entries, folder, shards)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         """The tensor as stored (dtype and shape of its entry), in memory of its own.
+
+        Args:
+            device: where it is put, and looked at for NaN and infinity; None: the processor.
 
         Raises:
             InputError: `weights-nonfinite` where a float tensor holds NaN or infinity, `weights-truncated` where the
                 file has become shorter since it was opened.
         """
-        return self._read(self.entries[name])
+        return self._read(self.entries[name], device)
 
     def demand_finite(self, names: Iterable[str]) -> None:
         """Read some tensors, whose values are then let go. Raises InputError, as `read`."""
@@ -159,7 +163,7 @@ class Weights:
         row = entry.bytes // max(entry.shape[0], 1)
         return self._read(replace(entry, shape=(kept, *entry.shape[1:]), end=entry.start + kept * row))
 
-    def _read(self, entry: TensorEntry) -> torch.Tensor:
+    def _read(self, entry: TensorEntry, device: torch.device | None = None) -> torch.Tensor:
         name = entry.name
         raw = torch.empty(entry.bytes, dtype=torch.uint8)
         with (self.folder / entry.shard).open("rb") as file:
@@ -173,6 +177,7 @@ class Weights:
                 "the file changed while in use",
             )
         tensor = raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)
+        tensor = tensor if device is None else put(tensor, device)
         _check_finite(tensor, f"{entry.shard}: {name}")
         return tensor
 

@@ -256,7 +256,7 @@ class StreamedModel:
 
     def tensor(self, name: str) -> Tensor:
         """A parameter by its name in the skeleton, its floats in float32, on the device."""
-        value: Tensor = self.source.weights.read(self.files[name]).to(self.device)
+        value: Tensor = self.source.weights.read(self.files[name], self.device)
         return value.float() if value.is_floating_point() else value
 
     def load(self, index: int) -> nn.Module:

@@ -101,7 +101,7 @@ def quantize_head(
         weight = weight_of(stream.rest().get_submodule(layers.head))
     else:
         # as stored: half the memory of float32 where it is large
-        weight = stream.source.weights.read(stream.files[f"{layers.head}.weight"]).to(stream.device)
+        weight = stream.source.weights.read(stream.files[f"{layers.head}.weight"], stream.device)
     with torch.no_grad():
         tensor, error = in_pieces(weight, moments, layers.schemes[layers.head], passes)
     return tensor, layers.entry(layers.head, tensor, error)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.model import layouts, run_time
+from quantkit.model.device import put
 from quantkit.model.layouts import Expansion, Layout
 from quantkit.model.source.open import Source, open_written
 from quantkit.model.source.weights import TensorEntry, Weights
@@ -85,8 +86,9 @@ class ExpandedWeights(Weights):
         expansion = layout.expansion(config, getattr(torch, dtype))
         return cls(entries, stored.folder, stored.shards, stored, layout, expansion, packed)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, device: torch.device | None = None) -> Tensor:
         """A tensor as the loaded model has it."""
         if name not in self.packed:
-            return self.stored.read(name)
-        return self.expansion.weight(self.packed[name], self.stored.read)
+            return self.stored.read(name, device)
+        found = self.expansion.weight(self.packed[name], self.stored.read)
+        return found if device is None else put(found, device)
