@@ -124,7 +124,10 @@ def on_kernels(bundle: Bundle, ids: torch.Tensor, at: str, dtypes: tuple[torch.d
     import torch
 
     def expanded(dtype: torch.dtype) -> torch.Tensor:
-        return _logits(bundle.model(dtype=dtype).to(at, dtype), ids)
+        model = bundle.model(dtype=dtype).to(at)
+        # what our own reader has expanded has the dtype of its config; a library's has what was asked for
+        library = getattr(model, "hf_quantizer", None) is not None
+        return _logits(model if library else model.to(dtype), ids)
 
     exact = expanded(torch.float32).log_softmax(dim=-1)
     row: Row = {"kernels": {}, "library": {}, "expanded": []}

@@ -26,7 +26,7 @@ from quantkit import limits
 from quantkit.bundle import disk
 from quantkit.errors import InputError
 from quantkit.lazy import torch
-from quantkit.model.device import put
+from quantkit.model.device import filled
 from quantkit.model.source.hashes import at_once
 
 SINGLE = "model.safetensors"
@@ -165,19 +165,24 @@ class Weights:
 
     def _read(self, entry: TensorEntry, device: torch.device | None = None) -> torch.Tensor:
         name = entry.name
-        raw = torch.empty(entry.bytes, dtype=torch.uint8)
         with (self.folder / entry.shard).open("rb") as file:
             file.seek(entry.start)
-            got = file.readinto(_view(raw)) if entry.bytes else 0
-        if got != entry.bytes:
-            raise _bad(
-                "weights-truncated",
-                f"{entry.shard}: {name}",
-                f"{got} of {entry.bytes} bytes",
-                "the file changed while in use",
-            )
+
+            def fill(raw: torch.Tensor) -> torch.Tensor:
+                if raw.numel() and file.readinto(_view(raw)) != raw.numel():
+                    raise _bad(
+                        "weights-truncated",
+                        f"{entry.shard}: {name}",
+                        f"{file.tell() - entry.start} of {entry.bytes} bytes",
+                        "the file changed while in use",
+                    )
+                return raw
+
+            if device is not None and device.type == "cuda":
+                raw = filled(entry.bytes, fill, device)
+            else:
+                raw = fill(torch.empty(entry.bytes, dtype=torch.uint8))
         tensor = raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)
-        tensor = tensor if device is None else put(tensor, device)
         _check_finite(tensor, f"{entry.shard}: {name}")
         return tensor
 
