@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,34 +120,31 @@ def _panel(rows: Sequence[Row], begin: int) -> list[str]:
         height = at((every[0][0], value))[1]
         parts.append(f'<text x="{left - 6}" y="{height + 4:.1f}" text-anchor="end">{value:g}</text>')
         parts.append(f'<path d="M{left} {height:.1f}H{right}" stroke="#eceef1"/>')
-    taken = [_box(at(point), 0, 0) for side in points.values() for point in side.values()]
     for name, theirs in points["kl_llama"].items():
         (px, py), (_, oy) = at(theirs), at(points["kl"][name])
         parts.append(f'<path d="M{px:.1f} {py:.1f}V{oy:.1f}" stroke="#c9ccd1" stroke-dasharray="2 3"/>')
         for side, height in (("kl_llama", py), ("kl", oy)):
             parts.append(f'<circle cx="{px:.1f}" cy="{height:.1f}" r="4" fill="{COLOURS[side]}"/>')
-        parts.append(_label(f"{name.upper()} {theirs[0]:.0f}", (px, py), (left, right), taken))
+    named = {f"{name.upper()} {point[0]:.0f}": at(point) for name, point in points["kl_llama"].items()}
+    return parts + _labels(named, (left + right) / 2)
+
+
+def _labels(named: Mapping[str, tuple[float, float]], middle: float) -> list[str]:
+    """Labels of points, in a column where there is room, each below the one before it and with a line to its point."""
+    parts, last = [], {True: -math.inf, False: -math.inf}
+    columns = {
+        True: max((x for x, _ in named.values() if x < middle), default=0.0) + 16,
+        False: min((x for x, _ in named.values() if x >= middle), default=0.0) - 16,
+    }
+    for text, (x, y) in sorted(named.items(), key=lambda pair: pair[1][1]):
+        right = x < middle
+        last[right] = height = max(y, last[right] + 13)
+        begin = columns[right]
+        parts.append(f'<path d="M{x:.1f} {y:.1f}L{begin:.1f} {height:.1f}" stroke="#8a8f98" stroke-width="0.7"/>')
+        anchor = "start" if right else "end"
+        place = f'x="{begin + (3 if right else -3):.1f}" y="{height + 4:.1f}"'
+        parts.append(f'<text {place} font-size="10" text-anchor="{anchor}">{text}</text>')
     return parts
-
-
-def _box(point: tuple[float, float], wide: float, begin: float) -> tuple[float, float, float, float]:
-    """Left, right, top and bottom of a mark, or of a label that begins so far from a point."""
-    return (point[0] + begin, point[0] + begin + wide, point[1] - 6, point[1] + 6)
-
-
-def _label(text: str, point: tuple[float, float], ends: tuple[float, float], taken: list[Any]) -> str:
-    """A label beside, over or under its point, the first place that is free."""
-    wide = 6.0 * len(text)
-    places = [(8.0, 0.0), (-8.0 - wide, 0.0), (-wide / 2, -13.0), (-wide / 2, 13.0), (8.0, -13.0), (8.0, 13.0)]
-    boxes = [_box((point[0], point[1] + down), wide, across) for across, down in places]
-    free = [box for box in boxes if ends[0] < box[0] and box[1] < ends[1] + 12 and not _meets(box, taken)]
-    box = (free or boxes)[0]
-    taken.append(box)
-    return f'<text x="{box[0]:.1f}" y="{box[3] - 2:.1f}" font-size="10">{text}</text>'
-
-
-def _meets(box: Any, taken: Sequence[Any]) -> bool:
-    return any(box[0] < b[1] + 4 and b[0] < box[1] + 4 and box[2] < b[3] and b[2] < box[3] for b in taken)
 
 
 def _scale(values: Sequence[float]) -> Any:

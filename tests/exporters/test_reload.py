@@ -178,7 +178,7 @@ def test_a_model_that_memory_has_no_room_for_is_compared_on_its_first_blocks(
 
     monkeypatch.setattr(_reload, "reload", spy)
     for limit in (10**12, 10**6):
-        monkeypatch.setattr(_reload.machine, "memory_limit", lambda limit=limit: limit)
+        monkeypatch.setattr(_reload.machine, "memory_limit", lambda *_, limit=limit: limit)
         checks = exported.check()
         assert all(check.ok for check in checks)
         # the rest of the model is still covered, linear by linear
@@ -207,3 +207,14 @@ def test_a_model_that_is_not_cut_and_does_not_fit_is_compared_tensor_by_tensor(
     tensors.pop("model.layers.1.input_layernorm.weight")
     save_file(tensors, path, metadata={"format": "pt"})
     assert "missing" in by_name(exported.check(blocks=1))["reload.tensors"].where
+
+
+def test_no_more_tensors_are_compared_at_once_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"t{number}" for number in range(20)]
+    monkeypatch.setattr(_reload.machine, "memory_available", lambda: 800)
+    sizes = {**dict.fromkeys(names, 1), "t3": 1000, "t5": 60, "t6": 60}
+    found = list(_reload._fitting(names, sizes))
+    assert [name for some in found for name in some] == names, "each once, and in order"
+    assert ["t3"] in found, "one that does not fit is compared alone"
+    assert not any({"t5", "t6"} <= set(some) for some in found)
+    assert max(map(len, _reload._fitting(names, {}))) == 16

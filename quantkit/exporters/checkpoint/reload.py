@@ -16,7 +16,7 @@ and all other tensors are compared as well (`reload.own_reader`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,8 +50,8 @@ FEW = 2
 # a model that cannot be cut is compared as a whole where this share of the free memory holds it as it is loaded, as it
 # should be, and the tensors of that
 _COPIES, _SHARE = 3, 0.75
-# tensors that are compared before their differences are looked at
-_AT_ONCE = 16
+# tensors that are compared at once at most, and how often each is in memory meanwhile
+_AT_ONCE, _COMPARED = 16, 6
 # what stands for the logits where it does not
 APART = "reload.tensors"
 
@@ -111,7 +111,7 @@ def _tensors(folder: Path, weights: Weights, wanted: Expected) -> Check:
     missing = [name for name in plain if name not in weights.entries]
     if missing:
         return _judge(APART, None, f"missing {missing[0]}")
-    return _compared(APART, folder, plain, weights.read, wanted)
+    return _compared(APART, folder, plain, weights.read, wanted, _sizes(weights, wanted))
 
 
 def check_bundle(
@@ -272,12 +272,19 @@ def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) 
         return expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
 
     tensors = dense if expansion.library else wanted.names
-    found = _compared(f"reload.{expansion.library or 'own_reader'}", folder, tensors, read, wanted)
+    found = _compared(
+        f"reload.{expansion.library or 'own_reader'}", folder, tensors, read, wanted, _sizes(weights, wanted)
+    )
     return found.model_copy(update={"where": found.where.removesuffix(".weight")})
 
 
 def _compared(
-    name: str, folder: Path, tensors: Iterable[str], read: Callable[[str], torch.Tensor], wanted: Expected
+    name: str,
+    folder: Path,
+    tensors: Iterable[str],
+    read: Callable[[str], torch.Tensor],
+    wanted: Expected,
+    sizes: Mapping[str, int],
 ) -> Check:
     """The largest difference of tensors, up to the first that cannot be read or is not finite."""
 
@@ -292,9 +299,8 @@ def _compared(
                 raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
             return math.inf, f"{tensor}: {' '.join(str(trouble).split())[:160]}"
 
-    worst, place, names = 0.0, "", list(tensors)
-    for start in range(0, len(names), _AT_ONCE):
-        some = names[start : start + _AT_ONCE]
+    worst, place = 0.0, ""
+    for some in _fitting(tensors, sizes):
         for tensor, (difference, why) in zip(some, at_once(one, some), strict=True):
             if why:
                 return _judge(name, None, why)
@@ -303,6 +309,18 @@ def _compared(
                 if not math.isfinite(difference):
                     return _judge(name, worst, place)
     return _judge(name, worst, place)
+
+
+def _fitting(tensors: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Tensors that may be compared at once: a few, that fit into a share of the free memory; at least one."""
+    room, some = machine.memory_available() * _SHARE / _COMPARED, list[str]()
+    for tensor in tensors:
+        if some and (len(some) == _AT_ONCE or sum(sizes.get(each, 0) for each in (*some, tensor)) > room):
+            yield some
+            some = []
+        some.append(tensor)
+    if some:
+        yield some
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -321,13 +339,18 @@ def _judge(name: str, value: float | None, where: str, limit: float = LIMIT) -> 
 
 
 def _dense_bytes(weights: Weights, wanted: Expected) -> int:
-    """Of the model in 32-bit floats."""
+    """Of the dense model in float32."""
+    return sum(_sizes(weights, wanted).values())
+
+
+def _sizes(weights: Weights, wanted: Expected) -> dict[str, int]:
+    """Tensor of the dense model -> its bytes in float32."""
     layout = wanted.layout
     parts = {prefix + part for prefix in wanted.packed for part in layout.parts} if layout is not None else set()
-    rest = sum(4 * math.prod(entry.shape) for name, entry in weights.entries.items() if name not in parts)
-    if layout is None:
-        return rest
-    return rest + sum(4 * math.prod(layout.shape(prefix, weights.read)) for prefix in wanted.packed)
+    found = {name: 4 * math.prod(entry.shape) for name, entry in weights.entries.items() if name not in parts}
+    if layout is not None:
+        found |= {f"{prefix}.weight": 4 * math.prod(layout.shape(prefix, weights.read)) for prefix in wanted.packed}
+    return found
 
 
 def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme:
