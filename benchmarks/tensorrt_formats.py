@@ -97,9 +97,9 @@ def values(folder: Path, weights: dict[str, Any] | None, inputs: str | None) -> 
         tensors = {name: form.quantize(stream.tensor(f"{name}.weight"), scheme) for name in linears}
 
     class Dense(Weights):
-        def read(self, name: str) -> Any:
+        def read(self, name: str, device: torch.device | None = None) -> Any:
             tensor = tensors.get(name.removesuffix(".weight"))
-            return super().read(name) if tensor is None or form is None else form.dequantize(tensor)
+            return super().read(name, device) if tensor is None or form is None else form.dequantize(tensor)
 
     dense = Dense(source.weights.entries, source.weights.folder, source.weights.shards)
     how = RunTime()

@@ -131,12 +131,15 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, insi
         try:
             with os.fdopen(descriptor, "wb") as stream, ThreadPoolExecutor(1) as beside:
                 for chunk in [data] if isinstance(data, bytes) else data:
-                    if memoryview(chunk).nbytes < _LARGE:
+                    hashed = None
+                    if memoryview(chunk).nbytes >= _LARGE:
+                        with suppress(RuntimeError):  # a Python that is ending begins no threads
+                            # hashing takes as long as writing, and neither holds Python's lock
+                            hashed = beside.submit(digest.update, chunk)
+                    stream.write(chunk)
+                    if hashed is None:
                         digest.update(chunk)
-                        stream.write(chunk)
-                    else:  # hashing takes as long as writing, and neither holds Python's lock
-                        hashed = beside.submit(digest.update, chunk)
-                        stream.write(chunk)
+                    else:
                         hashed.result()
                 stream.flush()
                 os.fsync(stream.fileno())

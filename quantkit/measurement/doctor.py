@@ -22,6 +22,8 @@ from quantkit.target import Target, read_measured, write_measured
 
 # of A B B A that each of a GPU's ceilings is taken in
 _BLOCKS = 4
+# share by which the memory of one card differs from another's, and not only by what its driver keeps
+_OTHER = 0.15
 
 
 def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2048) -> dict[str, Any]:
@@ -57,12 +59,15 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
         report["figures"] = figures(target, found, about)
         for row in report["measurements"]:
             if "noisy" in row["flags"]:
-                spread = f"{row['aa_spread']:.0%}"
-                report["warnings"].append(f"{row['name']} ({row['unit']}): two halves of the runs differ by {spread}")
+                report["warnings"].append(_noisy(row))
     else:
         report["measurements"], why = _of_gpu(target, about["gpus"], about["gpus_absent"])
         report["stated"] = shares(target, report["measurements"])
-        report["warnings"] += [f"nothing was measured of {target.name}: {why}"] if why else []
+        report["warnings"] += (
+            [f"nothing was measured of {target.name}: {why}"] if why else _doubts(target, report["measurements"])
+        )
+        if write:
+            report["warnings"].append(f"nothing was written: {target.name} states all of its figures")
     report["unmeasured"] = [place for place in _auto(target) if place not in report["figures"]]
     report["written"] = None
     if write and report["figures"]:
@@ -80,21 +85,42 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
 
 
 def _of_gpu(target: Target, gpus: Sequence[Mapping[str, Any]], absent: str) -> tuple[list[dict[str, Any]], str]:
-    """(rows `ceiling.*` of the first GPU, why there are none or "")."""
+    """(rows `ceiling.*` of the first GPU that torch sees, why there are none or "")."""
     if not gpus:
         return [], absent or "no NVIDIA GPU"
-    if str(gpus[0]["sm"]) != str(target.arch.sm):
-        return [], f"{gpus[0]['name']} is SM {gpus[0]['sm']}, the target SM {target.arch.sm}"
-    if missing := [name for name in ("torch", "triton") if not machine.has(name)]:
-        return [], f"{missing[0]} is not installed"
+    if not machine.has("triton"):
+        return [], "triton is not installed"
     if blind := _torch_blind():
         return [], blind
     import numpy as np
+    import torch
 
     from quantkit.measurement.cuda import ceilings as cuda
     from quantkit.measurement.cuda.device import GpuDevice
 
-    return cuda.measured(GpuDevice("cuda", dry=False), _BLOCKS, np.random.default_rng(0)), ""
+    name, sm = torch.cuda.get_device_name(0), "{}.{}".format(*torch.cuda.get_device_capability(0))
+    if sm != target.arch.sm:
+        return [], f"{name} is SM {sm}, the target {f'SM {target.arch.sm}' if target.arch.sm else 'states none'}"
+    try:
+        return cuda.measured(GpuDevice("cuda", dry=False), _BLOCKS, np.random.default_rng(0)), ""
+    except RuntimeError as problem:  # too little free memory, a card that is too old for a kernel
+        return [], f"{name}: {str(problem).splitlines()[0]}"
+
+
+def _doubts(target: Target, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why not to trust the shares: another card of the same architecture, figures that were taken in unrest."""
+    import torch
+
+    found = []
+    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+    stated = target.memory.capacity.value
+    if isinstance(stated, float) and abs(memory / stated - 1) > _OTHER:
+        found.append(f"{name} has {memory / 1e9:.0f} GB, {target.name} {stated / 1e9:.0f}: it is another card")
+    return found + [_noisy(row) for row in rows if (row.get("aa_spread") or 0.0) > ceilings.NOISY]
+
+
+def _noisy(row: Mapping[str, Any]) -> str:
+    return f"{row['name']} ({row['unit']}): two halves of the runs differ by {row['aa_spread']:.0%}"
 
 
 def shares(target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -141,18 +167,18 @@ def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, A
         elif str(gpus[0]["sm"]) not in able:
             missing.append(f"{gpus[0]['name']} is SM {gpus[0]['sm']}, for which it has no engines")
         if gpus and (blind := _torch_blind()):
-            missing.append(blind)
+            missing.append(f"it runs no engine: {blind}")
         found.append({"library": name, "version": library.version, "builds_for": able, "missing": missing})
     return found
 
 
 def _torch_blind() -> str:
-    """Why an engine would have no memory: its inputs and cache are torch's tensors."""
+    """Why torch sees no GPU: without it nothing is timed, and an engine has no memory, since its inputs are torch's."""
     try:
         import torch
     except ImportError:
-        return "it runs no engine: torch is not installed"
-    return "" if torch.cuda.is_available() else f"it runs no engine: torch {torch.__version__} sees no GPU"
+        return "torch is not installed"
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no GPU"
 
 
 def _busy(cores: int) -> str:

@@ -1,7 +1,7 @@
 """Where a compile computes: the processor, or a GPU that a block with its activations fits on.
 
-A GPU is never waited for while it has work queued, so what goes to it and comes from it runs beside that work: on a
-thread and a stream of its own (`Lane`).
+Who queues a GPU's work does not wait for it meanwhile, so what goes to it and comes from it runs beside that work: on a
+thread and a stream of its own (`Lane`), which waits for itself alone.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def put(tensor: Tensor, device: TorchDevice) -> Tensor:
 def filled(count: int, fill: Callable[[Tensor], object], device: TorchDevice) -> Tensor:
     """Bytes on a GPU, uint8 [count], on its present stream.
 
-    They go through page-locked pieces that are used again and again. Of an H200's machine, ordinary memory was written
-    for the first time at 1 GB/s, and copied to the card at 2: of a compile of 8B's shapes, more than half of the time.
+    They go through page-locked pieces, which torch keeps and hands out again. Ordinary memory of an H200's machine was
+    written for the first time at 1 GB/s, and copied to the card at 2: more than half of a compile of 8B's shapes.
 
     Args:
         fill: writes the next bytes into a piece, uint8.

@@ -264,7 +264,8 @@ def machine(report: Mapping[str, Any]) -> list[RenderableType]:
         ceilings.append((f"{name}{f' {kind}' if kind else ''}", Text.assemble((_ceiling(row), "bold"), (said, DIM))))
     shown = titled("this machine", facts)[1:]
     if ceilings:
-        shown += titled("measured ceilings", grid(ceilings))
+        of = f" of {report['measurements'][0]['device']['name']}" if report["stated"] else ""
+        shown += titled(f"measured ceilings{of}", grid(ceilings))
     shown += [Text(), Text.assemble(("target ", DIM), (str(report["target"]), "bold"))]
     if report["written"]:
         shown.append(copied(f"  figures written to {report['written']}"))

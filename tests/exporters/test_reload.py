@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.bundle import Bundle, Check, LayerEntry, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
+from quantkit.errors import InputError
 from quantkit.exporters.checkpoint import reload as _reload
 from quantkit.exporters.checkpoint.exporter import EXPORT
 from quantkit.model import layouts
+from quantkit.model.layouts._compressed_tensors import CompressedTensors
+from quantkit.model.layouts.pack_quantized import PackQuantized
 from quantkit.model.source.open import Source
 from quantkit.scheme import WeightScheme
 
@@ -207,6 +211,38 @@ def test_a_model_that_is_not_cut_and_does_not_fit_is_compared_tensor_by_tensor(
     tensors.pop("model.layers.1.input_layernorm.weight")
     save_file(tensors, path, metadata={"format": "pt"})
     assert "missing" in by_name(exported.check(blocks=1))["reload.tensors"].where
+
+
+def test_tensors_that_are_compared_on_threads_fail_as_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine of 32 cores; of two that fail the first is named, whichever is done first."""
+    monkeypatch.setattr("quantkit.model.source.hashes.cores", lambda: 32)
+    exported = export(llama(tmp_path / "source", num_hidden_layers=3), tmp_path / "out", scheme())
+    assert by_name(exported.check())["reload.compressed_tensors"].value == 0.0
+    dense = layouts.Expansion
+    first, second = "model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj"
+
+    def expansion(*given: Any) -> layouts.Expansion:
+        real = CompressedTensors.expansion(*given)
+
+        def weight(prefix: str, read: layouts.Read) -> Tensor:
+            if prefix == first:
+                time.sleep(0.2)
+                raise ValueError("no such code")
+            if prefix == second:
+                raise InputError("weights-nonfinite", where=second)
+            return real.weight(prefix, read)
+
+        return dense(real.library, weight)
+
+    monkeypatch.setattr(PackQuantized, "expansion", expansion)
+    check = by_name(exported.check())["reload.compressed_tensors"]
+    assert not check.ok
+    assert check.where == f"{first}.weight: no such code"
+    first = ""
+    with pytest.raises(InputError, match=f"weights-nonfinite.*{second}"):
+        exported.check()
 
 
 def test_no_more_tensors_are_compared_at_once_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:

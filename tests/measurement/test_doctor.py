@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -80,35 +81,69 @@ def test_figures_of_a_processor_are_measured_on_one_that_has_its_instructions() 
     assert runs_here(here)
 
 
-@pytest.mark.parametrize(("sm", "said"), [(None, "no card"), ("9.0", "A GPU is SM 9.0, the target SM 8.9")])
-def test_a_gpu_target_whose_gpu_is_not_here_is_not_measured(
-    monkeypatch: pytest.MonkeyPatch, sm: str | None, said: str
-) -> None:
-    gpus = [{"name": "A GPU", "sm": sm, "memory": 1, "driver": "1"}] if sm else []
-    monkeypatch.setattr(machine, "gpus", lambda: (gpus, "" if gpus else "no card"))
-    report = doctor(Target.load("l4"), write=True)
-    assert (report["measurements"], report["written"], report["stated"]) == ([], None, {})
-    assert report["warnings"] == [f"nothing was measured of l4: {said}"]
-    assert said in shown(report)
+CARD = {"name": "A GPU", "sm": "8.9", "memory": 1, "driver": "1"}
 
 
-def test_a_gpu_is_measured_beside_what_its_target_states(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of SM 8.9 with 24 GB, for which Triton's interpreter stands in: its rates are nothing beside an L4's."""
     pytest.importorskip("triton")  # Linux alone has it
+    import torch
+
     from quantkit.measurement.cuda import device
 
-    # Triton's interpreter stands in for the card: its rates are nothing beside an L4's
-    gpu = device.GpuDevice
-    monkeypatch.setattr(device, "GpuDevice", lambda *_, **__: gpu("cpu", dry=True))
-    monkeypatch.setattr(machine, "gpus", lambda: ([{"name": "A GPU", "sm": "8.9", "memory": 1, "driver": "1"}], ""))
+    real = device.GpuDevice
+    monkeypatch.setattr(device, "GpuDevice", lambda *_, **__: real("cpu", dry=True))
+    monkeypatch.setattr(machine, "gpus", lambda: ([CARD], ""))
     monkeypatch.setattr("quantkit.measurement.doctor._torch_blind", lambda: "")
+    for name, answer in (
+        ("get_device_name", "A GPU"),
+        ("get_device_capability", (8, 9)),
+        ("get_device_properties", types.SimpleNamespace(total_memory=24e9)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+
+
+def test_a_gpu_target_without_a_gpu_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: ([], "no card"))
+    report = doctor(Target.load("l4"), write=True)
+    assert (report["measurements"], report["written"], report["stated"]) == ([], None, {})
+    first, second = report["warnings"]
+    assert first == "nothing was measured of l4: no card"
+    assert second == "nothing was written: l4 states all of its figures"
+    assert first in shown(report)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_is_measured_beside_what_its_target_states() -> None:
     report = doctor(Target.load("l4"))
     rows = [Row.model_validate(row) for row in report["measurements"]]
     assert {row.name for row in rows} == {"ceiling.read", "ceiling.copy", "ceiling.compute", "ceiling.launch"}
     assert {"memory.read_bandwidth", "compute.fp16", "compute.int8"} <= report["stated"].keys()
     assert report["stated"]["memory.read_bandwidth"] == pytest.approx(rows[0].value / 300e9)
     assert report["figures"] == {}
+    assert not [each for each in report["warnings"] if "differ" not in each]
     assert "0% of what the target states" in shown(report)
     assert "launch" in shown(report)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_another_card_and_one_that_cannot_be_measured_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor(Target.load("h200"))["warnings"] == [
+        "nothing was measured of h200: A GPU is SM 8.9, the target SM 9.0"
+    ]
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=48e9))
+    warned = doctor(Target.load("l4"))["warnings"]
+    assert warned[0] == "A GPU has 48 GB, l4 24: it is another card"
+
+    def full(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 4.00 GiB\nmore")
+
+    monkeypatch.setattr("quantkit.measurement.cuda.ceilings.measured", full)
+    report = doctor(Target.load("l4"))
+    assert report["warnings"] == ["nothing was measured of l4: A GPU: CUDA out of memory. Tried to allocate 4.00 GiB"]
+    assert report["machine"]
 
 
 def test_without_torch_the_int8_rate_is_null_with_the_reason() -> None:

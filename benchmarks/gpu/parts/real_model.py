@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parts.compile_model import ROOT, compiled
-from parts.recipes import Row, answered, described
+from parts.recipes import Row, answered
+from quantkit.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,16 @@ _TIMES, _NATS = 4.0, 1e-4
 # nats between transformers on the card and on the processor
 _DEVICES = 1e-3
 _SECONDS = "15"
+_SHARED = (
+    "seconds",
+    "told_seconds",
+    "reached",
+    "stages",
+    "gpu_peak_bytes",
+    "host_peak_bytes",
+    "memory_peak_bytes",
+    "layers",
+)
 
 
 def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
@@ -46,10 +57,16 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
     Args:
         job: `model`; `target` of the compiles; `work`: a folder with room.
         deadline: `time.monotonic()` after which nothing new begins.
+
+    Raises:
+        InputError: `compile-failed`, with what the command said.
     """
     from quantkit.bundle import Bundle
 
-    model, dtypes = job["model"] or MODEL, _types()
+    # the commands run elsewhere than this
+    model = job["model"] or MODEL
+    model = str(Path(model).resolve()) if Path(model).is_dir() else model
+    dtypes = _types()
     with tempfile.TemporaryDirectory(dir=job["work"]) as name, ThreadPoolExecutor(len(RECIPES)) as pool:
         folder = Path(name)
 
@@ -57,13 +74,20 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
             out = folder / recipe
             asked = [sys.executable, "-m", "quantkit", "compile", model, "--recipe", recipe, "--device", "cuda"]
             asked += ["--target", job["target"], "--out", str(out), "--json", "--no-speed"]
-            return compiled(asked, deadline) | {"layers": described(out)["layers"]}
+            return compiled(asked, deadline)
 
+        bundles: dict[str, Bundle] = {}
         for recipe, row in zip(RECIPES, pool.map(made, RECIPES), strict=True):
-            yield "real", {"recipe": recipe, **row}
-        bundles = {each: Bundle.load(folder / each) for each in RECIPES if (folder / each / "manifest.json").is_file()}
+            # of four at once: what they took, and how much memory, is nobody's
+            yield "real", {"recipe": recipe, **{name: each for name, each in row.items() if name not in _SHARED}}
+            if not (folder / recipe / "manifest.json").is_file():
+                why = row.get("error") or {"value": row.get("reason", "")}
+                raise InputError("compile-failed", where=f"{model}, {recipe}", value=why["value"])
+            bundles[recipe] = Bundle.load(folder / recipe)
         found: dict[str, list[Row]] = {"kernels": [], "graphs": []}
-        for recipe in [each for each in ON_KERNELS if each in bundles]:
+        for recipe in ON_KERNELS:
+            if time.monotonic() > deadline:
+                break
             ids = text_ids(bundles[recipe]).to("cuda")
             found["kernels"].append({"recipe": recipe, **on_kernels(bundles[recipe], ids, "cuda", dtypes)})
             yield "kernels", found["kernels"][-1]
@@ -74,7 +98,7 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
             if {row["recipe"] for row in found[section]} == set(ON_KERNELS):
                 said = f"{len(found[section])} rows of `{section}`"
                 yield "settles", {"line": line, "holds": all(row["ok"] for row in found[section]), "by": said}
-        if "awq-int4" in bundles:
+        if time.monotonic() < deadline:
             row = by_transformers(bundles["awq-int4"], text_ids(bundles["awq-int4"]))
             yield "transformers", {"recipe": "awq-int4", **row}
             said = f"KL {row['kl']:.2g} nats between both, at most {_DEVICES}"

@@ -51,7 +51,7 @@ FEW = 2
 # should be, and the tensors of that
 _COPIES, _SHARE = 3, 0.75
 # tensors that are compared at once at most, and how often each is in memory meanwhile
-_AT_ONCE, _COMPARED = 16, 6
+_AT_ONCE, _COMPARED = 16, 8
 # what stands for the logits where it does not
 APART = "reload.tensors"
 
@@ -87,31 +87,34 @@ def check(
     """All checks of a checkpoint; the later ones only if the earlier ones hold."""
     weights = Weights.open(folder)
     checks: list[Check] = []
+    sizes = {name: 4 * math.prod(entry.shape) for name, entry in weights.entries.items()}
     if wanted.layout is not None:
-        checks += _stored(weights, wanted.layout, wanted.packed)
+        # some layouts say a shape by reading all codes: once is enough
+        shapes = {prefix: wanted.layout.shape(prefix, weights.read) for prefix in wanted.packed}
+        sizes = _sizes(weights, wanted.layout, shapes)
+        checks += _stored(weights, wanted.layout, wanted.packed, shapes)
         if all(found.ok for found in checks):
-            checks.append(_expanded(folder, weights, wanted.layout, wanted))
+            checks.append(_expanded(folder, weights, wanted.layout, wanted, sizes))
     loadable = wanted.layout is None or not layouts.missing(wanted.layout)
     if loadable and all(found.ok for found in checks):
         if blocks is None:
-            dense = _dense_bytes(weights, wanted)
-            blocks = None if dense <= min(WHOLE_BYTES, machine.memory_limit() // 4) else FEW
+            blocks = None if sum(sizes.values()) <= min(WHOLE_BYTES, machine.memory_limit() // 4) else FEW
         if blocks is not None and not open_written(folder).can_be_cut(blocks):
             blocks = None
-            if _COPIES * _dense_bytes(weights, wanted) > machine.memory_available() * _SHARE:
-                return [*checks, _tensors(folder, weights, wanted)]
+            if _COPIES * sum(sizes.values()) > machine.memory_available() * _SHARE:
+                return [*checks, _tensors(folder, weights, wanted, sizes)]
         checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
     return checks
 
 
-def _tensors(folder: Path, weights: Weights, wanted: Expected) -> Check:
+def _tensors(folder: Path, weights: Weights, wanted: Expected, sizes: Mapping[str, int]) -> Check:
     """The check `reload.tensors`: what is not packed, one tensor at a time; the packed ones were compared before."""
     packed = {f"{prefix}.weight" for prefix in wanted.packed}
     plain = [name for name in wanted.names if name not in packed]
     missing = [name for name in plain if name not in weights.entries]
     if missing:
         return _judge(APART, None, f"missing {missing[0]}")
-    return _compared(APART, folder, plain, weights.read, wanted, _sizes(weights, wanted))
+    return _compared(APART, folder, plain, weights.read, wanted, sizes)
 
 
 def check_bundle(
@@ -219,14 +222,16 @@ def _quantize_at_run_time(model: Any, how: RunTime) -> None:
             transform.block(index, block)
 
 
-def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]) -> list[Check]:
+def _stored(
+    weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]
+) -> list[Check]:
     """`scales.finite` and `bits_per_weight.checkpoint`, of what is on disk."""
     bad: list[str] = []
     bits, planned, slack, count = 0, 0.0, 0, 0
     for prefix, scheme in packed.items():
         if not _scales_are_good(layout, prefix, scheme, weights.read):
             bad.append(prefix)
-        shape = layout.shape(prefix, weights.read)
+        shape = shapes[prefix]
         parts = (prefix + part for part in layout.parts)
         bits += sum(8 * weights.entries[part].bytes for part in parts if part in weights.entries)
         weighed = shape[0] * shape[1]
@@ -262,7 +267,7 @@ def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: la
     return not bool((units.bool() & against(tensor.scale.float() <= 0, tensor.shape, scheme)).any())
 
 
-def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) -> Check:
+def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected, sizes: Mapping[str, int]) -> Check:
     """`reload.LIBRARY`: every packed linear, expanded by the library's own code; `reload.own_reader`: all tensors."""
     quantization = loading.config_json(folder).get("quantization_config") or {}
     dense = {f"{prefix}.weight": prefix for prefix in wanted.packed}
@@ -272,9 +277,7 @@ def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) 
         return expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
 
     tensors = dense if expansion.library else wanted.names
-    found = _compared(
-        f"reload.{expansion.library or 'own_reader'}", folder, tensors, read, wanted, _sizes(weights, wanted)
-    )
+    found = _compared(f"reload.{expansion.library or 'own_reader'}", folder, tensors, read, wanted, sizes)
     return found.model_copy(update={"where": found.where.removesuffix(".weight")})
 
 
@@ -288,20 +291,27 @@ def _compared(
 ) -> Check:
     """The largest difference of tensors, up to the first that cannot be read or is not finite."""
 
-    def one(tensor: str) -> tuple[float, str]:
-        """(difference, why it cannot be read)."""
-        expected = wanted.read(tensor)
+    def one(tensor: str) -> tuple[float, str | Exception]:
+        """(difference, why it cannot be read, or what ends the check once its turn has come)."""
+        try:
+            expected = wanted.read(tensor)
+        except Exception as trouble:
+            return math.inf, trouble
         try:
             found = read(tensor)
             return _difference(found, expected) if found.shape == expected.shape else math.inf, ""
         except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
             if is_out_of_memory(trouble):
-                raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
+                return math.inf, out_of_memory(f"{folder.name}: {tensor}", trouble)
             return math.inf, f"{tensor}: {' '.join(str(trouble).split())[:160]}"
+        except QuantkitError as trouble:
+            return math.inf, trouble
 
     worst, place = 0.0, ""
     for some in _fitting(tensors, sizes):
         for tensor, (difference, why) in zip(some, at_once(one, some), strict=True):
+            if isinstance(why, Exception):
+                raise why
             if why:
                 return _judge(name, None, why)
             if not difference <= worst:
@@ -338,19 +348,15 @@ def _judge(name: str, value: float | None, where: str, limit: float = LIMIT) -> 
     return Check(name=name, value=finite, limit=limit, ok=ok, where="" if ok else where)
 
 
-def _dense_bytes(weights: Weights, wanted: Expected) -> int:
-    """Of the dense model in float32."""
-    return sum(_sizes(weights, wanted).values())
+def _sizes(weights: Weights, layout: Layout, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Tensor of the dense model -> its bytes in float32.
 
-
-def _sizes(weights: Weights, wanted: Expected) -> dict[str, int]:
-    """Tensor of the dense model -> its bytes in float32."""
-    layout = wanted.layout
-    parts = {prefix + part for prefix in wanted.packed for part in layout.parts} if layout is not None else set()
+    Args:
+        shapes: of the packed linears, by prefix.
+    """
+    parts = {prefix + part for prefix in shapes for part in layout.parts}
     found = {name: 4 * math.prod(entry.shape) for name, entry in weights.entries.items() if name not in parts}
-    if layout is not None:
-        found |= {f"{prefix}.weight": 4 * math.prod(layout.shape(prefix, weights.read)) for prefix in wanted.packed}
-    return found
+    return found | {f"{prefix}.weight": 4 * math.prod(shape) for prefix, shape in shapes.items()}
 
 
 def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme:

@@ -34,7 +34,7 @@ Bytes = NDArray[np.int8]
 # seconds that one measurement may take
 _BUDGET = 5.0
 # halves of one measurement that differ by more than this share: something else was running
-_NOISY = 0.1
+NOISY = 0.1
 # of a last-level cache of which nothing is known
 LARGE_CACHE = 64 * 2**20
 # bytes that are read at least
@@ -115,7 +115,7 @@ class Ceiling:
             settings=self.settings,
             device=Device.model_validate(device),
             versions=versions,
-            flags=[self.reason] if self.reason else ["noisy"] if spread is not None and spread > _NOISY else [],
+            flags=[self.reason] if self.reason else ["noisy"] if spread is not None and spread > NOISY else [],
         )
 
 

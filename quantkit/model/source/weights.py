@@ -353,7 +353,7 @@ def _check_finite(tensor: torch.Tensor, where: str) -> None:
         tensor = tensor.float()
     # the extremes propagate NaN, and need no mask as large as the tensor
     low, high = torch.aminmax(tensor)
-    if torch.isfinite(low) and torch.isfinite(high):
+    if bool(torch.isfinite(low) & torch.isfinite(high)):  # of a GPU one answer is waited for, not two
         return
     nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
     raise _bad(
