@@ -213,7 +213,7 @@ class Decided(Weights):
             found = self.results.tensor(self.changed[name])
         else:
             return self.source.read(name, device)
-        return found if device is None else put(found, device)
+        return put(found, device)
 
 
 def as_float32(tensor: Tensor) -> Tensor:

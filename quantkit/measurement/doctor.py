@@ -132,11 +132,16 @@ def shares(target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, float
     stated = {place: figure.value for place, figure in target.figures().items() if figure.value}
     found = {}
     for row in rows:
-        kind = row["settings"].get("compute_type")
-        place = f"compute.{kind}" if kind else "memory.read_bandwidth" if row["name"] == "ceiling.read" else ""
+        place = place_of(row)
         if row["value"] is not None and place in stated:
             found[place] = float(row["value"]) / float(stated[place])
     return found
+
+
+def place_of(row: Mapping[str, Any]) -> str:
+    """The figure of a target that a row `ceiling.*` is about; "" if there is none."""
+    kind = row["settings"].get("compute_type")
+    return f"compute.{kind}" if kind else "memory.read_bandwidth" if row["name"] == "ceiling.read" else ""
 
 
 def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, Any]]:

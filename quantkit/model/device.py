@@ -108,8 +108,10 @@ class ComputeDevice:
             torch.backends.cudnn.allow_tf32 = before[1]
 
 
-def put(tensor: Tensor, device: TorchDevice) -> Tensor:
-    """A tensor of the processor on a device, on its present stream."""
+def put(tensor: Tensor, device: TorchDevice | None) -> Tensor:
+    """A tensor of the processor on a device, on its present stream; None leaves it where it is."""
+    if device is None:
+        return tensor
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.nbytes < _PIECE:
         return tensor.to(device)
     pieces = iter(tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE))
@@ -120,8 +122,9 @@ def put(tensor: Tensor, device: TorchDevice) -> Tensor:
 def filled(count: int, fill: Callable[[Tensor], object], device: TorchDevice) -> Tensor:
     """Bytes on a GPU, uint8 [count], on its present stream.
 
-    They go through page-locked pieces, which torch keeps and hands out again. Ordinary memory of an H200's machine was
-    written for the first time at 1 GB/s, and copied to the card at 2: more than half of a compile of 8B's shapes.
+    They go through page-locked pieces, which torch keeps and hands out again. Ordinary memory that is written for the
+    first time, and copied to the card by its driver, took half of a compile of 8B's shapes on an H200
+    (benchmarks/results/gpu-run-20261126-2.json).
 
     Args:
         fill: writes the next bytes into a piece, uint8.

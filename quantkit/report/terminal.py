@@ -238,6 +238,8 @@ def entry(found: CatalogEntry) -> list[RenderableType]:
 
 def machine(report: Mapping[str, Any]) -> list[RenderableType]:
     """What the doctor found."""
+    from quantkit.measurement.doctor import place_of
+
     about = report["machine"]
     facts = pairs()
     facts.add_row("processor", f"{about['device']['name']}, {words.plural(about['cores'], 'core')}")
@@ -259,7 +261,7 @@ def machine(report: Mapping[str, Any]) -> list[RenderableType]:
     ceilings = []
     for row in report["measurements"]:
         kind, name = row["settings"].get("compute_type"), row["name"].removeprefix("ceiling.")
-        share = report["stated"].get(f"compute.{kind}" if kind else f"memory.{name}_bandwidth")
+        share = report["stated"].get(place_of(row))
         said = f", {share:.0%} of what the target states" if share else ""
         ceilings.append((f"{name}{f' {kind}' if kind else ''}", Text.assemble((_ceiling(row), "bold"), (said, DIM))))
     shown = titled("this machine", facts)[1:]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parts.compile_model import ROOT, compiled
-from parts.recipes import Row, answered
+from parts.recipes import Row, answered, summary
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quantkit.bundle import Bundle
 
 MODEL = "smollm2-135m"
-# recipe -> its line of PENDING.md is about kernels
+# the first three have kernels of ours, the last is loaded by transformers
 RECIPES = ("int4-best", "int8-dynamic", "nf4", "awq-int4")
 ON_KERNELS = RECIPES[:3]
 BATCHES = (1, 4, 16, 64)
@@ -39,16 +39,6 @@ _TIMES, _NATS = 4.0, 1e-4
 # nats between transformers on the card and on the processor
 _DEVICES = 1e-3
 _SECONDS = "15"
-_SHARED = (
-    "seconds",
-    "told_seconds",
-    "reached",
-    "stages",
-    "gpu_peak_bytes",
-    "host_peak_bytes",
-    "memory_peak_bytes",
-    "layers",
-)
 
 
 def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
@@ -61,12 +51,14 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
     Raises:
         InputError: `compile-failed`, with what the command said.
     """
+    import torch
+
     from quantkit.bundle import Bundle
 
     # the commands run elsewhere than this
     model = job["model"] or MODEL
     model = str(Path(model).resolve()) if Path(model).is_dir() else model
-    dtypes = _types()
+    dtypes = (torch.float16, torch.bfloat16)
     with tempfile.TemporaryDirectory(dir=job["work"]) as name, ThreadPoolExecutor(len(RECIPES)) as pool:
         folder = Path(name)
 
@@ -78,8 +70,7 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
 
         bundles: dict[str, Bundle] = {}
         for recipe, row in zip(RECIPES, pool.map(made, RECIPES), strict=True):
-            # of four at once: what they took, and how much memory, is nobody's
-            yield "real", {"recipe": recipe, **{name: each for name, each in row.items() if name not in _SHARED}}
+            yield "real", {"recipe": recipe, **summary(row)}
             if not (folder / recipe / "manifest.json").is_file():
                 why = row.get("error") or {"value": row.get("reason", "")}
                 raise InputError("compile-failed", where=f"{model}, {recipe}", value=why["value"])
@@ -116,12 +107,6 @@ def _commands(folder: Path, model: str) -> list[list[str]]:
         ["tax", str(folder / "int4-best"), "--device", "cuda", *batches],
         *([*each, "--baseline", model] for each in measure),
     ]
-
-
-def _types() -> tuple[torch.dtype, ...]:
-    import torch
-
-    return torch.float16, torch.bfloat16
 
 
 def text_ids(bundle: Bundle) -> torch.Tensor:

@@ -119,9 +119,7 @@ def compared(recipe: str, ours: Row, theirs: Row) -> Row:
     """
     row: Row = {"recipe": recipe, "kl": None, "layers": None}
     for at, found in (("cuda", ours), ("cpu", theirs)):
-        row[at] = {name: found.get(name) for name in ("exit", "error", "reason", "kl")}
-        row[at]["failed"] = [check for check in found.get("checks") or [] if not check["ok"]]
-        row[at]["content_sha256"] = found.get("content_sha256")
+        row[at] = summary(found)
     row["ok"] = all(row[at]["exit"] == 0 and not row[at]["failed"] for at in ("cuda", "cpu"))
     if ours["layers"] and ours["layers"].keys() == theirs["layers"].keys():
         off = {name: abs(ours["layers"][name] / (error or 1.0) - 1.0) for name, error in theirs["layers"].items()}
@@ -130,6 +128,12 @@ def compared(recipe: str, ours: Row, theirs: Row) -> Row:
         row["kl"] = abs(row["cuda"]["kl"] - row["cpu"]["kl"])
     row["same_content"] = ours.get("content_sha256") == theirs.get("content_sha256")
     return row
+
+
+def summary(found: Row) -> Row:
+    """Of `compile_model.compiled`, what holds of a compile beside others: neither times nor peaks are its own."""
+    row = {name: found.get(name) for name in ("exit", "error", "reason", "kl", "content_sha256")}
+    return row | {"failed": [check for check in found.get("checks") or [] if not check["ok"]]}
 
 
 def answered(words: list[str], deadline: float) -> Row:

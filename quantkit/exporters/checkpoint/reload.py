@@ -33,7 +33,7 @@ from quantkit.model.kernel_limit import kernel_limit
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
 from quantkit.model.source import pretrained
-from quantkit.model.source.hashes import at_once
+from quantkit.model.source.hashes import in_order
 from quantkit.model.source.open import in_float32, open_written, quiet_loading
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
@@ -108,7 +108,7 @@ def check(
 
 
 def _tensors(folder: Path, weights: Weights, wanted: Expected, sizes: Mapping[str, int]) -> Check:
-    """The check `reload.tensors`: what is not packed, one tensor at a time; the packed ones were compared before."""
+    """The check `reload.tensors`: what is not packed, tensor by tensor; the packed ones were compared before."""
     packed = {f"{prefix}.weight" for prefix in wanted.packed}
     plain = [name for name in wanted.names if name not in packed]
     missing = [name for name in plain if name not in weights.entries]
@@ -291,27 +291,20 @@ def _compared(
 ) -> Check:
     """The largest difference of tensors, up to the first that cannot be read or is not finite."""
 
-    def one(tensor: str) -> tuple[float, str | Exception]:
-        """(difference, why it cannot be read, or what ends the check once its turn has come)."""
-        try:
-            expected = wanted.read(tensor)
-        except Exception as trouble:
-            return math.inf, trouble
+    def one(tensor: str) -> tuple[float, str]:
+        """(difference, why it cannot be read)."""
+        expected = wanted.read(tensor)
         try:
             found = read(tensor)
             return _difference(found, expected) if found.shape == expected.shape else math.inf, ""
         except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
             if is_out_of_memory(trouble):
-                return math.inf, out_of_memory(f"{folder.name}: {tensor}", trouble)
+                raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
             return math.inf, f"{tensor}: {' '.join(str(trouble).split())[:160]}"
-        except QuantkitError as trouble:
-            return math.inf, trouble
 
     worst, place = 0.0, ""
     for some in _fitting(tensors, sizes):
-        for tensor, (difference, why) in zip(some, at_once(one, some), strict=True):
-            if isinstance(why, Exception):
-                raise why
+        for tensor, (difference, why) in zip(some, in_order(one, some), strict=True):
             if why:
                 return _judge(name, None, why)
             if not difference <= worst:

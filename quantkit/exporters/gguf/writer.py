@@ -74,7 +74,7 @@ class Held(Weights):
         """A tensor of the file, in the basis of the source; float32 where it is not as it was decided."""
         if name == self.table and self.codes is not None:
             found: torch.Tensor = load_format(self.codes.scheme.format).dequantize(self.codes)
-            return found if device is None else put(found, device)
+            return put(found, device)
         value = self.weights.read(name, device)
         return value.to(self.floats[name]).float() if name in self.floats else value
 

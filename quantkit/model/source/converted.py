@@ -82,7 +82,7 @@ class Converted(Weights):
         # of one that was cut the pieces share memory, and a piece would hold all of it
         whole = made.untyped_storage().nbytes() == made.nbytes
         found = made.contiguous() if whole else made.clone()
-        return found if device is None else put(found, device)
+        return put(found, device)
 
 
 def may_apply(model_class: type[PreTrainedModel], config: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -46,12 +46,21 @@ def file_sha256(path: Path) -> str:
 
 
 def at_once(look: Callable[[T], R], each: Sequence[T]) -> list[R]:
-    """What `look` gives for each, on a thread for every four cores, up to eight: reading and hashing hold no lock."""
+    """What `look` gives for each; see `in_order`."""
+    return list(in_order(look, each))
+
+
+def in_order(look: Callable[[T], R], each: Sequence[T]) -> Iterator[R]:
+    """What `look` gives for each, in order, or raises when its turn comes.
+
+    On a thread for every four cores, up to eight: reading and hashing hold no lock.
+    """
     threads = min(cores() // 4, 8)
     if threads < 2:
-        return list(map(look, each))
+        yield from map(look, each)
+        return
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(look, each))
+        yield from pool.map(look, each)
 
 
 def source_changed(ref: str) -> InputError:

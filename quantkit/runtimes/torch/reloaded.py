@@ -91,4 +91,4 @@ class ExpandedWeights(Weights):
         if name not in self.packed:
             return self.stored.read(name, device)
         found = self.expansion.weight(self.packed[name], self.stored.read)
-        return found if device is None else put(found, device)
+        return put(found, device)
