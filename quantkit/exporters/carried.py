@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
 from quantkit.errors import InputError
+from quantkit.model.source.modules import files_of_modules
 from quantkit.model.source.weights import INDEX, checked_file, write_atomic, write_json
 
 if TYPE_CHECKING:
@@ -42,8 +43,10 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
 def carried(folder: Path) -> Iterator[tuple[Path, str]]:
     """(file, name in the new folder) of what goes along unchanged: tokenizer, generation config, template, licence.
 
-    Links that lead out of the folder, hidden files, code and other weights stay behind.
+    Links that lead out of the folder, hidden files, code and other weights stay behind. What `modules.json` names is part
+    of the model, its weights included.
     """
+    modules = {name: path for path, name in files_of_modules(folder)}
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
         for name in sorted(names):
@@ -51,9 +54,10 @@ def carried(folder: Path) -> Iterator[tuple[Path, str]]:
             relative = path.relative_to(folder).as_posix()
             # `model.onnx_data` and the like: an ONNX file's own weights
             weights = name.endswith(".index.json") or ".onnx" in name.lower() or path.suffix.lower() in _LEFT_BEHIND
-            if weights or relative in _REPLACED or name.startswith("."):
+            if weights or relative in {*_REPLACED, *modules} or name.startswith("."):
                 continue
             try:
                 yield checked_file(path.parent, name), relative
             except InputError:
                 continue
+    yield from ((path, name) for name, path in modules.items())

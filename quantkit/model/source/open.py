@@ -12,6 +12,7 @@ A bare word is an alias and never a folder. No pickle is ever read. A model's ow
 from __future__ import annotations
 
 import copy
+import glob
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
 from quantkit.model.source.hashes import source_changed
 from quantkit.model.source.identity import PATTERNS, files_of, identity
+from quantkit.model.source.modules import modules_of
 from quantkit.model.source.weights import Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
 from quantkit.model.structure.names import match_names
@@ -420,6 +422,10 @@ def _from_hub(ref: str, trust: bool) -> Path:
         folder = snapshot_download(
             repository, revision=revision or None, allow_patterns=allowed, ignore_patterns=["*/*", "consolidated*"]
         )
+        below = sorted({module.folder for module in modules_of(Path(folder))} - {""})
+        if below:  # of the commit that was fetched, whatever the revision is by now
+            allowed = [f"{glob.escape(name)}/*" for name in below]
+            snapshot_download(repository, revision=Path(folder).name, allow_patterns=allowed, ignore_patterns=["*.py"])
     except HFValidationError as problem:
         raise InputError(
             "unknown-model", where=ref, value=_first_line(problem), rule="hf:org/name[@revision]"

@@ -219,8 +219,8 @@ def checked_file(folder: Path, name: str) -> Path:
     home = folder.resolve()
     real = path.resolve()
     allowed = [home]
-    if home.parent.name == "snapshots":  # the hub cache: snapshots/<revision>/x -> ../../blobs/<hash>
-        allowed.append(home.parent.parent / "blobs")
+    # the hub cache: snapshots/<revision>/x -> ../../blobs/<hash>, and so from the folders in there
+    allowed += [place.parent / "blobs" for place in home.parents if place.name == "snapshots"]
     if not any(real.is_relative_to(place) for place in allowed):
         raise _bad(
             "weights-outside",
