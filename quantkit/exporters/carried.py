@@ -43,8 +43,8 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
 def carried(folder: Path) -> Iterator[tuple[Path, str]]:
     """(file, name in the new folder) of what goes along unchanged: tokenizer, generation config, template, licence.
 
-    Links that lead out of the folder, hidden files, code and other weights stay behind. What `modules.json` names is part
-    of the model, its weights included.
+    Links that lead out of the folder, hidden files, code and other weights stay behind. What `modules.json` names is
+    part of the model, its weights included.
     """
     modules = {name: path for path, name in files_of_modules(folder)}
     for place, folders, names in os.walk(folder):

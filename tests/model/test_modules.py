@@ -34,12 +34,12 @@ def test_every_folder_that_it_names_goes_along_with_its_weights_and_without_code
     assert [module.kind for module in modules_of(tmp_path)] == ["Transformer", "Pooling", "Dense", ""]
 
 
-@pytest.mark.parametrize("listed", [[("../up", "x")], [("/etc", "x")], [("a\\..\\b", "x")], [(1, "x")], [("link", "x")]])
-def test_a_module_lies_below_its_model(tmp_path: Path, listed: Any) -> None:
+@pytest.mark.parametrize("path", ["../up", "/etc", "a\\..\\b", 1, "link"])
+def test_a_module_lies_below_its_model(tmp_path: Path, path: Any) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "link").symlink_to(tmp_path)
     with pytest.raises(InputError, match="modules-invalid"):
-        modules_of(put(tmp_path / "model", listed))
+        modules_of(put(tmp_path / "model", [(path, "x")]))
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "[", "[{}]", "\udce4"])
