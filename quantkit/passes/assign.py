@@ -131,13 +131,13 @@ def nearest(
     form = load_grid(scheme.format)
     if range == "minmax":
         return form.quantize(weight, scheme)
+    if importance is not None:  # what no token reached counts alike
+        importance = filled(torch.where(importance.amax() > 0, importance, 1.0), weight.shape[1])
     if isinstance(form, BlockFormat):
-        costs = None if importance is None else filled(importance, weight.shape[1])
         with one_thread(weight):
-            return form.laid(weight, blocks.placed(weight.float().T.contiguous(), form, costs), scheme)
+            return form.laid(weight, blocks.placed(weight.float().T.contiguous(), form, importance), scheme)
     if importance is None:
         return form.nearest(weight, *ranges.searched(weight, scheme), scheme)
-    importance = filled(importance, weight.shape[1])
     return form.nearest(weight, *ranges.searched(weight, scheme, importance, _WIDE), scheme)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,6 +160,14 @@ def test_damaged_files_are_one_line(tmp_path: Path, found: imatrix.ImportanceMat
     for bad in (raw[:200], raw[:-40], b"GGUF", b"", b"\x00" * 64, raw.replace(b"imatrix", b"imatric", 1)):
         path.write_bytes(bad)
         with pytest.raises(InputError, match="imatrix-damaged"):
+            imatrix.read(path)
+    for value in (torch.nan, -1.0, torch.inf):
+        imatrix.write(replace(found, squares={"blk.0.attn_q.weight": torch.full((64,), value)}), path)
+        with pytest.raises(InputError, match=r"imatrix-damaged.*blk\.0\.attn_q\.weight"):
+            imatrix.read(path)
+    for count in (0.0, -1.0, torch.nan, torch.inf):
+        path.write_bytes(raw.replace(struct.pack("<f", found.tokens), struct.pack("<f", count)))
+        with pytest.raises(InputError, match=rf"imatrix-damaged.*sums of {count:g} tokens"):
             imatrix.read(path)
     with pytest.raises(InputError, match="file-missing"):
         imatrix.read(tmp_path / "none.gguf")

@@ -10,6 +10,7 @@ of each. Names are those of GGUF's tensors: `blk.0.attn_q.weight`.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -331,8 +332,10 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
             continue
         own = name.removesuffix(_SUMS)
         counts = tensors[f"{own}{_COUNTS}"].reshape(-1)
-        if len(counts) != 1 or not counts[0] > 0:  # several: of experts, one by one
+        if len(counts) != 1 or not (counts.any() or sums.any()):  # of experts, one by one; of what was never reached
             continue
+        if not 0 < counts[0] < math.inf:
+            raise ValueError(f"{own}: sums of {counts[0]:g} tokens")
         squares[own] = torch.from_numpy(sums.reshape(-1) / counts[0])
         most = max(most, float(counts[0]))
     if not squares:

@@ -12,6 +12,7 @@ more. In super-blocks d and dmin are tried and fitted likewise, over all groups 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,8 @@ def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) 
 
     Args:
         target: [K, N] float32, the weights transposed.
-        importance: [K], not negative: how much an error of each input costs; None is 1 for all.
+        importance: [K], not negative: how much an error of each input costs; None is 1 for all. What is weighed
+            against each other is in one block, so that costs are relative to its mean, and of any magnitude.
 
     Returns:
         scale and offset [N, G], and what they are stored as.
@@ -48,9 +50,13 @@ def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) 
     length = form.rules.groups[0]
     unit = form.rules.multiple or length
     columns, rows = target.shape
-    costs = target.new_ones(columns) if importance is None else importance.float()
-    # an input that is never seen is still rounded to nearest
-    costs = costs + 1e-6 * costs.mean() + torch.finfo(torch.float32).tiny
+    costs = target.new_ones(columns // unit, unit, dtype=torch.float64)
+    if importance is not None:
+        seen = importance.double().reshape(-1, unit)
+        mean = seen.mean(1, keepdim=True)
+        costs = torch.where(mean > 0, seen / mean, costs)
+    # an input that is never seen may yet be: what its errors cost together is little beside the rest
+    costs = (costs + 1e-3).float().flatten()
     step = max(unit, _CHUNK // rows // unit * unit)
     parts = zip(target.split(step), costs.split(step), strict=True)
     found = [_placed(_Weights(form, w.unflatten(0, (-1, length)), a.reshape(-1, length, 1))) for w, a in parts]
@@ -106,18 +112,35 @@ class _Weights:
         """Of values under a scale and offset."""
         return self.total((values * scale.unsqueeze(1) + offset.unsqueeze(1)).sub_(self.exact).square_())
 
+    @cached_property
+    def around(self) -> tuple[Tensor, Tensor]:
+        """The mean weight [G, N], and the weights less it."""
+        mean = self.total(self.exact) / self.costs.sum(1)
+        return mean, self.exact - mean.unsqueeze(1)
+
     def fitted(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best scale and offset for values, and by how much they lower the cost of zeros."""
-        squares, products = self.total(values.square()), self.total(values * self.exact)
-        scale = _quotient(products, squares)
+        """The best scale and offset for values, and by how much they lower the cost of the best offset alone.
+
+        Both are taken about their means: sums of squares less squares of sums would cancel where one input costs
+        much more than the others of its block.
+        """
         if not self.form.has_offset:
+            products = self.total(values * self.exact)
+            scale = _quotient(products, self.total(values.square()))
             return scale, torch.zeros_like(scale), scale * products
-        count, along, sums = self.costs.sum(1), self.total(self.exact), self.total(values)
-        slope = _quotient(count * products - along * sums, count * squares - sums.square())
-        offset = (along - slope * sums) / count
+        (mean, exact), count = self.around, self.costs.sum(1)
+        middle = self.total(values) / count
+        apart = values - middle.unsqueeze(1)
+        products, squares = self.total(apart * exact), self.total(apart.square())
+        slope = _quotient(products, squares)
+        offset, gain = mean - slope * middle, slope * products
         if isinstance(self.form, SuperBlockFormat):  # whose offsets are below zero
-            slope, offset = torch.where(offset > 0, scale, slope), offset.clamp(max=0)
-        return slope, offset, slope * products + offset * along
+            products = products + count * mean * middle
+            alone = _quotient(products, squares + count * middle.square())
+            above = offset > 0
+            gain = torch.where(above, alone * products - count * mean.square(), gain)
+            slope, offset = torch.where(above, alone, slope), offset.clamp(max=0)
+        return slope, offset, gain
 
 
 @dataclass

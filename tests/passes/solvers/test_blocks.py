@@ -96,6 +96,43 @@ def test_zeros_and_what_was_never_seen_stay_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_importances_count_relative_to_those_of_their_block_alone(name: str) -> None:
+    """None, zeros, what is below float32's normal numbers and what is near its end weigh alike; so does any factor."""
+    form, scheme = form_of(name), WeightScheme(format=name)
+    weight, importance = drawn(5, 512, 4)
+
+    def codes(costs: torch.Tensor | None) -> torch.Tensor:
+        return form.dequantize(form.laid(weight, placed(weight.T.contiguous(), form, costs), scheme))
+
+    alike, weighed = codes(None), codes(importance)
+    for value in (0.0, 1e-42, 1e-25, 1.0, 1e30, 3e38):
+        assert torch.equal(codes(torch.full((512,), value)), alike), value
+    # powers of two, so that no importance is rounded
+    for times in (2.0**-90, 2.0**100):
+        assert torch.equal(codes(importance * times), weighed), times
+    dead = importance.clone()
+    dead[:256] = 0
+    assert torch.equal(codes(dead)[:, :256], alike[:, :256])
+    assert torch.equal(codes(dead)[:, 256:], weighed[:, 256:])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if form_of(name).has_offset])
+def test_one_input_that_is_all_of_its_block_does_not_spoil_the_others(name: str) -> None:
+    form, scheme = form_of(name), WeightScheme(format=name)
+    weight, _ = drawn(16, 512, 5)
+    alone = torch.full((512,), 1e-25)
+    alone[::32] = 1.0
+
+    def lost(costs: torch.Tensor | None) -> float:
+        found = form.dequantize(form.laid(weight, placed(weight.T.contiguous(), form, costs), scheme))
+        return float((found - weight).norm() / weight.norm())
+
+    # the line that values are read by is drawn through this input's weight instead of through the mean: its own
+    # rounding error, which is about that of the others, is added to theirs
+    assert lost(alone) < 2**0.5 * lost(None)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_solved_codes_cost_less_than_nearest_ones(name: str) -> None:
     """What the solver counts is `tr(D H Dᵀ)` of what is read back, and it is less than rounding on the same grid."""
     form, scheme = form_of(name), WeightScheme(format=name)
