@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,10 @@ if TYPE_CHECKING:
 _LEFT_BEHIND = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".ot", ".onnx", ".xml"),
     *(".gguf", ".tflite", ".npz", ".npy", ".mlmodel", ".tar", ".gz", ".zip", ".py", ".pyc", ".so"),
+    # what our own commands write where they are started
+    *(".html", ".dat", ".log"),
 }
+_TEMPLATES = "additional_chat_templates"
 _REPLACED = {"config.json", "README.md", INDEX}
 
 
@@ -35,7 +37,7 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
     if config is None:
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     write_json(folder / "config.json", config)
-    for path, name in carried(source.path):
+    for path, name in list(carried(source.path)):  # the result may lie below the source
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / name, [limits.read(path, limits.DATA)])
 
@@ -43,15 +45,15 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
 def carried(folder: Path) -> Iterator[tuple[Path, str]]:
     """(file, name in the new folder) of what goes along unchanged: tokenizer, generation config, template, licence.
 
-    Links that lead out of the folder, hidden files, code and other weights stay behind. What `modules.json` names is
-    part of the model, its weights included.
+    Links that lead out of the folder, hidden files, code and other weights stay behind; so does every folder in it that
+    no library reads as a part of the model: results of ours, checkpoints of a training, environments. What
+    `modules.json` names is part of the model, its weights included.
     """
     modules = {name: path for path, name in files_of_modules(folder)}
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
-        for name in sorted(names):
-            path = Path(place, name)
-            relative = path.relative_to(folder).as_posix()
+    templates = folder / _TEMPLATES
+    for place in [folder] if templates.is_symlink() else [folder, templates]:
+        for path in sorted(path for path in place.glob("*") if path.is_file()):
+            name, relative = path.name, path.relative_to(folder).as_posix()
             # `model.onnx_data` and the like: an ONNX file's own weights
             weights = name.endswith(".index.json") or ".onnx" in name.lower() or path.suffix.lower() in _LEFT_BEHIND
             if weights or relative in {*_REPLACED, *modules} or name.startswith("."):

@@ -14,8 +14,11 @@ def put(folder: Path, *names: str) -> None:
 
 
 def test_text_about_a_model_goes_along_and_weights_and_code_stay_behind(tmp_path: Path) -> None:
-    kept = ["1_Pooling/config.json", "LICENSE", "chat_template.jinja", "generation_config.json", "tokenizer.json"]
+    kept = ["1_Pooling/config.json", "LICENSE", "additional_chat_templates/tools.jinja", "chat_template.jinja"]
+    kept += ["generation_config.json", "modules.json", "tokenizer.json"]
     put(tmp_path / "m", *kept)
+    (tmp_path / "m" / "modules.json").write_text('[{"type": "m", "path": "1_Pooling"}]')
+    (tmp_path / "m" / "1_Pooling" / "config.json").write_text("{}")
     put(tmp_path / "m", "README.md", "config.json", "modeling_evil.py", "pytorch_model.bin", ".git/config", ".hidden")
     assert sorted(name for _, name in carried(tmp_path / "m")) == kept
 
@@ -29,3 +32,14 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 def test_another_onnx_file_s_weights_are_not_carried_over_ours(tmp_path: Path) -> None:
     put(tmp_path, "generation_config.json", "model.onnx.data", "onnx/model.onnx_data", "model.safetensors.index.json")
     assert [name for _, name in carried(tmp_path)] == ["generation_config.json"]
+
+
+def test_what_lies_in_a_model_s_folder_and_is_no_part_of_it_stays_there(tmp_path: Path) -> None:
+    """Bundles, builds, results of other commands, checkpoints of a training, environments."""
+    put(tmp_path, "tokenizer.json", "m--awq-int4/model/tokenizer.json", "a/b/m.partial/bundle/model/tokenizer.json")
+    put(tmp_path, "m--tuned/recipe.yaml", "checkpoint-500/tokenizer.json", "venv/lib/METADATA", "compare.html")
+    put(tmp_path, "modules.json", "1_Pooling/config.json", "1_Pooling/x/manifest.json", "1_Pooling/y.partial/build.json")
+    (tmp_path / "modules.json").write_text('[{"type": "m", "path": "1_Pooling"}]')
+    (tmp_path / "1_Pooling" / "config.json").write_text("{}")
+    kept = ["1_Pooling/config.json", "modules.json", "tokenizer.json"]
+    assert sorted(name for _, name in carried(tmp_path)) == kept

@@ -9,8 +9,8 @@ from quantkit.model.source.hashes import at_once, file_sha256
 from quantkit.model.source.modules import files_of_modules
 from quantkit.model.source.weights import INDEX, Weights
 
-# beside the weights
-PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+# beside the weights; no other text, which may be the log of this very process
+PATTERNS = ("*.json", "*vocab*.txt", "*merges*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def files_of(path: Path, weights: Weights, trust: bool) -> list[str]:

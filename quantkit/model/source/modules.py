@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from quantkit import limits
+from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
 from quantkit.model.source.weights import checked_file, strict_json
 
@@ -77,6 +78,7 @@ def files_of_modules(folder: Path) -> Iterator[tuple[Path, str]]:
     for below in sorted({module.folder for module in modules_of(folder)} - {""}):
         for place, folders, names in os.walk(folder / below):
             folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+            folders[:] = [name for name in folders if not _is_result(Path(place, name))]
             for name in sorted(names):
                 path = Path(place, name)
                 if name.startswith(".") or path.suffix.lower() in _CODE:
@@ -85,6 +87,11 @@ def files_of_modules(folder: Path) -> Iterator[tuple[Path, str]]:
                     yield checked_file(path.parent, name), path.relative_to(folder).as_posix()
                 except InputError:
                     continue
+
+
+def _is_result(folder: Path) -> bool:
+    """Whether it is a bundle, or one being built."""
+    return folder.name.endswith(".partial") or (folder / MANIFEST).is_file()
 
 
 def _is_inside(folder: Path, below: str) -> bool:

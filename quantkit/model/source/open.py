@@ -46,7 +46,7 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-_HUB_FILES = (*PATTERNS, "*.safetensors")
+_HUB_FILES = (*PATTERNS, "*.txt", "*.safetensors")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
 _QUANTIZED_NAMES = (
     ".qweight",
