@@ -48,6 +48,16 @@ def rope(**how: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **how}}
 
 
+def layers(full: str = "default", sliding: str = "default") -> dict[str, Any]:
+    """Rotary embedding of layers that see everything, and of those that see a window."""
+    more = {"factor": 4.0, "original_max_position_embeddings": 16}
+    kinds = {"full_attention": (full, 1e6), "sliding_attention": (sliding, 1e4)}
+    return {
+        name: {"rope_type": how, "rope_theta": base} | (more if how != "default" else {})
+        for name, (how, base) in kinds.items()
+    }
+
+
 @pytest.fixture
 def made(tmp_path: Path, merging_tokenizer: Any) -> Any:
     def model(kind: str, changes: dict[str, Any]) -> Path:
@@ -68,6 +78,12 @@ def made(tmp_path: Path, merging_tokenizer: Any) -> Any:
         ("qwen2", {"rope_parameters": LLAMA3}, "rope_type llama3; of qwen2 default, linear, yarn"),
         ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "yarn with truncate false"),
         ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}}, "yarn with mscale 0.7"),
+        ("qwen3", rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5; llama.cpp's qwen3 turns whole heads"),
+        *(
+            ("gemma3", {**GEMMA3, "rope_parameters": layers(sliding=how)}, f"rope_type {how} of layers with a window")
+            for how in ("linear", "yarn", "dynamic")
+        ),
+        ("gemma3", {**GEMMA3, "rope_parameters": layers(full="yarn")}, "rope_type yarn; of gemma3 default, linear"),
         ("llama", {"mlp_bias": True}, "mlp_bias; transformers' reader of GGUF"),
         ("gemma2", {**GEMMA2, "tie_word_embeddings": False}, "a head of its own"),
         ("gemma2", {**larger(4, 2)}, "attention of gemma2 with 4 layers by 16"),
@@ -89,7 +105,8 @@ def test_refused_before_work(made: Any, kind: str, changes: dict[str, Any], said
         ("qwen2", rope(rope_type="linear", factor=4.0)),
         ("qwen3", {"head_dim": 32}),
         ("gemma2", {**GEMMA2, **rope(rope_theta=500.0)}),
-        ("gemma3", {**GEMMA3, "tie_word_embeddings": False}),
+        ("gemma2", {**GEMMA2, **rope(rope_type="linear", factor=4.0)}),
+        ("gemma3", {**GEMMA3, "tie_word_embeddings": False, "rope_parameters": layers(full="linear")}),
         ("gemma2", larger(46, 2)),
         ("gemma3", larger(62, 6)),
     ],

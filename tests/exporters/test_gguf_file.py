@@ -502,10 +502,8 @@ def test_a_tokenizer_that_leaves_spaces_out_has_a_decision(sources: Callable[[st
     assert not spaced(source)
 
 
-@pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes")
-@pytest.mark.parametrize("first", [False, True])
-def test_tokens_of_sentencepiece(tmp_path: Path, first: bool) -> None:
-    """Spaces and special tokens amid a text are llama.cpp's own; of Metaspace they differ, and are left out."""
+def sentencepiece(first: bool) -> Any:
+    """A tokenizer of 288 tokens that spells in bytes, and puts a space before texts or before the first word alone."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -521,13 +519,41 @@ def test_tokens_of_sentencepiece(tmp_path: Path, first: bool) -> None:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes")
+@pytest.mark.parametrize("first", [False, True])
+def test_tokens_of_sentencepiece(tmp_path: Path, first: bool) -> None:
+    """Spaces and special tokens amid a text are llama.cpp's own; of Metaspace they differ, and are left out."""
+    found = sentencepiece(first)
     found.chat_template = "{% for message in messages %}{{ message.content }}</s>{% endfor %}"
     found.save_pretrained(tmp_path / "m")
-    zoo.tiny("llama", vocab_size=len(words)).save_pretrained(tmp_path / "m")
+    zoo.tiny("llama", vocab_size=len(found)).save_pretrained(tmp_path / "m")
     made = export(tmp_path / "m", tmp_path / "out", None, layout="dense")
     taken = EXPORT.write(made.folder, made.source, made.stream, made.results, FLOAT)
     assert [each.code for each in taken] == (["tokens-differ"] if first else [])
     values = Values.of_results(made.source, made.stream, made.results)
     assert check._tokens(file_of(made), values, spaced=first).ok
     assert check._tokens(file_of(made), values, spaced=False).ok is not first
+
+
+@pytest.mark.parametrize("beyond", [1, 5])
+def test_tokens_beyond_the_table_are_left_out_of_sentencepiece(tmp_path: Path, beyond: int) -> None:
+    """As llama.cpp's converter has it; one that ends or begins a text cannot be, nor any of a byte-level BPE."""
+    tokenizer = sentencepiece(False)
+    rows, words = len(tokenizer), {number: token for token, number in tokenizer.get_vocab().items()}
+    tokenizer.add_tokens([f"<image{i}>" for i in range(beyond)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "m")
+    zoo.tiny("llama", vocab_size=rows).save_pretrained(tmp_path / "m")
+    source = open_model(str(tmp_path / "m"))
+    EXPORT.accepts({}, LayerSpec(source=source))
+    made = export(tmp_path / "m", tmp_path / "out", None, layout="dense")
+    (taken,) = EXPORT.write(made.folder, made.source, made.stream, made.results, FLOAT)
+    assert taken.code == "tokens-beyond" and str(taken.model_dump(by_alias=True)["from"]).startswith("<image0>")
+    held = gguf.GGUFReader(file_of(made)).fields["tokenizer.ggml.tokens"].contents()
+    assert held == [words[number] for number in range(rows)]
+    tokenizer.eos_token = "<image0>"
+    tokenizer.save_pretrained(tmp_path / "m")
+    with pytest.raises(InputError, match=rf"gguf-tokenizer.*a token has the id {rows}.*has {rows} rows"):
+        EXPORT.accepts({}, LayerSpec(source=open_model(str(tmp_path / "m"))))

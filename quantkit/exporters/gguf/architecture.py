@@ -94,7 +94,16 @@ KNOWN = {
     "Gemma2ForCausalLM": LlamaCppClass(
         "gemma2", _GELU, adds_one=True, more=_gemma2, windows=True, untied=False, larger=46
     ),
-    "Gemma3ForCausalLM": LlamaCppClass("gemma3", _GELU, adds_one=True, more=_gemma3, windows=True, larger=62),
+    # YaRN's factors would turn the layers with a window too
+    "Gemma3ForCausalLM": LlamaCppClass(
+        "gemma3",
+        _GELU,
+        adds_one=True,
+        more=_gemma3,
+        windows=True,
+        ropes=frozenset({"default", "linear"}),
+        larger=62,
+    ),
 }
 
 
@@ -131,11 +140,18 @@ def architecture_of(class_name: str, config: Config, where: str = "config.json")
         raise _refused(where, value, f"llama.cpp's {found.name} lets all tokens see all before them")
     if found.windows:
         _demand_windows(found, config, where)
-    _demand_rope(found, _rope(config), where)
+    _demand_rope(found, config, where)
     return found
 
 
-def _demand_rope(found: LlamaCppClass, rope: Config, where: str) -> None:
+def _demand_rope(found: LlamaCppClass, config: Config, where: str) -> None:
+    rope = _rope(config)
+    local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if (kind := local.get("rope_type", "default")) != "default":
+        rule = f"in llama.cpp's {found.name} those that see everything alone are scaled"
+        raise _refused(where, f"rope_type {kind} of layers with a window", rule)
+    if (share := rope.get("partial_rotary_factor", local.get("partial_rotary_factor"))) not in (None, 1):
+        raise _refused(where, f"partial_rotary_factor {share}", f"llama.cpp's {found.name} turns whole heads")
     kind = rope.get("rope_type", "default")
     if kind not in found.ropes:
         raise _refused(where, f"rope_type {kind}", f"of {found.name} {', '.join(sorted(found.ropes))} are written")

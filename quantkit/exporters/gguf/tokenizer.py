@@ -5,7 +5,8 @@
              another vocabulary changes.
     llama    BPE over text whose spaces are ▁, spelled in bytes where nothing fits. llama.cpp merges the two neighbours
              whose union has the highest score: that of `tokenizer.model`, or, where there is none, minus the rank of
-             the first merge that makes the token.
+             the first merge that makes the token. A token beyond the table of embeddings (Gemma 3's
+             `<image_soft_token>`) is left out, as its converter does: no model takes it.
 
 Special tokens, whether a text begins with one, and the template come from the `gguf` package's reading of the same
 files (`SpecialVocab`). What llama.cpp has no word for is refused: another kind of model, or expressions of its own.
@@ -90,10 +91,37 @@ def demand_held(source: Source) -> None:
 
     with reading(damaged):
         stated = _stated(source)
-        kind_of(stated, source.ref)
-        ids = [*stated["model"]["vocab"].values(), *(int(each["id"]) for each in stated.get("added_tokens", ()))]
-        if (rows := source.config.get("vocab_size")) is not None:
-            _demand_rows(source, max(ids, default=0), rows)
+        kind, _ = kind_of(stated, source.ref)
+        if (rows := source.config.get("vocab_size")) is None:
+            return
+        if kind == "llama":
+            made = source.tokenizer() if _beyond(stated, rows) else None
+            ends = (made.bos_token_id, made.eos_token_id) if made is not None else ()
+            _demand_rows(source, max((each for each in ends if each is not None), default=0), rows)
+        else:
+            _demand_rows(source, max(_ids(stated).values(), default=0), rows)
+
+
+def left_out(source: Source, rows: int) -> list[str]:
+    """The tokens that have no row in the table of embeddings, and of which a file says nothing.
+
+    Raises:
+        InputError: `tokenizer-missing`, `tokenizer-damaged`.
+    """
+    return _beyond(_stated(source), rows)
+
+
+def _beyond(stated: Mapping[str, Any], rows: int) -> list[str]:
+    return [token for token, number in _ids(stated).items() if number >= rows]
+
+
+def _ids(stated: Mapping[str, Any]) -> dict[str, int]:
+    """Token -> id, of those that were added too."""
+    return {**stated["model"]["vocab"], **{str(each["content"]): int(each["id"]) for each in _added(stated)}}
+
+
+def _added(stated: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return stated.get("added_tokens") or ()
 
 
 def spaced(source: Source) -> bool:
@@ -233,8 +261,7 @@ def _scored(source: Source, stated: Mapping[str, Any], rows: int) -> tuple[list[
     from gguf import TokenType
 
     model = stated["model"]
-    ids: Mapping[str, int] = model["vocab"]
-    _demand_rows(source, max(ids.values(), default=0), rows)
+    ids = {token: number for token, number in model["vocab"].items() if number < rows}
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [int(TokenType.UNUSED)] * rows
     scores = [-10000.0] * rows
@@ -247,10 +274,9 @@ def _scored(source: Source, stated: Mapping[str, Any], rows: int) -> tuple[list[
     known = _pieces(source.path / "tokenizer.model")
     for number, (token, score, kind) in enumerate(known[:rows]):
         tokens[number], scores[number], types[number] = token, score, kind
-    for each in stated.get("added_tokens", ()):
+    for each in _added(stated):
         number, token = int(each["id"]), str(each["content"])
-        _demand_rows(source, number, rows)
-        if token == model.get("unk_token"):
+        if number >= rows or token == model.get("unk_token"):
             continue
         special = each.get("special") or _looks_special(token)
         tokens[number] = token if special else token.replace(_SPACE, " ")

@@ -30,7 +30,7 @@ from quantkit.exporters.gguf.architecture import (
     turned_rows,
 )
 from quantkit.exporters.gguf.blocks import floats, packed
-from quantkit.exporters.gguf.tokenizer import add_tokenizer, spaced
+from quantkit.exporters.gguf.tokenizer import add_tokenizer, left_out, spaced
 from quantkit.exporters.gguf.types import FLOATS, type_of
 from quantkit.formats import QuantTensor, joined, load_format
 from quantkit.model.device import put
@@ -182,6 +182,12 @@ class Content:
         if self.spaced:
             reason = "llama.cpp puts a space before each text, this tokenizer before none that begins with one"
             found.append(decision("gguf", "tokens-differ", "tokenizer.json", reason))
+        rows = int(self.values.skeleton.get_parameter(self.table).shape[0])
+        if gone := left_out(self.values.source, rows):
+            more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+            reason = f"the table of embeddings has {rows} rows; llama.cpp's converter leaves out what is beyond them"
+            names = f"{', '.join(gone[:3])}{more}"
+            found.append(decision("gguf", "tokens-beyond", "tokenizer.json", reason, names, "left out"))
         return found
 
     @cached_property
