@@ -38,7 +38,7 @@ def test_what_lies_in_a_model_s_folder_and_is_no_part_of_it_stays_there(tmp_path
     """Bundles, builds, results of other commands, checkpoints of a training, environments."""
     put(tmp_path, "tokenizer.json", "m--awq-int4/model/tokenizer.json", "a/b/m.partial/bundle/model/tokenizer.json")
     put(tmp_path, "m--tuned/recipe.yaml", "checkpoint-500/tokenizer.json", "venv/lib/METADATA", "compare.html")
-    put(tmp_path, "modules.json", "1_Pooling/config.json", "1_Pooling/x/manifest.json", "1_Pooling/y.partial/build.json")
+    put(tmp_path, "modules.json", "1_Pooling/config.json", "1_Pooling/x/manifest.json", "1_Pooling/y.partial/a")
     (tmp_path / "modules.json").write_text('[{"type": "m", "path": "1_Pooling"}]')
     (tmp_path / "1_Pooling" / "config.json").write_text("{}")
     kept = ["1_Pooling/config.json", "modules.json", "tokenizer.json"]
