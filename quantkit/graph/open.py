@@ -98,7 +98,7 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
 
     Raises:
         InputError: `file-missing`; `onnx-` followed by `unreadable`, `external`, `quantized`, `operator`, `opset`,
-            `shape`, `dtype`, `weights`.
+            `shape`, `dtype`, `weights`, `outputs`.
         MissingDependency: onnx-ir.
     """
     with MissingDependency.unless_found("onnx-ir", extra="compile", purpose="reading an ONNX file"):
@@ -113,7 +113,7 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
 def _opened(path: Path, name: str, where: str) -> FloatGraph:
     import onnx_ir as ir
 
-    model = ir.load(path)
+    model, notes = _loaded(path)
     if not len(model.graph):
         raise _refused(where, "unreadable", "nothing in it")
     files = (path, *sorted(_external(model, path.parent.resolve(), where)))
@@ -134,7 +134,34 @@ def _opened(path: Path, name: str, where: str) -> FloatGraph:
     inputs = tuple(inputs_of(model, where))
     if not list(model.graph.outputs):
         raise _refused(where, "unreadable", "no outputs")
-    return FloatGraph(model, path, name or path.stem, inputs, digest, files, kind_of(model))
+    for value in model.graph.outputs:
+        if not isinstance(value.type, ir.TensorType | None) or value.dtype == ir.DataType.BFLOAT16:
+            rule = "what comes out is tensors that numpy has, by which the quantized graph is compared"
+            remedy = "cast it to float32 in the graph, or give out the tensors of a sequence one by one"
+            raise _refused(where, "outputs", f"{value.name} is {value.type}", rule, remedy)
+    return FloatGraph(model, path, name or path.stem, inputs, digest, files, kind_of(model), notes)
+
+
+def _loaded(path: Path) -> tuple[ir.Model, tuple[str, ...]]:
+    """The graph of a file, and what is otherwise in it: chances that scikit-learn's converter wraps into a map a sample
+    come as the matrix that they are made of."""
+    import onnx
+    import onnx_ir as ir
+
+    try:
+        return ir.load(path), ()
+    except ir.serde.SerdeError as problem:
+        proto = onnx.load(path, load_external_data=False)
+        maps = {node.output[0]: node for node in proto.graph.node if node.op_type == "ZipMap"}
+        given = [output for output in proto.graph.output if output.name in maps]
+        if not given:
+            raise problem
+    for output in given:
+        output.type.CopyFrom(onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [None, None]))
+        node = maps[output.name]
+        node.CopyFrom(onnx.helper.make_node("Identity", list(node.input), list(node.output), node.name))
+    notes = [f"{output.name} is [samples, classes] here, no map a sample (ZipMap)" for output in given]
+    return ir.from_proto(proto), tuple(notes)
 
 
 def _identity(files: Sequence[Path]) -> str:

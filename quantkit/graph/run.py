@@ -76,7 +76,7 @@ class Runner:
             ) from None
 
     def __call__(self, feed: Feed) -> dict[str, Array]:
-        """Name -> what the outputs and the inner tensors are. Raises InputError `onnx-unrunnable`."""
+        """Name -> what the outputs and the inner tensors are, text as text. Raises InputError `onnx-unrunnable`."""
         try:
             found = self._session.run(self.names, dict(feed))
         except Exception as error:
@@ -88,7 +88,8 @@ class Runner:
                 rule="the graph runs on the inputs that it is given",
                 remedy="check the shape of the calibration set",
             ) from None
-        return dict(zip(self.names, found, strict=True))
+        named = zip(self.names, found, strict=True)
+        return {name: value.astype(str) if value.dtype == object else value for name, value in named}
 
 
 def showing(model: ir.Model, names: Sequence[str]) -> ir.Model:

@@ -1,7 +1,8 @@
 """What ends a compile: gates, held against its measurements, a check that failed, a decision that nobody asked for.
 
 A shipped recipe names gates for every kind of model that it is for; those of other kinds are a note. A gate that
-somebody asked for and that nothing scored can judge is said: a decision, a warning, and an error under `--strict`.
+somebody asked for and that nothing scored can judge is said: a decision, a warning, and an error under `--strict`. So
+are all gates of a recipe, where none of them can be judged.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def _of_classes(row: Row) -> bool:
     return "classes" in (row.shape or {})
 
 
-_WORDS, _CLASSES = "a language model, and its original", "a graph that tells classes apart"
+_WORDS, _CLASSES = (
+    "a language model, and its original",
+    "a graph that tells classes apart (labels or an output's name say so)",
+)
 _ABOUT = {
     "kl_max": _About("accuracy.kl", "next words or classes", _itself),
     "top1_agreement_min": _About("accuracy.top1_agreement", _WORDS, _itself, lambda row: not _of_classes(row)),
@@ -74,7 +78,8 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
 
     The first runtime's checks are called `gate.kl_max`; others bear the runtime's name: `gate.onnxruntime.kl_max`.
     """
-    checks, decisions = [], []
+    checks: list[Check] = []
+    unjudged: list[tuple[str, float, str]] = []
     for gate, limit in gates.model_dump().items():
         if limit is None:
             continue
@@ -86,14 +91,16 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
                 if value is not None:
                     found[row.runtime] = worse(value, found.get(row.runtime, value))
         if not found:
-            code = UNJUDGED if asked is None or gate in asked else NOTE
-            reason = f"not judged: {about.name} was not measured, which takes {about.takes}"
-            decisions.append(decision("gates", code, f"{_WHERE}{gate}", reason, limit))
+            unjudged.append((gate, limit, f"not judged: {about.name} was not measured, which takes {about.takes}"))
         for number, (runtime, value) in enumerate(found.items()):
             ok = worse(value, limit) == limit
             label = f"gate.{gate}" if number == 0 else f"gate.{runtime}.{gate}"
             checks.append(Check(name=label, value=value, limit=limit, ok=ok))
-    return checks, decisions
+    meant = {gate for gate, *_ in unjudged if asked is None or gate in asked or not checks}
+    return checks, [
+        decision("gates", UNJUDGED if gate in meant else NOTE, f"{_WHERE}{gate}", reason, limit)
+        for gate, limit, reason in unjudged
+    ]
 
 
 def allowed(gates: Gates, name: str, before: float | None) -> float | None:

@@ -10,6 +10,7 @@ from scipy import stats
 
 from quantkit.calibrate.sets.inputs import load_inputs
 from quantkit.graph.open import FloatGraphInput
+from quantkit.graph.outputs import OutputKinds
 from quantkit.pipeline.graphs.measure import agreement
 from quantkit.report.bundle import figures
 from quantkit.stats.proportion import wilson
@@ -27,7 +28,8 @@ def test_480_crops_of_five_photographs_are_five_draws(tmp_path: Path) -> None:
     # rounding turns over more of one photograph's crops than of another's
     lost = generator.random(len(samples)) < np.array([0.0, 0.02, 0.04, 0.10, 0.0])[samples.clusters]
     given = np.where(lost[:, None], -expected, expected)
-    rows = agreement({"y": expected}, {"y": given}, samples, subject="a", baseline="b")
+    said = OutputKinds(classes=frozenset({"y"}))
+    rows = agreement({"y": expected}, {"y": given}, samples, said, subject="a", baseline="b")
     row = next(each for each in rows if each.name == "accuracy.top1_agreement" and "surer_than" not in each.settings)
     shares = np.array([1 - lost[samples.clusters == number].mean() for number in range(4)])
     reach = stats.t.ppf(0.975, 3) * stats.sem(shares)

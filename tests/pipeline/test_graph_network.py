@@ -63,7 +63,9 @@ def attention() -> ir.Model:
     seen = small.op("Transpose", small.op("MatMul", shares, value), perm=[0, 2, 1, 3])
     out = small.op("MatMul", small.op("Reshape", seen, np.array([0, 4, 64])), small.normal(64, 64) / 8)
     pooled = small.op("ReduceMean", small.op("Add", out, tokens), np.array([1]), keepdims=0)
-    return small.model(small.op("Gemm", pooled, small.normal(10, 64), small.normal(10), transB=1))
+    logits = small.op("Gemm", pooled, small.normal(10, 64), small.normal(10), transB=1)
+    logits.name = "logits"
+    return small.model(logits)
 
 
 def compiled(given: tuple[Path, Path], out: Path, form: str, *changes: str, build: bool = False, **more: Any) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from quantkit.bundle import Check
@@ -13,6 +14,7 @@ from quantkit.errors import GateError
 from quantkit.graph import run
 from quantkit.pipeline.graphs.quantized import QuantizedGraph
 
+WRITTEN = ir.Model(ir.Graph([], [ir.Value(name="y")], nodes=[]), ir_version=8)
 INPUTS = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
 
 
@@ -31,7 +33,7 @@ class Planted(QuantizedGraph):
     """Nothing is quantized: what runs is planted."""
 
     def __init__(self) -> None:
-        self.prepared, self.model = Prepared(), "as written"  # type: ignore[assignment]
+        self.prepared, self.model = Prepared(), WRITTEN  # type: ignore[assignment]
 
     def _kernels(self, path: Path) -> Check:
         return Check(name="integer.macs", value=1.0, limit=0.95, ok=True)
@@ -39,8 +41,8 @@ class Planted(QuantizedGraph):
 
 def checked(monkeypatch: pytest.MonkeyPatch, written: Any, loaded: Any) -> Any:
     class Runner:
-        def __init__(self, model: Any, **_: Any) -> None:
-            self.run = written if model == "as written" else loaded
+        def __init__(self, model: Any, *_: Any, **__: Any) -> None:
+            self.run = written if model is WRITTEN else loaded
 
         def __call__(self, feed: Any) -> dict[str, Any]:
             assert np.array_equal(feed["ids"], np.arange(4)), "what is no float stays as it is"

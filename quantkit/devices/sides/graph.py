@@ -62,7 +62,7 @@ class GraphSides(DeviceSides):
 
     def rows(self, answers: CollectedCells) -> list[Row]:
         """See `DeviceSides`."""
-        from quantkit.pipeline.graphs.measure import agreement
+        from quantkit.pipeline.graphs.measure import agreement, kinds_of
         from quantkit.pipeline.graphs.measure import answers as expected
 
         given = outputs_of(answers, len(self.theirs.data))
@@ -70,7 +70,8 @@ class GraphSides(DeviceSides):
         if {name: each.shape for name, each in known.items()} != {name: each.shape for name, each in given.items()}:
             raise invalid(answers.on, "outputs of other names or shapes")
         subject = self.bundle.manifest.content_sha256
-        rows = agreement(known, given, self.theirs.data, subject=subject, baseline=self.subject, runtime=self.runtime)
+        said, data = kinds_of(self.theirs.graph.model), self.theirs.data
+        rows = agreement(known, given, data, said, subject=subject, baseline=self.subject, runtime=self.runtime)
         return [_there(row, answers) for row in rows]
 
     def samples(self, sizes: Sequence[int]) -> tuple[dict[str, Any], float, float] | None:

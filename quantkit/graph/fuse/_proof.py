@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from quantkit.graph.outputs import steady
 from quantkit.graph.run import Runner
 
 Feeds = Sequence[Mapping[str, NDArray[Any]]]
@@ -21,13 +22,14 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 def outputs(model: ir.Model, feeds: Feeds, inner: Sequence[str] = ()) -> list[list[Any]]:
-    """Outputs of each feed, then the `inner` tensors, with the runtime's own graph optimisations off.
+    """What a graph is held against itself by (`graph.outputs.steady`), of each feed, then the `inner` tensors, with the
+    runtime's own graph optimisations off.
 
     Raises:
         InputError: `onnx-unrunnable`.
     """
-    runner = Runner(model, inner, threads=1, optimised=False)
-    names = [str(value.name) for value in model.graph.outputs] + list(inner)
+    names = [*steady(model), *inner]
+    runner = Runner(model, names, threads=1, optimised=False)
     return [[found[name] for name in names] for found in map(runner, feeds)]
 
 

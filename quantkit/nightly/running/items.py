@@ -150,20 +150,22 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
     from quantkit.graph.run import Runner
     from quantkit.measurement.accuracy.labelled.classes import by_item
     from quantkit.pipeline.graphs.exported_module import located
-    from quantkit.pipeline.graphs.measure import answers, classes_of
+    from quantkit.pipeline.graphs.measure import answers, classes_of, kinds_of, of_classes
     from quantkit.pipeline.graphs.prepared import inputs_of
 
     file = located(request)
     graph = open_graph(file.path)
     samples = inputs_of(request, graph, "eval", file.alias, None)
     expected = answers(graph.model, samples)
-    name = classes_of(expected, samples)
-    if name is None:
-        raise _nothing(graph.name, "none of its outputs tells classes apart")
+    names = classes_of(expected, samples, kinds_of(graph.model))
+    if len(names) != 1:
+        raise _nothing(graph.name, f"{len(names) or 'none'} of its outputs tell classes apart")
 
     def answer(bundle: Bundle) -> _Answers:
         given = answers(Runner(file_of(bundle), literal=is_network(bundle)), samples)
-        right, kl = by_item(expected[name], given[name], samples.labels, str(bundle.path))
+        right, kl = by_item(
+            of_classes(expected[names[0]]), of_classes(given[names[0]]), samples.labels, str(bundle.path)
+        )
         return _Answers(right, kl, sequence=samples.clusters)
 
     return answer

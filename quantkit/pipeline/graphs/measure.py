@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from quantkit.calibrate.sets.inputs import Feed, InputSet
+    from quantkit.graph.outputs import OutputKinds
     from quantkit.graph.sites import Site
     from quantkit.measurement.timing.speed import SpeedSide
 
@@ -55,14 +56,17 @@ def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> SampleCost:
     Raises:
         InputError: `onnx-unrunnable`; `onnx-outputs` where they are no finite floats, which nothing could be scored by.
     """
+    from quantkit.graph.outputs import steady
     from quantkit.graph.run import Runner
 
-    shown = Runner(model, [site.output for site in sites])(feed)
+    by = steady(model)
+    shown = Runner(model, [*(site.output for site in sites), *by])(feed)
     samples = len(next(iter(feed.values())))
     macs = {site.name: site.macs(shown[site.output].shape, samples) for site in sites}
-    _demand_floats({str(value.name): shown[str(value.name)] for value in model.graph.outputs})
-    outputs = sum(shown[str(value.name)].size for value in model.graph.outputs)
-    return SampleCost(macs, outputs // samples, sum(shown[site.output].size for site in sites) // samples)
+    outputs = [str(value.name) for value in model.graph.outputs]
+    _demand_floats({name: shown[name] for name in dict.fromkeys([*outputs, *by])})
+    came = sum(shown[name].size for name in outputs)
+    return SampleCost(macs, came // samples, sum(shown[site.output].size for site in sites) // samples)
 
 
 def _demand_floats(outputs: Feed) -> None:
@@ -96,43 +100,102 @@ def scored(
     """
     expected = answers(original, scoring, lambda done: progress.at("score", done / 2))
     given = answers(own, scoring, lambda done: progress.at("score", (1 + done) / 2))
-    return agreement(expected, given, scoring, subject=subject, baseline=baseline, runtime=runtime)
+    return agreement(expected, given, scoring, kinds_of(original), subject=subject, baseline=baseline, runtime=runtime)
+
+
+def kinds_of(graph: ir.Model | Path) -> OutputKinds:
+    """What a graph says of its outputs."""
+    import onnx_ir as ir
+
+    from quantkit.graph.outputs import kinds
+
+    return kinds(ir.load(graph) if isinstance(graph, Path) else graph)
 
 
 def answers(
-    graph: ir.Model | Path | Run, samples: InputSet, report: Callable[[float], None] = lambda done: None
+    graph: ir.Model | Path | Run,
+    samples: InputSet,
+    report: Callable[[float], None] = lambda done: None,
+    size: int = _SCORED,
 ) -> dict[str, Array]:
-    """Name of each output -> [n, ...], for all samples."""
+    """Name of each output -> [n, ...], for all samples; of rows whose number differs, an array [n] of arrays.
+
+    Where an output has no row a sample, each sample is run by itself, if the graph takes one.
+    """
     from quantkit.graph.run import Runner
 
     runner: Run = graph if callable(graph) else Runner(graph)
-    found: dict[str, list[Any]] = {}
-    done = 0
-    for feed in samples.feeds(_SCORED):
+    found: dict[str, list[Array]] = {}
+    done, apart = 0, samples.batch is None and size > 1
+    for feed in samples.feeds(size):
+        count = len(next(iter(feed.values())))
         for name, value in runner(feed).items():
-            found.setdefault(name, []).append(np.atleast_1d(value))
-        done += len(next(iter(feed.values())))
+            found.setdefault(name, []).append(value)
+            if apart and (value.ndim == 0 or len(value) != count):
+                return answers(runner, samples, report, size=1)
+        done += count
         report(done / len(samples))
-    return {name: np.concatenate(values) for name, values in found.items()}
+    sizes = [len(next(iter(feed.values()))) for feed in samples.feeds(size)]
+    return {name: _joined(values, sizes) for name, values in found.items()}
 
 
-def classes_of(expected: Mapping[str, Array], samples: InputSet) -> str | None:
-    """The output that tells classes apart, if one does."""
-    wide = [name for name, value in expected.items() if value.ndim == 2 and value.shape[1] > 1]
-    # of several outputs none says that it tells classes apart, unless there are labels for just one
-    return wide[0] if len(wide) == 1 and (len(expected) == 1 or samples.labels is not None) else None
+def _joined(values: Sequence[Array], sizes: Sequence[int]) -> Array:
+    """What came of feeds of so many samples: a row a sample, or an item a feed."""
+    tails = {value.shape[1:] for value in values}
+    if len(tails) == 1 and all(value.ndim and len(value) == size for value, size in zip(values, sizes, strict=True)):
+        return np.concatenate(values)
+    if len({value.shape for value in values}) == 1:
+        return np.stack(values)
+    items = np.empty(len(values), object)
+    for place, value in enumerate(values):
+        items[place] = value[0] if all(each.ndim > 1 and len(each) == 1 for each in values) else value
+    return items
+
+
+def classes_of(expected: Mapping[str, Array], samples: InputSet, said: OutputKinds) -> list[str]:
+    """The outputs that tell classes apart: those of which the graph says so, else the one that labels must be for."""
+    shapes = {name: value.shape for name, value in expected.items() if value.dtype.kind == "f"}
+    lists = {shape[1] for shape in shapes.values() if len(shape) > 2}
+    # what has a column for each row of another output is one number of each: `scores` beside `boxes`
+    flat = [
+        name
+        for name, shape in shapes.items()
+        if (len(shape) == 2 and shape[1] not in lists) or (len(shape) == 1 and samples.labels is not None)
+    ]
+    rows = [name for name in flat if name not in said.selected]
+    wide = [name for name in rows if shapes[name][1:] > (1,)]
+    named = [name for name in wide if name in said.classes or shapes[name][1] in said.widths]
+    if named or samples.labels is None:
+        return named
+    # labels of two classes may be for one number: a chance, or its logit
+    single = rows if not wide and int(samples.labels.max()) <= 1 else []
+    return wide if len(wide) == 1 else single if len(single) == 1 else []
+
+
+def of_classes(values: Array) -> Array:
+    """Logits or chances of classes [n, C]; of a single number those of no and of yes."""
+    values = values.reshape(len(values), -1)
+    if values.shape[1] > 1:
+        return values
+    chance = bool((values >= 0).all() and (values <= 1).all())
+    return np.concatenate([1 - values if chance else np.zeros_like(values), values], axis=1)
 
 
 def agreement(
     expected: Mapping[str, Array],
     given: Mapping[str, Array],
     samples: InputSet,
+    said: OutputKinds,
     *,
     subject: str,
     baseline: str,
     runtime: str = RUNTIME,
 ) -> list[Row]:
-    """Accuracy of one graph's answers against another's."""
+    """Accuracy of one graph's answers against another's.
+
+    Args:
+        said: what the graph says of its outputs.
+    """
     from quantkit.measurement.accuracy.labelled import About, classification, outputs
 
     about = About(
@@ -143,17 +206,21 @@ def agreement(
         device=Device.model_validate(machine.device()),
         versions=machine.versions(),
     )
-    name = classes_of(expected, samples)
-    if name is None:
-        return outputs(expected, given, about=about, clusters=samples.clusters)
+    names = classes_of(expected, samples, said)
     unit = "sample" if samples.channels is None else "image"
-    labels, clusters = samples.labels, samples.clusters
-    rows = classification(expected[name], given[name], labels, about=about, unit=unit, clusters=clusters)
+    rows: list[Row] = []
+    # of several answers none says that it is the one that the labels are for
+    labels, clusters = samples.labels if len(names) == 1 else None, samples.clusters
+    for name in names:
+        sides = of_classes(expected[name]), of_classes(given[name])
+        own = about if len(names) == 1 else replace(about, settings={**about.settings, "output": name})
+        rows += classification(*sides, labels, about=own, unit=unit, clusters=clusters)
     # without labels it may be no answer but a vector; and what stands beside the answer may be lost on its own
-    others = {each: value for each, value in expected.items() if each != name or samples.labels is None}
+    others = {name: value for name, value in expected.items() if name not in names or labels is None}
     if not others:
         return rows
-    return rows + outputs(others, {each: given[each] for each in others}, about=about, clusters=clusters)
+    mine = {name: given[name] for name in others}
+    return rows + outputs(others, mine, about=about, clusters=clusters, chosen=said.selected)
 
 
 def speed(

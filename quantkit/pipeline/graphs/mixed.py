@@ -24,7 +24,7 @@ from quantkit.measurement.rows import Row
 from quantkit.passes import NOTE, decision
 from quantkit.passes.mixed import Mixed
 from quantkit.pipeline.gates import judge, measured
-from quantkit.pipeline.graphs.measure import agreement, answers, classes_of
+from quantkit.pipeline.graphs.measure import agreement, answers, classes_of, kinds_of
 from quantkit.pipeline.graphs.quantized import QuantizedGraph, Solved, stem
 from quantkit.pipeline.progress import Progress
 from quantkit.planning.model.assigned import MIXED
@@ -88,10 +88,11 @@ class _Search:
         self.quantized, self.progress = quantized, progress
         self.recipe = quantized.prepared.request.recipe
         self.expected = answers(quantized.prepared.graph.model, held)
-        self.classes = classes_of(self.expected, held)
+        self.kinds = kinds_of(quantized.prepared.graph.model)
+        self.classes = bool(classes_of(self.expected, held, self.kinds))
         self.first = held.first_of(settings.alone)
         self.samples, self.distinct = held, len(held)
-        if self.classes is not None:
+        if self.classes:
             self.samples = held.views(settings.views, self.recipe.seed)
             self.expected = answers(quantized.prepared.graph.model, self.samples)
         self.steps: dict[int, MixedPoint] = {}
@@ -136,7 +137,7 @@ class _Search:
             def measured(name: str = name, codes: Codes = codes) -> dict[str, Any]:
                 alone = replace(codes, bias=codes.bias if codes.alone is None else codes.alone)
                 given = answers(quantized.assembled({name: alone}), self.first)
-                rows = agreement(expected, given, self.first, subject="", baseline="")
+                rows = agreement(expected, given, self.first, self.kinds, subject="", baseline="")
                 return {"product": name, "harm": self._plain(rows)}
 
             harm = quantized.steps.once(f"alone-{done:04}", measured)["harm"]
@@ -148,8 +149,8 @@ class _Search:
 
     def _plain(self, rows: Sequence[Row]) -> float:
         """The harm that layers are ranked by: it is never the same for two of them by chance, as shares are."""
-        row = measured(_DEFAULT[self.classes is not None], rows)
-        harm = _HARMS[_DEFAULT[self.classes is not None]]
+        row = measured(_DEFAULT[self.classes], rows)
+        harm = _HARMS[_DEFAULT[self.classes]]
         return 0.0 if row is None or row.value is None else harm.of(row.value)
 
     def _point(self, order: Sequence[str], count: int) -> None:
@@ -183,11 +184,11 @@ class _Search:
 
     def _scored(self, kept: Sequence[str], codes: Mapping[str, Codes]) -> tuple[MixedPoint, bool]:
         given = answers(self.quantized.assembled(codes), self.samples)
-        rows = agreement(self.expected, given, self.samples, subject="", baseline="")
+        rows = agreement(self.expected, given, self.samples, self.kinds, subject="", baseline="")
         checks, _ = judge(self.recipe.gates, rows)
         gates = [check.name.removeprefix("gate.") for check in checks]
         gate = self.gate = next((name for name in _HARMS if name in gates), "")
-        gate = gate or _DEFAULT[self.classes is not None]
+        gate = gate or _DEFAULT[self.classes]
         row = measured(gate, rows)
         harm, ci95 = _told(gate, row) if row is not None else (0.0, None)
         size = sum(
@@ -199,7 +200,7 @@ class _Search:
 
     def _mixture(self, layers: list[Alone], order: Sequence[str], count: int | None) -> Mixture:
         steps = sorted(self.steps)
-        gate = self.gate or _DEFAULT[self.classes is not None]
+        gate = self.gate or _DEFAULT[self.classes]
         limit = getattr(self.recipe.gates, gate) if self.gate else None
         # what meets no gate is compiled as near to it as the curve comes, and the gates then judge it
         best = self._best()
@@ -208,7 +209,7 @@ class _Search:
         solved = self.solved[best] if best in self.solved else self.quantized.solved(kept)
         mixed = MixedSearch(
             what=_HARMS[gate].what,
-            alone=_HARMS[_DEFAULT[self.classes is not None]].what,
+            alone=_HARMS[_DEFAULT[self.classes]].what,
             scored=self._on_what(),
             layers=layers,
             steps=[self.steps[each] for each in steps],

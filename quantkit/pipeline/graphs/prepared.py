@@ -156,7 +156,7 @@ def prepare(request: Request) -> PreparedGraph:
         request = replace(request, recipe=recipe)
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
     costs = cost(graph.model, found, feed)
-    if scoring.labels is not None and int(scoring.labels.max()) >= costs.outputs:
+    if scoring.labels is not None and int(scoring.labels.max()) >= max(costs.outputs, 2):
         raise InputError(
             "label-out-of-range",
             where=scoring.name,

@@ -105,6 +105,15 @@ _MEASURES = {
         _percent,
         _itself,
     ),
+    "accuracy.same": _Measure(
+        "Same boxes and values as the original",
+        "of both sides' (higher is better)",
+        1.0,
+        "",
+        words.percent,
+        _percent,
+        _itself,
+    ),
 }
 # gates on changes of shares, in points of percent
 _DROPS = {"accuracy.top1": "top1_drop_max", "accuracy.recall_at_1": "recall_drop_max"}

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from quantkit.bundle import Check, Decision, Manifest, PromptVerdict, WeightsEntry
 from quantkit.bundle.manifest import CalibrationEntry
 from quantkit.errors import MissingDependency
+from quantkit.measurement.accuracy.labelled.sets import NOTHING
 from quantkit.measurement.accuracy.positions import standard_error
 from quantkit.measurement.rows import Row
 from quantkit.model.source.alias import ALIASES
@@ -46,9 +47,9 @@ def lines(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[Figu
     found: list[FigureLine] = []
     for name, make in _MAKERS.items():
         for row in rows:
-            if row.name != name or row.value is None:
+            if row.name != name or (row.value is None and NOTHING not in row.flags):
                 continue
-            line = make(row, row.value)
+            line = make(row, row.value or 0.0)
             if name == "size.bits_per_weight":
                 original = str(_BITS.get(dtype, ""))
                 line = FigureLine(line.label, original, line.after, f"in {words.plural(layers, 'quantized layer')}")
@@ -154,6 +155,16 @@ def _relative_error(row: Row, value: float) -> FigureLine:
     return FigureLine("error relative to the original", "", form(value), words.between(row.ci95, form))
 
 
+def _same(row: Row, value: float) -> FigureLine:
+    label = "same boxes" if row.settings.get("by") == "boxes" else "same values"
+    if row.value is None:
+        return FigureLine(label, "", "–", "none in any sample, on either side")
+    before, after = ((row.shape or {}).get(side) for side in ("original", "candidate"))
+    counts = "" if before is None else f"{after:,} against {before:,}"
+    parts = [words.between(row.ci95, words.percent), counts]
+    return FigureLine(label, "", words.percent(value), "; ".join(part for part in parts if part))
+
+
 # in the order they are shown
 _MAKERS = {
     "size.bytes": _bytes,
@@ -166,6 +177,7 @@ _MAKERS = {
     "accuracy.next_word": _next_word,
     "accuracy.cosine": _cosine,
     "accuracy.relative_error": _relative_error,
+    "accuracy.same": _same,
     "memory.peak": _peak,
 }
 

@@ -6,6 +6,7 @@ import pytest
 from measurement.labelled.made_up import about
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.accuracy.labelled import outputs
+from quantkit.stats.proportion import wilson
 
 
 def sides(n: int = 30, noise: float = 0.02):
@@ -18,12 +19,15 @@ def sides(n: int = 30, noise: float = 0.02):
 def test_each_output_of_floats_has_its_rows():
     before, moved = sides()
     rows = {(row.name, row.settings["output"]): row for row in outputs(before, moved, about=about(30))}
-    # of a single number a cosine is a sign; whole numbers are no outputs that rounding moves
+    # of a single number a cosine is a sign; whole numbers are the same or not
     assert list(rows) == [
         ("accuracy.cosine", "boxes"),
         ("accuracy.relative_error", "boxes"),
         ("accuracy.relative_error", "score"),
+        ("accuracy.same", "kept"),
     ]
+    same = rows.pop(("accuracy.same", "kept"))
+    assert (same.value, same.ci95) == (1.0, wilson(30, 30))
     flat, other = before["boxes"].reshape(30, -1), moved["boxes"].reshape(30, -1)
     error = rows["accuracy.relative_error", "boxes"]
     assert error.value == pytest.approx(np.linalg.norm(other - flat) / np.linalg.norm(flat))
@@ -48,7 +52,6 @@ def test_what_has_no_size_has_no_relative_error():
     "before, after, kind, code",
     [
         (np.zeros((0, 3)), np.zeros((0, 3)), InputError, "nothing-scored"),
-        (np.zeros((4, 3), int), np.zeros((4, 3), int), InputError, "nothing-scored"),
         (np.full((4, 3), np.nan), np.zeros((4, 3)), InputError, "outputs-not-finite"),
         (np.zeros((4, 3)), np.full((4, 3), np.nan), GateError, "outputs-not-finite"),
     ],
@@ -72,8 +75,32 @@ def test_what_was_drawn_together_counts_as_one():
         {(row.name, row.settings["output"]): row for row in outputs(before, moved, about=about(120), clusters=each)}
         for each in (None, clusters)
     )
+    assert together.pop(("accuracy.same", "kept")).ci95 == wilson(10, 10), "ten draws, not 120"
     for key, row in together.items():
         assert row.value == alone[key].value
         assert np.ptp(row.ci95) > 2.5 * np.ptp(alone[key].ci95), key
         assert row.ci95[0] < row.value < row.ci95[1]
         assert (row.flags, row.shape) == (["ci95-by-cluster"], {"clusters": 10})
+
+
+@pytest.mark.parametrize("form", ["corners", "centres", "numbered"])
+def test_sets_are_paired_by_their_boxes(form: str):
+    """However boxes are written, whatever their order; a label beside one that has changed is no longer the same."""
+    generator = np.random.default_rng(1)
+    near = generator.uniform(0, 100, size=(6, 2))
+    boxes = np.concatenate([near, near + generator.uniform(5, 10, size=(6, 2))], axis=1)
+    if form == "centres":
+        boxes = np.concatenate([(boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]], axis=1)
+    if form == "numbered":
+        boxes = np.concatenate([np.zeros((6, 1)), boxes, generator.random((6, 2))], axis=1)
+    order = [4, 2, 0, 1]
+    before, after = np.empty(2, object), np.empty(2, object)
+    before[:], after[:] = [boxes, boxes[:0]], [boxes[order], boxes[:0]]
+    labels, others = np.empty(2, object), np.empty(2, object)
+    labels[:], others[:] = [np.arange(6), np.arange(0)], [np.array([4, 2, 9, 1]), np.arange(0)]
+    rows = outputs({"b": before, "l": labels}, {"b": after, "l": others}, about=about(2))
+    found = {(row.name, row.settings["output"]): row for row in rows}
+    assert found["accuracy.same", "b"].value == pytest.approx(2 * 4 / 10)
+    assert found["accuracy.same", "b"].shape == {"original": 6, "candidate": 4}
+    assert found["accuracy.same", "l"].value == pytest.approx(2 * 3 / 10)
+    assert found["accuracy.relative_error", "b"].value == 0

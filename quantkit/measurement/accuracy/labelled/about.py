@@ -62,14 +62,20 @@ def demand_alike(original: Array, candidate: Array, where: str, what: str) -> No
         raise ValueError(f"both sides have one shape, got {original.shape} and {candidate.shape}")
     if original.size == 0:
         raise InputError("nothing-scored", where=where, value=f"no {what}", rule="at least one item is scored")
-    for side, kind, values in (("the original", InputError, original), ("the candidate", GateError, candidate)):
-        wrong = ~np.isfinite(values).reshape(values.shape[0], -1).all(axis=1)
-        if wrong.any():
-            own = kind is GateError
-            raise kind(
-                "outputs-not-finite",
-                where=where,
-                value=f"{side} gives NaN or infinity for {int(wrong.sum())} items, first item {int(wrong.argmax())}",
-                rule=f"{what} are finite",
-                remedy="look for NaN or infinite weights and scales" if own else "check the model and the items",
-            )
+    for side, values in (("the original", original), ("the candidate", candidate)):
+        demand_finite(values, where, what, side)
+
+
+def demand_finite(values: Array, where: str, what: str, side: str) -> None:
+    """Refuse items [n, ...] of one side that are no numbers. Raises as `demand_alike`."""
+    wrong = ~np.isfinite(values).reshape(values.shape[0], -1).all(axis=1)
+    if wrong.any():
+        own = side == "the candidate"
+        kind = GateError if own else InputError
+        raise kind(
+            "outputs-not-finite",
+            where=where,
+            value=f"{side} gives NaN or infinity for {int(wrong.sum())} items, first item {int(wrong.argmax())}",
+            rule=f"{what} are finite",
+            remedy="look for NaN or infinite weights and scales" if own else "check the model and the items",
+        )

@@ -4,6 +4,9 @@ With y, ŷ an output of the original and of the candidate for one item, taken as
 
     cosine              y·ŷ / ‖y‖‖ŷ‖ of each item; not of outputs that are a single number, where it is a sign
     relative error      sqrt(Σ ‖ŷ − y‖² / Σ ‖y‖²) over all items
+    same                the share of equal values, of whole numbers, truth values and texts
+
+Outputs whose rows were chosen are compared as sets (`sets.py`).
 
 Intervals take the item for the unit that was drawn: Student's t for the mean cosine, a bootstrap of the two sums drawn
 together for the relative error. Of items that were drawn in clusters, such as crops of one photograph, the cluster is
@@ -12,15 +15,16 @@ the unit, and both are Student's t (`stats.clustered`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.measurement.accuracy.labelled.about import About, demand_alike
+from quantkit.measurement.accuracy.labelled.about import About, demand_alike, demand_finite
 from quantkit.measurement.accuracy.labelled.pairs import cosine_row
+from quantkit.measurement.accuracy.labelled.sets import equal_rows, paired, same_row, together
 from quantkit.measurement.rows import Baseline, Row
 from quantkit.stats.bootstrap import ratio_interval
 from quantkit.stats.clustered import clustered_ratio
@@ -35,36 +39,94 @@ def outputs(
     about: About,
     clusters: Array | None = None,
     seed: int = 0,
+    chosen: Collection[str] = (),
 ) -> list[Row]:
-    """`accuracy.cosine` and `accuracy.relative_error` of each output of floats, its name in `settings.output`.
+    """`accuracy.cosine` and `.relative_error` of each output of floats, `.same` of others and of sets; its name is in
+    `settings.output`.
 
     Args:
-        float_outputs: name -> `[n, ...]`, of the original.
-        own_outputs: the same names and shapes, of the candidate.
+        float_outputs: name -> `[n, ...]`, of the original; of rows whose number differs an array [n] of arrays.
+        own_outputs: the same names, of the candidate.
         about: what the rows share.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
+        chosen: names of outputs that are sets of rows, whatever their shapes.
 
     Raises:
         ValueError: names or shapes that do not fit.
-        InputError: `nothing-scored`, also where no output has floats; `outputs-not-finite`, of the original.
+        InputError: `nothing-scored`; `outputs-not-finite`, of the original.
         GateError: `outputs-not-finite`, of the candidate.
     """
     if set(float_outputs) != set(own_outputs):
         raise ValueError(f"both sides have the same outputs, got {sorted(float_outputs)} and {sorted(own_outputs)}")
     rows: list[Row] = []
+    sets: tuple[dict[str, list[Array]], dict[str, list[Array]]] = {}, {}
     for name, values in float_outputs.items():
         original, candidate = np.asarray(values), np.asarray(own_outputs[name])
-        if original.dtype.kind != "f":
-            continue
-        demand_alike(original, candidate, f"output {name}", "outputs")
-        rows += _rows(name, _vectors(original), _vectors(candidate), about, clusters, seed)
+        # of a graph of a fixed batch, what it gives of a whole feed is one item
+        alike = clusters if clusters is None or len(clusters) == len(original) else None
+        if name in chosen or original.shape[1:] != candidate.shape[1:] or object in (original.dtype, candidate.dtype):
+            for side, each in zip(sets, (original, candidate), strict=True):
+                side[name] = _by_item(each)
+        elif original.dtype.kind != "f":
+            equal = (original == candidate).reshape(len(original), -1)
+            size = np.full(len(equal), equal.shape[1])
+            rows.append(same_row(name, equal.sum(axis=1), size, about, alike, {}, "values"))
+        elif original.size or candidate.size:
+            demand_alike(original, candidate, f"output {name}", "outputs")
+            rows += _rows(name, _vectors(original), _vectors(candidate), about, alike, seed)
+    for names in together(sets[0]):
+        rows += _of_sets(*sets, names, about, clusters, seed)
     if not rows:
-        raise InputError("nothing-scored", where=about.data.set, value="no output of floats", rule="one is scored")
+        raise InputError("nothing-scored", where=about.data.set, value="no outputs", rule="one is scored")
     return rows
 
 
+def _by_item(values: Array) -> list[Array]:
+    """The rows of each item; a number by itself is one row."""
+    return [np.asarray(each) if np.ndim(each) else np.reshape(each, 1) for each in values]
+
+
+def _of_sets(
+    original: Mapping[str, Sequence[Array]],
+    candidate: Mapping[str, Sequence[Array]],
+    names: Sequence[str],
+    about: About,
+    clusters: Array | None,
+    seed: int,
+) -> list[Row]:
+    """`accuracy.same` of outputs that belong together, and of floats the relative error."""
+    rows: list[Row] = []
+    for name, (pairs, by) in paired(original, candidate, names).items():
+        sides = list(zip(original[name], candidate[name], pairs, strict=True))
+        alike = clusters if clusters is None or len(clusters) == len(sides) else None
+        counts = {"original": sum(map(len, original[name])), "candidate": sum(map(len, candidate[name]))}
+        floats = original[name][0].dtype.kind == "f"
+        if not floats or (by == "boxes" and original[name][0].ndim == 2):
+            same = [2 * (len(i) if floats else equal_rows(a[i], b[j]).sum()) for a, b, (i, j) in sides]
+            size = np.array([len(a) + len(b) for a, b, _ in sides])
+            rows.append(same_row(name, np.array(same), size, about, alike, counts, by if floats else "values"))
+        if floats and any(counts.values()):
+            for each, kind in ((original[name], "the original"), (candidate[name], "the candidate")):
+                demand_finite(
+                    np.concatenate([np.ravel(rows) for rows in each])[None], f"output {name}", "outputs", kind
+                )
+            if by == "boxes":
+                sides = [(a[i], b[j], (np.arange(len(i)),) * 2) for a, b, (i, j) in sides]
+            moved, size = np.array([_moved(a, b, i, j) for a, b, (i, j) in sides]).T
+            rows.append(_error_row(name, moved, size, about, alike, seed))
+    return rows
+
+
+def _moved(original: Array, candidate: Array, left: Array, right: Array) -> tuple[float, float]:
+    """(Σ ‖ŷ − y‖² over pairs and what one side alone has, Σ ‖y‖²)."""
+    before, after = _vectors(original), _vectors(candidate)
+    alone = np.delete(before, left, axis=0), np.delete(after, right, axis=0)
+    moved = sum(float((each**2).sum()) for each in (after[right] - before[left], *alone))
+    return moved, float((before**2).sum())
+
+
 def _vectors(values: Array) -> Array:
-    return values.reshape(values.shape[0], -1).astype(np.float64)
+    return values.reshape(values.shape[0], int(np.prod(values.shape[1:]))).astype(np.float64)
 
 
 def _rows(name: str, original: Array, candidate: Array, about: About, clusters: Array | None, seed: int) -> list[Row]:
