@@ -20,6 +20,7 @@ from quantkit.measurement.prompts import with_prompts
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict
+from quantkit.model.structure.sizes import positions
 from quantkit.passes import decision
 from quantkit.report.on_devices import DeviceRows
 from quantkit.runtimes import load_runtime
@@ -140,9 +141,7 @@ def context_of(folder: Path) -> int:
     if (folder / MODEL).is_file():  # llama.cpp need not be here: a device may have it
         stated = fields(folder / MODEL)
         return int(stated.get(f"{stated.get('general.architecture')}.context_length", 4096))
-    config = json.loads(limits.read(folder / "config.json"))
-    names = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
-    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 4096)
+    return positions(json.loads(limits.read(folder / "config.json"))) or 4096
 
 
 def is_timing(row: Row) -> bool:

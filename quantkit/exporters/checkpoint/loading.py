@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from quantkit import limits
 from quantkit.errors import InputError
 from quantkit.model.source import pretrained
-from quantkit.model.source.open import cut_config
 from quantkit.model.source.weights import strict_json
 from quantkit.model.structure.names import same
+from quantkit.model.structure.sizes import cut_config, positions
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +104,7 @@ def batch(config: Any) -> dict[str, torch.Tensor]:
     import torch
 
     inner = config.get_text_config()
-    positions = getattr(inner, "max_position_embeddings", None)
-    length = min(24, positions) if isinstance(positions, int) and positions > 0 else 24
+    length = min(24, positions(config.to_dict()) or 24)
     ids = torch.arange(2 * length).mul(7919).remainder(inner.vocab_size).reshape(2, length)
     return {"input_ids": ids}
 

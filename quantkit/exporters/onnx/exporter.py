@@ -20,6 +20,7 @@ from quantkit.content import Closed
 from quantkit.errors import MissingDependency
 from quantkit.exporters import Exporter, LayerSpec, Trial
 from quantkit.exporters.onnx.refusals import refuse
+from quantkit.model.structure.sizes import positions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -267,10 +268,7 @@ def _level(values: Values, options: OnnxOptions) -> int:
 
 def context_of(config: Mapping[str, Any]) -> int:
     """Tokens that a sequence can have."""
-    for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
-        if isinstance(config.get(name), int) and config[name] > 0:
-            return int(config[name])
-    return 4096
+    return positions(config) or 4096
 
 
 def dialect_weights(values: Values) -> WeightsByName:

@@ -32,6 +32,7 @@ from quantkit.measurement.timing.latency import LoadedSides, TimedSide, measure
 from quantkit.measurement.timing.latency_rows import explained
 from quantkit.measurement.timing.schedule import Step
 from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.model.structure.sizes import positions
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes.torch import events
 from quantkit.runtimes.torch import packed as _packed
@@ -59,7 +60,7 @@ class KernelDecoder:
     def __init__(self, model: Any, *, fuse: str = "") -> None:
         self.model, self.fuse = model, fuse
         self._at = next(model.parameters()).device
-        self.context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
+        self.context = positions(model.config.to_dict()) or 1 << 30
 
     def decode(self, batch: int, context: int) -> Step:
         """See `shapes.Timeable`; the cache holds `context` tokens to 255 more, and attention reads all its room."""

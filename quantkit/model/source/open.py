@@ -34,6 +34,7 @@ from quantkit.model.source.modules import modules_of
 from quantkit.model.source.weights import Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
 from quantkit.model.structure.names import match_names
+from quantkit.model.structure.sizes import cut_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -269,17 +270,6 @@ def untied(source: Source, files: Mapping[str, str]) -> Source:
 def parameter_names(source: Source, skeleton: PreTrainedModel) -> dict[str, str]:
     """Parameter or persistent buffer of the skeleton -> tensor of the files; see names.py for rules and errors."""
     return match_names(source.weights, skeleton).files
-
-
-def cut_config(config: Any, blocks: int) -> None:
-    """Make a config that of a model with only the first blocks, in place."""
-    inner = config.get_text_config()
-    count = inner.num_hidden_layers
-    for key, value in list(vars(inner).items()):
-        # one entry a layer: layer_types and the like
-        if isinstance(value, list) and len(value) == count:
-            setattr(inner, key, value[:blocks])
-    inner.num_hidden_layers = min(blocks, count)
 
 
 @contextmanager

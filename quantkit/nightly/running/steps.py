@@ -19,6 +19,7 @@ from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.timing.schedule import Step
+from quantkit.model.structure.sizes import positions
 from quantkit.pipeline.finished.against import config_of
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
 from quantkit.runtimes import load_runtime
@@ -66,7 +67,7 @@ def _in_torch(bundle: Bundle, batch: int, *, decodes: bool) -> Step:
     if torch.cuda.is_available():
         model = model.to("cuda")
     config = config_of(bundle)
-    context = min(TOKENS + 1, int(config.get("max_position_embeddings") or TOKENS + 1))
+    context = min(TOKENS + 1, positions(config) or TOKENS + 1)
     if decodes:
         return _decode(KernelDecoder(model), batch, context)
     shape = batch, min(TOKENS, context)

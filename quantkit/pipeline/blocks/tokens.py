@@ -12,6 +12,7 @@ from quantkit.bundle import Decision
 from quantkit.calibrate.tokens import chat
 from quantkit.errors import InputError
 from quantkit.lazy import torch
+from quantkit.model.structure.sizes import positions
 from quantkit.passes import NOTE, decision
 from quantkit.recipe import CalibrationChoice, Recipe
 
@@ -50,11 +51,11 @@ def _public(settings: dict[str, Any]) -> dict[str, Any]:
 
 def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> int:
     """Tokens a sequence: those asked for, or as many as the model has positions."""
-    positions = source.config.get("max_position_embeddings", source.config.get("n_positions"))
-    if isinstance(positions, int) and tokens > positions:
-        reason = f"the model has {positions} positions"
-        decisions.append(decision("calibrate", "sequences-shortened", "calibration.tokens", reason, tokens, positions))
-        return positions
+    most = positions(source.config)
+    if most is not None and tokens > most:
+        reason = f"the model has {most} positions"
+        decisions.append(decision("calibrate", "sequences-shortened", "calibration.tokens", reason, tokens, most))
+        return most
     return tokens
 
 

@@ -37,7 +37,8 @@ def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
     ends, head, tied = _ends(figures, stem, task, hidden, wide, vocabulary)
     base = {"Bert": "bert.", "Electra": "electra."}.get(stem, "roberta.") if task.startswith("For") else ""
     entrance = 2 * wide + (hidden * (wide + 1) if wide != hidden else 0)  # a norm, and a linear to the blocks' width
-    padding = 2 if stem in ("Roberta", "XLMRoberta") else 0  # its positions begin behind the padding's
+    roberta = stem in ("Roberta", "XLMRoberta")  # its positions begin behind the padding's
+    padding = figures.size("pad_token_id", default=1, least=0) + 1 if roberta else 0
     return Architecture(
         name=name,
         kind="encoder",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quantkit.model.structure.sizes import positions
 from quantkit.runtimes.generate import Array, too_long
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class TorchDecoder:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.context = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+        self.context = positions(model.config.to_dict()) or 1 << 30
 
     def state(self, batch: int, capacity: int) -> DynamicCache:
         """A cache, which grows: the batch is that of the first tokens. Raises InputError `prompt-too-long`."""
