@@ -10,6 +10,7 @@ Commits of github.com/vllm-project/vllm that this follows, under `vllm/model_exe
     compressed_tensors/schemes/compressed_tensors_w8a8_int8.py      c45614b5d83b  parameters
     auto_gptq.py                                                    4276bd50998c  `AutoGPTQConfig`, `create_weights`
     bitsandbytes.py                                                 5a6541db9bfa  `BitsAndBytesConfig`, skipped modules
+    compressed_tensors/utils.py, utils/config_utils.py              0.32.0, `should_ignore_layer`
     utils/marlin_utils.py                                           MARLIN_SUPPORTED_GROUP_SIZES = [-1, 32, 64, 128]
 
 Held against vLLM 0.33.0 as it is published on PyPI. There the two schemes of 4-bit floats are one with those whose
@@ -30,6 +31,12 @@ MARLIN_GROUPS = (-1, 32, 64, 128)
 WNA16_BITS = (2, 3, 4, 8)
 PLUGIN = "vllm-bnb-plugin"
 GPTQ_TYPES = ((4, True), (8, True))
+# `packed_modules_mapping` of its Llamas and DeepSeeks
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 
 Parameters = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -51,10 +58,26 @@ def kernel(
     return method[config["quant_method"]](config, name, shape, dtype)
 
 
+def ignored(name: str, patterns: list[str], fused: dict[str, tuple[str, ...]] | None = None) -> bool:
+    """`should_ignore_layer`: a pattern that matches the fused name counts first, then those of its parts."""
+    if any(_matches(name, pattern) for pattern in patterns):
+        return True
+    owner, _, leaf = name.rpartition(".")
+    parts = [f"{owner}.{part}" for part in (FUSED if fused is None else fused).get(leaf, ())]
+    shards = [any(_matches(part, pattern) for pattern in patterns) for part in parts]
+    if any(shards) and not all(shards):
+        raise Refused(f"Found different quantization schemes for the shards of {name}")
+    return bool(shards) and all(shards)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return bool(re.match(pattern[3:], name)) if pattern.startswith("re:") else pattern == name
+
+
 def _compressed_tensors(
     config: dict[str, Any], name: str, shape: tuple[int, int], dtype: str
 ) -> tuple[str, Parameters]:
-    if any(name == ignored or re.fullmatch(ignored.removeprefix("re:"), name) for ignored in config["ignore"]):
+    if ignored(name, config["ignore"]):
         return "UnquantizedLinearMethod", {}
     rows, columns = shape
     targets = {target: group for group in config["config_groups"].values() for target in group["targets"]}

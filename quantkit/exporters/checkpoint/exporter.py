@@ -16,8 +16,8 @@ from pydantic import field_validator
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
-from quantkit.exporters import Exporter, LayerSpec
-from quantkit.exporters.checkpoint import reload
+from quantkit.exporters import Exporter, LayerSpec, Trial
+from quantkit.exporters.checkpoint import reload, unpacked
 from quantkit.exporters.checkpoint.writer import Writer
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from quantkit.model.source.open import Source
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
-    from quantkit.target import State
+    from quantkit.target import State, Target
 
 
 DENSE = "dense"
@@ -145,6 +145,16 @@ class Checkpoint(Exporter):
                 )
         return "native"
 
+    def for_target(
+        self, options: Mapping[str, Any], target: Target, asked: LayerSpec, trial: Trial | None = None
+    ) -> tuple[Mapping[str, Any], str]:
+        """As they are; a word where vLLM would refuse what transformers loads."""
+        kinds = {name: (scheme, asked.activations.get(name)) for name, scheme in asked.schemes.items()}
+        split = unpacked.torn(kinds, asked.shapes) if CheckpointOptions(**options).found is not None else ""
+        if not split:
+            return options, ""
+        return options, f"vLLM does not load it: its {split} is made of several linears, which are not stored alike"
+
     def caveat(self, options: Mapping[str, Any], runtime: str) -> str:
         """What a runtime needs beside itself to read the export, or does otherwise than is stored; "" where nothing."""
         found = CheckpointOptions(**options).found
@@ -154,11 +164,13 @@ class Checkpoint(Exporter):
         """Prepare an export."""
         from quantkit.model.structure.traced import is_linear, is_transposed
 
-        modules = stream.skeleton.named_modules()
-        linears = {name: is_transposed(module) for name, module in modules if is_linear(module)}
+        modules = dict(stream.skeleton.named_modules())
+        linears = {name: is_transposed(module) for name, module in modules.items() if is_linear(module)}
+        embedding = stream.skeleton.get_input_embeddings()  # type: ignore[operator]
+        table = next((f"{name}.weight" for name, module in modules.items() if module is embedding), "")
         attention = run_time.attention_of(stream.blocks[0]) if results.cache is not None else ""
         layout = CheckpointOptions(**options).found
-        return Writer(source, results, stream.files, linears, layout, stream.block_names, attention)
+        return Writer(source, results, stream.files, linears, table, layout, stream.block_names, attention)
 
     def write(
         self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.exporters.carried import carry
-from quantkit.exporters.checkpoint import loading
+from quantkit.exporters.checkpoint import loading, unpacked
 from quantkit.model import run_time
 from quantkit.model.layouts import Header, Layout
 from quantkit.model.run_time import RunTime
@@ -38,6 +38,7 @@ class Writer:
         finished: what the passes decided, by the skeleton's names.
         files: parameter of the skeleton -> tensor of the files.
         linears: linears of the skeleton -> whether their weight is stored [K, N].
+        table: the parameter that holds the rows of the vocabulary.
         stored_as: how quantized linears are stored; None: as their values.
         blocks: names of the skeleton's blocks.
         attention: what a block calls its attention; only asked for where its cache is quantized.
@@ -47,6 +48,7 @@ class Writer:
     finished: Finished
     files: Mapping[str, str]
     linears: Mapping[str, bool]
+    table: str
     stored_as: Layout | None
     blocks: Sequence[str] = ()
     attention: str = ""
@@ -108,13 +110,19 @@ class Writer:
         """`quantization_config` of config.json."""
         written, schemes = None, self.finished.schemes
         if self.layout is not None:
-            # what the class has no place for (draft heads, towers) is carried as it is; other programs have to know
-            used, entries = set(self.files.values()), self.source.weights.entries.values()
-            unused = [each.name for each in entries if each.name not in used and len(each.shape) == 2]
-            others = [name for name in self.linears if name not in schemes]
-            others += [name.removesuffix(".weight") for name in unused if name.endswith(".weight")]
-            written = self.layout.quantization_config(schemes, others, str(self.dtype).removeprefix("torch."))
+            written = self.layout.quantization_config(schemes, self._left(), str(self.dtype).removeprefix("torch."))
         return run_time.described(written, list(schemes), self.run_time.activations, self.run_time.cache)
+
+    def _left(self) -> list[str]:
+        """What other programs have to know is not packed: linears, routers, merged experts, and what the class has no
+        place for (draft heads, towers), which is carried as it is."""
+        left = {name: 2 for name in self.linears if name not in self.finished.schemes}
+        for entry in self.source.weights.entries.values():
+            prefix = entry.name.removesuffix(".weight")
+            # a convolution over time of each channel alone is no matrix, and no experts
+            if len(entry.shape) > 1 and entry.name != self.files.get(self.table) and prefix not in self.stored:
+                left[prefix] = len(entry.shape) if min(entry.shape[-2:]) > 1 else 2
+        return unpacked.names(left, {*self.finished.schemes, *self.stored})
 
     def headers(self, shard: str) -> list[Header]:
         """What a shard will hold, in the source's order."""

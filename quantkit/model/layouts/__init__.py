@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # of vLLM's Marlin kernels; -1: per channel
 MARLIN_GROUPS = (-1, 32, 64, 128)
+# what a regular expression begins with among names
+REGEX = "re:"
 Header = tuple[str, str, tuple[int, ...]]
 # a stored tensor by its full name in the files
 Read = Callable[[str], "torch.Tensor"]
@@ -86,7 +88,7 @@ class Layout(Protocol):
         """`quantization_config` of config.json.
 
         Args:
-            ignore: the linears that are not quantized.
+            ignore: names of what is not quantized; those that begin with `re:` are regular expressions.
         """
 
     def wrote(self, config: Mapping[str, Any]) -> bool:

@@ -53,7 +53,7 @@ class CompressedTensors(Layout):
         """See `Layout`.
 
         One config group for each kind of scheme. A single one is for all of class `Linear` but those to be ignored; of
-        several, each names its linears.
+        several, each names its linears, and what is ignored is said all the same.
 
         Raises:
             MissingDependency: compressed-tensors.
@@ -76,7 +76,7 @@ class CompressedTensors(Layout):
             config_groups=config_groups,
             format=self.title,
             quantization_status="compressed",
-            ignore=list(ignore) if len(groups) == 1 else [],
+            ignore=list(ignore),
         )
         written: dict[str, Any] = config.model_dump(mode="json")
         if QuantizationConfig.model_validate(written) != config:

@@ -21,7 +21,7 @@ from typing import Any
 
 from quantkit.formats import Nested, QuantTensor
 from quantkit.lazy import torch
-from quantkit.model.layouts import Expansion, Header, Layout, Read, check_format, missing, stored_with
+from quantkit.model.layouts import REGEX, Expansion, Header, Layout, Read, check_format, missing, stored_with
 from quantkit.scheme import WeightScheme
 
 WEIGHT, ABSMAX, MAP = ".weight", ".weight.absmax", ".weight.quant_map"
@@ -100,7 +100,7 @@ class BitsAndBytes(Layout):
             "bnb_4bit_use_double_quant": double,
             "bnb_4bit_quant_storage": "uint8",
             "bnb_4bit_compute_dtype": dtype,
-            "llm_int8_skip_modules": list(ignore),
+            "llm_int8_skip_modules": [name for name in ignore if not name.startswith(REGEX)],
         }
 
     def wrote(self, config: Mapping[str, Any]) -> bool:

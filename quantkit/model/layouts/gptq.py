@@ -21,12 +21,12 @@ from typing import Any, ClassVar
 
 from quantkit.formats import QuantTensor
 from quantkit.lazy import torch
-from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Layout, Read, missing, unsupported
+from quantkit.model.layouts import MARLIN_GROUPS, REGEX, Expansion, Header, Layout, Read, missing, unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
 
 QWEIGHT, QZEROS, SCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"
-_IN_A_BLOCK = re.compile(r"(?:^|\.)\d+\.")
+_IN_A_BLOCK = re.compile(r"(?:^|\.)\d+\\?\.")
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,13 @@ class GptqLayout(Layout):
         }
         kept = [name for name in ignore if _IN_A_BLOCK.search(name)]
         if kept:
-            # the first is for transformers (optimum), the second for GPTQModel and vLLM
+            # the first is for transformers (optimum), the second for GPTQModel and vLLM, the last for vLLM's other
+            # kernels of experts, which look for parts of a name
             config["modules_in_block_to_quantize"] = [list(layers)]
-            config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in kept}
+            patterns = [name.removeprefix(REGEX) if name.startswith(REGEX) else f"{re.escape(name)}$" for name in kept]
+            config["dynamic"] = {f"-:^{pattern}": {} for pattern in patterns}
+            experts = [name for name in kept if name.endswith(".experts")]
+            config |= {"modules_to_not_convert": experts} if experts else {}
         return config
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
