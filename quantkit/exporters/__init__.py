@@ -213,6 +213,7 @@ class LayerSpec:
         cache: how keys and values are quantized.
         obstacles: what transformers would not load of it packed.
         source: the model; None of a finished bundle.
+        largest: parameter -> its largest magnitude, of those that were looked at.
     """
 
     schemes: Mapping[str, WeightScheme] = field(default_factory=dict)
@@ -226,6 +227,7 @@ class LayerSpec:
     cache: CacheScheme | None = None
     obstacles: Sequence[Obstacle] = ()
     source: Source | None = None
+    largest: Mapping[str, float] = field(default_factory=dict)
 
     def demand_no_experts(self, export: str) -> None:
         """Raises InputError `layout-unsupported` for a mixture of experts, of which no one graph can be traced."""

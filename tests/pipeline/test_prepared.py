@@ -11,7 +11,7 @@ import zoo
 
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.pipeline import Request, prepare
+from quantkit.pipeline import Request, compile_model, prepare
 from quantkit.pipeline.gates import refuse
 
 
@@ -44,3 +44,39 @@ def test_what_vllm_needs_for_a_layout_is_noted_and_no_error_under_strict(
     assert len(found) == 1
     refuse(found)
     assert noted("nf4", "cpu-x86") == noted("nvfp4", "l4") == []
+
+
+def test_weights_beyond_float16_get_wider_scales_or_are_refused(
+    tmp_path: Path, merging_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    """Their codes' scales fit float16, but not what transformers makes of them by multiplying there."""
+    folder, place = tmp_path / "m", "model.layers.0.mlp.up_proj"
+    model = zoo.tiny("llama", vocab_size=len(merging_tokenizer), num_hidden_layers=1, max_position_embeddings=64)
+    with torch.no_grad():
+        model.get_parameter(f"{place}.weight")[3, 5] = 3e5
+    model.save_pretrained(folder)
+    merging_tokenizer.save_pretrained(folder)
+    small = ["calibration.samples=2", "calibration.tokens=32"]
+    changes = [*small, "scheme.weights.group=32"]
+    made = compile_model(Request.of(str(folder), recipe="rtn-int4", out=tmp_path / "out", changes=changes, speed=False))
+    wider = [each.where for each in made.decisions if each.code == "scale-dtype"]
+    assert wider == [place]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    ids = zoo.ids(1, 16)
+    found, wanted = loaded(ids).logits, model(ids).logits
+    assert float((found - wanted).norm()) < 0.3 * float(wanted.norm())
+
+    def gguf(value: float, name: str, more: tuple[str, ...] = ()) -> None:
+        with torch.no_grad():
+            model.get_parameter(f"{name}.weight")[3, 5] = value
+        model.save_pretrained(folder)
+        prepare(Request.of(str(folder), recipe="gguf-q4_0", out=tmp_path / "g", changes=[*small, *more]))
+
+    gguf(5e5, place)  # the scale of a code of -8 is a float16
+    kept = (f"keep=[{place}]", "export=[{gguf: {floats: bfloat16}}]")
+    with pytest.raises(InputError, match=r"float16-overflow.*up_proj.*q4_0 ends at 524032") as caught:
+        gguf(6e5, place)
+    assert all(each in caught.value.remedy for each in kept)
+    gguf(6e5, place, kept)
+    with pytest.raises(InputError, match=r"float16-overflow.*embed_tokens.*float16 ends at 65504"):
+        gguf(7e4, "model.embed_tokens", ("export=[gguf]", *kept[:1]))

@@ -89,6 +89,7 @@ class Gguf(Exporter):
             found = architecture_of(source.architecture, config, source.ref)
             names_of((name for name, _ in source.skeleton().named_parameters()), found, config, source.ref)
             demand_held(source)
+            _demand_reach(asked, chosen.high(source.dtype), chosen.embedding)
 
     def holds(
         self,
@@ -192,6 +193,36 @@ def _refuse(
         type_of(scheme, linear)
     if embedding is not None:
         type_of(embedding, "embedding")
+
+
+def _demand_reach(asked: LayerSpec, high: str, embedding: WeightScheme | None) -> None:
+    """Refuse weights beyond what float16 holds of their codes, or of themselves. Raises InputError `float16-overflow`.
+
+    Args:
+        high: how what has no codes is stored.
+        embedding: the scheme of token embeddings.
+    """
+    from quantkit.formats import load_format
+    from quantkit.formats.base.blocks import FLOAT16, BlockFormat
+
+    assert asked.source is not None
+    skeleton: Any = asked.source.skeleton()
+    table = skeleton.get_input_embeddings().weight
+    for name, parameter in skeleton.named_parameters():
+        scheme = asked.schemes.get(name.removesuffix(".weight")) or (embedding if parameter is table else None)
+        form = None if scheme is None else load_format(scheme.format)
+        floats = FLOAT16 if parameter.dim() > 1 and high == "float16" else float("inf")
+        most = form.reach if isinstance(form, BlockFormat) else floats
+        if (reaches := asked.largest.get(name, 0.0)) > most:
+            kept = name.removesuffix(".weight")
+            raise InputError(
+                "float16-overflow",
+                where=name,
+                value=f"up to {reaches:.3g}",
+                rule=f"{scheme.format if scheme else high} ends at {most:.0f} in a GGUF file",
+                remedy=(f"--set 'keep=[{kept}]' " if kept in asked.schemes else "")
+                + "--set 'export=[{gguf: {floats: bfloat16}}]'",
+            )
 
 
 EXPORT = Gguf()

@@ -260,7 +260,7 @@ class Content:
                 where=name,
                 value=f"up to {float(value.abs().max()):.3g}",
                 rule=f"float16 ends at {torch.finfo(torch.float16).max:.0f}",
-                remedy="export: [gguf: {floats: bfloat16}]",
+                remedy="--set 'export=[{gguf: {floats: bfloat16}}]'",
             )
         return found
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from quantkit.scheme import WeightScheme
 
 _BLOCK = 32
+# where float16 ends
+FLOAT16 = 65504.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class BlockFormat(GridFormat):
     def high(self) -> float:
         """The largest value."""
         return self.lowest + int(2**self.bits) - 1
+
+    @property
+    def reach(self) -> float:
+        """The largest magnitude that a scale and an offset in float16 hold."""
+        return FLOAT16 * (1 if self.has_offset else -self.low)
 
     def codebook(self) -> Tensor | None:
         """[2^bits] float32, rising: what codes stand for; None where they are the values themselves."""
@@ -187,5 +194,4 @@ class BlockFormat(GridFormat):
 
 def float16(values: Tensor) -> Tensor:
     """The nearest float16, never infinite."""
-    limit = torch.finfo(torch.float16).max
-    return values.clamp(-limit, limit).to(torch.float16)
+    return values.clamp(-FLOAT16, FLOAT16).to(torch.float16)

@@ -52,6 +52,11 @@ class SuperBlockFormat(BlockFormat):
         half = int(2 ** (self.scale_bits - 1))
         return (0, 2 * half - 1) if self.has_offset else (-half, half - 1)
 
+    @property
+    def reach(self) -> float:
+        """See `BlockFormat`: whole numbers are between."""
+        return super().reach * max(-self.scales[0], self.scales[1] if self.has_offset else 1)
+
     def held(self, scale: Tensor, offset: Tensor | None) -> BlockGrid:
         """Wanted scales and offsets [N, G] as the nearest under d and dmin that span those of each super-block."""
         low, high = self.scales

@@ -148,13 +148,17 @@ class Weights:
         """
         return self._read(self.entries[name], device)
 
-    def demand_finite(self, names: Iterable[str]) -> None:
-        """Read some tensors, whose values are then let go. Raises InputError, as `read`."""
+    def largest(self, names: Iterable[str]) -> dict[str, float]:
+        """Tensor -> its largest magnitude, of floats. They are read and let go. Raises InputError, as `read`."""
 
-        def look(name: str) -> None:
-            self.read(name)
+        def look(name: str) -> tuple[str, float]:
+            value = self.read(name)
+            if not value.is_floating_point() or value.numel() == 0:
+                return name, 0.0
+            low, high = torch.aminmax(value if value.dtype.itemsize > 1 else value.float())
+            return name, max(-float(low), float(high))
 
-        at_once(look, list(names))
+        return dict(at_once(look, list(names)))
 
     def beginning(self, name: str, rows: int) -> torch.Tensor:
         """The first rows of a tensor, as `read`; nothing else of it is in memory."""

@@ -91,7 +91,13 @@ class Layers:
 
 
 def lay_out(
-    recipe: Recipe, model: nn.Module, block_names: Sequence[str], dtype: str, *, head: str | None = None
+    recipe: Recipe,
+    model: nn.Module,
+    block_names: Sequence[str],
+    dtype: str,
+    *,
+    head: str | None = None,
+    largest: Mapping[str, float] | None = None,
 ) -> Layers:
     """Decide for every linear inside the blocks of a model (with or without weights), and for its head.
 
@@ -101,6 +107,7 @@ def lay_out(
         block_names: paths of the blocks; `""` for a model that is one block.
         dtype: what the source stores; bfloat16 models read bfloat16 scales.
         head: a decoder's language-model head, by its name; quantized unless the recipe keeps it. None leaves it out.
+        largest: parameter -> its largest magnitude, of those that were looked at.
 
     Raises:
         InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `nothing-to-quantize`.
@@ -137,6 +144,7 @@ def lay_out(
         head=head,
         routers=experts.routers(model),
         shared=_shared(model, [name for name in shapes if name != head]),
+        largest={name: each for name in shapes if (each := (largest or {}).get(f"{name}.weight")) is not None},
         model=type(model).__name__,
     )
     if head is not None and found.head is None:

@@ -121,8 +121,10 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     added = len(request.recipe.export) > len(recipe.export)
     recipe = request.recipe
     stream = StreamedModel(source)
+    largest: dict[str, float] = {}
     if whole:  # finite, every one of them: now, not hours later
-        source.weights.demand_finite(dict.fromkeys(stream.files.values()))
+        held = source.weights.largest(dict.fromkeys(stream.files.values()))
+        largest = {name: held[file] for name, file in stream.files.items()}
     if recipe.passes:
         _demand_equal_experts(stream)
     steps = [PassRun(pass_of(step), step.settings) for step in recipe.passes]
@@ -131,7 +133,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     stream, taken = _transformed(stream, steps, recipe.seed)
     cpu_seconds = time.process_time() - begun
     original, source = source, stream.source
-    layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
+    layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head, largest=largest)
     for each in steps:
         each.run.accepts({name: columns for name, (_, columns) in layers.inside.items()}, each.settings)
     partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
@@ -139,6 +141,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
         layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
         obstacles=obstacles(stream.skeleton, stream.files),
         source=source,
+        largest=largest,
     )
     request, settled = for_target(request, asked)
     recipe = request.recipe

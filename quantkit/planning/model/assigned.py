@@ -13,6 +13,7 @@ from quantkit import plugins
 from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
+from quantkit.formats.base.blocks import FLOAT16
 from quantkit.planning.model.architecture import Architecture, Matrix
 from quantkit.planning.model.mixtures import instead, mixed
 from quantkit.recipe import PassStep, Recipe
@@ -85,6 +86,7 @@ def assign(
     head: str | None = None,
     routers: Collection[str] = (),
     shared: Mapping[str, str] | None = None,
+    largest: Mapping[str, float] | None = None,
     model: str = "model",
 ) -> Assigned:
     """Decide for every linear.
@@ -96,6 +98,7 @@ def assign(
         head: which of them is the head.
         routers: those that choose or weigh experts, and stay as they are.
         shared: those whose weight another linear in another block has too -> that one; they stay as they are.
+        largest: linear -> the largest magnitude of its weight, of those that are known.
 
     Raises:
         InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `format-unsupported`,
@@ -117,6 +120,7 @@ def assign(
         schemes = _fallen_back(recipe.scheme.mixture, shapes, schemes, decisions)
     schemes = _divisible(recipe, shapes, schemes, decisions)
     schemes = _storable(schemes, dtype, decisions)
+    schemes = _multiplied(schemes, largest or {}, decisions)
     _check_formats(schemes)
     if head is not None and head not in schemes:
         head = None
@@ -321,6 +325,21 @@ def _shrunk(
         reason = f"{size} is the largest power of two up to {group} that divides K {columns}"
         others = f" (and {len(names) - 1} other layers)" if len(names) > 1 else ""
         decisions.append(decision("recipe", SHRUNK, f"{names[0]}{others}", reason, group, size))
+    return found
+
+
+def _multiplied(
+    schemes: Mapping[str, WeightScheme], largest: Mapping[str, float], decisions: list[Decision]
+) -> dict[str, WeightScheme]:
+    """Scales in float32 where weights go beyond float16: runtimes multiply codes in the dtype of their scales."""
+    found = dict(schemes)
+    for name, scheme in schemes.items():
+        reaches, wide = largest.get(name, 0.0), "float32" in load_format(scheme.format).rules.scales
+        # half of it is left to what passes fold into weights, or multiply them by
+        if scheme.scale == "float16" and wide and reaches > FLOAT16 / 2:
+            found[name] = scheme.model_copy(update={"scale": "float32"})
+            reason = f"its weights go up to {reaches:.3g}; scales in float16 are multiplied there, which ends at 65504"
+            decisions.append(decision("recipe", "scale-dtype", name, reason, "float16", "float32"))
     return found
 
 
