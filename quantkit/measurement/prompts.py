@@ -49,7 +49,7 @@ def _worst(rows: Sequence[Row]) -> dict[int, tuple[Row, Standing]]:
         if row.name != "latency.prefill" or (speed := speed_up(row)) is None:
             continue
         low, high = speed.interval
-        believed = speed.doubt != "ceiling"
+        believed = not speed.open
         state: Standing = "faster" if low > 1 and believed else "slower" if high < 1 and believed else "open"
         length = (row.shape or {}).get("new_tokens", 0)
         if length not in found or _GRAVEST.index(state) < _GRAVEST.index(found[length][1]):

@@ -105,7 +105,7 @@ def state(row: Row) -> State:
     if speed is None:
         return "missing"
     low, high = speed.interval
-    if speed.doubt == "ceiling":
+    if speed.open:
         return "open"
     if low > 1:
         return "loses" if _p99_worse(row) else "wins"
@@ -119,7 +119,7 @@ def speed_up(row: Row) -> SpeedUp | None:
         return None
     most = row.settings.get("promised_most")
     limit = float(most) if isinstance(most, int | float) and not isinstance(most, bool) else math.inf
-    return SpeedUp(against.ratio, against.ratio_ci95, row.aa_spread or 0.0, limit)
+    return SpeedUp(against.ratio, against.ratio_ci95, row.aa_spread or 0.0, limit, "noisy" in row.flags)
 
 
 def _wanted(batches: Iterable[int], traffic: Mapping[int, float] | None) -> list[int]:
@@ -279,6 +279,7 @@ def sentence(row: Row) -> str:
         return f"{text}, where bytes and operations allow {speed.most:.2f}: a time or a ceiling is wrong"
     found, tail = state(row), _p99(row)
     noise = f"two measurements of one side differ by {100 * speed.spread:.1f} %" if speed.doubt == "noise" else ""
+    noise = "the machine was busy" if speed.noisy else noise
     if found == "open":
         return f"{text}, too noisy to tell{f': {noise}' if noise else ''}"
     if low <= 1:

@@ -42,8 +42,9 @@ def summary(
         memory_peak_bytes: of the process that made it.
         files: where the model and the set lie, where that is known.
     """
-    ok = manifest.state == "complete"
-    mark, style = MARK[ok]
+    ok, open_ = manifest.state == "complete", figures.unjudged(manifest)
+    # where gates are set and none of them was judged, nothing says that it is good
+    mark, style = MARK[None if ok and open_ and not figures.gates(manifest.checks) else ok]
     recipe = str(manifest.recipe.get("name", ""))
     target = str((manifest.target or {}).get("name", ""))
     title = Text.assemble((f"{mark} ", style), (manifest.model.name, "bold"), f", {recipe}, for {target}")
@@ -114,7 +115,7 @@ def _facts(manifest: Manifest, seconds: Mapping[str, float | None] | None, memor
     """Gates, checks, decisions, cost: a heading and what is to be said under it."""
     shown = pairs()
     said = [_check(check) for check in figures.gates(manifest.checks)]
-    said += [Text.assemble(("–", "yellow"), f" {gate} not judged") for gate in figures.unjudged(manifest)]
+    said += [Text.assemble(MARK[None], f" {gate} not judged") for gate in figures.unjudged(manifest)]
     shown.add_row("gates", lines(said) if said else Text("none set", DIM))
     others = figures.other_checks(manifest.checks)
     if others:

@@ -181,6 +181,10 @@ def test_noise_makes_it_inconclusive():
     found = verdict(noisy, BATCHES)
     assert found.answer == "inconclusive"
     assert any("too noisy to tell" in reason for reason in found.because)
+    # nor does what a busy machine gave decide anything, however large it is, and whatever its interval says
+    busy = verdict(of(1.98, 1.98, 1.98, 1.98, flags=["noisy"]), BATCHES)
+    assert (busy.answer, busy.batch) == ("inconclusive", None)
+    assert all("too noisy to tell: the machine was busy" in reason for reason in busy.because[:-1])
     # a tie that is measured well is none
     assert answer(of(1.0, 1.0, 1.0, 1.0, width=0.03))[0] == "do_not_quantize"
     # one sure win is worth more than the open rest

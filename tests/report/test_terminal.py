@@ -11,6 +11,8 @@ import pytest
 from quantkit.bundle import Check, Manifest
 from quantkit.measurement.rows import Row
 from quantkit.report import terminal
+from quantkit.report.bundle.card import card
+from quantkit.report.bundle.page import page
 from quantkit.report.kit.screen import write
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
@@ -70,6 +72,17 @@ def test_failed_gate_is_said_at_the_top_and_with_its_limit(monkeypatch: pytest.M
     assert "✗ a-model" in text
     assert "a gate failed" in text
     assert "✗ top1_agreement_min 0.821 < 0.85" in text
+
+
+def test_where_no_gate_was_judged_nothing_is_said_to_be_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [check for check in planted.manifest().checks if not check.name.startswith("gate.")]
+    recipe = {**planted.manifest().recipe, "gates": {"agreement_min": 0.9}}
+    text = summary(monkeypatch, checks=checks, recipe=recipe)
+    assert "– a-model" in text and "✓ a-model" not in text
+    assert "– agreement_min not judged" in text and "✓ reload.transformers" in text
+    manifest = planted.manifest(checks=checks, recipe=recipe)
+    assert r"| gate agreement\_min | | not judged |" in card(manifest, planted.rows(), [])
+    assert "; 1 gate not judged" in page(manifest, planted.rows(), [])
 
 
 def test_names_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ def card(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> str:
         hash_of=figures.hash_of(manifest.calibration is not None and manifest.calibration.tokens > 0),
         notes=[note.rstrip(".") for note in notes],
         gates=figures.gates(manifest.checks),
+        unjudged=figures.unjudged(manifest),
         checks=figures.other_checks(manifest.checks),
         groups=figures.grouped(manifest.decisions),
         verdict=answer,

@@ -27,7 +27,7 @@ _FLAGS = {
     "weights-near-cache": "part of the weights may have stayed in the cache, so the limit is no limit",
     "no-ceiling": "no limit: a ceiling could not be measured",
 }
-# marked with `~`
+# marked with `~`; neither wins (`measurement.verdict`)
 NOISY = {"noisy", "aa-exceeds-effect"}
 _NOT_MEASURED = {
     "out-of-memory": "does not fit into memory",
@@ -82,7 +82,7 @@ class CurvePoint:
     def doubtful(self) -> bool:
         """Whether its speed-up is noise, or more than bytes and operations allow."""
         speed = speed_up(self.row)
-        return bool(NOISY & set(self.flags)) or (speed is not None and bool(speed.doubt))
+        return bool(NOISY & set(self.row.flags)) or (speed is not None and bool(speed.doubt))
 
     @property
     def gain(self) -> float | None:
@@ -296,7 +296,7 @@ def outcomes(curve: Series) -> list[str]:
     for cell in curve.cells:
         if (speed := speed_up(cell.row)) is not None:
             low, high = speed.interval
-            known = wins if low > 1 else losses if high < 1 else unsure
+            known = unsure if speed.noisy else wins if low > 1 else losses if high < 1 else unsure
             (beyond if speed.doubt == "ceiling" else known).append(cell.x)
     found = []
     for xs, verb in ((wins, "Faster"), (losses, "Slower")):

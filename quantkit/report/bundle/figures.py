@@ -155,7 +155,8 @@ def _relative_error(row: Row, value: float) -> FigureLine:
     return FigureLine("error relative to the original", "", form(value), words.between(row.ci95, form))
 
 
-def _same(row: Row, value: float) -> FigureLine:
+def same(row: Row, value: float) -> FigureLine:
+    """Boxes that overlap, or values that are equal, and how many there are on either side."""
     label = "same boxes" if row.settings.get("by") == "boxes" else "same values"
     if row.value is None:
         return FigureLine(label, "", "–", "none in any sample, on either side")
@@ -177,7 +178,7 @@ _MAKERS = {
     "accuracy.next_word": _next_word,
     "accuracy.cosine": _cosine,
     "accuracy.relative_error": _relative_error,
-    "accuracy.same": _same,
+    "accuracy.same": same,
     "memory.peak": _peak,
 }
 

@@ -81,6 +81,7 @@ def page(
             for found, kind in ((gates, "gate of the recipe"), (checks, "every bundle"))
             for check in found
         ],
+        unjudged=figures.unjudged(manifest),
         failing=sum(not check.ok for check in manifest.checks),
         files=Sheet(["file", "size", "role", "sha256"], files, remarks=2),
         commands=usage.commands(manifest),
@@ -150,6 +151,11 @@ def _tiles(manifest: Manifest, rows: Sequence[Row]) -> list[FigureTile]:
         sure = words.between(best.ci95, lambda value: words.figure(value, 5))
         detail = ", ".join(part for part in (f"95\u00a0% {sure}" if sure else "", figures.variant(best)) if part)
         found.append(FigureTile(words.figure(best.value or 0.0), "cosine to the original", detail))
+    elif best := scored.get("accuracy.same"):
+        line = figures.same(best, best.value or 0.0)
+        found.append(
+            FigureTile(line.after, line.label, ", ".join(part for part in (line.remark, figures.variant(best))))
+        )
     return found
 
 

@@ -14,7 +14,8 @@ from rich.text import Text
 from quantkit.errors import printable
 
 DIM, WARNING = "dim", "bold yellow"
-MARK = {True: ("✓", "green"), False: ("✗", "bold red")}
+# of what holds, what does not, and what was not judged
+MARK = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("–", "yellow")}
 # of what is good, bad or open
 STYLES = {"good": "green", "bad": "bold red", "inconclusive": "yellow"}
 

@@ -7,7 +7,8 @@ each reach of the interval, on the logarithm, grows by it, as of two runs that a
 
     reach' = √(reach² + log(1 + a)²)
 
-A spread as large as the effect leaves 1 inside, whatever the interval says. And a speed-up above what bytes and
+A spread as large as the effect leaves 1 inside, whatever the interval says. Where times of one side differ by more than
+a tenth, the machine was busy, and what it did to the other side is not known. And a speed-up above what bytes and
 operations allow, S* = R_hp / R_f of the roofline with the ceilings' own uncertainty, is no speed-up: one of the times,
 or a ceiling, is wrong.
 """
@@ -30,12 +31,14 @@ class SpeedUp:
         ci95: of it, from one run.
         spread: the A/A spread of that run, as a share.
         most: the largest ratio that bytes and operations allow; infinite where that is not known.
+        noisy: whether the machine was busy (`stats.abba`).
     """
 
     ratio: float
     ci95: Interval
     spread: float = 0.0
     most: float = math.inf
+    noisy: bool = False
 
     @property
     def interval(self) -> Interval:
@@ -48,7 +51,12 @@ class SpeedUp:
         """Why the ratio is not to be told as a result."""
         if self.ratio > max(self.most, 1.0):
             return "ceiling"
-        return "noise" if is_hidden(math.log(self.ratio), self.spread) else ""
+        return "noise" if self.noisy or is_hidden(math.log(self.ratio), self.spread) else ""
+
+    @property
+    def open(self) -> bool:
+        """Whether it decides nothing, whatever its interval says."""
+        return self.noisy or self.doubt == "ceiling"
 
 
 def is_hidden(effect: float, spread: float) -> bool:
