@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.graph.values import constant, fixed, free, name_of, values_of
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 Array = NDArray[Any]
 OPERATORS = ("Conv", "Gemm", "MatMul")
+# that multiply by matrices, too
+_OTHERS = ("ConvTranspose", "DeformConv", "Einsum", "LSTM", "GRU", "RNN")
+_ONNX = ("", "ai.onnx")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Site:
         weight: its constant, in the graph's layout.
         rows: axis of the output channels in that.
         group: of a Conv; 1 else.
+        stem: what its new constants are called: `STEM.codes`, `STEM.scale`, ... By its output, since weights may be
+            shared; nothing else in the graph is called so.
     """
 
     name: str
@@ -40,6 +47,7 @@ class Site:
     weight: Array
     rows: int
     group: int = 1
+    stem: str = ""
 
     @property
     def input(self) -> str:
@@ -75,36 +83,100 @@ class Site:
         return math.prod(shape) * int(self.matrix().shape[1]) // samples
 
 
-def sites(model: ir.Model) -> list[Site]:
-    """The products of the main graph, in order; those inside of If, Loop and Scan stay as they are."""
-    from quantkit.graph.values import constant
+@dataclass(frozen=True)
+class FloatWeight:
+    """A weight that stays as it is.
 
-    found = []
+    Args:
+        name: of the product that reads it.
+        elements: how many numbers.
+        reason: why; empty for a table of embeddings.
+    """
+
+    name: str
+    elements: int
+    reason: str
+
+
+def sites(model: ir.Model) -> list[Site]:
+    """The products of the main graph that can be quantized, in order, each with a name of its own."""
+    found: list[Site] = []
+    values = values_of(model.graph)
+    names = {str(value.name) for value in values}
+    computed = {value.name for value in values if not value.is_initializer()}
+    taken: set[str | None] = set()
     for node in model.graph:
-        if node.domain not in ("", "ai.onnx") or node.op_type not in OPERATORS or len(node.inputs) < 2:
+        if not _multiplies(node) or why_float(node):
             continue
-        weight = constant(node.inputs[1])
-        if weight is None or weight.dtype != np.float32 or constant(node.inputs[0]) is not None:
-            continue
-        if node.op_type == "MatMul" and weight.ndim != 2:
-            continue
-        if node.op_type == "Conv" and weight.ndim not in (3, 4):
-            continue
-        if node.op_type == "Gemm" and (
-            node.attributes.get_int("transA", 0) == 1 or node.attributes.get_float("alpha", 1.0) != 1.0
-        ):
-            continue
-        rows = 0
-        if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):
-            rows = 1
-        if len(node.inputs) > 2 and node.inputs[2] is not None:
-            bias = constant(node.inputs[2])
-            # one that is computed, or differs from row to row, has no place among the sums of integers
-            if bias is None or bias.size not in (1, weight.shape[rows]) or bias.shape[-1:] not in ((), (bias.size,)):
-                continue
+        weight = fixed(node.inputs[1])
+        assert weight is not None
         group = node.attributes.get_int("group", 1) if node.op_type == "Conv" else 1
-        found.append(Site(node.name or str(node.outputs[0].name), node, weight, rows, group))
+        output = str(node.outputs[0].name)
+        name = free(output if not node.name or node.name in taken else node.name, taken)
+        taken.add(name)
+        stem = f"{output}.weight"
+        while stem in computed or any(other.startswith((f"{stem}.", f"{stem}/")) for other in names):
+            output += "_"
+            stem = f"{output}.weight"
+        names.add(f"{stem}.")
+        found.append(Site(name, node, weight, _rows(node), group, stem))
     return found
+
+
+def left_in_floats(model: ir.Model) -> list[FloatWeight]:
+    """The weights that are those of no site, those of subgraphs included."""
+    left = []
+    for node in model.graph.all_nodes():
+        table = node.op_type == "Gather" and node.domain in _ONNX
+        reason = why_float(node) if _multiplies(node) else ""
+        if not reason and node.graph is not model.graph and _multiplies(node):
+            reason = "it stands inside of an If, Loop or Scan, which calibration does not see into"
+        if not (reason or table):
+            continue
+        for value in node.inputs[:1] if table else node.inputs[:2] if node.op_type in OPERATORS else node.inputs:
+            weight = fixed(value)
+            if weight is not None and weight.dtype.kind == "f" and sum(size > 1 for size in weight.shape) > 1:
+                left.append(FloatWeight(name_of(node), weight.size, reason))
+    return left
+
+
+def _multiplies(node: ir.Node) -> bool:
+    """Whether an operator multiplies by matrices; of those that are not ONNX's own any may."""
+    return node.domain not in _ONNX or node.op_type in (*OPERATORS, *_OTHERS)
+
+
+def why_float(node: ir.Node) -> str:
+    """Why a product cannot be quantized; "" where it can."""
+    if node.domain not in _ONNX or node.op_type not in OPERATORS:
+        return f"{node.op_type} has no integer kernel with a scale a channel"
+    weight = fixed(node.inputs[1]) if len(node.inputs) > 1 else None
+    if fixed(node.inputs[0]) is not None:
+        return "its weight stands on the left, where no channel has a scale of its own"
+    if weight is None:
+        return "no weight is constant"
+    if weight.dtype != np.float32:
+        return f"its weight is {weight.dtype}"
+    if node.op_type == "MatMul" and weight.ndim != 2:
+        return "its weight is a matrix for each of several, which would share their scales"
+    if node.op_type == "Conv" and weight.ndim not in (3, 4):
+        return f"a convolution over {weight.ndim - 2} axes"
+    if node.op_type == "Gemm" and (
+        node.attributes.get_int("transA", 0) == 1 or node.attributes.get_float("alpha", 1.0) != 1.0
+    ):
+        return "its input is transposed, or scaled"
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if bias is not None:
+        values, rows = constant(bias), weight.shape[_rows(node)]
+        # one that is computed, or differs from row to row, has no place among the sums of integers
+        if values is None or values.size not in (1, rows) or values.shape[-1:] not in ((), (values.size,)):
+            return "its bias is computed, or is not one number a channel"
+    return ""
+
+
+def _rows(node: ir.Node) -> int:
+    """The axis of a weight that its output channels lie along."""
+    turned = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
+    return 0 if node.op_type == "Conv" or turned else 1
 
 
 def patches(site: Site, x: Array, *, most: int | None = None) -> Array:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+_MOVED = ("Transpose", "Reshape", "Identity")
 
 
 def name_of(node: ir.Node) -> str:
@@ -23,6 +24,19 @@ def constant(value: ir.Value | None) -> Array | None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
+
+
+def fixed(value: ir.Value | None) -> Array | None:
+    """As `constant`, also of what is moved on its way, as a weight is transposed for one of two that share it."""
+    found, node = constant(value), None if value is None else value.producer()
+    if found is not None or node is None or node.op_type not in _MOVED or (x := fixed(node.inputs[0])) is None:
+        return found
+    if node.op_type == "Transpose":
+        return np.transpose(x, node.attributes.get_ints("perm"))
+    if node.op_type == "Identity":
+        return x
+    shape = constant(node.inputs[1])
+    return None if shape is None or (shape == 0).any() else x.reshape([int(size) for size in shape])
 
 
 def scalar(value: ir.Value | None) -> float | None:
@@ -73,19 +87,57 @@ def set_input(node: ir.Node, index: int, values: Array, *, name: str) -> None:
 
 def initializer(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
     """A new constant of a graph; the name gets a tail where the graph has another value called that."""
-    taken = {value.name for value in (*graph.inputs, *graph.initializers.values())}
-    taken |= {output.name for node in graph.all_nodes() for output in node.outputs}
-    unique = name
-    while unique in taken:
-        unique += "_"
+    unique = free(name, {value.name for value in values_of(graph)})
     tensor = ir.tensor(values, name=unique)
     value = ir.Value(name=unique, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
 
 
+def values_of(graph: ir.Graph) -> dict[ir.Value, None]:
+    """All values of a graph and of those inside of it, whose names would hide its own, in order."""
+    every = [graph, *graph.subgraphs()]
+    parts = [(each.inputs, each.initializers.values(), *(node.outputs for node in each)) for each in every]
+    return {value: None for part in parts for values in part for value in values}
+
+
+def free(name: str, taken: Collection[str | None]) -> str:
+    """The name, with a tail where it is taken."""
+    while name in taken:
+        name += "_"
+    return name
+
+
+def parts_of(graph: ir.Graph) -> frozenset[ir.Value | ir.Node]:
+    """All that has a name in a graph and in those inside of it."""
+    return frozenset((*values_of(graph), *graph.all_nodes()))
+
+
+def name_apart(graph: ir.Graph, known: Collection[ir.Value | ir.Node]) -> None:
+    """Give what was put into a graph names that nothing else of its kind in it has.
+
+    Nodes know values, not names, so that those have to differ only when the graph is written.
+
+    Args:
+        known: its parts from before; those and the graph's ends keep their names.
+    """
+    _apart(values_of(graph), {*known, *graph.inputs, *graph.outputs})
+    _apart(list(graph.all_nodes()), known)
+
+
+def _apart(every: Collection[ir.Value] | Collection[ir.Node], kept: Collection[ir.Value | ir.Node]) -> None:
+    taken = {part.name for part in every if part in kept}
+    for part in every:
+        if part not in kept and part.name:
+            part.name = free(part.name, taken)
+            taken.add(part.name)
+
+
 def drop_unread(graph: ir.Graph) -> None:
-    """Remove the constants that nothing reads any more."""
+    """Remove the constants that nothing reads any more, and what merely moves them."""
+    for node in reversed(graph):
+        if node.op_type in _MOVED and not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+            graph.remove(node, safe=True)
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]

@@ -12,7 +12,7 @@ import torch
 
 from quantkit.exporters.onnx.integers.dynamic import activations_of, insert
 from quantkit.graph import integer
-from quantkit.graph.pairs.qdq import Codes, stem_of
+from quantkit.graph.pairs.qdq import Codes
 from quantkit.graph.run import Runner
 from quantkit.graph.sites import sites
 from quantkit.runtimes.onnxruntime.open import write_optimized
@@ -59,7 +59,7 @@ def quantized(made: ir.Model, how: ActivationScheme, kind: Any, tmp_path: Path) 
     own = insert(made, {site.name: codes}, {site.name: site}, scheme, how, weight_type=kind)
     ir.save(own, tmp_path / "own.onnx")
     write_optimized(tmp_path / "own.onnx", tmp_path / "optimised.onnx")
-    wanted = [integer.QuantizedSite(site.name, f"{stem_of(site)}.codes", 1.0, site.output)]
+    wanted = [integer.QuantizedSite(site.name, f"{site.stem}.codes", 1.0, site.output)]
     found = integer.found(ir.load(tmp_path / "optimised.onnx"), wanted)
     assert found.share == 1.0, found
     return Runner(tmp_path / "own.onnx"), codes, site

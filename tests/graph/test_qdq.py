@@ -107,7 +107,7 @@ def quantized(
 def in_integers(made: ir.Model, found: Any, folder: Path) -> float:
     """The share of products that ONNX Runtime runs in integers."""
     ir.save(made, folder / "q.onnx")
-    wanted = [integer.QuantizedSite(s.name, f"{qdq.stem_of(s)}.codes", 1.0, s.output) for s in found]
+    wanted = [integer.QuantizedSite(s.name, f"{s.stem}.codes", 1.0, s.output) for s in found]
     write_optimized(folder / "q.onnx", folder / "o.onnx")
     return integer.found(ir.load(folder / "o.onnx"), wanted).share
 

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from quantkit.bundle import Decision, stopping_when_full
 from quantkit.exporters.onnx.nbits import Array, LinearSpec, WeightsByName
+from quantkit.graph.values import free
 
 
 @dataclass
@@ -65,8 +66,10 @@ class Rewriting:
             name=value.name,
         )
         value.shape, value.type, value.const_value = ir.Shape(shape), ir.TensorType(kind), lazy
-        self.graph.register_initializer(value)
         self._names[value.name or ""] = value
+        if not value.is_initializer():
+            value.name = free(value.name or "", self.graph.initializers)
+        self.graph.register_initializer(value)
 
     def _new(self, name: str, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> ir.Value:
         """An initializer that is read when it is written; the one there is, if there is one of that name."""

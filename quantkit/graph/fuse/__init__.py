@@ -21,6 +21,8 @@ from quantkit.graph.fuse.mean_pool import MeanPool
 from quantkit.graph.fuse.no_ops import NoOps
 from quantkit.graph.fuse.opset import Opset
 from quantkit.graph.fuse.pad_conv import PadConv
+from quantkit.graph.fuse.plain_products import PlainProducts
+from quantkit.graph.values import name_apart, parts_of
 
 __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]
 
@@ -35,7 +37,7 @@ def fusions(feeds: Feeds = (), *, equalize: bool = True) -> tuple[Fusion, ...]:
     """
     exact = (
         *(Opset(), Constants(), NoOps()),
-        *(LinearBias(), PadConv(), ConvBatchNorm(), LayerNorm(), Gelu(), MeanPool()),
+        *(PlainProducts(), LinearBias(), PadConv(), ConvBatchNorm(), LayerNorm(), Gelu(), MeanPool()),
     )
     return (*exact, Equalize(feeds)) if equalize else exact
 
@@ -64,8 +66,9 @@ def fuse(model: ir.Model, feeds: Feeds, *, chosen: Sequence[Fusion] | None = Non
     expected, names, found, error = outputs(model, feeds), _names(model), list[Fused](), 0.0
     most = limit(model, feeds, expected)
     for fusion in fusions(feeds) if chosen is None else chosen:
-        before, size = model.clone(), _size(model)
+        before, size, known = model.clone(), _size(model), parts_of(model.graph)
         places = fusion.run(model)
+        name_apart(model.graph, known)
         if any(place.done for place in places) or _size(model) != size:
             apart, reason = _proof(model, feeds, expected, most)
             if _names(model) != names:

@@ -21,7 +21,7 @@ from quantkit.graph.fuse.activation_bounds import remove_absorbed
 from quantkit.graph.pairs.placement import Placement
 from quantkit.graph.sites import Site
 from quantkit.graph.sites import sites as products
-from quantkit.graph.values import constant
+from quantkit.graph.values import constant, drop_unread, free, name_apart, parts_of, values_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -111,6 +111,7 @@ def insert(
     """
     types = weight_type if isinstance(weight_type, Mapping) else dict.fromkeys(weights, weight_type)
     made = model.clone()
+    known = parts_of(made.graph)
     nodes = {_key(node): node for node in made.graph}
     for name, found in weights.items():
         site = sites[name]
@@ -125,18 +126,20 @@ def insert(
         own = ranges[_source(placement, name)]
         _pair(made, values[name], name, own)
     remove_absorbed(made)
-    for name, value in list(made.graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():  # the floats that codes stand in for
-            del made.graph.initializers[name]
+    for name in weights:
+        node = node_of(made, sites[name])
+        if _fused(node):
+            _hold(made, node)
+    drop_unread(made.graph)  # the floats that codes stand in for
+    name_apart(made.graph, known)
     return made
 
 
 def _stored(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
-    """A constant of a graph; nothing else ends in `.codes`, `.scale`, `.zero`, `.bias` or `.bias_scale` of a tensor."""
+    """A constant of a graph, apart from its other constants."""
     import onnx_ir as ir
 
-    while name in graph.initializers:
-        name += "_"
+    name = free(name, graph.initializers)
     tensor = ir.tensor(values, name=name)
     value = ir.Value(name=name, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
@@ -151,17 +154,35 @@ def _key(node: ir.Node) -> str:
     return str(node.outputs[0].name) if node.outputs else str(node.name)
 
 
+def _fused(node: ir.Node) -> bool:
+    """Whether ONNX Runtime leaves a quantized product of matrices in floats for what reads it.
+
+    It takes Relu and Clip for part of the quantizer behind them, and finds none; a MatMul and a sum become a Gemm with
+    a bias that is float (MatMulAddFusion), where matrices or all sizes are known to be; and what a quantizer and
+    another read is no output of an integer kernel.
+    """
+    value = node.outputs[0]
+    gemm = node.op_type == "MatMul" and (value.shape is None or len(value.shape) == 2 or value.shape.is_static())
+    kinds = {reader.op_type for reader, _ in value.uses()}
+    summed = [reader for reader, _ in value.uses() if reader.op_type == "Add"]
+    return node.op_type != "Conv" and (
+        not kinds.isdisjoint(("Relu", "Clip"))
+        or ("QuantizeLinear" in kinds and (len(value.uses()) > 1 or value.is_graph_output()))
+        or (gemm and any(all(constant(each) is None for each in reader.inputs) for reader in summed))
+    )
+
+
 def _hold(made: ir.Model, node: ir.Node) -> ir.Value:
-    """Keep a float product float: max(y, y) is y, and stands between it and whatever quantizes y.
+    """Keep a product apart from what reads it: max(y, y) is y, and stands between.
 
     A product with float weights between a DequantizeLinear and a QuantizeLinear is quantized by ONNX Runtime on its own
-    (WeightBiasQuantization), with one scale for all channels.
+    (WeightBiasQuantization), with one scale for all channels; of one with quantized weights see `_fused`.
     """
     import onnx_ir as ir
 
     value = node.outputs[0]
     readers = list(value.uses())
-    if not readers or value.is_graph_output():
+    if not readers:
         return value
     hold = ir.node("Max", [value, value], name=f"{value.name}/float")
     hold.outputs[0].name = f"{value.name}.float"
@@ -172,19 +193,13 @@ def _hold(made: ir.Model, node: ir.Node) -> ir.Value:
 
 
 def node_of(made: ir.Model, site: Site) -> ir.Node:
-    """A product in a graph with pairs; one whose output the graph gives out makes `NAME.floats`."""
-    names = (site.output, f"{site.output}.floats")
-    return next(
-        node
-        for node in made.graph
-        if node.op_type == site.node.op_type and node.outputs and node.outputs[0].name in names
-    )
-
-
-def stem_of(site: Site) -> str:
-    """What the constants of a product are called: `STEM.codes`, `STEM.scale`, ... By its output, since weights may be
-    shared."""
-    return f"{site.output}.weight"
+    """A product in a graph with pairs; where the graph gives out what it makes, a pair stands between."""
+    node = next(node for node in made.graph if any(value.name == site.output for value in node.outputs))
+    while node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        before = node.inputs[0].producer()  # type: ignore[union-attr]
+        assert before is not None
+        node = before
+    return node
 
 
 def _weigh(made: ir.Model, node: ir.Node, site: Site, found: Codes, own: Range, weight_type: WeightType) -> None:
@@ -197,7 +212,7 @@ def _weigh(made: ir.Model, node: ir.Node, site: Site, found: Codes, own: Range, 
     # of unsigned codes the zero point is 128 everywhere
     codes = found.codes if weight_type == "int8" else unsigned(found.codes)
     zero = np.full(scale.shape, 0 if weight_type == "int8" else 128, codes.dtype)
-    stem = stem_of(site)
+    stem = site.stem
     whole = scale.size == 1
     stored = _stored(graph, site.shaped(codes), name=f"{stem}.codes")
     parts = [
@@ -261,5 +276,5 @@ def _pair(made: ir.Model, value: ir.Value, name: str, own: Range) -> None:
         old = str(value.name)
         value.replace_all_uses_with(given, replace_graph_outputs=True)
         quantize.replace_input_with(0, value)
-        value.name, given.name = f"{old}.floats", old
+        value.name, given.name = free(f"{old}.floats", {other.name for other in values_of(graph)}), old
         given.type, given.shape = value.type, value.shape

@@ -234,12 +234,11 @@ class QuantizedGraph:
         import onnx_ir as ir
 
         from quantkit.graph import integer
-        from quantkit.graph.pairs.qdq import stem_of
         from quantkit.runtimes.onnxruntime.open import write_optimized
 
         macs = self.prepared.cost.macs
         sites = [
-            integer.QuantizedSite(site.name, f"{stem_of(site)}.codes", float(macs[site.name]), site.output)
+            integer.QuantizedSite(site.name, f"{site.stem}.codes", float(macs[site.name]), site.output)
             for site in self.prepared.sites
             if site.name in self.codes
         ]

@@ -77,18 +77,22 @@ def reload_graph(bundle: Bundle) -> list[Check]:
     path = file_of(bundle)
     if path.parent.name == ENGINE:
         stored = ir.load(path).graph.initializers
-        return _stored(bundle, stored, sum(name.endswith(_CODES) for name in stored))
+        return _stored(bundle, stored, len(_codes(stored)))
     with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as folder:
         optimized = Path(folder) / MODEL
         write_optimized(path, optimized)
         stored = ir.load(path).graph.initializers
-        sites = [
-            integer.QuantizedSite(name.removesuffix(_CODES), name, 1.0) for name in stored if name.endswith(_CODES)
-        ]
+        sites = [integer.QuantizedSite(name.removesuffix(_CODES), name, 1.0) for name in _codes(stored)]
         found = integer.found(ir.load(optimized), sites)
     runs = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
     integer_layers = Check(name="integer.layers", value=found.share, limit=1.0, ok=found.share == 1.0, where=runs)
     return [*_stored(bundle, stored, len(sites)), integer_layers]
+
+
+def _codes(stored: Mapping[str, ir.Value]) -> list[str]:
+    """The weights in codes; a float graph may have tensors of such names."""
+    kinds = [(name, value.dtype) for name, value in stored.items() if name.endswith(_CODES)]
+    return [name for name, dtype in kinds if dtype is not None and dtype.bitwidth <= 8]
 
 
 def _stored(bundle: Bundle, stored: Mapping[str, ir.Value], codes: int) -> list[Check]:

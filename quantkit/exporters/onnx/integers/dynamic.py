@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from quantkit.exporters.onnx.integers.products import MICROSOFT, Integers
 from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
 from quantkit.exporters.trace.rewrite import Rewriting, Traced
-from quantkit.graph.pairs.qdq import Codes, WeightType, stem_of, unsigned
+from quantkit.graph.pairs.qdq import Codes, WeightType, unsigned
 from quantkit.graph.sites import Site
-from quantkit.graph.values import drop_unread
+from quantkit.graph.values import drop_unread, name_apart, parts_of
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 Array = NDArray[Any]
@@ -52,6 +52,7 @@ def insert(
     """
     made = model.clone()
     made.opset_imports[MICROSOFT] = 1
+    known = parts_of(made.graph)
     found = {name: sites[name] for name in codes}
     linears = {}
     for name, site in found.items():
@@ -64,16 +65,18 @@ def insert(
     def dense(name: str) -> Array:
         raise KeyError(name)  # what is not quantized stands in the graph already
 
-    return _Dynamic(
+    _Dynamic(
         Traced(made, {}, decoder=False, layers=0),
         WeightsByName(linears, {}, dense, lambda name: codes[name].codes, grid),
     ).apply(found, codes, weight_type)
+    name_apart(made.graph, known)
+    return made
 
 
 class _Dynamic(Rewriting):
     """The rewriting of one graph."""
 
-    def apply(self, sites: Mapping[str, Site], codes: Mapping[str, Codes], weight_type: WeightType) -> ir.Model:
+    def apply(self, sites: Mapping[str, Site], codes: Mapping[str, Codes], weight_type: WeightType) -> None:
         """All products that have codes."""
 
         def shared(name: str, values: Any, dtype: Any) -> ir.Value:
@@ -83,7 +86,7 @@ class _Dynamic(Rewriting):
         nodes = {node.outputs[0].name: node for node in self.graph if node.outputs}
         for name, site in sites.items():
             node = nodes[site.output]
-            source, stem = node.inputs[0], stem_of(site)
+            source, stem = node.inputs[0], site.stem
             assert source is not None
             if site.is_conv:
                 made = self._convolution(node, source, site, codes[name], integers, weight_type)
@@ -97,12 +100,11 @@ class _Dynamic(Rewriting):
             self._replace(node, [made])
             made.name = site.output
         drop_unread(self.graph)  # the floats that codes stand in for
-        return self.traced.model
 
     def _convolution(
         self, node: ir.Node, source: ir.Value, site: Site, found: Codes, integers: Integers, weight_type: WeightType
     ) -> ir.Value:
-        linear, stem = self.weights.linears[site.name], stem_of(site)
+        linear, stem = self.weights.linears[site.name], site.stem
         assert linear.input is not None
         x = integers.input(source, linear.input, linear.columns)
         values, zero = (found.codes, 0) if weight_type == "int8" else (unsigned(found.codes), 128)

@@ -23,8 +23,8 @@ from quantkit.exporters.onnx.check import sound
 from quantkit.exporters.tensorrt.network.check import LIMITS, computed, constant, demand_finite, in_floats, read_back
 from quantkit.exporters.tensorrt.network.weights import TYPES
 from quantkit.formats import load_format
-from quantkit.graph.pairs.qdq import stem_of
 from quantkit.graph.run import Feed, Runner
+from quantkit.graph.values import free, name_apart, parts_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -75,7 +75,7 @@ def _weights(stored: ir.Model, products: Mapping[str, NetworkProduct]) -> Check:
     """How many weights of the file are not those that were decided on."""
     wrong = []
     for name, product in products.items():
-        found = read_back(stored, stem_of(product.site), product.weight.scheme.format)
+        found = read_back(stored, product.site.stem, product.weight.scheme.format)
         if found is None or not np.array_equal(found, dense(product)):
             wrong.append(name)
     return counted("network.weights", wrong)
@@ -83,20 +83,35 @@ def _weights(stored: ir.Model, products: Mapping[str, NetworkProduct]) -> Check:
 
 def _pairs(stored: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapping[str, float], kind: str) -> Check:
     """How many pairs have another scale or type than was decided on, and how many products read none."""
-    makers = {str(value.name): node for node in stored.graph for value in node.outputs}
+    made = {
+        name: node for node in stored.graph if node.op_type == "QuantizeLinear" for name in _sources(node.inputs[0])
+    }
     wrong = []
     for name, scale in pairs.items():
-        node = makers.get(f"{name}.values")
+        node = made.get(name)
         found = None if node is None else constant(stored, str(node.inputs[1].name))  # type: ignore[union-attr]
         zero = None if node is None else node.inputs[2]
         right = found is not None and float(found) == scale and zero is not None and zero.const_value is not None
         if not right or zero.const_value.numpy().dtype != TYPES[kind] or zero.const_value.numpy().any():  # type: ignore[union-attr]
             wrong.append(name)
     for name, product in products.items() if pairs else ():
-        read = {str(value.name) for value in _readers(stored, f"{stem_of(product.site)}.values")}
-        if f"{product.site.input}.values" not in read:
+        read = {value.producer() for value in _readers(stored, f"{product.site.stem}.values")}
+        pair = made.get(product.site.input)
+        if pair is None or not read & {reader for reader, _ in pair.outputs[0].uses()}:
             wrong.append(name)
     return counted("network.pairs", wrong)
+
+
+def _sources(value: ir.Value | None) -> list[str]:
+    """What a value is called in the float graph: what comes in and goes out is cast in this one."""
+    if value is None:
+        return []
+    casts = [node.outputs[0] for node, _ in value.uses() if node.op_type == "Cast"]
+    made = value.producer()
+    before = made.inputs[0] if made is not None and made.op_type == "Cast" else None
+    ends = [before] if before is not None and before.is_graph_input() else []
+    ends += [given for given in casts if given.is_graph_output()]
+    return [str(each.name) for each in (value, *ends)]
 
 
 def _readers(stored: ir.Model, weight: str) -> list[ir.Value]:
@@ -134,6 +149,7 @@ def decided(model: ir.Model, products: Mapping[str, NetworkProduct]) -> ir.Model
     import onnx_ir as ir
 
     made = model.clone()
+    known = parts_of(made.graph)
     nodes = {str(node.outputs[0].name): node for node in made.graph if node.outputs}
     for product in products.values():
         node, site = nodes[product.site.output], product.site
@@ -141,7 +157,7 @@ def decided(model: ir.Model, products: Mapping[str, NetworkProduct]) -> ir.Model
         if product.bias is not None:
             parts[2] = product.bias.astype(np.float32)
         for place, values in parts.items():
-            name = f"{site.output}.decided{place}"
+            name = free(f"{site.output}.decided{place}", made.graph.initializers)
             value = ir.Value(name=name, const_value=ir.tensor(values, name=name))
             value.shape, value.type = ir.Shape(values.shape), ir.TensorType(ir.DataType.FLOAT)
             made.graph.register_initializer(value)
@@ -150,4 +166,5 @@ def decided(model: ir.Model, products: Mapping[str, NetworkProduct]) -> ir.Model
             node.replace_input_with(place, value)
         if product.bias is not None and node.op_type == "Gemm":
             node.attributes.pop("beta", None)
+    name_apart(made.graph, known)
     return made

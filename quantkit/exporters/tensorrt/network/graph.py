@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from quantkit.exporters.tensorrt.network.halves import halved
 from quantkit.exporters.tensorrt.network.weights import TYPES, codes, stored
-from quantkit.graph.pairs.qdq import stem_of
-from quantkit.graph.values import drop_unread
+from quantkit.graph.values import drop_unread, free, name_apart, parts_of
 
 if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
@@ -59,18 +58,20 @@ def network(model: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapp
     """
     made = model.clone()
     graph = made.graph
+    known = parts_of(graph)
     nodes = {str(node.outputs[0].name): node for node in graph if node.outputs}
     for product in products.values():
         node = nodes[product.site.output]
         _convolution(node, product) if product.site.is_conv else _linear(node, product)
     values = {str(value.name): value for value in graph.inputs}
     values |= {str(value.name): value for node in graph for value in node.outputs}
-    mine = {f"{stem_of(product.site)}.values" for product in products.values()}
+    mine = {f"{product.site.stem}.values" for product in products.values()}
     for name, scale in pairs.items():
         _pair(graph, values[name], scale, kind, mine)
     drop_unread(graph)  # the floats that codes stand in for
     _name_batch(graph)
     halved(made)
+    name_apart(graph, known)
     made.metadata_props.clear()
     # a bundle is known by the bytes of this file, so the word that stood here before `network` stays
     made.metadata_props.update({"quantkit.kind": "vision", "quantkit.type": "float16"})
@@ -87,6 +88,7 @@ def _name_batch(graph: ir.Graph) -> None:
 
 
 def _constant(graph: ir.Graph, values: Array, name: str) -> ir.Value:
+    name = free(name, graph.initializers)
     tensor = ir.tensor(values, name=name)
     value = ir.Value(name=name, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
@@ -102,7 +104,7 @@ def _before(node: ir.Node, operator: str, inputs: list[ir.Value | None], name: s
 
 
 def _convolution(node: ir.Node, product: NetworkProduct) -> None:
-    site, weight, stem = product.site, product.weight, stem_of(product.site)
+    site, weight, stem = product.site, product.weight, product.site.stem
     graph = node.graph
     assert graph is not None
     found = stored(weight, np.dtype(np.float16))
@@ -117,7 +119,7 @@ def _convolution(node: ir.Node, product: NetworkProduct) -> None:
 
 
 def _linear(node: ir.Node, product: NetworkProduct) -> None:
-    stem = stem_of(product.site)
+    stem = product.site.stem
     graph = node.graph
     assert graph is not None
     found = stored(product.weight, np.dtype(np.float16))

@@ -1,0 +1,105 @@
+"""Products in the form in which they are quantized: matrices [K, N] on the right, and what is added apart from them.
+
+    Gemm(A, B, C; α, β, transA)  =  Gemm(Aᵀ, α B) + β C      a C of one number a column stays inside
+    x · W [1, ..., K, N]         =  x · W [K, N]
+
+Guard: the weight is a constant that nothing else gives out. Where x has fewer dimensions than W, the ones that W adds
+are put back behind.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from quantkit.graph.fuse import _rule
+from quantkit.graph.fuse._rule import Fused
+from quantkit.graph.values import Array, constant, initializer, name_of, per_channel, set_input
+
+
+class PlainProducts:
+    """See the module."""
+
+    name = "plain_products"
+
+    def run(self, model: ir.Model) -> list[Fused]:
+        """Rewrite in place."""
+        done = []
+        for node in _rule.nodes(model, "Gemm", "MatMul"):
+            weight = constant(node.inputs[1])
+            if weight is None or weight.dtype != np.float32:
+                continue
+            changed = _gemm(node, weight) if node.op_type == "Gemm" else _squeezed(node, weight)
+            done += [Fused(name_of(node), self.name, True)] if changed else []
+        return done
+
+
+def _gemm(node: ir.Node, weight: Array) -> bool:
+    """Fold what a Gemm scales and transposes, and add behind it what is no bias."""
+    alpha, beta = (node.attributes.get_float(key, 1.0) for key in ("alpha", "beta"))
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    values = constant(bias)
+    turned = node.attributes.get_int("transA", 0)
+    columns = weight.shape[0 if node.attributes.get_int("transB", 0) else 1]
+    inside = values is not None and values.ndim <= 2 and per_channel(values, 2, columns) is not None
+    if alpha == 1 and not turned and (bias is None or (inside and beta == 1)):
+        return False
+    y = node.outputs[0]
+    if alpha != 1:
+        set_input(node, 1, np.float32(alpha) * weight, name=f"{y.name}.scaled")
+    if turned:
+        x = _before(node, "Transpose", [node.inputs[0]], f"{y.name}.turned", perm=[1, 0])
+        node.replace_input_with(0, x)
+    for key in ("alpha", "beta", "transA"):
+        node.attributes.pop(key, None)
+    if values is not None and inside and beta != 1:
+        set_input(node, 2, np.float32(beta) * values, name=f"{y.name}.bias")
+    elif bias is not None and not inside:
+        node.replace_input_with(2, None)
+        node.resize_inputs(2)
+        if beta != 1:
+            assert node.graph is not None
+            factor = initializer(node.graph, np.array(beta, np.float32), name=f"{y.name}.beta")
+            bias = _before(node, "Mul", [bias, factor], f"{y.name}.added")
+        _behind(node, "Add", bias)
+    return True
+
+
+def _squeezed(node: ir.Node, weight: Array) -> bool:
+    """Take the dimensions of size 1 from a MatMul's weight."""
+    x, more = node.inputs[0], weight.ndim - 2
+    if more < 1 or any(size != 1 for size in weight.shape[:-2]) or x is None or x.shape is None or len(x.shape) < 2:
+        return False
+    set_input(node, 1, weight.reshape(weight.shape[-2:]), name=f"{node.outputs[0].name}.matrix")
+    missing = weight.ndim - len(x.shape)
+    if missing > 0:
+        assert node.graph is not None
+        axes = initializer(node.graph, np.arange(missing), name=f"{node.outputs[0].name}.axes")
+        _behind(node, "Unsqueeze", axes)
+    return True
+
+
+def _before(node: ir.Node, kind: str, inputs: list[ir.Value | None], name: str, **attributes: list[int]) -> ir.Value:
+    made = ir.node(kind, inputs, attributes=attributes, name=name)
+    made.outputs[0].name, made.outputs[0].type = name, ir.TensorType(ir.DataType.FLOAT)
+    assert node.graph is not None
+    node.graph.insert_before(node, made)
+    return made.outputs[0]
+
+
+def _behind(node: ir.Node, kind: str, other: ir.Value) -> None:
+    """Let an operator on a node's output and another value stand for it, under its name."""
+    y = node.outputs[0]
+    made = ir.node(kind, [y, other], name=f"{name_of(node)}/{kind}")
+    new = made.outputs[0]
+    new.name, new.shape, new.type = y.name, y.shape, y.type
+    for reader, place in list(y.uses()):
+        if reader is not made:
+            reader.replace_input_with(place, new)
+    graph = node.graph
+    assert graph is not None
+    if y.is_graph_output():
+        graph.outputs[list(graph.outputs).index(y)] = new
+    y.name = f"{new.name}.product"
+    y.shape = None
+    graph.insert_after(node, made)
