@@ -303,6 +303,11 @@ def gpus() -> tuple[list[dict[str, Any]], str]:
         pynvml.nvmlShutdown()
 
 
+def python(*arguments: str) -> list[str]:
+    """The command that runs this Python, without importing files of the current folder that are called like modules."""
+    return [sys.executable, "-P", *arguments]
+
+
 def describe() -> dict[str, Any]:
     """All of it, for `quantkit doctor`."""
     graphics, reason = gpus()

@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from quantkit import _version, content
+from quantkit import _version, content, machine
 from quantkit.bundle.disk import sha256, write_atomic, writing
 from quantkit.devices.probed import NEEDED, Probed, lacking
 from quantkit.errors import InputError
@@ -187,7 +187,7 @@ def _fetch(
 ) -> None:
     version = ".".join(python.split(".")[:2])
     abi = f"cp{version.replace('.', '')}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command = machine.python("-m", "pip", "download", "--quiet", "--disable-pip-version-check")
     command += ["--only-binary=:all:", "--dest", str(folder), "--implementation=cp", f"--python-version={version}"]
     command += [*(f"--abi={each}" for each in (abi, "abi3", "none")), *(f"--platform={each}" for each in platforms)]
     command += [] if wheelhouse is None else ["--no-index", f"--find-links={wheelhouse.absolute()}"]

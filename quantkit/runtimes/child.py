@@ -26,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+from quantkit import machine
 from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError, Stopped
 
 Report = Callable[[float, str], None]
@@ -108,7 +109,7 @@ def run(
     late = threading.Event()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         process = subprocess.Popen(  # noqa: S603 (our own module)
-            [sys.executable, "-P", "-c", program],
+            machine.python("-c", program),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if shown else said,

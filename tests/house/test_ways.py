@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
-from house.source import files, nodes
+from house.source import PACKAGE, files, nodes
 
 # what they read is the package's own, the cache's, the system's, or was hashed
 OURS = {
@@ -41,6 +45,17 @@ def calls(module: str) -> list[tuple[int, str]]:
             # the system's OpenSSH; and what starts a job on a device, where there is nothing of ours
             {"quantkit.runtimes.child", "quantkit.devices.ssh.openssh", "quantkit.devices.sent.jobs"},
             "a process of its own is started by runtimes/child.py, which limits, cleans up and explains",
+        ),
+        (
+            {"subprocess.run", "subprocess.call", "subprocess.check_output", "os.system", "os.popen", "os.execv"},
+            # pip, compilers, and what asks a system how it is
+            {
+                *("quantkit.devices.wheels", "quantkit.model.source.packaged", "quantkit.kernels.cpu.library"),
+                *("quantkit.kernels.ahead", "quantkit.bundle.seal", "quantkit.devices.ssh.openssh"),
+                *("quantkit.machine", "quantkit.measurement.timing.clocks", "quantkit.nightly.running.run"),
+                "quantkit.devices.sent.probe",
+            },
+            "a program is run by one of these few modules",
         ),
         (
             {"os.replace", "os.rename", "os.fsync"},
@@ -81,3 +96,32 @@ def test_one_way(names: set[str], homes: set[str], instead: str) -> None:
         if name in names or f"*.{name.rpartition('.')[2]}" in names
     ]
     assert not found, instead
+
+
+def test_no_child_of_ours_imports_from_the_current_folder() -> None:
+    """`machine.python` starts a Python with `-P`; what is sent to a device, where nothing of ours is, by itself."""
+    lists = [
+        (module, [ast.unparse(each) for each in node.elts[:2]])
+        for module in files()
+        for node in nodes(module)
+        if isinstance(node, ast.List | ast.Tuple) and node.elts and ast.unparse(node.elts[0]) == "sys.executable"
+    ]
+    assert {module for module, _ in lists} == {"quantkit.machine", "quantkit.devices.sent.jobs"}
+    assert all(words[1] in ("'-P'", "'-I'") for _, words in lists)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-m", "quantkit", "list", "formats"),
+        ("-P", "-c", "from quantkit.model.source import packaged as p; p._pip_download('numpy==0', p.Path('.'))"),
+    ],
+)
+def test_files_of_the_current_folder_are_not_run(words: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ("json", "pip", "random", "torch", "yaml"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'a').close()")
+    variables = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PIP_NO_INDEX": "1"}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert not (tmp_path / "ran").exists(), done.stderr
+    assert "q8_0" in done.stdout if "-m" in words else "No matching distribution" in done.stderr

