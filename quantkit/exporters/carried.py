@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
 from quantkit.errors import InputError
+from quantkit.model.source import code as own_code
 from quantkit.model.source.modules import files_of_modules
-from quantkit.model.source.weights import INDEX, checked_file, write_atomic, write_json
+from quantkit.model.source.weights import INDEX, checked_file, strict_json, write_atomic, write_json
 
 if TYPE_CHECKING:
     from quantkit.model.source.open import Source
@@ -36,19 +37,30 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
     """
     if config is None:
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    write_json(folder / "config.json", config)
-    for path, name in list(carried(source.path)):  # the result may lie below the source
+    trusted = source.trust_remote_code
+    write_json(folder / "config.json", own_code.settled(dict(config), source.path, trusted=trusted))
+    for path, name in list(carried(source.path, code=trusted)):  # the result may lie below the source
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / name, [limits.read(path, limits.DATA)])
+        data = limits.read(path, limits.DATA)
+        if name in own_code.NAMING and b'"auto_map"' in data:
+            stated = strict_json(data, name, "config-invalid")
+            write_json(folder / name, own_code.settled(stated, source.path, trusted=trusted))
+        else:
+            write_atomic(folder / name, [data])
 
 
-def carried(folder: Path) -> Iterator[tuple[Path, str]]:
+def carried(folder: Path, *, code: bool = False) -> Iterator[tuple[Path, str]]:
     """(file, name in the new folder) of what goes along unchanged: tokenizer, generation config, template, licence.
 
     Links that lead out of the folder, hidden files, code and other weights stay behind; so does every folder in it that
     no library reads as a part of the model: results of ours, checkpoints of a training, environments. What
     `modules.json` names is part of the model, its weights included.
+
+    Args:
+        code: whether the model's own goes along, since the user trusts it.
     """
+    if code:
+        yield from ((path, path.name) for path in own_code.files(folder))
     modules = {name: path for path, name in files_of_modules(folder)}
     templates = folder / _TEMPLATES
     for place in [folder] if templates.is_symlink() else [folder, templates]:

@@ -9,7 +9,7 @@ import typer
 
 import quantkit
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import BundlePath, Json, On, Wheelhouse, demand_device
+from quantkit.cli.options import BundlePath, Json, On, TrustRemoteCode, Wheelhouse, demand_device
 from quantkit.errors import GateError, InputError
 
 if TYPE_CHECKING:
@@ -38,12 +38,14 @@ def verify(
         typer.Option(metavar="FILE|IDENTITY", help="A public key (SSH, PEM), allowed_signers, or a Sigstore identity."),
     ] = None,
     issuer: Annotated[str | None, typer.Option(metavar="URL", help="Who vouches for a Sigstore identity.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
     on: On = None,
     wheelhouse: Wheelhouse = None,
     as_json: Json = False,
 ) -> Answer:
     """Check every file of a bundle, then load it again; here or on a device."""
     from quantkit.bundle import seal
+    from quantkit.model.source import code
     from quantkit.pipeline.finished.reload import reload
     from quantkit.report import terminal
 
@@ -54,6 +56,8 @@ def verify(
     if expect is not None:
         seal.demand(opened.path, expect)
     signed = None if signer is None else seal.demand_signer(opened.path, signer, issuer)
+    for config in sorted(opened.path.glob("*/config.json")) if trust_remote_code else ():
+        code.trust(config.parent)
     if layers is not None and on is not None:
         raise InputError("usage", where="--on", value="with --layers", rule="layers are compared on this machine")
     if layers is not None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
-from quantkit.errors import InputError
-from quantkit.model.source import pretrained
+from quantkit.model.source import code, pretrained
+from quantkit.model.source.open import model_class_of
 from quantkit.model.source.weights import strict_json
 from quantkit.model.structure.names import same
 from quantkit.model.structure.sizes import cut_config, positions
@@ -42,19 +42,8 @@ def config_json(folder: Path) -> dict[str, Any]:
 
 
 def model_class(folder: Path) -> Any:
-    """The checkpoint's class in transformers. Raises InputError `remote-code`."""
-    from quantkit.model.structure.kinds import class_name, native_class
-
-    name = class_name(config_json(folder), str(folder))
-    found = native_class(name)
-    if found is None:
-        raise InputError(
-            "remote-code",
-            where=str(folder),
-            value=f"{name} is not transformers' own",
-            rule="such a model is not checked",
-        )
-    return found
+    """The checkpoint's class: transformers' own, or one in trusted code. Raises InputError `remote-code`."""
+    return model_class_of(config_json(folder), folder, str(folder), code.is_trusted(folder))
 
 
 def config_of(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:

@@ -240,11 +240,10 @@ def engine_sides(
 
 def _floats(source: Source, dtype: torch.dtype, at: str) -> Any:
     """The unquantized model in transformers' class."""
-    import transformers
 
-    from quantkit.model.structure.kinds import class_name, native_class
+    from quantkit.model.source.open import model_class_of
 
-    found = native_class(class_name(source.config, source.ref)) or transformers.AutoModelForCausalLM
+    found = model_class_of(source.config, source.path, source.ref, source.trust_remote_code)
     config = found.config_class.from_dict(dict(source.config))
     state = {name: source.weights.read(name).to(dtype) for name in source.weights.entries}
     return built(found, config, state, dtype).to(at)

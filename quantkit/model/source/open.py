@@ -24,7 +24,7 @@ from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
-from quantkit.model.source import converted, pretrained
+from quantkit.model.source import code, converted, pretrained
 from quantkit.model.source.alias import ALIASES, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
@@ -61,6 +61,7 @@ _QUANTIZED_NAMES = (
     ".absmax",
     ".quant_map",
 )
+OWN_CLASS = "the folder offers code of its own (auto_map); transformers' own class is used instead"
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -138,7 +139,7 @@ class Source:
             blocks: only the first so many; None is all.
             placed: options that leave its blocks on disk: see `model.offload`.
         """
-        model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
+        model_class = model_class_of(self.config, self.path, self.ref, self.trust_remote_code)
         config = _load_config(self.path, self.ref, self.trust_remote_code)
         if blocks is not None:
             cut_config(config, blocks)
@@ -150,7 +151,7 @@ class Source:
         """Whether its class makes the first so many blocks of it alone: some configs name later ones, and in some what
         a block or a table is depends on how many there are."""
         config = _load_config(self.path, self.ref, self.trust_remote_code)
-        model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
+        model_class = model_class_of(self.config, self.path, self.ref, self.trust_remote_code)
         with torch.device("meta"):
             whole = dict(model_class._from_config(copy.deepcopy(config)).named_parameters())
             try:
@@ -176,7 +177,7 @@ class Source:
         from quantkit.model.structure.names import merging_rules
 
         loaded = _load_config(self.path, self.ref, self.trust_remote_code)
-        model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
+        model_class = model_class_of(self.config, self.path, self.ref, self.trust_remote_code)
         config = copy.deepcopy(loaded)
         if self.untied:
             config.tie_word_embeddings = False
@@ -196,10 +197,11 @@ class Source:
         return model.eval().requires_grad_(False)
 
 
-def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True) -> Source:
+def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool = True) -> Source:
     """Opens a model by path, hub id or alias.
 
     Args:
+        trust_remote_code: whether the folder's own code may run; None: where the very same was allowed to before.
         hashed: whether its files are hashed, which reads all of them once; else its `sha256` is empty.
 
     Raises:
@@ -213,7 +215,11 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
     was: str | None = None
     notes: list[str] = []
     if ref.startswith("hf:"):
-        path, full, name = _from_hub(ref, trust_remote_code), ref, ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2]
+        path, full, name = (
+            _from_hub(ref, trust_remote_code is not False),
+            ref,
+            ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2],
+        )
     elif is_path(ref):
         path = _from_path(ref)
         full, name = f"path:{path.name}", path.name
@@ -236,7 +242,10 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
         notes = [alias.note] if alias.note else []
     else:
         raise unknown_model(ref)
-    return _open_folder(path, full, name, trust_remote_code, was=was, notes=notes, hashed=hashed)
+    trusted = code.is_trusted(path) if trust_remote_code is None else trust_remote_code
+    if trust_remote_code:
+        code.trust(path)
+    return _open_folder(path, full, name, trusted, was=was, notes=notes, hashed=hashed)
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
@@ -294,7 +303,8 @@ def open_written(folder: Path) -> Source:
     Raises:
         InputError: as `open_model`, but for `already-quantized`.
     """
-    return _open_folder(folder, f"path:{folder.name}", folder.name, False, was=None, notes=[], written=True)
+    trusted = code.is_trusted(folder)
+    return _open_folder(folder, f"path:{folder.name}", folder.name, trusted, was=None, notes=[], written=True)
 
 
 def _open_folder(
@@ -317,9 +327,10 @@ def _open_folder(
     for key in _QUANTIZED_KEYS:
         if config.get(key) and not written:
             raise _already_quantized(ref, f"{key} in config.json")
-    model_class = _model_class(config, path, ref, trust)
+    model_class = model_class_of(config, path, ref, trust)
     loaded = _load_config(path, ref, trust)
-    if not isinstance(loaded, model_class.config_class):
+    # by name: transformers runs a folder's code once for each file, and a class in it is another one each time
+    if model_class.config_class.__name__ not in [base.__name__ for base in type(loaded).__mro__]:
         raise InputError(
             "config-invalid",
             where=f"{ref}: config.json",
@@ -327,7 +338,7 @@ def _open_folder(
             rule=f"that class takes a {model_class.config_class.__name__}",
         )
     if config.get("auto_map") and not trust:
-        notes = [*notes, "the folder offers code of its own (auto_map); transformers' own class is used instead"]
+        notes = [*notes, OWN_CLASS]
     kind = kind_of(model_class, config, ref)
     weights = Weights.open(path)
     for tensor in weights.entries:
@@ -438,16 +449,14 @@ def _from_hub(ref: str, trust: bool) -> Path:
     return Path(folder)
 
 
-def _model_class(config: dict[str, Any], path: Path, ref: str, trust: bool) -> type[PreTrainedModel]:
+def model_class_of(config: dict[str, Any], path: Path, ref: str, trust: bool) -> type[PreTrainedModel]:
     """The class to build: transformers' own, or the folder's where the user trusts it."""
     name = class_name(config, ref)
     auto_map = config.get("auto_map") or {}
     offered = [value for value in auto_map.values() if isinstance(value, str) and value.rpartition(".")[2] == name]
     native = native_class(name)
     if trust and offered:
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        found: type[PreTrainedModel] = get_class_from_dynamic_module(offered[0], path, local_files_only=True)
+        found: type[PreTrainedModel] = code.load(offered[0].rpartition("--")[2], path)
         return found
     if native is not None:
         return native
@@ -457,7 +466,7 @@ def _model_class(config: dict[str, Any], path: Path, ref: str, trust: bool) -> t
             where=ref,
             value=f"{name} is code in the model's folder",
             rule="a model's own code is not run unasked",
-            remedy="read it, then give --trust-remote-code",
+            remedy="read it, then give --trust-remote-code: `quantkit compile`, or `quantkit verify` of a bundle",
         )
     raise unknown_architecture(name, ref, config.get("model_type"))
 

@@ -1,8 +1,8 @@
 """The one place that calls transformers' `from_pretrained`: local files, safetensors, and no code of the model's own.
 
 Where transformers is not told, it asks on standard input whether it may run what lies in the folder, and an answer
-runs it. Here it is told each time: no, unless the user has said `--trust-remote-code` for a model of theirs. A bundle
-is never trusted.
+runs it. Here it is told each time: no, unless the user has said `--trust-remote-code` for a model of theirs, or did so
+before for the very same code, which a bundle of that model has (`code.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from quantkit import limits
 from quantkit.errors import InputError
 from quantkit.lazy import torch
+from quantkit.model.source import code
 
 # names of counts of layers; `depths` of networks with stages
 _COUNTS = ("layer", "block", "depth", "stage")
@@ -25,12 +26,12 @@ _OF_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json")
 _READ = ("vocab", "merges")
 
 
-def config(folder: Path, *, trust: bool = False) -> Any:
+def config(folder: Path, *, trust: bool | None = None) -> Any:
     """The config of a folder, as transformers reads it.
 
     Args:
         folder: with `config.json`.
-        trust: run the folder's own config class.
+        trust: run the folder's own config class; None, where its code was trusted before.
 
     Raises:
         InputError: `remote-code`, for a class that is not transformers' own, or for attention from the hub.
@@ -41,24 +42,33 @@ def config(folder: Path, *, trust: bool = False) -> Any:
     if (folder / "config.json").is_file():
         stated = json.loads(limits.read(folder / "config.json"))
         demand_layers(stated if isinstance(stated, dict) else {}, f"{folder.name}: config.json")
+    trust = code.is_trusted(folder) if trust is None else trust
+    own = code.named(folder, "AutoConfig") if trust else None
     with _no_code(folder):
-        found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        if own is not None:
+            found = code.load(own, folder).from_pretrained(folder, local_files_only=True)
+        else:
+            found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
     _demand_own_attention(found, folder, trust)
     return found
 
 
-def tokenizer(folder: Path, *, trust: bool = False) -> Any:
+def tokenizer(folder: Path, *, trust: bool | None = None) -> Any:
     """The tokenizer of a folder; `trust` and errors as for `config`; `tokenizer-damaged` for one that names files."""
     from transformers import AutoTokenizer
 
     for name in _OF_TOKENIZERS:
         if (folder / name).is_file():
             _demand_no_files(json.loads(limits.read(folder / name)), folder / name)
+    trust = code.is_trusted(folder) if trust is None else trust
+    own = code.named(folder, "AutoTokenizer", "tokenizer_config.json") if trust else None
     with _no_code(folder):
+        if own is not None:
+            return code.load(own, folder).from_pretrained(folder, local_files_only=True)
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
 
 
-def network(model_class: Any, folder: Path | None, *, trust: bool = False, **options: Any) -> Any:
+def network(model_class: Any, folder: Path | None, *, trust: bool | None = None, **options: Any) -> Any:
     """A model of a class, from the folder's safetensors, or from the `state_dict` among the options.
 
     Args:
@@ -72,9 +82,9 @@ def network(model_class: Any, folder: Path | None, *, trust: bool = False, **opt
     """
     if folder is not None and "config" not in options:
         options["config"] = config(folder, trust=trust)
-    with _no_code(folder):
+    with _no_code(folder):  # its class is at hand: no code is looked for
         return model_class.from_pretrained(
-            folder, **{"local_files_only": True, "use_safetensors": True, "trust_remote_code": trust, **options}
+            folder, **{"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, **options}
         )
 
 
@@ -159,5 +169,5 @@ def _remote_code(folder: Path | None, value: str) -> InputError:
         where=str(folder),
         value=value,
         rule="a model's own code is not run unasked",
-        remedy="read it, then give --trust-remote-code where a model is compiled; a bundle has no code",
+        remedy="read it, then give --trust-remote-code: `quantkit compile`, or `quantkit verify` of a bundle",
     )

@@ -17,6 +17,7 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError, one
 from quantkit.exporters import load_exporter
 from quantkit.model.device import CPU, ComputeDevice
+from quantkit.model.source import code
 from quantkit.model.source.hashes import file_sha256
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline.blocks import tokens
@@ -154,6 +155,9 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
+    if not source.trust_remote_code and code.is_offered(source.path):
+        reason = "the model's own code is not trusted: it stays behind, and what goes along does not name it"
+        decisions.append(decision("open", NOTE, "auto_map", reason))
     calibration, scoring = seen or tokens.load(
         recipe, source, calibrate=looks, decisions=decisions, write=whole and write
     )

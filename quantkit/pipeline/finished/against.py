@@ -98,7 +98,7 @@ def against(bundle: Bundle, baseline: str | None, timed: str | None) -> Measured
         from quantkit.model.source.open import open_model
         from quantkit.model.streaming.stream import StreamedModel
 
-        opened = open_model(baseline or _origin(source.ref))
+        opened = open_model(baseline or _origin(source.ref), trust_remote_code=None)
         _demand_alike(bundle, opened.kind, opened.config, baseline or opened.ref)
         found = MeasuredAgainst(opened.sha256, "float32", StreamedModel(opened), None)
     elif timed:

@@ -49,7 +49,7 @@ def cut(prepared: Prepared, index: int, folder: Path) -> None:
     # passes that change the whole model do so with the cut one as well
     stream = StreamedModel(source) if prepared.stream.transforms else prepared.stream
     folder.mkdir(parents=True)
-    for path, name in carried(source.path):
+    for path, name in carried(source.path, code=source.trust_remote_code):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
     config = _config(source.config, index, len(stream.block_names))
@@ -131,7 +131,7 @@ def _demand_same_block(prepared: Prepared, index: int, folder: Path) -> None:
     from quantkit.model.streaming.stream import StreamedModel
 
     mine = prepared.stream.blocks[index]
-    theirs = StreamedModel(open_model(str(folder.absolute()), hashed=False)).blocks[0]
+    theirs = StreamedModel(open_model(str(folder.absolute()), trust_remote_code=None, hashed=False)).blocks[0]
     shapes = [{name: tuple(value.shape) for name, value in block.named_parameters()} for block in (mine, theirs)]
     if shapes[0] != shapes[1] or type(mine) is not type(theirs):
         raise InputError(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import MissingDependency
-from quantkit.model.source import pretrained
+from quantkit.model.source import code, pretrained
+from quantkit.model.source.open import model_class_of
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,10 @@ def described(folder: Path) -> tuple[Any, Any]:
     except ImportError:
         raise MissingDependency("transformers", extra="compile", purpose="loading a bundle in torch") from None
     config = pretrained.config(folder)
-    return getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel), config
+    name = (config.architectures or [""])[0]
+    if code.is_trusted(folder):
+        return model_class_of(config.to_dict(), folder, folder.name, True), config
+    return getattr(transformers, name, transformers.AutoModel), config
 
 
 def built(model_class: Any, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Any:
