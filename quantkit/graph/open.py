@@ -17,6 +17,7 @@ import numpy as np
 
 from quantkit.bundle.disk import sha256
 from quantkit.errors import InputError, MissingDependency, reading
+from quantkit.graph.protobuf import demand_attributes
 from quantkit.kinds import Kind
 from quantkit.model.source.hashes import source_changed
 
@@ -107,6 +108,7 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
     if not path.is_file():
         raise InputError("file-missing", where=str(path), value="no such file", remedy="check the path")
     with reading(lambda said: _refused(where, "unreadable", said)):
+        demand_attributes(path)
         return _opened(path, name, where)
 
 

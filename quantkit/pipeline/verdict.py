@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 RUNTIME = "onnxruntime"
 # that read the same file, the one that everybody has first
-_ONE_FILE = (RUNTIME, "quantkit_cpu")
+ONE_FILE = (RUNTIME, "quantkit_cpu")
 # a verdict rests on the first that was timed
-RUNTIMES = (*_ONE_FILE, "llama_cpp", "openvino")
+RUNTIMES = (*ONE_FILE, "llama_cpp", "openvino")
 HARM = "harm.json"
 REPORT = "report.html"
 # a compile looks at a few shapes; `quantkit measure` at all of them
@@ -210,9 +210,9 @@ def decide(
         return None
     found = verdict(MeasuredFormat(format_of(layers), timed, checks), batches or target.batches)
     said = []
-    if runtime in _ONE_FILE[1:]:
+    if runtime in ONE_FILE[1:]:
         said.append(f"timed in {runtime} alone: what {RUNTIME} makes of the file is not known")
-    for other in _ONE_FILE[1:] if runtime == RUNTIME else ():
+    for other in ONE_FILE[1:] if runtime == RUNTIME else ():
         said += faster(by_runtime[other], timed, other)
     said += across(rows)
     found = found.model_copy(update={"because": [*found.because, *said]})

@@ -97,6 +97,30 @@ def of_lines(data: bytes, rng: random.Random) -> bytes:
     return b"\n".join(lines)
 
 
+def of_graph(data: bytes, rng: random.Random) -> bytes:
+    """An ONNX file: one or two of its operators' numbers, or of the sizes of its inputs and weights, are others."""
+    import onnx
+
+    model = onnx.ModelProto.FromString(data)
+    graph = model.graph
+    sizes = [(tensor.dims, at) for tensor in graph.initializer for at in range(len(tensor.dims))]
+    sizes += [(dim, "dim_value") for each in graph.input for dim in each.type.tensor_type.shape.dim if dim.dim_value]
+    kinds = {onnx.AttributeProto.INT: "i", onnx.AttributeProto.FLOAT: "f"}
+    given = [(each, kinds[each.type]) for node in graph.node for each in node.attribute if each.type in kinds]
+    for _ in range(rng.choice((1, 1, 2))):
+        holder, key = rng.choice(given if rng.random() < 0.7 else sizes)
+        before = holder[key] if isinstance(key, int) else getattr(holder, key)
+        number: Any = rng.choice((*INTEGERS, -(2**31), 2**32, 2**60, -(2**63))) + rng.choice((0, int(before)))
+        number = (number + 2**63) % 2**64 - 2**63
+        if key == "f":
+            number = rng.choice((float("nan"), float("inf"), -float("inf"), 1e38, 0.0, -1.0))
+        if isinstance(key, int):
+            holder[key] = number
+        else:
+            setattr(holder, key, number)
+    return bytes(model.SerializeToString())
+
+
 def of_header(data: bytes, rng: random.Random) -> bytes:
     """A safetensors file: its header as a tree, with the length that fits it, or not."""
     if rng.random() < 0.4:

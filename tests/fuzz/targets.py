@@ -129,6 +129,80 @@ def _graph(folder: Path) -> None:
     open_graph(folder / "model.onnx")
 
 
+def _operators(folder: Path) -> Path:
+    """A decoder of one block, of what `quantkit_cpu` has operators for."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    rng = np.random.default_rng(0)
+    floats = {"table": (16, 32), "gamma": (32,), "cos": (16, 8), "sin": (16, 8)}
+    stored = {name: rng.normal(size=shape).astype(np.float32) for name, shape in floats.items()}
+    stored |= {"one": np.array([1]), "zero": np.array([0])}
+
+    def node(kind: str, given: str, made: str, domain: str = "", **how: Any) -> Any:
+        names = ["" if name == "-" else name for name in given.split()]
+        return helper.make_node(
+            kind, names, ["" if name == "-" else name for name in made.split()], domain=domain, **how
+        )
+
+    def product(x: str, name: str, rows: int, columns: int) -> Any:
+        blocks = columns // 16
+        stored[f"{name}.codes"] = rng.integers(0, 256, (rows, blocks, 8)).astype(np.uint8)
+        stored[f"{name}.scales"] = rng.uniform(0.01, 0.1, (rows, blocks)).astype(np.float32)
+        how = {"N": rows, "K": columns, "bits": 4, "block_size": 16, "accuracy_level": 4}
+        return node("MatMulNBits", f"{x} {name}.codes {name}.scales", name, "com.microsoft", **how)
+
+    how = {"num_heads": 4, "kv_num_heads": 2, "scale": 0.25, "do_rotary": 1, "local_window_size": 4}
+    caches = "past_key_values.0.key past_key_values.0.value"
+    nodes = [
+        node("Shape", "attention_mask", "columns", start=1, end=2),
+        node("Shape", "attention_mask", "rows", start=0, end=1),
+        node("Sub", "columns one", "last"),
+        node("Cast", "last", "last32", to=6),
+        node("Expand", "last32 rows", "lengths"),
+        node("Squeeze", "columns zero", "total64"),
+        node("Cast", "total64", "total", to=6),
+        node("Gather", "table input_ids", "x"),
+        node("SkipSimplifiedLayerNormalization", "x x gamma", "normed - - sum", "com.microsoft", epsilon=1e-5),
+        product("normed", "qkv", 128, 32),
+        node(
+            "GroupQueryAttention",
+            f"qkv - - {caches} lengths total cos sin",
+            "mixed present.0.key present.0.value",
+            "com.microsoft",
+            **how,
+        ),
+        product("mixed", "both", 128, 64),
+        node("Split", "both", "gate up", axis=-1, num_outputs=2),
+        node("Sigmoid", "gate", "sigmoid"),
+        node("Mul", "gate sigmoid", "silu"),
+        node("Mul", "silu up", "inner"),
+        product("inner", "logits", 16, 64),
+    ]
+    whole, real = TensorProto.INT64, TensorProto.FLOAT
+    given = [
+        helper.make_tensor_value_info(n, whole, ["b", t]) for n, t in (("input_ids", "s"), ("attention_mask", "t"))
+    ]
+    given += [helper.make_tensor_value_info(name, real, ["b", 2, "p", 16]) for name in caches.split()]
+    made = [helper.make_tensor_value_info("logits", real, ["b", "s", 16])]
+    made += [helper.make_tensor_value_info(f"present.0.{n}", real, ["b", 2, "n", 16]) for n in ("key", "value")]
+    arrays = [numpy_helper.from_array(array, name) for name, array in stored.items()]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph(nodes, "g", given, made, arrays), opset_imports=opsets, ir_version=10)
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def _stepped(folder: Path) -> None:
+    from quantkit.kernels.cpu import library
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
+
+    model = OnnxModel(folder, threads=1, own=library._compiler() is not None)
+    state = model.state(2, 8)
+    model.run(state, np.arange(8).reshape(2, 4))
+    model.run(state, np.array([[3], [5]]))
+
+
 def _gguf(folder: Path) -> Path:
     import gguf
 
@@ -481,6 +555,7 @@ TARGETS: tuple[Target, ...] = (
     Target("tokenizer-config", _of_model("tokenizer_config.json"), mutate.of_json, _tokenizer),
     Target("onnx", _onnx(external=False), mutate.of_bytes, _graph),
     Target("onnx-external", _onnx(external=True), mutate.of_bytes, _graph),
+    Target("onnx-operators", _operators, mutate.of_graph, _stepped),
     Target("gguf", _gguf, mutate.of_bytes, _converted, slow=True),
     Target("gguf-metadata", _gguf, mutate.of_bytes, _metadata),
     Target("gguf-transformers", _phi3, mutate.of_bytes, _converted, slow=True),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,19 @@ Array = NDArray[Any]
 pytestmark = pytest.mark.skipif(library._compiler() is None, reason="no C compiler is installed")
 
 
+# in the child of `test_sanitizers_have_nothing_to_say`
+SANITIZED = tuple(os.environ.get("QUANTKIT_TESTS_SANITIZED", "").split())
+
+
+def operators() -> Path:
+    """The library for this processor."""
+    return library.library(("-march=native", *SANITIZED))
+
+
 @pytest.fixture(params=["native", "portable"])
 def compiled(request: pytest.FixtureRequest) -> Path:
     """The library for this processor, and the one that any has."""
-    return library.library() if request.param == "native" else library.library(())
+    return operators() if request.param == "native" else library.library(SANITIZED)
 
 
 class Weight:
@@ -45,6 +57,12 @@ class Weight:
         self.parts = [packed.reshape(rows, groups, group // 2), self.scale.astype(np.float32)]
         self.parts += [(wide[:, ::2] | wide[:, 1::2] << 4).astype(np.uint8)] if zeros else []
 
+    @property
+    def floats(self) -> Array:
+        """[rows, groups · group] in float64."""
+        whole = (self.codes.reshape(*self.zero.shape, -1) - self.zero[..., None]) * self.scale[..., None].astype(float)
+        return whole.reshape(self.rows, -1)
+
     def times(self, x: Array) -> Array:
         """x @ weightᵀ in float64, x rounded to 8 bits in groups, as level 4 rounds it."""
         groups = self.zero.shape[1]
@@ -52,10 +70,7 @@ class Weight:
         parts = wide.reshape(len(x), groups, self.group)
         step = np.abs(parts).max(axis=2, keepdims=True) / 127
         rounded = np.rint(parts / np.where(step, step, 1)) * step
-        weight = (self.codes.reshape(self.rows, groups, -1) - self.zero[..., None]) * self.scale[..., None].astype(
-            float
-        )
-        return np.einsum("mgk,ngk->mn", rounded, weight)
+        return np.asarray(rounded.reshape(len(x), -1) @ self.floats.T)
 
 
 def session(node: onnx.NodeProto, constants: dict[str, Array], inputs: dict[str, Array], lib: Path | None) -> Any:
@@ -69,6 +84,7 @@ def session(node: onnx.NodeProto, constants: dict[str, Array], inputs: dict[str,
     model = helper.make_model(graph, opset_imports=domains, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 2
+    options.enable_cpu_mem_arena = False  # else what lies beside a tensor is some other one
     if lib is not None:
         options.register_custom_ops_library(str(lib))
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -169,18 +185,46 @@ def test_a_gated_mlp(compiled: Path, activation: int, rows: int) -> None:
     assert np.all(found[1:2] == 0)
 
 
-def test_what_is_no_number_stays_so(compiled: Path) -> None:
-    weight = Weight(40, 96, 32, seed=5)
-    x = np.ones((3, 96), np.float32)
-    x[1, 40], x[2, 1] = np.nan, np.inf
+@pytest.mark.parametrize("strange", [[np.nan], [np.inf], [-np.inf], [np.inf, np.inf], [np.inf, -np.inf], [3e38]])
+def test_what_is_no_number_or_infinite_is_as_in_a_product_of_floats(compiled: Path, strange: list[float]) -> None:
+    weight, draw = Weight(41, 100, 16, seed=5), np.random.default_rng(3)
+    x = draw.normal(size=(13, 100)).astype(np.float32)
+    for row in x[1:]:  # in one group, and where there are two in several as well
+        row[draw.permutation(16 if row[0] > 0 else 100)[: len(strange)]] = strange
     (found,) = run("Product", [weight], compiled, x)
-    assert np.isfinite(found[0]).all() and np.isnan(found[1]).all() and not np.isfinite(found[2]).any()
+    with np.errstate(invalid="ignore"):
+        floats = (x[:, None].astype(float) * weight.floats[None, :, :100]).sum(axis=2)
+    whole = np.isfinite(floats)
+    assert np.array_equal(found[~whole], floats[~whole].astype(np.float32), equal_nan=True)
+    assert np.isfinite(found[whole]).all() and close(found[:1], weight.times(x[:1])) and whole[0].all()
+
+
+def test_what_is_masked_weighs_nothing_and_what_is_no_number_stays_in_its_row(compiled: Path) -> None:
+    """Of scores e^-90 apart; see `attention` for what is padded."""
+    clean, spoiled = (attention(compiled, False, 0, True, 9, 0, 0, 0, nan=row)[0] for row in (None, 4))
+    others = np.arange(9) != 4
+    assert np.isnan(spoiled[4]).all() and np.array_equal(spoiled[others], clean[others])
 
 
 def attention(
-    lib: Path | None, packed: bool, window: int, turned: bool, new: int, past: int, capacity: int, pad: int
+    lib: Path | None,
+    packed: bool,
+    window: int,
+    turned: bool,
+    new: int,
+    past: int,
+    capacity: int,
+    pad: int,
+    *,
+    nan: int | None = None,
+    **changed: Any,
 ) -> list[Array]:
-    """Attention of two sequences, the second padded on the left: ours, or GroupQueryAttention without a library."""
+    """Attention of two sequences, the second padded on the left: ours, or GroupQueryAttention without a library.
+
+    Args:
+        nan: a query that is no number.
+        changed: attributes of ours, or inputs, that are otherwise.
+    """
     draw = np.random.default_rng(new + past)
     heads, kv_heads, size, total = 6, 2, 32, past + new
     widths = [heads * size, kv_heads * size, kv_heads * size]
@@ -188,6 +232,10 @@ def attention(
     caches = [np.zeros((2, kv_heads, capacity, size), np.float32) for _ in range(2)]
     for cache in caches:
         cache[:, :, :past] = draw.normal(size=(2, kv_heads, past, size))
+    # what is padded has no weight at all
+    parts[2][1, : max(pad - past, 0)], caches[1][1, :, : min(pad, past)] = 1e38, 1e38
+    if nan is not None:
+        parts[0][:, nan] = np.nan
     angles = np.arange(64)[:, None] * 0.7 ** np.arange(size // 2)
     bias = np.zeros((2, 1, new, total), np.float32)
     bias[1, ..., :pad] = -1e4
@@ -196,11 +244,13 @@ def attention(
     if turned:
         feeds |= {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
     whole = {"total": np.array(total, np.int32)}
+    feeds, whole = ({name: changed.get(name, array) for name, array in part.items()} for part in (feeds, whole))
     names = {name: name if name in {**feeds, **whole} else "" for name in ("k", "v", "cos", "sin")}
     before = ["q", names["k"], names["v"], "past_k", "past_v"]
     if lib is not None:
         order = [*before, "total", names["cos"], names["sin"], "bias"]
         given = {"heads": heads, "kv_heads": kv_heads, "window": window, "scale": 0.2}
+        given |= {name: value for name, value in changed.items() if name in given}
         node = helper.make_node("Attention", order, ["y", "k_now", "v_now"], domain="quantkit", **given)
     else:
         whole["lengths"] = np.full(2, total - 1, np.int32)
@@ -226,25 +276,84 @@ def test_attention_is_that_of_groupqueryattention(
         assert np.abs(ours - theirs).max() < 2e-5
 
 
+# what a wrap would make of an honest number, and others that no honest file has
+WRAPS = [-(2**63), -1, 0, 2**31, 2**32 + 2, 2**60 + 6, 2**63 - 1]
+BROKEN: list[dict[str, Any]] = [
+    *({name: value} for name in ("heads", "kv_heads") for value in WRAPS),
+    *({"window": value} for value in WRAPS if value != 0),
+    *({"scale": value} for value in (np.nan, np.inf, 1e39)),
+    *({"total": np.array(value, np.int32)} for value in (-1, 8, 33, 2**31 - 1)),
+    {"total": np.zeros(0, np.int32)},
+    *({name: np.zeros((2, 2, 20, size), np.float32)} for name in ("past_k", "past_v") for size in (0, 16, 24)),
+    *({"past_k": np.zeros((2, 2, 0, size), np.float32)} for size in (2**40, 2**56)),
+    *({name: np.zeros(shape, np.float32)} for name in ("cos", "sin") for shape in [(20, 16), (64, 17), (0, 16)]),
+    *({"q": np.zeros(shape, np.float32)} for shape in [(2, 9, 191), (2, 0, 192), (1, 9, 192), (0, 9, 192), (18, 192)]),
+    *({"v": np.zeros(shape, np.float32)} for shape in [(2, 9, 63), (2, 1, 64), (2, 0, 64)]),
+    *({"bias": np.zeros(shape, np.float32)} for shape in [(2, 1, 9, 28), (3, 1, 9, 29), (2, 2, 9, 29), (0, 1, 9, 29)]),
+]
+
+
+FITS: dict[str, Any] = {"packed": False, "window": 0, "turned": True, "new": 9, "past": 20, "capacity": 20, "pad": 0}
+
+
+@pytest.mark.parametrize("change", BROKEN, ids=str)
+def test_an_attention_that_does_not_fit_together_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match=r"Attention|negative|Failed|overflow|alloc"):
+        attention(operators(), **{**FITS, **change})
+
+
 def test_no_rows_give_none(compiled: Path) -> None:
     (found,) = run("Product", [Weight(40, 96, 32, seed=5)], compiled, np.zeros((0, 96), np.float32))
     assert found.shape == (0, 40)
+    (found,) = run("Product", [Weight(40, 96, 32, seed=5)], compiled, np.zeros((3, 0, 1 << 40, 96), np.float32))
+    assert found.shape == (3, 0, 1 << 40, 40)
+    y, keys, _ = attention(compiled, True, 0, True, 0, 20, 20, 0)[1:]
+    assert y.size == 0 and keys.shape == (2, 2, 20, 32) and np.abs(keys).max() > 1
 
 
-@pytest.mark.parametrize("lie", [{"rows": 64}, {"columns": 128}, {"group": 0}, {"group": 24}, {"group": 64}])
+def test_sanitizers_have_nothing_to_say(tmp_path: Path) -> None:
+    """All the others, on libraries that end the process at a byte outside, an overflow or an undefined conversion."""
+    if SANITIZED:
+        return
+    compiler = (library._compiler() or [""])[0]
+    # the second, since what onnxruntime throws is looked for when the first is loaded
+    asked = [[compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so.6")]
+    places = [subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() for command in asked]
+    if not all(Path(place).is_absolute() for place in places):
+        pytest.skip(f"{compiler} has no sanitizers that a process can load")
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(places),
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "QUANTKIT_TESTS_SANITIZED": "-O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all",
+        "QUANTKIT_CACHE": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        *({"rows": 64}, {"columns": 128}, {"group": 0}, {"group": 24}, {"group": 64}, {"rows": 2**60 + 40}),
+        *({"columns": -(2**63)}, {"group": 2**32 + 32}, {"columns": 2**63 - 1}),
+    ],
+    ids=str,
+)
 def test_a_weight_of_other_sizes_than_it_says_is_refused(lie: dict[str, int]) -> None:
     weight = Weight(40, 96, 32, seed=5)
     for name, value in lie.items():
         setattr(weight, name, value)
     with pytest.raises(Exception, match="sizes"):
-        run("Product", [weight], library.library(), np.zeros((1, weight.columns), np.float32))
+        run("Product", [weight], operators(), np.zeros((1, min(max(weight.columns, 0), 128)), np.float32))
 
 
 @pytest.mark.parametrize("beside", [{"skip": (1, 96)}, {"gamma": (90,)}, {"bias": (39,)}])
 def test_what_does_not_fit_is_refused(beside: dict[str, tuple[int, ...]]) -> None:
     given = {name: np.ones(shape, np.float32) for name, shape in beside.items()}
     with pytest.raises(Exception, match="fit neither"):
-        run("Product", [Weight(40, 96, 32, seed=5)], library.library(), np.zeros((3, 96), np.float32), **given)
+        run("Product", [Weight(40, 96, 32, seed=5)], operators(), np.zeros((3, 96), np.float32), **given)
 
 
 def test_a_broken_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,12 @@ from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
 from quantkit.errors import InputError
-from quantkit.pipeline.graphs.remeasure import MODEL, holds_graph
+from quantkit.pipeline.finished.reload import exports_of
+from quantkit.pipeline.graphs.remeasure import holds_graph
 from quantkit.pipeline.progress import Progress
-from quantkit.runtimes import load_runtime
-from quantkit.runtimes.openvino.open import MODEL as XML
 
 # what a device may have
 RUNTIMES = ("onnxruntime", "llama_cpp", "openvino")
-# of a graph that is no transformer
-_GRAPHS = {"onnxruntime": MODEL, "openvino": XML}
 
 
 def verify_on(
@@ -45,7 +42,7 @@ def verify_on(
         if not check.ok:
             rule, remedy = "what is carried is what the manifest says", f"quantkit verify {bundle.path}"
             raise InputError("hash-mismatch", where=check.where, value=check.name, rule=rule, remedy=remedy)
-    exports = _exports(bundle)
+    exports = exports_of(bundle, RUNTIMES)
     ready(max(map(_loaded, exports.values()), key=lambda files: sum(path.stat().st_size for path in files), default=[]))
     progress.plan({"carrying": 60.0, "verifying": 20.0})
     listed = [*(entry.path for entry in bundle.manifest.files), *UNLISTED]
@@ -69,19 +66,6 @@ def verify_on(
     whole = all(each.ok for each in found[: len(hashed)])
     notes = [f"{link.name} has no {name}: not loaded there" for check, name in loads.items() if check not in names]
     return checks, notes if whole else ["not loaded: files differ"]
-
-
-def _exports(bundle: Bundle) -> dict[str, Path]:
-    """Runtime -> what it opens: a folder, or a graph's file."""
-    found: dict[str, Path] = {}
-    graph = holds_graph(bundle)
-    for name in RUNTIMES:
-        try:
-            folder = load_runtime(name).folder(bundle)
-        except InputError:
-            continue
-        found[name] = folder / _GRAPHS[name] if graph else folder
-    return found
 
 
 def _loaded(path: Path) -> list[Path]:

@@ -14,11 +14,6 @@ from quantkit.errors import QuantkitError
 from quantkit.measurement.operators import ceilings
 from quantkit.measurement.timing import speed
 from quantkit.runtimes import child, load_runtime
-from quantkit.runtimes.onnxruntime.open import open_graph
-from quantkit.runtimes.openvino.session import OpenvinoGraph
-
-# of the step that shows that it runs
-_TOKENS = 8
 
 
 def verify(data: Mapping[str, Any], caller: child.Caller) -> None:
@@ -33,20 +28,11 @@ def verify(data: Mapping[str, Any], caller: child.Caller) -> None:
         path, met = workdir / place, ""
         speed.demand_room([path])
         try:
-            _opened(path, runtime, graph=work.graphs)
+            speed.stepped(path, runtime, graph=work.graphs)
         except QuantkitError as problem:
             met = problem.line()[:2000]
         found.append(CheckResult(name=f"{runtime}.loads", ok=not met, where=met))
     caller.row({"cell": "checks", "rows": [dumped(each) for each in found]})
-
-
-def _opened(path: Path, runtime: str, *, graph: bool) -> None:
-    """Load it, and make a step where what goes in is known. Raises InputError: the runtime's."""
-    if graph:
-        OpenvinoGraph(path) if runtime == speed.OPENVINO else open_graph(path, machine.cores())
-        return
-    model: Any = speed.opened(str(path), {}, machine.cores(), runtime)
-    (model.decode if model.decoder else model.prefill)(1, min(_TOKENS, model.context - 1))()
 
 
 def doctor(data: Mapping[str, Any], caller: child.Caller) -> None:

@@ -135,5 +135,3 @@ def numbers(folder: Path, values: Values) -> tuple[float | None, str]:
         return worst(OnnxModel(folder, threads=torch.get_num_threads(), accuracy_level=0), values)
     except InputError as problem:
         return None, problem.line()
-    except RuntimeError as problem:  # what onnxruntime raises when an operator refuses its inputs
-        return None, _first_line(problem)

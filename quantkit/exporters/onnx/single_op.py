@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.exporters.onnx.nbits import pack
-from quantkit.exporters.onnx.protobuf import message
 from quantkit.exporters.onnx.single_product import SingleProduct, StorageVariant, StoredConstant, checked, named
 from quantkit.formats import load_format
+from quantkit.graph.protobuf import message
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:

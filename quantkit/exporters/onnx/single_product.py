@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.exporters.onnx.protobuf import Chunks, message, number, text
+from quantkit.graph.protobuf import Chunks, message, number, text
 from quantkit.scheme import WeightScheme
 
 Array = NDArray[Any]

@@ -36,6 +36,9 @@ typedef OrtStatus *(*GetConstant)(const OrtInfo *, size_t, int *, const OrtValue
 typedef OrtStatus *(*Parallel)(const OrtContext *, void (*)(void *, size_t), size_t, size_t, void *);
 
 #define MOST_DIMENSIONS 8
+/* of rows and columns, of heads and of their features: their products fit into 64 bits */
+#define MOST_ROWS INT32_MAX
+#define MOST_HEADS 65536
 #define STRIP 32 /* rows that are activated before others are multiplied */
 enum { SILU, GELU };
 enum { X, SKIP, GAMMA, BIAS, WEIGHTS };
@@ -73,13 +76,21 @@ static OrtStatus *count_of(const OrtApi *api, const OrtValue *value, int64_t *co
     return status;
 }
 
+/* Where an output is to be written; NULL where nobody reads it. */
+static OrtStatus *output_of(const OrtApi *api, OrtContext *context, size_t at, const int64_t *sizes, size_t count,
+                            void **data) {
+    OrtValue *made = NULL;
+    GUARD(CALL(api, GetOutput, OUTPUT)(context, at, sizes, count, &made));
+    return made ? data_of(api, made, data) : NULL;
+}
+
 /* A weight from three constant inputs; the third may be left out. What a file says of them need not be true. */
 static OrtStatus *weight_of(const OrtApi *api, const OrtInfo *info, size_t at, const char *names[3], Weight *weight) {
     int64_t sizes[3];
     for (int i = 0; i < 3; i++) GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, names[i], &sizes[i]));
     const int64_t rows = sizes[0], columns = sizes[1], group = sizes[2];
-    const int64_t most = (int64_t)1 << 31;
-    if (rows < 1 || rows > most || columns < 1 || columns > most || group < 16 || group > WIDEST || group & (group - 1))
+    if (rows < 1 || rows > MOST_ROWS || columns < 1 || columns > MOST_ROWS || group < 16 || group > WIDEST ||
+        group & (group - 1))
         return fail(api, "the sizes of a weight of a quantkit operator are not those of a matrix in groups of 16 to 256");
     const int64_t groups = (columns + group - 1) / group;
     const int64_t counts[] = {rows * groups * (group / 2), rows * groups, rows * ((groups + 1) / 2)};
@@ -124,6 +135,8 @@ static OrtStatus *create(const OrtApi *api, const OrtInfo *info, int gated, void
     const int64_t hidden = kernel->first.rows / 2;
     if (!status && gated && (hidden * 2 != kernel->first.rows || hidden % (2 * TILE) || hidden != kernel->second.columns))
         status = fail(api, "gate, up and down of a GatedMlp do not fit together");
+    if (!status && gated && kernel->activation != SILU && kernel->activation != GELU)
+        status = fail(api, "the activation of a GatedMlp is neither SiLU nor GELU");
     if (status) {
         destroy(kernel);
         return status;
@@ -150,7 +163,7 @@ static void prepare(void *given, size_t row) {
     const float *skip = work->skip ? work->skip + (int64_t)row * columns : NULL;
     if (work->sum) {
         float *sum = work->sum + (int64_t)row * columns;
-        for (int64_t k = 0; k < columns; k++) sum[k] = x[k] + skip[k];
+        for (int64_t k = 0; k < columns; k++) sum[k] = skip ? x[k] + skip[k] : x[k];
         x = sum;
         skip = NULL;
     }
@@ -246,18 +259,14 @@ static OrtStatus *compute(void *given, OrtContext *context) {
     if ((inputs[SKIP] && counts[SKIP] != counts[X]) || (inputs[GAMMA] && counts[GAMMA] != columns) ||
         (inputs[BIAS] && counts[BIAS] != last->rows))
         return fail(api, "what is added to inputs, their norm and the bias fit neither inputs nor weight");
-    int64_t rows = 1;
-    for (size_t i = 0; i + 1 < count; i++) rows *= sizes[i];
+    const int64_t rows = counts[X] / columns;
+    if (rows > MOST_ROWS) return fail(api, "inputs of a quantkit operator have 2^31 rows, or more");
     void *sum = NULL, *out = NULL;
-    OrtValue *made = NULL;
-    if (inputs[SKIP]) {
-        GUARD(CALL(api, GetOutput, OUTPUT)(context, 1, sizes, count, &made));
-        if (made) GUARD(data_of(api, made, &sum));
-    }
+    GUARD(output_of(api, context, 1, sizes, count, &sum));
     sizes[count - 1] = last->rows;
-    GUARD(CALL(api, GetOutput, OUTPUT)(context, 0, sizes, count, &made));
-    GUARD(data_of(api, made, &out));
-    if (rows == 0) return NULL;
+    GUARD(output_of(api, context, 0, sizes, count, &out));
+    if (!rows) return NULL;
+    if (!out) return fail(api, "a quantkit operator lacks an output");
 
     Inputs rounded, inner;
     if (inputs_make(&rounded, rows, &kernel->first)) return fail(api, "no memory for rounded inputs");
@@ -304,8 +313,10 @@ static OrtStatus *create_attention(const OrtCustomOp *op, const OrtApi *api, con
     GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, "kv_heads", &found.kv_heads));
     GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, "window", &found.window));
     GUARD(CALL(api, GetFloat, ATTRIBUTE_FLOAT)(info, "scale", &found.scale));
-    if (found.heads < 1 || found.kv_heads < 1 || found.heads % found.kv_heads)
+    if (found.kv_heads < 1 || found.heads > MOST_HEADS || found.heads < found.kv_heads || found.heads % found.kv_heads)
         return fail(api, "heads of an Attention are no multiple of those of its keys");
+    if (found.window < 0 || found.window > INT32_MAX || !isfinite(found.scale))
+        return fail(api, "the window or the scale of an Attention is no such number");
     AttentionKernel *kernel = malloc(sizeof found);
     if (!kernel) return fail(api, "no memory");
     *kernel = found;
@@ -375,10 +386,13 @@ static OrtStatus *compute_attention(void *given, OrtContext *context) {
     if (values[SCORE_BIAS]) GUARD(shape_of(api, values[SCORE_BIAS], 4, bias));
     if (ones != 1) return fail(api, "the length of an Attention is no single number");
     const int64_t size = cache[3], total = *(const int32_t *)data[TOTAL], packed = !values[K];
+    /* before anything is multiplied */
+    if (size < 16 || size > MOST_HEADS || size % 16 || q[0] > MOST_ROWS)
+        return fail(api, "heads of an Attention have 16 features, 32 or so on");
     const int64_t narrow = kernel->kv_heads * size;
     const int64_t width = (kernel->heads + (packed ? 2 * kernel->kv_heads : 0)) * size;
-    if (q[2] != width || cache[1] != kernel->kv_heads || size % 16 || total < q[1] || cache[0] != q[0] ||
-        (values[COS] && table[0] < total) || 2 * table[1] > size || memcmp(table, sines, sizeof table) ||
+    if (q[2] != width || cache[1] != kernel->kv_heads || total < q[1] || cache[0] != q[0] ||
+        (values[COS] && table[0] < total) || table[1] > size / 2 || memcmp(table, sines, sizeof table) ||
         memcmp(cache, other, sizeof cache) || (values[SCORE_BIAS] && ((bias[0] != 1 && bias[0] != q[0]) || bias[1] != 1)) ||
         (!packed && (k[0] != q[0] || k[1] != q[1] || k[2] != narrow || memcmp(k, v, sizeof k))) ||
         cache[2] < total - q[1] ||
@@ -386,24 +400,23 @@ static OrtStatus *compute_attention(void *given, OrtContext *context) {
         return fail(api, "inputs of an Attention do not fit together");
     const int64_t held = cache[2], capacity = held > total ? held : total;
     int64_t sizes[] = {q[0], kernel->kv_heads, capacity, size}, wide[] = {q[0], q[1], kernel->heads * size};
-    OrtValue *made = NULL;
     void *out = NULL, *keys = NULL, *stored = NULL;
-    GUARD(CALL(api, GetOutput, OUTPUT)(context, 0, wide, 3, &made));
-    GUARD(data_of(api, made, &out));
-    GUARD(CALL(api, GetOutput, OUTPUT)(context, 1, sizes, 4, &made));
-    GUARD(data_of(api, made, &keys));
-    GUARD(CALL(api, GetOutput, OUTPUT)(context, 2, sizes, 4, &made));
-    GUARD(data_of(api, made, &stored));
-    if (q[0] * q[1] == 0) return NULL;
+    GUARD(output_of(api, context, 0, wide, 3, &out));
+    GUARD(output_of(api, context, 1, sizes, 4, &keys));
+    GUARD(output_of(api, context, 2, sizes, 4, &stored));
+    if (!q[0]) return NULL;
+    /* what is empty has no place */
+    if ((q[1] && !out) || (capacity && (!keys || !stored))) return fail(api, "an Attention lacks an output");
     const int64_t past = total - q[1];
-    /* where the cache is not in place, what it holds is moved */
+    /* where the cache is not in place, all that it holds is moved */
     for (int which = 0; which < 2; which++) {
         const float *from = data[which ? PAST_VALUES : PAST_KEYS];
         float *to = which ? stored : keys;
-        const size_t bytes = (size_t)((held < past ? held : past) * size) * sizeof(float);
+        const size_t bytes = (size_t)(held * size) * sizeof(float);
         for (int64_t i = 0; bytes && from != to && i < q[0] * kernel->kv_heads; i++)
             memmove(to + i * capacity * size, from + i * held * size, bytes);
     }
+    if (!q[1]) return NULL;
     const float *query = data[Q];
     Attention attention = {
         .batch = q[0], .tokens = q[1], .past = past, .capacity = capacity, .heads = kernel->heads,

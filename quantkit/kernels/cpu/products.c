@@ -1,5 +1,6 @@
 #include "products.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -59,7 +60,7 @@ int inputs_make(Inputs *in, int64_t rows, const Weight *w) {
     size_t codes = ((size_t)(rows * columns) + 63) & ~(size_t)63, floats = (size_t)(rows * w->groups) * 4;
     uint8_t *room = aligned_alloc(64, (codes + 2 * floats + 63) & ~(size_t)63);
     if (!room) return -1;
-    *in = (Inputs){rows, columns, w->groups, (int8_t *)room, (float *)(room + codes), (float *)(room + codes + floats)};
+    *in = (Inputs){rows, columns, w->groups, (int8_t *)room, (float *)(room + codes), (float *)(room + codes + floats), 0};
     return 0;
 }
 
@@ -77,16 +78,44 @@ void inputs_round(Inputs *in, int64_t row, int64_t g, int64_t here, int64_t grou
     }
     float top;
     memcpy(&top, &most, 4);
-    const float inverse = top < 1e-30f ? 0 : 127 / top; /* of what is no number, none either */
+    const float inverse = top < 1e-30f ? 0 : 127 / top;
     int32_t sum = 0;
-    for (int64_t k = 0; k < here; k++) {
-        int32_t code = (int32_t)rintf(x[k] * inverse);
-        codes[k] = (int8_t)code;
-        sum += code;
+    if (top <= FLT_MAX)
+        for (int64_t k = 0; k < here; k++) {
+            int32_t code = (int32_t)rintf(x[k] * inverse);
+            codes[k] = (int8_t)code;
+            sum += code;
+        }
+    else {
+        for (int64_t k = 0; k < here; k++) {
+            codes[k] = (int8_t)(isinf(x[k]) ? (x[k] > 0 ? 1 : -1) : 0);
+            sum += codes[k];
+        }
+        __atomic_store_n(&in->infinite, 1, __ATOMIC_RELAXED); /* other threads round other rows */
     }
     for (int64_t k = here; k < group; k++) codes[k] = 0;
     in->scales[row * in->groups + g] = top / 127;
     in->sums[row * in->groups + g] = (float)sum;
+}
+
+/* No number, where infinities of both signs meet in a group, or one meets a weight of 0. */
+static void cancel(const Weight *w, const Inputs *in, int64_t pair, int64_t row, int64_t end, float *out, size_t stride) {
+    const int64_t left = w->rows - pair * 2 * TILE, here = left < 2 * TILE ? left : 2 * TILE;
+    for (; row < end; row++, out += stride)
+        for (int64_t g = 0; g < w->groups; g++) {
+            const int8_t *codes = in->codes + row * in->columns + g * w->group;
+            for (int64_t n = 0; n < here && isinf(in->scales[row * in->groups + g]); n++) {
+                const uint8_t *at = w->bytes + (size_t)((pair * w->groups + g) * 2 + n / TILE) * w->record;
+                const int zero = at[(w->narrow ? 32 : 64) + n % TILE];
+                int signs = 0;
+                for (int64_t k = 0; k < w->group; k++) {
+                    const int code = at[w->head + (size_t)(k / 8 * 64 + n % TILE * 4 + k % 4)] >> (k % 8 / 4 * 4) & 15;
+                    const int sign = codes[k] * (code - zero);
+                    if (codes[k]) signs |= sign > 0 ? 1 : sign < 0 ? 2 : 3;
+                }
+                if (signs == 3) out[n] = NAN;
+            }
+        }
 }
 
 #if defined(__AVX512VNNI__)
@@ -146,7 +175,7 @@ INLINE void block(const int deep, const Weight *w, const Inputs *in, int64_t pai
     }
 }
 
-void multiply(const Weight *w, const Inputs *in, int64_t pair, int64_t row, int64_t end, float *out, size_t stride) {
+static void blocks(const Weight *w, const Inputs *in, int64_t pair, int64_t row, int64_t end, float *out, size_t stride) {
     const int64_t left = w->rows - pair * 2 * TILE;
     for (; row + 8 <= end; row += 8, out += 8 * stride) block(8, w, in, pair, row, out, stride, left);
     for (; row + 4 <= end; row += 4, out += 4 * stride) block(4, w, in, pair, row, out, stride, left);
@@ -196,7 +225,7 @@ INLINE void block(const int deep, const Weight *w, const Inputs *in, int64_t pai
         for (int r = 0; r < LANES && r < left; r++) out[(size_t)m * stride + (size_t)r] = found[m][r];
 }
 
-void multiply(const Weight *w, const Inputs *in, int64_t pair, int64_t row, int64_t end, float *out, size_t stride) {
+static void blocks(const Weight *w, const Inputs *in, int64_t pair, int64_t row, int64_t end, float *out, size_t stride) {
     const int64_t left = w->rows - pair * 2 * TILE;
     for (; row < end; row += 2, out += 2 * stride)
         for (int part = 0; part < 4; part++) {
@@ -207,3 +236,8 @@ void multiply(const Weight *w, const Inputs *in, int64_t pair, int64_t row, int6
         }
 }
 #endif
+
+void multiply(const Weight *w, const Inputs *in, int64_t pair, int64_t row, int64_t end, float *out, size_t stride) {
+    blocks(w, in, pair, row, end, out, stride);
+    if (in->infinite) cancel(w, in, pair, row, end, out, stride);
+}

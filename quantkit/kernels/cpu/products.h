@@ -25,6 +25,7 @@ typedef struct {
     int64_t rows, columns, groups; /* columns: those of whole groups */
     int8_t *codes;
     float *scales, *sums;
+    int infinite; /* whether some group has an infinite scale */
 } Inputs;
 
 /* codes [rows, groups, group / 2], the lower half of a byte first; scales [rows, groups]; zeros [rows, ceil(groups / 2)],
@@ -35,7 +36,9 @@ void weight_free(Weight *);
 
 int inputs_make(Inputs *, int64_t rows, const Weight *);
 void inputs_free(Inputs *);
-/* Round one group of a row, of which `here` of `group` columns are there: code = round(x / s), s = max |x| / 127. */
+/* Round one group of a row, of which `here` of `group` columns are there: code = round(x / s), s = max |x| / 127. With
+ * infinities among them, these are ±1, all else 0 and s infinite; with what is no number, s is none either. Products are
+ * then those of floats: infinite where all that is infinite in a sum has one sign, else no number. */
 void inputs_round(Inputs *, int64_t row, int64_t g, int64_t here, int64_t group, const float *x);
 
 /* out[m - row, n - 32 pair] = inputs[m] · weight[n]ᵀ for rows `row` to `end` of the inputs, and two tiles of the weight. */

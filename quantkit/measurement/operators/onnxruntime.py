@@ -19,9 +19,9 @@ import numpy as np
 
 from quantkit import limits, machine
 from quantkit.errors import InputError
-from quantkit.exporters.onnx import protobuf
 from quantkit.exporters.onnx import single_op as single
 from quantkit.exporters.onnx.single_product import MOST, SingleProduct, StorageVariant, activations
+from quantkit.graph import protobuf
 from quantkit.measurement.operators.ceilings import last_level_cache
 from quantkit.measurement.operators.products import Runnable, copies
 from quantkit.measurement.operators.sources import SMALL, ProductSource, RandomProducts

@@ -38,6 +38,8 @@ from quantkit.runtimes.openvino.open import WEIGHTS
 from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
 
 RUNTIME, LLAMA, OPENVINO = "onnxruntime", "llama_cpp", "openvino"
+# of the step that shows that an export runs
+_TOKENS = 8
 _BATCH, _CONTEXT = 1, 128
 _EXTRA = {RUNTIME: "onnx", "quantkit_cpu": "onnx", LLAMA: "gguf", OPENVINO: "openvino"}
 _PACKAGES = {LLAMA: "llama_cpp", OPENVINO: "openvino"}
@@ -246,6 +248,22 @@ def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str =
     if samples:
         return Passes(opened_graph(Path(path), threads, runtime), samples)
     return _model(path, threads, runtime)
+
+
+def stepped(path: Path, runtime: str, *, graph: bool) -> None:
+    """Load an export, and make a step where what goes in is known.
+
+    Args:
+        graph: whether it is a graph's file, no transformer's folder.
+
+    Raises:
+        InputError: the runtime's.
+    """
+    if graph:
+        opened_graph(path, machine.cores(), runtime)
+        return
+    model: Any = opened(str(path), {}, machine.cores(), runtime)
+    (model.decode if model.decoder else model.prefill)(1, min(_TOKENS, model.context - 1))()
 
 
 class OnnxGraph:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError, MissingDependency
+from quantkit.graph.protobuf import demand_attributes
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -23,6 +24,7 @@ _REASONS = {
     "Fatal error": "an operator that this onnxruntime does not have",
     "Unsupported model IR version": "a newer file format than this onnxruntime reads",
     "external": "its external data file is missing or damaged",
+    "beyond 32 bits": "an attribute that no operator has",
 }
 
 
@@ -78,6 +80,7 @@ def open_graph(
 
         options.register_custom_ops_library(str(library()))
     try:
+        demand_attributes(path)
         if level is not None or shown or way or own:
             what = _changed(path, level, shown, way, own)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
@@ -85,18 +88,18 @@ def open_graph(
     except InputError:
         raise
     except Exception as problem:
-        raise _unreadable(path, problem) from None
+        raise unreadable(path, str(problem).strip() or type(problem).__name__) from None
 
 
-def _unreadable(path: Path, problem: Exception) -> InputError:
+def unreadable(path: Path, text: str) -> InputError:
+    """The error `onnx-unreadable`, of what was said of a file."""
     import onnxruntime
 
-    text = str(problem).strip()
     reason = next((said for sign, said in _REASONS.items() if sign.lower() in text.lower()), "it does not load")
     return InputError(
         "onnx-unreadable",
         where=str(path),
-        value=f"{reason}: {text.splitlines()[0][:200] if text else type(problem).__name__}",
+        value=f"{reason}: {text.splitlines()[0][:200]}",
         rule=f"onnxruntime {onnxruntime.__version__} loads it",
         remedy="`quantkit verify` says whether a file differs; else update onnxruntime, or export again",
     )
@@ -148,6 +151,7 @@ def write_optimized(path: Path, to: Path) -> None:
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", f"{to.name}.data")
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
     try:
+        demand_attributes(path)
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as problem:
-        raise _unreadable(path, problem) from None
+        raise unreadable(path, str(problem).strip() or type(problem).__name__) from None

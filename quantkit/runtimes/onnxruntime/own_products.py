@@ -27,6 +27,8 @@ SILU, GELU = 0, 1
 _PAIR = 32
 # features of a head are multiplied by so many, as 512 bits hold them
 _LANES = 16
+# what the operators take of heads and of a head's features, and of rows, columns and tokens
+_MOST_HEADS, _MOST_ROWS = 1 << 16, (1 << 31) - 1
 # what of GroupQueryAttention the operator knows: attributes; inputs, with `seqlens_k` left out
 _ATTENTION = {"num_heads", "kv_num_heads", "scale", "do_rotary", "local_window_size"}
 _ATTENTION_INPUTS = (0, 1, 2, 3, 4, 6, 7, 8, 10)
@@ -93,6 +95,8 @@ class _Graph:
         """A product in 4 bits whose inputs are rounded, without a bias or an order of its own."""
         whole = _attribute(node, "bits", 4) == 4 and _attribute(node, "accuracy_level", 0) == 4
         if node.op_type != "MatMulNBits" or not whole or len(node.input) not in (3, 4):
+            return False
+        if not all(0 < _attribute(node, name, 0) <= _MOST_ROWS for name in ("N", "K", "block_size")):
             return False
         kinds = (TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8)
         return all(self.constant(name, kind) for name, kind in zip(node.input[1:], kinds, strict=False) if name)
@@ -202,11 +206,17 @@ def _attends(node: Any, graph: _Graph) -> bool:
         return False
     given = [place for place, name in enumerate(node.input) if name]
     width = graph.widths.get(node.input[3])
-    turned = bool(_attribute(node, "do_rotary", 0))
+    heads, kv_heads = _attribute(node, "num_heads", 0), _attribute(node, "kv_num_heads", 0)
+    window = _attribute(node, "local_window_size", -1)
+    # of larger numbers ONNX Runtime takes the lower 32 bits
+    if not 0 < kv_heads <= heads <= _MOST_HEADS or not (window == -1 or 0 < window <= _MOST_ROWS):
+        return False
+    turned = _attribute(node, "do_rotary", 0) == 1
     apart = (1 in given) == (2 in given) and bool(_attribute(node, "scale"))
     whole = {0, 3, 4, 6} <= set(given) <= {*_ATTENTION_INPUTS, 5} and turned == (7 in given) == (8 in given)
     even = graph.same_lengths(node.input[5])
-    return bool(whole and apart and even and width and width % _LANES == 0 and len([o for o in node.output if o]) == 3)
+    fits = width is not None and 0 < width <= _MOST_HEADS and width % _LANES == 0
+    return bool(whole and apart and even and fits and len([o for o in node.output if o]) == 3)
 
 
 def _attention(node: Any) -> Any:
@@ -221,7 +231,7 @@ def _attention(node: Any) -> Any:
         domain=DOMAIN,
         heads=int(_attribute(node, "num_heads")),
         kv_heads=int(_attribute(node, "kv_num_heads")),
-        window=max(int(_attribute(node, "local_window_size", 0)), 0),
+        window=max(int(_attribute(node, "local_window_size", -1)), 0),
         scale=float(_attribute(node, "scale")),
     )
 
@@ -231,6 +241,7 @@ def _is_norm(node: Any) -> bool:
     return (
         node.op_type == "SkipSimplifiedLayerNormalization"
         and len(node.input) == 3
+        and all(node.input)
         and _attribute(node, "epsilon") is not None
         and not any(node.output[1:3])
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import limits, machine
-from quantkit.errors import InputError
+from quantkit.errors import InputError, reading
 from quantkit.runtimes.generate import no_cache, too_long
-from quantkit.runtimes.onnxruntime.open import open_graph
+from quantkit.runtimes.onnxruntime.open import open_graph, unreadable
 from quantkit.runtimes.onnxruntime.ways import PROMPT_BYTES, ROWS, STEP_BYTES, WAYS, Way
 
 if TYPE_CHECKING:
@@ -120,6 +121,13 @@ class OnnxModel:
         self.meta = dict(self.session.get_modelmeta().custom_metadata_map)
         if own:  # with one way left
             self.meta = {name: value for name, value in self.meta.items() if name not in (PROMPT_BYTES, ROWS)}
+        with self._reading():  # numbers that a stranger may have written
+            _ = self.context, self.accuracy_level, self.ways, self.prompt_rows
+            _ = (self.cache_bytes, self.vocabulary) if self.decoder else ()
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """Whatever the file makes the library raise in the body is `onnx-unreadable`."""
+        return reading(partial(unreadable, self.folder / MODEL))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -243,7 +251,8 @@ class OnnxModel:
             parts = [self.run(state, ids[:, [at]], None if mask is None else mask[:, [at]]) for at in columns]
             return np.concatenate(parts[-keep:], axis=1)
         state.mask[:, before:after] = 1 if mask is None else mask
-        self.session.run_with_iobinding(self.bind(state, ids, after, keep))
+        with self._reading():
+            self.session.run_with_iobinding(self.bind(state, ids, after, keep))
         state.length = after
         assert state.logits is not None
         # a copy: the next step writes to the same place
@@ -275,7 +284,8 @@ class OnnxModel:
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
         """An encoder's last hidden states [B, S, width] for ids [B, S]."""
-        return np.asarray(self.session.run(None, self.prompt(ids, mask))[0])
+        with self._reading():
+            return np.asarray(self.session.run(None, self.prompt(ids, mask))[0])
 
     def prompt(self, ids: Array, mask: Array | None = None) -> dict[str, Array]:
         """All inputs for ids [B, S]: with an empty cache, of types 0."""

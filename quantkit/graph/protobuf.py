@@ -1,4 +1,4 @@
-"""As much of protobuf as single products need, for where the package onnx is not.
+"""As much of protobuf as single products, and a look at a file before it is opened, need where the package onnx is not.
 
 A message is its fields one after another, each a number, how it is written, and a value; of a message inside of another
 that comes twice the fields are joined, so that a model is what was written of it in any order
@@ -7,10 +7,17 @@ that comes twice the fields are joined, so that a model is what was written of i
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 Chunks = list[bytes]
+# of messages, as onnx.proto numbers them
+_GRAPH, _FUNCTIONS, _NODE, _FUNCTION_NODE, _OPERATOR, _ATTRIBUTE = 7, 25, 1, 7, 4, 5
+_NAME, _NUMBER, _INNER, _INNERS = 1, 3, 6, 11
+# that honest files have beyond 32 bits: "to the end", any constant, a seed
+_WIDE = {b"start", b"end", b"value_int", b"seed"}
 
 
 def number(field: int, value: int) -> Chunks:
@@ -78,3 +85,35 @@ def _read(view: memoryview, at: int) -> tuple[int, int]:
         shift, at = shift + 7, at + 1
         if not view[at - 1] & 128:
             return value, at
+
+
+def demand_attributes(path: Path) -> None:
+    """Refuse a graph with an attribute beyond 32 bits.
+
+    ONNX Runtime checks such a number and then computes with its lower half: `kv_num_heads` of 2^32 divides by zero.
+
+    Raises:
+        ValueError: naming it, or of what is no protobuf.
+        OSError: as the system says.
+    """
+    with path.open("rb") as stream:
+        whole = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+    try:
+        for nodes in (inside(whole, _GRAPH, _NODE), inside(whole, _FUNCTIONS, _FUNCTION_NODE)):
+            for node in nodes:
+                _demand_narrow(node)
+    except (IndexError, KeyError):
+        raise ValueError("no whole protobuf") from None
+
+
+def _demand_narrow(node: int | memoryview) -> None:
+    for attribute in inside(node, _ATTRIBUTE):
+        for value in inside(attribute, _NUMBER):
+            signed = (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)  # type: ignore[arg-type]
+            names = [bytes(name) for name in inside(attribute, _NAME)]  # type: ignore[arg-type]
+            if not -(1 << 31) <= signed < 1 << 31 and not set(names) <= _WIDE:
+                kinds = [*inside(node, _OPERATOR), *inside(attribute, _NAME)]
+                called = ".".join(bytes(each).decode(errors="replace") for each in kinds)  # type: ignore[arg-type]
+                raise ValueError(f"{called} is {signed}, beyond 32 bits")
+        for inner in (*inside(attribute, _INNER, _NODE), *inside(attribute, _INNERS, _NODE)):
+            _demand_narrow(inner)
