@@ -385,13 +385,16 @@ def tune(
         return search(question, shown)
 
 
-def export(bundle: Bundle | str | Path, to: str, changes: Sequence[str] = ()) -> Bundle:
+def export(
+    bundle: Bundle | str | Path, to: str, changes: Sequence[str] = (), *, calibration: str | Path | None = None
+) -> Bundle:
     """Add an export to a finished bundle; the bundle with it.
 
     Args:
         bundle: with a checkpoint, or its path.
         to: an exporter: `onnx`, `tensorrt`.
         changes: `NAME=YAML` options of the exporter.
+        calibration: of a network of one's own, the set that it was calibrated on.
 
     Raises:
         QuantkitError: `export-exists`, `export-unsupported`, `check-failed` (nothing is added), ...
@@ -401,4 +404,5 @@ def export(bundle: Bundle | str | Path, to: str, changes: Sequence[str] = ()) ->
     from quantkit.recipe.changes import demand_changes
 
     given.demand("to", to, (str,), "an exporter's name")
-    return export_bundle(_opened(bundle), to, demand_changes(changes)).bundle
+    where = None if calibration is None else given.model(calibration, "calibration")
+    return export_bundle(_opened(bundle), to, demand_changes(changes), calibration=where).bundle

@@ -36,7 +36,7 @@ def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:
     """Bytes of the weight files under one folder of a bundle (`model`, `onnx`, ...): one export, not all of them."""
     inside = [file for file in files if file.path.startswith(f"{folder}/")]
     # an engine has weights of its own: the graph that it is built from stays behind
-    roles = {"engine"} if folder == "engine" else {"weights", "onnx", "gguf"}
+    roles = {"engine"} if folder == "engine" else {"weights", "onnx", "gguf", "openvino"}
     return sum(file.bytes for file in inside if file.role in roles)
 
 

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+import quantkit
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.pipeline import Request, compile_model
@@ -220,6 +221,10 @@ def test_detections_are_compared_as_sets(tmp_path: Path, least: float, batch: in
     assert same["value"] == pytest.approx(2 * found / sum(kept))
     assert rows["same", "labels"]["value"] <= 2 * labels / sum(kept)
     assert rows["relative_error", "boxes"]["value"] < 0.02
+    pytest.importorskip("openvino")
+    # another runtime need not keep as many, and is held against what the choice is made of
+    added = quantkit.export(bundle, "openvino", calibration=tmp_path / "x.npz").manifest.checks[-1]
+    assert (added.name, added.ok, added.where) == ("reload.openvino", True, "corners")
 
 
 def overlap(one: Array, other: Array) -> float:

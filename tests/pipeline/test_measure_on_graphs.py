@@ -21,9 +21,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.pipeline import Request, compile_model
-from quantkit.pipeline.finished.export import export_bundle
 from quantkit.pipeline.finished.measure import measure_bundle
-from quantkit.pipeline.graphs.remeasure import samples_of
 
 PLAN = TimingPlan(batches=(1, 3), contexts=(16,), prefills=(8,), seconds=0.2, cell_seconds=0.2, rounds=2)
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
@@ -48,10 +46,9 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quantkit.compile(
         str(folder / "tiny.onnx"), "int8", calibration=folder / "set.npz", out=folder / "bundle", speed=False
     )
-    held = samples_of(Bundle.load(folder / "bundle"), str(folder / "set.npz"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantkit.pipeline.finished.export.samples_of", lambda *_: held)
-        export_bundle(Bundle.load(folder / "bundle"), "openvino")
+    with pytest.raises(InputError, match=r"--calibration ./set.npz"):
+        quantkit.export(folder / "bundle", "openvino")
+    quantkit.export(folder / "bundle", "openvino", calibration=folder / "set.npz")
     return folder
 
 

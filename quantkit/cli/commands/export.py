@@ -10,7 +10,7 @@ import typer
 
 import quantkit
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import BundlePath, Json, On, Wheelhouse, demand_device
+from quantkit.cli.options import BundlePath, Calibration, Json, On, Wheelhouse, demand_device
 
 if TYPE_CHECKING:
     from quantkit.bundle import Bundle
@@ -30,6 +30,7 @@ def export(
     inputs: Annotated[
         Path | None, typer.Option(metavar="FILE.npz", help="With --autotune-qdq, what a graph is given.")
     ] = None,
+    calibration: Calibration = None,
     on: On = None,
     wheelhouse: Wheelhouse = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
@@ -43,12 +44,18 @@ def export(
     demand_device(on, wheelhouse)
     if autotune_qdq and on is not None:
         raise InputError("usage", where="--autotune-qdq", value="with --on", rule="it searches on this machine's GPU")
+    if calibration is not None and (on is not None or autotune_qdq):
+        raise InputError(
+            "usage", where="--calibration", value="for an engine", rule="engines are checked without samples"
+        )
     if autotune_qdq:
         return _autotuned(quantkit.load(bundle), to, set_ or (), inputs)
     with showing() as progress:
         progress.begin(f"exporting {bundle}", 40.0)
         if on is None:
-            done = export_bundle(quantkit.load(bundle), to, set_ or (), dry_run=dry_run, progress=progress)
+            done = export_bundle(
+                quantkit.load(bundle), to, set_ or (), calibration=calibration, dry_run=dry_run, progress=progress
+            )
         else:
             from quantkit.devices.asked.engine import export_at
 

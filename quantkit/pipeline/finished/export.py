@@ -74,17 +74,26 @@ class Exported:
 
 
 def export_bundle(
-    bundle: Bundle, to: str, changes: Sequence[str] = (), *, dry_run: bool = False, progress: Progress | None = None
+    bundle: Bundle,
+    to: str,
+    changes: Sequence[str] = (),
+    *,
+    calibration: str | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
 ) -> Exported:
     """Export a bundle's checkpoint to another destination.
 
     Args:
         changes: `NAME=YAML` options of the exporter.
+        calibration: of a graph, where the set is that it was calibrated on, if that was a file: both are held against
+            each other on its samples.
         dry_run: check what can be checked, write nothing.
 
     Raises:
         InputError: `unknown-exporter`, `export-unsupported`, `export-exists`, `bundle-without-checkpoint`,
-            `bundle-dense`, `bundle-not-writable`, `hash-mismatch`, `layout-unsupported`, the exporter's own.
+            `bundle-dense`, `bundle-not-writable`, `hash-mismatch`, `layout-unsupported`, the exporter's own; of a
+            graph `calibration-needed` and those of `load_inputs`.
         GateError: `check-failed`, the result is not what the checkpoint is; nothing is added.
     """
     progress = progress or Progress()
@@ -101,6 +110,9 @@ def export_bundle(
             remedy=f"its graph runs as it is: {file_of(bundle)}"
             + ("; for ONNX Runtime's kernels, compile with int8-network" if is_network(bundle) else ""),
         )
+    if calibration is not None and not graph:
+        rule = "samples are what the exports of a graph are held against each other on"
+        raise InputError("usage", where="--calibration", value="the bundle holds no graph", rule=rule)
     if not exporter.adds:
         raise InputError(
             "export-unsupported",
@@ -131,6 +143,7 @@ def export_bundle(
     bundle.demand_free(place)
     bundle.demand_writable()
     bundle.demand_intact()
+    samples = samples_of(bundle, calibration).first(_SAMPLES) if graph else {}
     if dry_run:
         return Exported(bundle, to, [], [], dry_run=True)
     progress.plan({"export": 20.0, "check": 20.0})
@@ -147,11 +160,7 @@ def export_bundle(
         for name in ("model", "manifest.json") if not graph else ():
             (beside / name).symlink_to((bundle.path / name).resolve())
         progress.at("check", 0.0, f"reloading the {to}")
-        if graph:
-            samples = samples_of(bundle, None).first(_SAMPLES)
-            checks = exporter.check_graph(file_of(bundle), beside / place, samples)
-        else:
-            checks = exporter.check(beside)
+        checks = exporter.check_graph(file_of(bundle), beside / place, samples) if graph else exporter.check(beside)
         demand(checks, "the export is not what the checkpoint is; nothing was added. Please report it")
         if exporter.builds:
             built = exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
