@@ -17,6 +17,7 @@ from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.graph.open import is_graph
 from quantkit.kinds import Kind
 from quantkit.model.device import CPU, demand_name
+from quantkit.model.source import adapter
 from quantkit.model.source.alias import ALIASES
 from quantkit.planning import support
 from quantkit.planning.support import Support
@@ -111,6 +112,8 @@ class Request:
             tf32=tf32,
         )
         given.demand("device", device, (str,), "cpu, cuda, cuda:N or auto")
+        if content.is_path(model):
+            adapter.demand_none(Path(model), model)
         if demand_name(device) == CPU and tf32:
             raise InputError(
                 "usage",

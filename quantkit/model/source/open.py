@@ -24,7 +24,7 @@ from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
-from quantkit.model.source import code, converted, pretrained
+from quantkit.model.source import adapter, code, converted, pretrained
 from quantkit.model.source.alias import ALIASES, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
@@ -206,8 +206,8 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
 
     Raises:
         InputError: `unknown-model`, `alias-missing`, `model-graph`, `file-missing`, `not-a-folder`, `hub-unreachable`,
-            `hub-missing`, `config-missing`, `config-invalid`, `architecture-unknown`, `architecture-unsupported`,
-            `remote-code`, `already-quantized`, and those of `Weights.open`.
+            `hub-missing`, `adapter-unmerged`, `config-missing`, `config-invalid`, `architecture-unknown`,
+            `architecture-unsupported`, `remote-code`, `already-quantized`, and those of `Weights.open`.
         MissingDependency: transformers or torch.
     """
     with MissingDependency.unless_found("transformers", extra="compile", purpose="opening a model"):
@@ -318,6 +318,8 @@ def _open_folder(
     written: bool = False,
     hashed: bool = True,
 ) -> Source:
+    if not written:
+        adapter.demand_none(path, ref)
     if not (path / "config.json").exists():
         raise _no_config(path, ref)
     config = strict_json(
