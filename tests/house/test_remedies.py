@@ -27,6 +27,7 @@ OTHERS = {
     "--only-binary": "pip",
     "--disable-pip-version-check": "pip",
     "--dest": "pip",
+    **dict.fromkeys(("--include", "--local-dir"), "hf"),
     **dict.fromkeys(
         ("--implementation", "--python-version", "--abi", "--platform", "--no-index", "--find-links"), "pip"
     ),
