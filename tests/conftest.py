@@ -143,19 +143,9 @@ def fake_builder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _tokenizer_of_bytes(around: str, merges: tuple[tuple[str, str], ...] = ()) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from zoo.shrink import tokenizer_of_bytes
 
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    vocabulary |= {"<s>": 256, "</s>": 257}
-    vocabulary |= {left + right: 258 + number for number, (left, right) in enumerate(merges)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=around, special_tokens=[("<s>", 256), ("</s>", 257)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    return tokenizer_of_bytes(around, merges)
 
 
 @pytest.fixture(scope="session")

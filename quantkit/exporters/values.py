@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters.onnx.nbits import InputCodes
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.model import run_time
 from quantkit.model.device import put
 from quantkit.model.finished import Finished
+from quantkit.model.layouts import Expansion, Read
 from quantkit.model.run_time import RunTime
 from quantkit.model.source.open import Source
 from quantkit.model.source.weights import Weights
@@ -109,7 +110,7 @@ class Values:
 
     @classmethod
     def of_bundle(cls, path: Path) -> Values:
-        """Of a finished bundle's checkpoint.
+        """Of a finished bundle's checkpoint: the same numbers that `of_results` has of the compile that wrote it.
 
         Raises:
             InputError: `bundle-without-checkpoint`.
@@ -136,10 +137,23 @@ class Values:
                 remedy="compile with `export: [checkpoint: {layout: pack-quantized}]`",
             )
 
+        prefixes = {linear: stream.files[f"{linear}.weight"].removesuffix(".weight") for linear in layers}
+
         def quantized(linear: str, *, codes: bool = True) -> QuantTensor:
             assert isinstance(weights, ExpandedWeights)
-            prefix = stream.files[f"{linear}.weight"].removesuffix(".weight")
-            return weights.layout.read_back(prefix, layers[linear], weights.stored.read)
+            return weights.layout.read_back(prefixes[linear], layers[linear], weights.stored.read)
+
+        if isinstance(weights, ExpandedWeights):
+            # a library rounds what it expands to the model's dtype; an export holds the codes, as after a compile
+            linears = {prefix: linear for linear, prefix in prefixes.items()}
+
+            def exact(prefix: str, _: Read) -> Tensor:
+                tensor = quantized(linears[prefix])
+                found: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
+                return found
+
+            exact_weights = replace(weights, expansion=Expansion(None, exact))
+            stream.source = replace(stream.source, weights=exact_weights)
 
         how = RunTime()
         for each in list(stream.transforms):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import zoo
 from torch import Tensor, nn
+from zoo import shrink
 
-from quantkit.model.kernel_limit import kernel_limit
+from quantkit.model.kernel_limit import DEPARTURES, departure, rounding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 UNIT = 2.0**-8
@@ -30,36 +32,48 @@ def as_a_kernel_does(model: nn.Module) -> None:
             linear.register_forward_hook(lambda _, given, found: rounded(found))
 
 
-def departs(blocks: int) -> float:
-    model: Any = zoo.tiny("llama", num_hidden_layers=blocks)
-    model.eval()
-    ids = zoo.ids(2, 24)
+def one_group_is_doubled(model: nn.Module) -> None:
+    as_a_kernel_does(model)
+    next(linear for linear in model.modules() if isinstance(linear, nn.Linear)).weight.data[:4, :32] *= 2
+
+
+def one_bias_is_lost(model: nn.Module) -> None:
+    as_a_kernel_does(model)
+    next(module for name, module in model.named_modules() if name.endswith("norm")).weight.data[:8] = 1  # type: ignore[operator, union-attr, index]
+
+
+def departures(model: Any, change: Callable[[nn.Module], None]) -> tuple[float, float]:
+    """Of a changed model, and of the same with its products rounded as the limit is computed."""
+    ids, changed, other = shrink.ids(2, 24), copy.deepcopy(model), copy.deepcopy(model)
+    change(changed.base_model)
+    linears = [name for name, module in other.base_model.named_modules() if isinstance(module, nn.Linear)]
+    rounding(other.base_model, linears)
     with torch.no_grad():
-        meant = model(ids).logits
-        as_a_kernel_does(model.model)
-        found = model(ids).logits
-    return float((found - meant).abs().max() / meant.abs().max())
+        meant, found, limit = (each(ids).logits for each in (model, changed, other))
+    return departure(found, meant), departure(limit, meant)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
-def test_a_right_model_is_within_it(blocks: int) -> None:
-    assert UNIT < departs(blocks) <= kernel_limit(blocks)
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+@pytest.mark.parametrize("blocks", [1, 4, 8])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
+def test_a_right_model_is_within_it(name: str, blocks: int, spread: float) -> None:
+    """Depth, and sharper attention, make a model depart further, by how much differs; the limit goes with it."""
+    model = shrink.tiny(name, num_hidden_layers=blocks, seed=blocks)
+    for each in model.modules():
+        if isinstance(each, nn.Linear):
+            each.weight.data *= spread**0.5
+    off, once = departures(model, as_a_kernel_does)
+    assert UNIT / 2 < off <= DEPARTURES * once
 
 
-def test_a_fixed_limit_would_call_a_right_model_wrong() -> None:
-    assert 2.0**-7 < departs(2) < 2.0**-6 < departs(8)
-
-
-def test_two_blocks_may_be_off_by_four_units_and_more_blocks_by_their_root() -> None:
-    assert kernel_limit(1) == kernel_limit(2) == 4 * UNIT
-    assert kernel_limit(8) == 8 * UNIT
-    # half as much again as five roundings a product and four products a block come to on average
-    once = UNIT * (0.541 / 3) ** 0.5
-    for blocks in (2, 30, 80):
-        assert kernel_limit(blocks) == pytest.approx(1.5 * once * (5 * 4 * blocks) ** 0.5, rel=0.02)
+@pytest.mark.parametrize("fault", [one_group_is_doubled, one_bias_is_lost])
+def test_a_wrong_model_is_not(fault: Callable[[nn.Module], None]) -> None:
+    off, once = departures(shrink.tiny("LlamaForCausalLM", num_hidden_layers=4), fault)
+    assert off > DEPARTURES * once
 
 
 def test_one_rounding_leaves_what_is_said_of_it() -> None:
+    """Five of them for three are √(5/3) of it: errors that are independent add as their squares do."""
     x = torch.exp2(torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     errors = rounded(x) / x - 1
     assert float(errors.abs().max()) <= UNIT

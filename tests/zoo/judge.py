@@ -122,7 +122,7 @@ def _judged(
             return verdict("refused", code=problem.code, line=str(problem))
         except Exception as problem:
             code = getattr(problem, "code", type(problem).__name__)
-            return verdict("CRASH", code=code, line=f"{_first_line(problem)} {_place(problem)}")
+            return verdict("CRASH", code=code, line=f"{_first_line(problem)} {place(problem)}")
     return verdict("WRONG" if found.get("code") else "right", **found)
 
 
@@ -249,7 +249,7 @@ def _first_line(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def _place(problem: BaseException) -> str:
+def place(problem: BaseException) -> str:
     """Where it was raised, and the last line of quantkit on the way there."""
     frames = traceback.extract_tb(problem.__traceback__)
     ours = [frame for frame in frames if "/quantkit/" in frame.filename]

@@ -303,3 +303,19 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **named)
+
+
+def tokenizer_of_bytes(around: str, merges: tuple[tuple[str, str], ...] = ()) -> transformers.PreTrainedTokenizerFast:
+    """One token a byte, 0 to 255, then `<s>` 256, `</s>` 257 and what merges make; `around` as `<s> $A`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary |= {"<s>": 256, "</s>": 257}
+    vocabulary |= {left + right: 258 + number for number, (left, right) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=around, special_tokens=[("<s>", 256), ("</s>", 257)]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

@@ -2,7 +2,7 @@
 
     max |loaded - expected| / max |expected| <= 1e-4
 
-of the logits on one batch (where the library multiplies in kernels of its own 2^-6 of two blocks, and more of more:
+of the logits on one batch (by their norms, and more, where the library multiplies in kernels of its own:
 `model/kernel_limit.py`), both sides by the same class of plain transformers in the model's own dtype: `loaded` from the
 folder, with whatever expands it; `expected` from dense tensors that are computed from the codes. Missing, unexpected
 and mismatched keys fail as well. And the same of every packed linear, expanded by its library's own code: that takes
@@ -29,7 +29,6 @@ from quantkit.formats import load_format
 from quantkit.formats.base.layout import against, split
 from quantkit.model import layouts, run_time
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
-from quantkit.model.kernel_limit import kernel_limit
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
 from quantkit.model.source import pretrained
@@ -167,6 +166,8 @@ def reload(
         inputs: keyword arguments of the forward; a fixed batch of ids by default.
         blocks: only the first so many layers, so that memory stays bounded; None is all.
     """
+    from quantkit.model import kernel_limit
+
     cached = wanted.run_time.cache is not None
     with quiet_loading():
         model_class = loading.model_class(folder)
@@ -179,6 +180,7 @@ def reload(
             inputs = inputs or loading.batch(loaded.config)
             dtype = loaded.dtype
             found = loading.logits(in_float32(loaded), inputs, cached=cached)
+            classes = {name: type(module) for name, module in loaded.named_modules()}
             del loaded
         except QuantkitError:
             raise
@@ -204,11 +206,15 @@ def reload(
         if not forgets:
             _quantize_at_run_time(reference, wanted.run_time)
         expected = loading.logits(reference, inputs, cached=cached)
-    depth = getattr(reference.config.get_text_config(), "num_hidden_layers", FEW)
+        off, limit = _difference(found, expected), LIMIT
+        if wanted.layout is not None and wanted.layout.kernels:
+            own = [name for name, module in reference.named_modules() if type(module) is not classes[name]]
+            rounded = loading.logits(kernel_limit.rounding(reference, own), inputs, cached=cached)
+            off = kernel_limit.departure(found, expected)
+            limit += kernel_limit.DEPARTURES * kernel_limit.departure(rounded, expected)
     del reference
     machine.let_go()
-    limit = kernel_limit(depth) if wanted.layout is not None and wanted.layout.kernels else LIMIT
-    return _judge("reload.transformers", _difference(found, expected), "logits", limit)
+    return _judge("reload.transformers", off, "logits", limit)
 
 
 def _quantize_at_run_time(model: Any, how: RunTime) -> None:
