@@ -114,5 +114,5 @@ def test_code_that_is_not_trusted_stays_behind_with_its_names(tmp_path: Path, by
 def test_code_in_another_repository_is_refused_before_anything_runs(tmp_path: Path) -> None:
     folder = folder_with_code(tmp_path / "m", prefix="org/name--")
     (folder / "modeling_own.py").unlink()
-    with pytest.raises(InputError, match=r"hf download org/name --include '\*.py'"):
+    with pytest.raises(InputError, match=r"put the \.py files of org/name into"):
         open_model(str(folder), trust_remote_code=True)

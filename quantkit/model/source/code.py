@@ -88,7 +88,7 @@ def trust(folder: Path) -> None:
                 where=f"{folder.name}: {place}",
                 value=f"{reference} lies in another repository",
                 rule="the code that is trusted lies beside the config",
-                remedy=f"hf download {repository} --include '*.py' --local-dir {folder}",
+                remedy=f"put the .py files of {repository} into {folder}",
             )
     place_of = _proof(folder)
     with disk_errors(place_of.parent):
