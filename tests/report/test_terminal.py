@@ -8,9 +8,10 @@ from pathlib import Path
 import planted
 import pytest
 
-from quantkit.bundle import Check, Manifest
+from quantkit.bundle import Check, Manifest, WeightsEntry
 from quantkit.measurement.rows import Row
 from quantkit.report import terminal
+from quantkit.report.bundle import figures
 from quantkit.report.bundle.card import card
 from quantkit.report.bundle.page import page
 from quantkit.report.kit.screen import write
@@ -196,3 +197,22 @@ def test_a_baseline_needs_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, planted.manifest(layers=[]), planted.rows())
     assert "it is a baseline" in text
     assert "quantkit measure" not in text
+
+
+@pytest.mark.parametrize(("left", "said"), [(920, "; 8% of the linear weights are quantized"), (50, ""), (0, "")])
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_headline_says_how_little_is_quantized(
+    left: int, said: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for it: the name of a recipe speaks of all of a model."""
+    one = {"reason": "", "tensors": 1, "example": "a", "linear": True}
+    weights = [
+        WeightsEntry(state="quantized", asked=True, elements=1000 - left, **one),
+        WeightsEntry(state="carried", asked=asked, elements=left, **one),
+        WeightsEntry(state="carried", asked=True, elements=10**6, **{**one, "linear": False}),
+    ]
+    manifest, rows = planted.manifest(weights=weights), planted.rows()
+    answer, _ = figures.verdict(manifest, rows)
+    assert answer == f"not measured yet: nothing says whether it is faster{said}"
+    assert f"**Verdict:** {answer}." in card(manifest, rows, [])
+    assert answer in " ".join(summary(monkeypatch, width=160, weights=weights).split())

@@ -13,15 +13,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.bundle import Decision, WeightsEntry, decision
-from quantkit.planning.model.assigned import AS_ASKED, FLOATS, ROUTER
+from quantkit.planning.model.assigned import AS_ASKED, FLOATS, FLOATS_LIMIT, ROUTER
 
 if TYPE_CHECKING:
     from torch import nn
 
     from quantkit.model.streaming.stream import StreamedModel
 
-# the share of linear weights that may stay in floats without a word
-LIMIT = 0.05
 State = Literal["quantized", "carried", "unused"]
 QUANTIZED: State = "quantized"
 CARRIED: State = "carried"
@@ -130,7 +128,7 @@ def left_in_floats(entries: Iterable[WeightsEntry], *, unasked: bool = False) ->
 def about(entries: Sequence[WeightsEntry]) -> list[Decision]:
     """The decision on what stays in floats although nobody asked for it, where that is too much."""
     share = left_in_floats(entries, unasked=True)
-    if share is None or share <= LIMIT:
+    if share is None or share <= FLOATS_LIMIT:
         return []
     left = [entry for entry in entries if entry.linear and entry.state != QUANTIZED and not entry.asked]
     most = max(left, key=lambda entry: entry.elements)

@@ -27,6 +27,8 @@ AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER = "kept-as-asked", "group-shrunk", "he
 MIXED = "kept-high"
 # these are: what stays in floats although the recipe does not say so
 SHARED, FLOATS = "shared-kept", "floats-left"
+# the share of linear weights that may stay in floats without a word
+FLOATS_LIMIT = 0.05
 ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED)
 _POWERS = (256, 128, 64, 32, 16)
 
