@@ -394,7 +394,7 @@ def _acquire(folder: Path) -> int:
                 remedy="move it away, or choose another --out",
             )
         try:
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            lock = disk.lock_file(folder / "lock")
         except FileNotFoundError:  # another build finished and removed the folder just now
             continue
         try:

@@ -236,9 +236,40 @@ def alone(place: Path) -> Iterator[None]:
     """One process at a time; the kernel frees the lock of one that is killed."""
     import fcntl
 
-    with place.open("w") as stream:
-        lock(stream.fileno(), fcntl.LOCK_EX)
+    descriptor = lock_file(place)
+    try:
+        lock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)
+
+
+def lock_file(path: Path) -> int:
+    """A descriptor of a lock's file, which is made where there is none; nothing is waited for, and no link followed.
+
+    Raises:
+        InputError: `lock-foreign`: something else is there. OSError: as the system says.
+    """
+    try:
+        descriptor: int | None = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        descriptor = None
+    if descriptor is not None:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: its folder was removed just now
+            return descriptor
+        os.close(descriptor)
+    raise InputError(
+        "lock-foreign",
+        where=str(path),
+        value="a link, no regular file, or one of several names",
+        rule="a lock is a file of its own",
+        remedy="delete it; it is made anew",
+    )
 
 
 def sha256(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with lock.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_is_no_lock_is_neither_written_nor_waited_for(tmp_path: Path) -> None:
+    lock, precious = tmp_path / "lock", tmp_path / "precious"
+    precious.write_text("kept")
+    for make in (lock.symlink_to, lock.hardlink_to, lambda _: os.mkfifo(lock), lambda _: lock.mkdir()):
+        lock.unlink(missing_ok=True)
+        make(precious)
+        with pytest.raises(InputError, match="lock-foreign"), alone(lock):
+            pass
+    assert precious.read_text() == "kept"
 
 
 def test_a_link_planted_under_a_temporary_name_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

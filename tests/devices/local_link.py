@@ -17,11 +17,13 @@ from pathlib import Path
 
 from quantkit.devices.job import ANSWER, At, Done, Failed, Found, Job, Note, parse
 from quantkit.devices.link import folder_of
-from quantkit.devices.sent import store
+from quantkit.devices.sent import answer, store
 from quantkit.devices.ssh.openssh import Lost
 from quantkit.devices.there.ledger import FILE
 from quantkit.errors import InputError
 from quantkit.runtimes.child import Report
+
+store.lock_file = answer.lock_file  # type: ignore[attr-defined]  # as it is sent
 
 
 class LocalLink:

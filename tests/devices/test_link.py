@@ -170,12 +170,33 @@ def test_users_and_workdirs_of_a_machine_take_turns(
     link.cancel(name)
     assert probe(here, str(tmp_path / "elsewhere")).busy == ""
     assert len(cells(other, other.start(job()))) == 5
-    # what is no lock of ours is not written to
-    (tmp_path / "lock").unlink()
-    (tmp_path / "lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(InputError, match="device-failed"):
-        other.start(job())
-    assert not (tmp_path / "precious").exists()
+    # one of somebody else's making keeps its mode
+    (tmp_path / "lock").chmod(0o640)
+    other.cancel(other.start(job()))
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", ["there/lock", "there/store/coming", "there/store/laying", "shared"])
+def test_what_is_no_lock_of_ours_is_neither_written_nor_waited_for(
+    linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    link, lock, precious = linked(), tmp_path / name, tmp_path / "precious"
+    here, cleaning = (
+        OpenSSH(Address("here"), name="here", begin=["sh", "-c"]),
+        {"workdir": str(tmp_path / "there"), "do": "clean"},
+    )
+    link.install()
+    monkeypatch.setenv("QUANTKIT_LOCK", str(tmp_path / "shared"))
+    precious.write_text("kept")
+    precious.chmod(0o600)
+    for make in (lock.symlink_to, lock.hardlink_to, lambda _: os.mkfifo(lock), lambda _: lock.mkdir()):
+        lock.unlink(missing_ok=True)
+        make(precious)
+        with pytest.raises(InputError, match=rf"lock-foreign.*{lock} is a link"):
+            link.start(job()) if "store" not in name else here.call("store", cleaning)
+    assert precious.read_text() == "kept" and precious.stat().st_mode & 0o777 == 0o600
+    lock.rmdir()
+    assert len(cells(link, link.start(job()))) == 5
 
 
 def test_what_does_not_end_keeps_no_lock_for_ever() -> None:

@@ -241,14 +241,14 @@ def test_a_lock_that_is_not_let_go_is_told(store: Store, monkeypatch: pytest.Mon
 
 def test_a_store_that_cannot_be_written_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store)
-    real = Path.open
+    real = os.open
 
-    def read_only(self: Path, mode: str = "r", *others: Any, **more: Any) -> Any:
-        if set(mode) & set("wax+"):
-            raise PermissionError(13, "Permission denied", str(self))
-        return real(self, mode, *others, **more)
+    def read_only(path: Any, flags: int, *others: Any, **more: Any) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, flags, *others, **more)
 
-    monkeypatch.setattr(Path, "open", read_only)
+    monkeypatch.setattr(os, "open", read_only)
     assert len(Store.open(store.path).results()) == len(CELLS)
     with pytest.raises(InputError, match=r"\[file-unwritable\].*Permission denied"):
         store.commit(result(CELLS[0], attempt=2))

@@ -1,9 +1,47 @@
-"""How a program that was sent answers: one JSON document behind the mark that says where its answer begins."""
+"""What is sent behind every program: how it answers, and how it opens a lock.
 
+It answers one JSON document behind the mark that says where its answer begins.
+"""
+
+import contextlib
 import errno
 import json
+import os
+import stat
 from collections.abc import Callable
 from typing import Any
+
+
+class LockError(Exception):
+    """What stands at a lock's place is none: its path."""
+
+
+def lock_file(path: Any, *, mode: int | None = None) -> Any:
+    """Open the file of a lock to read and append; nothing is written, and nothing waited for.
+
+    Args:
+        mode: of one that is made just now, whatever the process's mask.
+
+    Raises:
+        LockError: there is a link, no regular file, one that another name leads to, or one that may not be opened.
+        FileNotFoundError, PermissionError: it may not be made.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = None
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        if mode is not None:
+            os.fchmod(descriptor, mode)
+    try:
+        # in a folder of all users one may not ask to make what another one has made
+        descriptor = os.open(path, flags) if descriptor is None else descriptor
+    except OSError:
+        raise LockError(str(path)) from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        raise LockError(str(path))
+    return os.fdopen(descriptor, "a+")
 
 
 def answer(main: Callable[[dict[str, Any]], Any], asked: dict[str, Any]) -> None:
@@ -11,6 +49,8 @@ def answer(main: Callable[[dict[str, Any]], Any], asked: dict[str, Any]) -> None
     print(asked["mark"], flush=True)
     try:
         found = main(asked)
+    except LockError as problem:
+        found = {"error": "lock", "value": str(problem)[:200]}
     except PermissionError as problem:
         found = {"error": "denied", "value": str(problem.filename)[:200]}
     except OSError as problem:

@@ -30,7 +30,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # sent with it
+    from quantkit.devices.sent.answer import lock_file
 
 # of prctl(2): the system's signal where the parent has gone; orphans below are this process's
 _PDEATHSIG, _SUBREAPER = 1, 36
@@ -54,7 +57,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any] | None:
 
 def start(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Start it, unless it runs or is done: `state` is `started`, `running`, `ended` or `busy`."""
-    lock = (place / "lock").open("a+")
+    lock = lock_file(place / "lock")
     for again in range(_TRIES, -1, -1):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,14 +122,8 @@ def _machine() -> IO[str] | None:
     """The lock of the machine: its users, and workdirs of one of them, take turns too. None where there is no such
     place, or `QUANTKIT_LOCK`, which names another, is empty."""
     path = os.environ.get("QUANTKIT_LOCK", _SHARED)
-    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    # in a folder of all users one may not ask to make what another one has made
-    for more in (0, os.O_CREAT | os.O_EXCL, 0) if path else ():
-        with contextlib.suppress(FileNotFoundError, FileExistsError, PermissionError):
-            descriptor = os.open(path, flags | more, 0o666)
-            with contextlib.suppress(PermissionError):
-                os.fchmod(descriptor, 0o666)
-            return os.fdopen(descriptor, "a+")
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        return lock_file(path, mode=0o666) if path else None
     return None
 
 
@@ -160,11 +157,8 @@ def _kind(line: bytes) -> str:
 
 
 def _holder(place: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((place / "lock").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with lock_file(place / "lock") as stream:
+        return _read(stream)
 
 
 def _ended(folder: Path) -> dict[str, Any]:
@@ -297,7 +291,7 @@ def follow(place: Path, folder: Path, asked: dict[str, Any]) -> dict[str, Any] |
 
 def _held(place: Path, job: str) -> dict[str, Any]:
     """A dictionary with something in it while the job runs."""
-    with (place / "lock").open("rb") as stream:
+    with lock_file(place / "lock") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

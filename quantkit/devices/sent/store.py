@@ -24,7 +24,10 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # sent with it
+    from quantkit.devices.sent.answer import lock_file
 
 LAYOUT = 1
 _CHUNK = 1 << 20
@@ -90,7 +93,7 @@ def _where(place: Path, sha: str, size: int | None = None) -> Path | None:
 
 def receive(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """`files` in their order, [sha256, size, where its bytes begin], from standard input."""
-    with (place / "store" / "coming").open("w") as stream:
+    with lock_file(place / "store" / "coming") as stream:
         fcntl.flock(stream, fcntl.LOCK_SH)  # nothing is removed meanwhile
         return _received(place, asked)
 
@@ -206,7 +209,7 @@ def clean(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
 
     While a job runs, or something arrives, nothing is removed: `holder` says whose that is.
     """
-    with (place / "lock").open("a+") as lock, (place / "store" / "coming").open("w") as coming, _alone(place):
+    with lock_file(place / "lock") as lock, lock_file(place / "store" / "coming") as coming, _alone(place):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(coming, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,6 +252,6 @@ def _removed(path: Path) -> int:
 
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    with (place / "store" / "laying").open("w") as stream:
+    with lock_file(place / "store" / "laying") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

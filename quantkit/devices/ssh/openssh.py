@@ -234,6 +234,12 @@ class OpenSSH:
                 "another version's files are not touched",
                 "delete that folder there, or another --workdir",
             ),
+            "lock": (
+                "lock-foreign",
+                f"{value} is a link, no regular file, one of several names, or may not be opened",
+                "who works on a device holds its locks",
+                "delete it there; a lock of the machine goes by another name with QUANTKIT_LOCK=PATH there",
+            ),
             "denied": ("workdir-unwritable", value, "the workdir can be written", "another --workdir"),
         }
         code, value, rule, remedy = known.get(

@@ -8,6 +8,7 @@ and never the end of the night.
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from quantkit import content
+from quantkit.bundle import disk
 from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.model.full_memory import is_out_of_memory
 from quantkit.nightly.store.records import NightCell
@@ -188,10 +190,13 @@ def _machine(progress: Progress) -> Iterator[None]:
     """One job at a time on a machine, whoever runs it; the kernel frees the lock of one that is killed."""
     place = content.cache_dir() / "nightly.lock"
     place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("w") as lock:
+    lock = disk.lock_file(place)
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             progress.note("waiting for another night's build on this machine: timing needs a quiet one")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)

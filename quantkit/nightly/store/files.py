@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.bundle import disk
 from quantkit.bundle.disk import fsync, stopping_when_full, write_atomic
 from quantkit.errors import InputError, MissingDependency
 from quantkit.nightly.store.records import TABLES, Record, schema
@@ -137,7 +138,7 @@ def locked(root: Path) -> Iterator[None]:
         Stopped: `disk-full`.
     """
     try:
-        with stopping_when_full(root), (root / ".lock").open("ab") as stream:
+        with stopping_when_full(root), os.fdopen(disk.lock_file(root / ".lock"), "rb") as stream:
             _acquire(stream.fileno(), root)
             yield
     except OSError as error:
