@@ -50,6 +50,8 @@ Words = Annotated[str, Field(max_length=2000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Count = Annotated[int, Field(gt=0, le=1 << 20)]
+# of an encoder's last hidden states: see `measurement.accuracy.purpose`
+Pooling = tuple[Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"], ...]
 
 
 class PlacedModel(Closed):
@@ -143,12 +145,13 @@ class ScoreBeside(Closed):
     """What a model says where the float model's answer is known, or is worked out beside it.
 
     Of a decoder both are run over the same tokens, and what tells them apart is kept of each position: the same numbers
-    as `measurement.accuracy.positions` keeps, without a logit on its way. An encoder gives its mean-pooled vectors, a
+    as `measurement.accuracy.positions` keeps, without a logit on its way. An encoder gives its pooled vectors, a
     graph what comes out of it; these are compared where the job came from.
 
     Args:
         theirs: the float model, of a decoder.
         data: an .npz below WORKDIR: `ids` [n, T], of an encoder's texts `lengths` [n] too, or the inputs of a graph.
+        pooling, skip: how an encoder's vectors are pooled, and from which token on: `measurement.accuracy.purpose`.
     """
 
     kind: Literal["accuracy"] = "accuracy"
@@ -159,6 +162,8 @@ class ScoreBeside(Closed):
     floats: str = ""
     data: Place
     threads: Count | None = None
+    pooling: Pooling = ("mean",)
+    skip: Annotated[int, Field(ge=0)] = 0
 
 
 class ScoreStreamed(Closed):
@@ -169,7 +174,7 @@ class ScoreStreamed(Closed):
     Args:
         ours: a folder with what a bundle has of it: `model/` or `engine/`.
         theirs: a folder with the float model's checkpoint, of a decoder.
-        data: see `ScoreBeside`.
+        data, pooling, skip: see `ScoreBeside`.
     """
 
     kind: Literal["streamed"] = "streamed"
@@ -178,6 +183,8 @@ class ScoreStreamed(Closed):
     theirs: PlacedModel | None = None
     runtime: str
     data: Place
+    pooling: Pooling = ("mean",)
+    skip: Annotated[int, Field(ge=0)] = 0
 
 
 class CarriedLinear(Closed):

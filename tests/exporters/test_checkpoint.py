@@ -302,7 +302,8 @@ def test_what_is_carried_over(tmp_path: Path) -> None:
     path = llama(tmp_path / "source")
     for name in ("tokenizer.json", "chat_template.jinja", "LICENSE", "generation_config.json", "1_Pooling/config.json"):
         (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_text(name)
+        (path / name).write_text(json.dumps({"file": name}))
+    (path / "modules.json").write_text('[{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]')
     for name in ("README.md", "modeling_evil.py", "pytorch_model.bin", ".git/config", "onnx/model.onnx", ".hidden"):
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(name)
@@ -317,9 +318,10 @@ def test_what_is_carried_over(tmp_path: Path) -> None:
         "chat_template.jinja",
         "LICENSE",
         "generation_config.json",
+        "modules.json",
         "1_Pooling/config.json",
     }
-    assert (model / "chat_template.jinja").read_text() == "chat_template.jinja"
+    assert (model / "chat_template.jinja").read_bytes() == (path / "chat_template.jinja").read_bytes()
 
 
 def test_torch_free_at_import() -> None:

@@ -12,9 +12,10 @@ import zoo
 
 from measurement.labelled.made_up import about
 from quantkit.calibrate.sets.pairs import PairSet
-from quantkit.calibrate.tokens.ids import token_ids
-from quantkit.measurement.accuracy.embed import embeddings, pair_rows
-from quantkit.model.source.open import open_model
+from quantkit.calibrate.tokens.ids import TokenSet, token_ids
+from quantkit.measurement.accuracy.embed import embeddings, result_rows
+from quantkit.measurement.accuracy.purpose import TextResults
+from quantkit.model.source.open import Source, open_model
 from quantkit.model.streaming.stream import StreamedModel
 
 
@@ -54,10 +55,10 @@ def test_equals_padding_with_a_mask(folder: Path) -> None:
     model, ids = zoo.tiny("bert"), texts()
     oracle = masked(model, ids)
     for side in (StreamedModel(open_model(str(folder))), Session(model)):
-        found = embeddings(side, ids)  # type: ignore[arg-type]
+        found = embeddings(side, ids, ["mean"])  # type: ignore[arg-type]
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, oracle, atol=2e-5)
-    assert embeddings(Session(model), []).shape[0] == 0  # type: ignore[arg-type]
+    assert embeddings(Session(model), [], ["mean"]).shape[0] == 0  # type: ignore[arg-type]
 
 
 def test_the_tokenizer_cuts_where_the_model_ends() -> None:
@@ -76,7 +77,7 @@ def test_the_tokenizer_cuts_where_the_model_ends() -> None:
     assert asked["max_length"] == 16
 
 
-def test_rows_say_which_pairs_and_against_what(folder: Path) -> None:
+def test_rows_say_which_pairs_and_against_what(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = texts(24)
     words = {f"left {i}": ids[i] for i in range(12)} | {f"right {i}": ids[i][::-1] for i in range(12)}
 
@@ -84,8 +85,10 @@ def test_rows_say_which_pairs_and_against_what(folder: Path) -> None:
         return {"input_ids": [words[text] for text in texts]}
 
     pairs = PairSet([f"left {i}" for i in range(12)], [f"right {i}" for i in range(12)], "verses", "eval", "dd")
-    stream = StreamedModel(open_model(str(folder)))
-    rows = pair_rows(stream, Session(zoo.tiny("bert")), pairs, tokenizer=tokenizer, about=about())  # type: ignore[arg-type]
+    monkeypatch.setattr(Source, "tokenizer", lambda source: tokenizer)
+    stream, tokens = StreamedModel(open_model(str(folder))), TokenSet(torch.ones(1, 1), "x", "eval", "0", pairs=pairs)
+    result, session = TextResults(stream, tokens), Session(zoo.tiny("bert"))
+    rows = result_rows(stream, session, tokens, result, about())  # type: ignore[arg-type]
     assert [row.name for row in rows] == [*(f"accuracy.recall_at_{k}" for k in (1, 5, 10)), "accuracy.cosine"]
     for row in rows:
         assert row.data is not None

@@ -34,7 +34,8 @@ def source(tokenizer: Any = None, kind: str = "decoder", **config: Any) -> Any:
             raise InputError("tokenizer-missing", where="x", value="none")
         return tokenizer
 
-    return SimpleNamespace(kind=kind, tokenizer=give, config={"vocab_size": 258, **config})
+    whole = {"vocab_size": 258, **config}
+    return SimpleNamespace(kind=kind, tokenizer=give, config=whole, path=Path("none"), architecture="BertModel")
 
 
 @pytest.fixture(autouse=True)

@@ -41,6 +41,8 @@ from quantkit.lazy import torch
 # which of the tokens that a tokenizer puts before and after a text a sequence has
 Special = Literal["none", "before", "around"]
 Template = Literal["chat"]
+# tokens of a text that count, as sentence encoders are trained
+LONGEST = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +58,7 @@ class TokenSet:
         pairs: of the texts that the ids are of, where embeddings are scored; `sha256` is then theirs.
         begins: the special tokens that every sequence begins with, as text: `<bos>`; None where there are none.
         generated: how many of the samples, the last ones, the model wrote itself.
+        longest: ids that a text of the pairs has at most, for the model's positions.
     """
 
     ids: torch.Tensor
@@ -66,6 +69,7 @@ class TokenSet:
     pairs: PairSet | None = None
     begins: str | None = None
     generated: int = 0
+    longest: int = LONGEST
 
     @property
     def items(self) -> int:
@@ -309,10 +313,6 @@ def _check_range(low: int, high: int, vocab_size: int, where: str, remedy: str =
         raise InputError("calibration-ids", where=where, value=f"id {wrong}", rule=rule, remedy=remedy)
 
 
-# tokens of a text that count, as sentence encoders are trained
-LONGEST = 256
-
-
 def is_pairs(reference: str) -> bool:
     """Whether a set holds pairs. Raises InputError (`unknown-calibration`, `file-missing`, `card-invalid`)."""
     path = content.find("calibration", reference)
@@ -335,7 +335,8 @@ def load_pair_tokens(
     pairs = load_pairs(reference, split, samples=None, seed=seed)
     order = np.random.default_rng(seed if split == "calib" else 0).permutation(len(pairs.left))
     texts = [side[place] for place in order for side in (pairs.left, pairs.right)]
-    ids = token_ids(texts, tokenizer, min(tokens, LONGEST))
+    longest = min(tokens, LONGEST)
+    ids = token_ids(texts, tokenizer, longest)
     length = max(map(len, ids))
     rows = filled(ids, length, -(-samples * tokens // length))
     if not len(rows):
@@ -349,11 +350,15 @@ def load_pair_tokens(
     check_vocabulary(rows, vocab_size, reference)
     sha256 = ids_sha256(rows) if split == "calib" else pairs.sha256
     opening = begins(rows, tokenizer)
-    return TokenSet(torch.from_numpy(rows), pairs.name, split, sha256, pairs.notes, pairs, opening)
+    found = torch.from_numpy(rows)
+    return TokenSet(found, pairs.name, split, sha256, pairs.notes, pairs, opening, longest=longest)
 
 
-def token_ids(texts: Sequence[str], tokenizer: Any, longest: int = LONGEST) -> list[list[int]]:
-    """The ids of each text with the tokenizer's own around them, at most `longest`."""
+def token_ids(
+    texts: Sequence[str], tokenizer: Any, longest: int = LONGEST, beside: Sequence[str] | None = None
+) -> list[list[int]]:
+    """The ids of each text, and of what goes in `beside` it, at most `longest`, the tokenizer's own included."""
     limit = min(longest, int(getattr(tokenizer, "model_max_length", longest)))
-    found: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
+    both = [list(texts), *([list(beside)] if beside is not None else [])]
+    found: list[list[int]] = tokenizer(*both, truncation=True, max_length=limit)["input_ids"]
     return found

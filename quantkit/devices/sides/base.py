@@ -64,7 +64,12 @@ class DeviceSides:
             runtime=self.runtime,
             floats=self.floats,
             data=data,
+            **self.pooled(),
         )
+
+    def pooled(self) -> dict[str, Any]:
+        """How vectors are pooled there, as a job says it; empty where nothing is."""
+        return {}
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
         """The plan's shapes that both have."""

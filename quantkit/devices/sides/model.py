@@ -23,6 +23,7 @@ from quantkit.runtimes import load_runtime
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.measurement.accuracy.purpose import TextResults
 
 
 class TransformerSides(DeviceSides):
@@ -48,26 +49,29 @@ class TransformerSides(DeviceSides):
             recipe = Recipe.done(bundle.manifest.recipe)
             seen = bundle.manifest.calibration
             self.tokens = tokens.again(recipe, found.stream.source, calibration, seen, decisions)
+        self.result: TextResults | None = None
+        if self.of == "encoder" and found.stream is not None and self.tokens is not None:
+            from quantkit.measurement.accuracy.purpose import TextResults
+
+            self.result = TextResults(found.stream, self.tokens, vectors=True)
+            decisions += self.result.decisions()
 
     def data(self) -> dict[str, Any]:
         """See `DeviceSides`."""
         if self.tokens is None:
             return {}
-        if self.tokens.pairs is None:
+        if self.result is None or self.tokens.pairs is None:
             return {"ids": self.tokens.ids.numpy()}
-        texts = self._texts()
+        texts = self.result.ids
         lengths = np.array([len(text) for text in texts])
         ids = np.zeros((len(texts), int(lengths.max())), np.int64)
         for place, text in enumerate(texts):
             ids[place, : len(text)] = text
         return {"ids": ids, "lengths": lengths}
 
-    def _texts(self) -> list[list[int]]:
-        """Of an encoder that is scored on pairs."""
-        from quantkit.measurement.accuracy.embed import texts_of
-
-        assert self.tokens is not None and self.tokens.pairs is not None and self.found.stream is not None
-        return texts_of(self.tokens.pairs, self.found.stream.source.tokenizer(), self.tokens.ids.shape[1])
+    def pooled(self) -> dict[str, Any]:
+        """See `DeviceSides`."""
+        return {} if self.result is None else {"pooling": self.result.purpose.pooling, "skip": self.result.skip}
 
     def rows(self, answers: CollectedCells) -> list[Row]:
         """See `DeviceSides`."""
@@ -86,26 +90,15 @@ class TransformerSides(DeviceSides):
             versions=about.versions,
             settings=ran.settings,
         )
-        if self.of == "encoder" and self.tokens.pairs is not None:
-            from quantkit.measurement.accuracy.embed import vector_rows
+        if self.result is not None:
+            from quantkit.measurement.accuracy.embed import rows_of
 
-            texts = self._texts()
-            vectors = outputs_of(answers, len(texts))["pooled"]
+            vectors = outputs_of(answers, len(self.result.ids))["pooled"]
             try:
-                return vector_rows(self.found.stream, vectors, texts, self.tokens.pairs, about=what)
-            except ValueError:
+                after = self.result.behind(vectors.astype(np.float32))
+                return rows_of(self.found.stream, list(after), self.tokens, self.result, what)
+            except (ValueError, RuntimeError):
                 raise invalid(answers.on, f"vectors of shape {vectors.shape}") from None
-        if self.of == "encoder":
-            from quantkit.measurement.accuracy.labelled.pairs import cosine_row
-
-            ours = outputs_of(answers, len(self.tokens.ids))["pooled"].astype(np.float64)
-            theirs = score.original_answers(self.found.stream, self.tokens).all().mean(dim=1).double().cpu().numpy()
-            if ours.shape != theirs.shape:
-                raise invalid(answers.on, f"vectors of shape {ours.shape}")
-            both = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
-            values = (ours * theirs).sum(axis=1) / both
-            what = replace(what, data=what.data.model_copy(update={"items": len(values)}))
-            return [cosine_row(values, np.arange(values.size), what, "sequence", [])]
         found, ways = [], items_of(answers, self.tokens)
         if not set(ways) <= self.ways:
             raise invalid(answers.on, f"ways to multiply: {', '.join(ways)}")

@@ -93,7 +93,7 @@ class StreamedSides(TransformerSides):
     def files(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """See `DeviceSides`; what an encoder is held against stays here."""
         theirs = self._source.files() if self.of == "decoder" else []
-        return self._own, {path.name: path for path in theirs}
+        return self._own, {path.relative_to(self._source.path).as_posix(): path for path in theirs}
 
     def needs(self, plan: TimingPlan | None) -> tuple[list[Path], float]:
         """See `DeviceSides`. Raises InputError `out-of-memory`, the GPU's; `baseline-needed`."""
@@ -113,7 +113,8 @@ class StreamedSides(TransformerSides):
     def scoring(self, ours: jobs.PlacedModel, theirs: jobs.PlacedModel, data: str) -> jobs.Work:
         """See `DeviceSides`."""
         beside = theirs if self.of == "decoder" else None
-        return jobs.ScoreStreamed(of=self.of, ours=ours, theirs=beside, runtime=self.runtime, data=data)
+        how = self.pooled()
+        return jobs.ScoreStreamed(of=self.of, ours=ours, theirs=beside, runtime=self.runtime, data=data, **how)
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
         """See `DeviceSides`."""

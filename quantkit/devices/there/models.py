@@ -120,6 +120,8 @@ def _demand_finite(found: Mapping[str, Array], sequence: int) -> None:
 
 
 def _encoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
+    from quantkit.measurement.accuracy.purpose import pooled
+
     data = samples_of(str(workdir / work.data))
     ids = data["ids"]
     lengths = data.get("lengths", np.full(len(ids), ids.shape[1]))
@@ -127,13 +129,13 @@ def _encoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], cal
     settings(model.settings, done, caller)  # type: ignore[attr-defined]
 
     def run(part: slice) -> dict[str, Array]:
-        pooled: dict[int, Array] = {}
+        vectors: dict[int, Array] = {}
         # texts of one length together: none is padded, as in `measurement.accuracy.embed`
         for length in np.unique(lengths[part]):
             places = np.flatnonzero(lengths[part] == length)
             states = model.encode(np.ascontiguousarray(ids[part][places, :length]))  # type: ignore[attr-defined]
-            pooled |= dict(zip(places.tolist(), states.mean(axis=1), strict=True))
-        return {"pooled": np.stack([pooled[place] for place in range(len(pooled))])}
+            vectors |= zip(places.tolist(), pooled(states, work.pooling, work.skip), strict=True)
+        return {"pooled": np.stack([vectors[place] for place in range(len(vectors))])}
 
     outputs(len(ids), run, done, caller)
 

@@ -73,7 +73,7 @@ def _encoder(work: jobs.ScoreStreamed, workdir: Path, done: Mapping[str, Any], c
     ids = data["ids"]
     lengths = data.get("lengths", np.full(len(ids), ids.shape[1]))
     texts = [text[:length].tolist() for text, length in zip(ids, lengths, strict=True)]
-    vectors = embeddings(_opened(work, workdir, done, caller), texts)
+    vectors = embeddings(_opened(work, workdir, done, caller), texts, work.pooling, work.skip)
     outputs(len(texts), lambda part: {"pooled": vectors[part]}, done, caller, step=_TEXTS)
 
 

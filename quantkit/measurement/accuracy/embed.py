@@ -1,8 +1,7 @@
-"""Texts as vectors: what retrieval is scored on, of a model in torch or in a session.
+"""What an encoder gives for texts, a model in torch or in a session, and the rows of accuracy that follow from it.
 
-A text's vector is the mean of the last hidden states of its tokens, those that the tokenizer adds included (mean
-pooling; Reimers and Gurevych, Sentence-BERT, 2019). Texts of equally many tokens run together, so none is padded: what
-padding would do to a model with quantized inputs is not in the figures, and no mask is needed.
+What that is, `purpose.py` says: vectors, which retrieval is scored on, or logits. Texts of equally many tokens run
+together, so none is padded: what padding would do to a model with quantized inputs is not in the figures.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.bundle import cached
-from quantkit.calibrate.sets.pairs import PairSet
-from quantkit.calibrate.tokens.ids import LONGEST, token_ids
-from quantkit.measurement.accuracy.labelled import About, retrieval
+from quantkit.calibrate.tokens.ids import TokenSet
+from quantkit.measurement.accuracy.labelled import About, classification, outputs, retrieval
+from quantkit.measurement.accuracy.labelled.pairs import cosine_row
+from quantkit.measurement.accuracy.purpose import TextResults, pooled
 from quantkit.measurement.rows import Data, Row
 
 if TYPE_CHECKING:
@@ -29,97 +29,154 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 _TOGETHER = 32
+# a logit that no chance is left of, of places that a shorter text has not
+_NOWHERE = -1e9
 
 
-def pair_rows(
+def result_rows(
     original: StreamedModel,
     candidate: Candidate,
-    pairs: PairSet,
-    *,
-    tokenizer: Any,
+    tokens: TokenSet,
+    result: TextResults,
     about: About,
-    longest: int = LONGEST,
-    seed: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> list[Row]:
-    """Recall and cosine (`labelled.retrieval`) of a candidate beside its original.
+    """Rows of a candidate beside its original.
 
     Args:
-        tokenizer: of both, from transformers.
-        about: what the rows share; its `data` is replaced by what says which pairs these are.
-        longest: tokens of a text that count; less where the model has fewer positions.
+        result: of the original, and of these tokens.
+        about: what the rows share.
         progress: told the share that is done.
 
     Raises:
-        InputError, GateError: of `labelled.retrieval`.
+        InputError, GateError: of `labelled`.
     """
     tell = progress or (lambda done: None)
-    ids = texts_of(pairs, tokenizer, longest)
-    _original(original, ids)
+    _original(original, result)
     tell(0.5)
-    after = embeddings(candidate, ids)
+    after = results(candidate, result.ids, result)
     tell(1.0)
-    return vector_rows(original, after, ids, pairs, about=about, seed=seed)
+    return rows_of(original, after, tokens, result, about)
 
 
-def texts_of(pairs: PairSet, tokenizer: Any, longest: int = LONGEST) -> list[list[int]]:
-    """The token ids of all texts: of the left sides, then of the right ones."""
-    return token_ids([*pairs.left, *pairs.right], tokenizer, longest)
-
-
-def vector_rows(
-    original: StreamedModel, after: Array, ids: Sequence[Sequence[int]], pairs: PairSet, *, about: About, seed: int = 0
+def rows_of(
+    original: StreamedModel, after: Sequence[Array], tokens: TokenSet, result: TextResults, about: About
 ) -> list[Row]:
-    """`pair_rows` of a candidate whose vectors [n, width] of `ids` are there already: from another machine.
+    """`result_rows` of a candidate whose results are there already, from another machine: of each text [N] or [T, N].
 
     Raises:
-        InputError, GateError: of `labelled.retrieval`. ValueError: vectors of another shape than the original's.
+        InputError, GateError: of `labelled`. ValueError: results of another shape than the original's.
     """
-    count = len(pairs.left)
-    sides = [part for vectors in (_original(original, ids), after) for part in (vectors[:count], vectors[count:])]
-    data = Data(set=pairs.name, split=pairs.split, sha256=pairs.sha256, items=max(1, count))
-    return retrieval(*sides, about=replace(about, data=data), seed=seed)
+    before, pairs = _original(original, result), tokens.pairs
+    count = len(before) if pairs is None else len(pairs.left)
+    if pairs is not None:
+        data = Data(set=pairs.name, split=pairs.split, sha256=pairs.sha256, items=max(1, count))
+        about = replace(about, data=data)
+    else:
+        about = replace(about, data=about.data.model_copy(update={"items": count}))
+    if [one.shape for one in before] != [other.shape for other in after]:
+        raise ValueError(f"results of shape {after[0].shape if len(after) else ()}")
+    if result.purpose.gives == "vectors":
+        one, other = np.stack(before), np.stack(after)
+        if pairs is not None:
+            return retrieval(one[:count], one[count:], other[:count], other[count:], about=about)
+        one, other = one.astype(np.float64), other.astype(np.float64)
+        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+        return [cosine_row((one * other).sum(axis=1) / lengths, np.arange(count), about, "sequence", [])]
+    if result.purpose.gives == "text":
+        return _of_texts(np.stack(before), np.stack(after), result.purpose.problem, about)
+    texts = np.repeat(np.arange(len(before)), [len(each) for each in before])
+    if result.purpose.gives == "tokens":
+        sides = np.concatenate(before), np.concatenate(after)
+        return classification(sides[0], sides[1], None, about=about, unit="token", clusters=texts)
+    places = max(len(each) for each in before)
+    filled = [np.concatenate([_filled(each, places) for each in side]) for side in (before, after)]
+    return classification(
+        filled[0], filled[1], None, about=about, unit="place", clusters=np.repeat(np.arange(len(before)), 2)
+    )
 
 
-def _original(model: StreamedModel, ids: Sequence[Sequence[int]]) -> Array:
-    """The original's vectors, computed once and kept in the user's cache."""
+def _filled(logits: Array, places: int) -> Array:
+    """Logits [T, N] of a text's places as [N, places]."""
+    return np.pad(logits.T, ((0, 0), (0, places - len(logits))), constant_values=_NOWHERE)
+
+
+def _of_texts(before: Array, after: Array, problem: str, about: About) -> list[Row]:
+    """Of logits [n, C]: the class that texts get; of labels, which do not exclude each other, each yes or no; of a
+    single number, which of two texts comes first; of numbers how far they have moved."""
+    if problem == "multi_label_classification":
+        # a logit x and a sigmoid are the two classes of 0 and x
+        both = [np.stack([np.zeros(side.size, side.dtype), side.ravel()], axis=1) for side in (before, after)]
+        texts = np.repeat(np.arange(len(before)), before.shape[1])
+        return classification(both[0], both[1], None, about=about, unit="label", clusters=texts)
+    if before.shape[1] == 1:
+        both = [side[: len(side) // 2 * 2].reshape(-1, 2) for side in (before, after)]
+        ranked = classification(both[0], both[1], None, about=about, unit="pair")
+        # numbers are no chances: only which is larger counts
+        order = [row for row in ranked if row.name != "accuracy.kl" and "surer_than" not in row.settings]
+        return [*order, *outputs({"logits": before}, {"logits": after}, about=about)]
+    if problem == "regression":
+        return outputs({"logits": before}, {"logits": after}, about=about)
+    return classification(before, after, None, about=about, unit="text")
+
+
+def _original(model: StreamedModel, result: TextResults) -> Sequence[Array]:
+    """What the original gives, computed once and kept in the user's cache."""
     import torch
 
     from quantkit.measurement.accuracy import states
 
-    place = states.place(model, hashlib.sha256(b"pooled" + json.dumps(ids).encode()).hexdigest())
+    key = json.dumps([result.key, result.ids]).encode()
+    place = states.place(model, hashlib.sha256(b"result" + key).hexdigest())
     kept = cached.read_tensor(place)
-    if kept is not None and kept.shape[0] == len(ids):
-        return np.asarray(kept.numpy())
-    found = embeddings(model, ids)
-    cached.keep_tensor(place, torch.from_numpy(found))
-    return found
+    lengths = [1 if result.purpose.gives in ("vectors", "text") else len(text) for text in result.ids]
+    if kept is None or kept.shape[0] != sum(lengths):
+        found = results(model, result.ids, result)
+        flat = [each.reshape(length, -1) for each, length in zip(found, lengths, strict=True)]
+        kept = torch.from_numpy(np.concatenate(flat))
+        cached.keep_tensor(place, kept)
+    parts = np.split(np.asarray(kept.numpy()), np.cumsum(lengths)[:-1])
+    return [part[0] if result.purpose.gives in ("vectors", "text") else part for part in parts]
 
 
-def embeddings(model: Candidate, ids: Sequence[Sequence[int]]) -> Array:
-    """The mean-pooled last hidden states of texts, [n, width] float32; no length is taken out."""
+def results(model: Candidate, ids: Sequence[Sequence[int]], of: Callable[[Array, Array], Array]) -> list[Array]:
+    """What becomes of the last hidden states of texts, one after the other.
+
+    Args:
+        of: states [m, T, width] and ids [m, T] of texts of one length -> [m, ...].
+    """
+    from quantkit.model.streaming.stream import StreamedModel
+
     by_length: dict[int, list[int]] = {}
     for place, text in enumerate(ids):
         by_length.setdefault(len(text), []).append(place)
-    found: Array | None = None
+    found: dict[int, Array] = {}
     for places in by_length.values():
-        vectors = _pooled(model, np.asarray([ids[place] for place in places], dtype=np.int64))
-        if found is None:
-            found = np.empty((len(ids), vectors.shape[1]), np.float32)
-        found[places] = vectors
-    return np.empty((0, 0), np.float32) if found is None else found
+        # a stream reads all its blocks each time
+        step = len(places) if isinstance(model, StreamedModel) else _TOGETHER
+        for start in range(0, len(places), step):
+            some = places[start : start + step]
+            same = np.asarray([ids[place] for place in some], dtype=np.int64)
+            found |= zip(some, of(_states(model, same), same), strict=True)
+    return [found[place] for place in range(len(ids))]
 
 
-def _pooled(model: Candidate, ids: Array) -> Array:
-    """Of texts of one length, ids [m, T]: [m, width]."""
+def embeddings(
+    model: Candidate, ids: Sequence[Sequence[int]], pooling: Sequence[str] = ("mean",), skip: int = 0
+) -> Array:
+    """The pooled last hidden states of texts, [n, width] float32; no length is taken out."""
+    found = results(model, ids, lambda states, _: pooled(states, pooling, skip))
+    return np.stack(found) if found else np.empty((0, 0), np.float32)
+
+
+def _states(model: Candidate, ids: Array) -> Array:
+    """The last hidden states of texts of one length, ids [m, T]: [m, T, width] float32."""
     import torch
 
     from quantkit.model.streaming.stream import StreamedModel
 
     if isinstance(model, StreamedModel):
         with torch.inference_mode():
-            states = model.answers(torch.from_numpy(ids), chunk=_TOGETHER).all()
-            pooled: Array = states.mean(dim=1).float().cpu().numpy()
-        return pooled
-    parts = np.array_split(ids, -(-len(ids) // _TOGETHER))
-    return np.concatenate([model.encode(part).mean(axis=1) for part in parts])
+            found: Array = model.answers(torch.from_numpy(ids), chunk=_TOGETHER).all().float().cpu().numpy()
+        return found
+    return model.encode(ids)

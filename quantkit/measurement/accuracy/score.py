@@ -7,14 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from quantkit import machine
 from quantkit.bundle import cached
 from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.measurement.accuracy import states
 from quantkit.measurement.accuracy.labelled import About
-from quantkit.measurement.accuracy.labelled.pairs import cosine_row
 from quantkit.measurement.accuracy.positions import Accuracy, Items, data_of
 from quantkit.measurement.rows import Device, Row
 
@@ -126,21 +123,6 @@ class _Session:
         return torch.cat([torch.from_numpy(self.model.run(self.state, part.numpy())[0]) for part in few])  # type: ignore[arg-type]
 
 
-def cosine(original: StreamedModel, candidate: Candidate, tokens: TokenSet) -> Tensor:
-    """For encoders, which have no next word: the cosine between both models' mean-pooled outputs, [samples]."""
-    import torch
-
-    from quantkit.model.streaming.stream import StreamedModel
-
-    before = original_answers(original, tokens).all()
-    if isinstance(candidate, StreamedModel):
-        after = candidate.answers(tokens.ids).all()
-    else:
-        after = torch.cat([torch.from_numpy(candidate.encode(ids.numpy())) for ids in tokens.ids.split(4)])
-    pooled = before.mean(dim=1).double(), after.mean(dim=1).double().to(before.device)
-    return torch.nn.functional.cosine_similarity(*pooled).cpu()
-
-
 def _ways(candidate: Candidate) -> dict[str, int | None]:
     """Of a graph that multiplies in two ways: each, and how many tokens at a time go it at most; else empty."""
     from quantkit.runtimes.onnxruntime.session import OnnxModel
@@ -217,13 +199,7 @@ def rows(
             scored.append(score(original, candidate, tokens, tell, at_once=at_once))
             found += scored[-1].rows(replace(about, settings={**about.settings, "way": way}))
         return found, scored[0]
-    about = replace(about, data=about.data.model_copy(update={"items": counted(original, tokens)[0]}))
-    if tokens.pairs is not None:
-        from quantkit.measurement.accuracy.embed import pair_rows
+    from quantkit.measurement.accuracy.embed import result_rows
+    from quantkit.measurement.accuracy.purpose import TextResults
 
-        tokenizer, longest = original.source.tokenizer(), tokens.ids.shape[1]
-        return pair_rows(
-            original, candidate, tokens.pairs, tokenizer=tokenizer, about=about, longest=longest, progress=progress
-        ), None
-    values = cosine(original, candidate, tokens).numpy()
-    return [cosine_row(values, np.arange(values.size), about, "sequence", [])], None
+    return result_rows(original, candidate, tokens, TextResults(original, tokens), about, progress), None

@@ -73,6 +73,11 @@ def modules_of(folder: Path) -> list[Module]:
     return found
 
 
+def pools(folder: Path) -> bool:
+    """Whether a model is there for the vectors that are pooled from what it gives. Raises as `modules_of`."""
+    return any(module.kind == "Pooling" for module in modules_of(folder))
+
+
 def files_of_modules(folder: Path) -> Iterator[tuple[Path, str]]:
     """(file, name below the folder) of all files in the folders of the modules but code, hidden ones and links out."""
     for below in sorted({module.folder for module in modules_of(folder)} - {""}):

@@ -30,7 +30,7 @@ from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
 from quantkit.model.source.hashes import source_changed
 from quantkit.model.source.identity import PATTERNS, files_of, identity
-from quantkit.model.source.modules import modules_of
+from quantkit.model.source.modules import modules_of, pools
 from quantkit.model.source.weights import Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
 from quantkit.model.structure.names import match_names
@@ -453,7 +453,7 @@ def _from_hub(ref: str, trust: bool) -> Path:
 
 def model_class_of(config: dict[str, Any], path: Path, ref: str, trust: bool) -> type[PreTrainedModel]:
     """The class to build: transformers' own, or the folder's where the user trusts it."""
-    name = class_name(config, ref)
+    name = class_name(config, ref, embeds=pools(path))
     auto_map = config.get("auto_map") or {}
     offered = [value for value in auto_map.values() if isinstance(value, str) and value.rpartition(".")[2] == name]
     native = native_class(name)

@@ -20,26 +20,33 @@ if TYPE_CHECKING:
 
 # arguments of a forward: text, what a decoder is given beside its encoder, and words in the names of all else
 _IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
+_DECODERS = ("ForCausalLM", "LMHeadModel")
 _NO_TEXT = ("pixel", "image", "video", "audio", "input_features", "input_values", "bbox", "speech", "spectrogram")
 
 # what becomes of a part: a module goes in through an ONNX graph
 _BY_PYTHON = "in Python: quantkit.compile({}, 'int8-dynamic', example_inputs=inputs, calibration='./inputs.npz')"
 
 
-def class_name(config: dict[str, Any], where: str) -> str:
+def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> str:
     """The name of the class that a config.json means.
+
+    Args:
+        embeds: whether vectors are pooled from what the model gives: then it has no language-model head, whatever class
+            it was made from (Qwen3-Embedding: `Qwen3ForCausalLM`).
 
     Raises:
         InputError: `config-invalid` (neither `architectures` nor `model_type` of use), `architecture-unknown`.
     """
-    stated = config.get("architectures")
+    from transformers.models.auto import modeling_auto as auto
+
+    stated, model_type = config.get("architectures"), config.get("model_type")
     if stated is not None and not (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
         raise InputError(
             "config-invalid", where=where, value=f"architectures {stated!r:.80}", rule="a list of class names"
         )
     if stated:
-        return str(stated[0])
-    model_type = config.get("model_type")
+        name, base = str(stated[0]), auto.MODEL_MAPPING_NAMES.get(model_type)
+        return base if embeds and name.endswith(_DECODERS) and isinstance(base, str) else name
     if not isinstance(model_type, str):
         raise InputError(
             "config-invalid",
@@ -48,8 +55,6 @@ def class_name(config: dict[str, Any], where: str) -> str:
             rule="one of them says what the model is",
             remedy='add "architectures": ["..."] as in the original config',
         )
-    from transformers.models.auto import modeling_auto as auto
-
     tables = [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
     if model_type not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # BERT has a causal class too, but is an encoder
         tables.append(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -98,7 +103,7 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
     both = both and _DECODER_IDS in inspect.signature(model_class.forward).parameters
     if takes == {"image"}:
         return "network"
-    if name.endswith(("ForCausalLM", "LMHeadModel")) and not {"vision_config", "audio_config"} & set(config):
+    if name.endswith(_DECODERS) and not {"vision_config", "audio_config"} & set(config):
         return "decoder"  # Gemma3ForCausalLM inherits a claim to images; what it has no tower for, it does not take
     if takes == {"text"} and not both:
         return "encoder"

@@ -184,10 +184,11 @@ def samples(request: Request, path: Path, most: int) -> None:
 
 def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
     """Embeds the pairs that a bundle is scored on."""
-    from quantkit.calibrate.tokens.ids import token_ids
-    from quantkit.measurement.accuracy.embed import embeddings
+    from quantkit.measurement.accuracy.embed import results
     from quantkit.measurement.accuracy.labelled.pairs import found_first
+    from quantkit.measurement.accuracy.purpose import TextResults
     from quantkit.model.source.open import open_model
+    from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks import tokens
 
     source = open_model(request.model)
@@ -195,10 +196,10 @@ def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
     pairs = scoring.pairs
     if pairs is None:
         raise _nothing(scoring.name, "no pairs, which an encoder is right or wrong about")
-    ids = token_ids([*pairs.left, *pairs.right], source.tokenizer(), scoring.ids.shape[1])
+    result = TextResults(StreamedModel(source), scoring, vectors=True)
 
     def answer(bundle: Bundle) -> _Answers:
-        vectors = embeddings(load_runtime(runtime).open(bundle.path), ids)
+        vectors = np.stack(results(load_runtime(runtime).open(bundle.path), result.ids, result))
         return _Answers(found_first(vectors[: len(pairs.left)], vectors[len(pairs.left) :]))
 
     return answer

@@ -23,6 +23,7 @@ from quantkit.bundle import (
     WeightsEntry,
 )
 from quantkit.exporters import load_exporter, reader
+from quantkit.measurement.accuracy.purpose import TextResults
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
@@ -34,7 +35,7 @@ from quantkit.pipeline.blocks.score import score_exports, unscored
 from quantkit.pipeline.estimate import estimate, head_size, times
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.finished.inspect_engine import of_exports
-from quantkit.pipeline.gates import demand
+from quantkit.pipeline.gates import demand, refuse
 from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.subject import Engines, Scores
@@ -131,6 +132,10 @@ class BlocksWork:
         self.progress.at("prove", 0.0, "the stream against the model's own forward")
         original = self.prepared.unchanged()
         check = own_forward.demand_equal(original, self.prepared.scoring.ids, self._fitting_blocks(1))
+        if original.source.kind == "encoder":
+            self.prepared.decisions.extend(TextResults(original, self.prepared.scoring).decisions())
+            if self.request.strict:
+                refuse(self.prepared.decisions)
         machine.let_go()
         self.progress.at("prove", 1.0)
         return [check]

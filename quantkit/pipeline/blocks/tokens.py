@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # positions that accuracy is scored on, at least
 SCORED = 6000
+# tokens of a text that gets one answer, a class
+_TEXT = 64
 # scored on where a calibration set has nothing left to score
 _FALLBACK = "prose-en"
 # text of the set is taken for what a model would write
@@ -96,6 +98,7 @@ def load(
         InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template` and `-generated`, an encoder's.
     """
     from quantkit.calibrate.tokens.ids import LONGEST, is_pairs, load_pair_tokens, load_tokens
+    from quantkit.measurement.accuracy.purpose import purpose_of
 
     choice = recipe.calibration
     demand_talking(choice, source.kind)
@@ -112,7 +115,9 @@ def load(
     calibration = None
     if calibrate:
         calibration = _calibrating(recipe, source, common, decisions, write=write)
-    samples = -(-SCORED // max(tokens - 1, 1))
+    if source.kind == "encoder" and purpose_of(source).gives == "text":
+        common["tokens"] = min(tokens, _TEXT)  # one answer a text: more texts rather than longer ones
+    samples = -(-SCORED // max(common["tokens"] - 1, 1))
     problem, code = "it is too short to score on", "scored-elsewhere"
     try:
         scoring = load_tokens(choice.set, "eval", samples=samples, **common)

@@ -146,6 +146,7 @@ def _accuracy(
     decisions: list[Decision],
 ) -> tuple[list[Row], Items | None]:
     from quantkit.measurement.accuracy import score
+    from quantkit.measurement.accuracy.purpose import TextResults
     from quantkit.pipeline.blocks import tokens
     from quantkit.runtimes.onnxruntime.session import OnnxModel
 
@@ -153,6 +154,8 @@ def _accuracy(
     recipe = Recipe.done(manifest.recipe)
     scoring = tokens.again(recipe, original.source, calibration, manifest.calibration, decisions)
     candidate = load_runtime(runtime).open(bundle.path)
+    if original.source.kind == "encoder":
+        decisions += TextResults(original, scoring).decisions()
     rows, items = score.rows(
         original,
         candidate,

@@ -1,0 +1,366 @@
+"""What a text model is for, as its folder says, and how that comes from its last hidden states.
+
+    modules.json with a Pooling     vectors: pooled as it says, then Dense, LayerNorm, Normalize (sentence-transformers)
+    …ForSequenceClassification      logits [C] of a text: classes, labels or numbers; one logit puts texts in an order
+    …ForTokenClassification         logits [C] of each token
+    …ForQuestionAnswering           logits of each token: to be where an answer begins, and where it ends
+    anything else                   vectors: the mean of the last hidden states
+
+Every runtime gives last hidden states, and from there on all are scored in this one way. What stands behind them is
+computed in float32 from the source's weights, which no recipe quantizes. A head is what the model's class makes of the
+states, which are put in the place of those that it would have computed.
+
+Texts of equally many tokens run together, so none is padded and no mask is needed: a text's first token stands in
+place 0 and its last one in the last place, on whichever side a tokenizer would pad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit import limits
+from quantkit.bundle import Decision
+from quantkit.calibrate.tokens.ids import LONGEST, token_ids
+from quantkit.errors import InputError
+from quantkit.lazy import torch
+from quantkit.model.source.modules import Module, modules_of
+from quantkit.model.source.weights import checked_file, strict_json
+from quantkit.passes import decision
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.model.source.open import Source
+    from quantkit.model.streaming.stream import StreamedModel
+
+Array = NDArray[Any]
+
+# what is scored is not what the model is for
+ON_MEAN = "scored-on-mean"
+# keys of older folders, in the order in which sentence-transformers puts the vectors side by side
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_HEADS: dict[str, Literal["text", "tokens", "spans"]] = {
+    "ForSequenceClassification": "text",
+    "ForTokenClassification": "tokens",
+    "ForQuestionAnswering": "spans",
+}
+# of a text alone they say nothing, or nothing that one model gets right and another wrong
+_OTHERS = ("ForMultipleChoice", "ForNextSentencePrediction")
+_WEIGHTS = "model.safetensors"
+_ACTIVATIONS = ("torch.nn.modules.activation.", "torch.nn.modules.linear.Identity")
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a model is for.
+
+    Args:
+        gives: a vector a text; logits of a text, of each token, or of where a span begins and ends.
+        modules: behind the transformer, of vectors; the first one pools. None: the mean.
+        pairs: whether two texts go in together, as into a reranker.
+        prompt: that stands before every text.
+        longest: tokens of a text that count.
+        lower: whether texts are written small.
+        problem: transformers' word for what the logits of a text are, `regression`; "" is the one class of several.
+        doubt: why a model is scored on the mean although it is for something else.
+    """
+
+    gives: Literal["vectors", "text", "tokens", "spans"] = "vectors"
+    modules: tuple[Module, ...] = ()
+    pairs: bool = False
+    prompt: str = ""
+    longest: int = LONGEST
+    lower: bool = False
+    problem: str = ""
+    doubt: str = ""
+
+    @property
+    def pooling(self) -> tuple[str, ...]:
+        """How the states of a text become a vector; of several ways the vectors stand side by side."""
+        return modes_of(self.modules[0].config) if self.modules else ("mean",)
+
+    def on_mean(self, why: str) -> Purpose:
+        """The same model, scored on the mean of its last hidden states."""
+        return replace(self, gives="vectors", modules=(), pairs=False, prompt="", doubt=why)
+
+
+def modes_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """The ways to pool that a Pooling's config names."""
+    stated = config.get("pooling_mode")
+    if stated is None:
+        return tuple(mode for key, mode in _MODES.items() if config.get(key)) or ("mean",)
+    return tuple(stated) if isinstance(stated, list) else (stated,)
+
+
+def purpose_of(source: Source) -> Purpose:
+    """What an encoder is for.
+
+    Raises:
+        InputError: `modules-invalid`.
+    """
+    modules, name = modules_of(source.path), source.architecture
+    found = Purpose()
+    if modules:
+        own = _json(source.path, "sentence_bert_config.json")
+        shared = _json(source.path, "config_sentence_transformers.json")
+        length, prompts = own.get("max_seq_length"), shared.get("prompts")
+        prompt = prompts.get(shared.get("default_prompt_name")) if isinstance(prompts, dict) else None
+        found = Purpose(
+            longest=min(length, LONGEST) if isinstance(length, int) and length > 0 else LONGEST,
+            prompt=prompt if isinstance(prompt, str) else "",
+            lower=own.get("do_lower_case") is True,
+        )
+    if modules[1:]:
+        unknown = next((why for module in modules if (why := _unknown(source.path, module))), "")
+        kinds = [module.kind for module in modules if module.kind != "Dropout"]
+        if not unknown and (kinds[:2] != ["Transformer", "Pooling"] or kinds.count("Pooling") > 1):
+            unknown = f"modules.json lists {', '.join(kinds)}: known is a Transformer, a Pooling, and what follows that"
+        behind = tuple(module for module in modules[1:] if module.kind != "Dropout")
+        return found.on_mean(unknown) if unknown else replace(found, modules=behind)
+    head = next((gives for suffix, gives in _HEADS.items() if name.endswith(suffix)), None)
+    if head is None:
+        other = next((each for each in _OTHERS if name.endswith(each)), "")
+        return replace(found, doubt=f"the logits of {name} are not scored") if other else found
+    labels = source.config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else source.config.get("num_labels", 2)
+    crossed = count == 1 or bool(modules) or "sentence_transformers" in source.config
+    pairs = head == "spans" or (head == "text" and crossed)
+    return replace(found, gives=head, pairs=pairs, problem=source.config.get("problem_type") or "")
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    if not (folder / name).is_file():
+        return {}
+    where = f"{folder.name}: {name}"
+    return strict_json(limits.read(checked_file(folder, name)), where, "modules-invalid", "modules-invalid")
+
+
+def _unknown(folder: Path, module: Module) -> str:
+    """Why a module cannot be applied; "" where it can."""
+    config, where = module.config, f"{module.folder} of modules.json"
+    if module.kind in ("Transformer", "Normalize", "Dropout"):
+        known = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+        odd = [key for key, value in known.items() if module.kind == "Normalize" and config.get(key, value) != value]
+        return f"{where} has {odd[0]} {config[odd[0]]!r}" if odd else ""
+    if module.kind == "Pooling":
+        odd = [mode for mode in modes_of(config) if mode not in _MODES.values()]
+        return f"{where} pools by {odd[0]!r}" if odd else ""
+    if module.kind not in ("Dense", "LayerNorm"):
+        return f"{module.type!r} of modules.json is not known"
+    if not (folder / module.folder / _WEIGHTS).is_file():
+        return f"{where} has no {_WEIGHTS}, and nothing is unpickled"
+    if module.kind == "Dense":
+        if not str(config.get("activation_function") or _ACTIVATIONS[1]).startswith(_ACTIVATIONS):
+            return f"{where} has activation {config['activation_function']!r}"
+        if config.get("use_residual") or any(
+            config.get(key) not in (None, "sentence_embedding") for key in ("module_input_name", "module_output_name")
+        ):
+            return f"{where} is no plain product of the vector"
+    return ""
+
+
+def pooled(states: Array, modes: Sequence[str], skip: int = 0) -> Array:
+    """The states [m, T, width] of texts as vectors [m, width times modes], in NumPy alone.
+
+    Args:
+        skip: tokens at the beginning, of a prompt, that are left out.
+    """
+    kept = states[:, min(skip, states.shape[1] - 1) :]
+    places = np.arange(states.shape[1] - kept.shape[1], states.shape[1], dtype=np.float32) + 1
+    ways: dict[str, Callable[[], Array]] = {
+        "cls": lambda: kept[:, 0],
+        "max": lambda: kept.max(axis=1),
+        "mean": lambda: kept.mean(axis=1),
+        "mean_sqrt_len_tokens": lambda: kept.sum(axis=1) / np.float32(np.sqrt(kept.shape[1])),
+        "weightedmean": lambda: np.einsum("mtw,t->mw", kept, places / places.sum()),
+        "lasttoken": lambda: kept[:, -1],
+    }
+    return np.concatenate([ways[mode]() for mode in modes], axis=1)
+
+
+class TextResults:
+    """What a model gives for the texts that it is scored on, from their last hidden states.
+
+    Args:
+        stream: of the original.
+        tokens: what is scored.
+        vectors: whether nothing but vectors can be had, as from a device that has no torch.
+
+    Raises:
+        InputError: `modules-invalid`, weights of a module that do not fit.
+    """
+
+    def __init__(self, stream: StreamedModel, tokens: TokenSet, *, vectors: bool = False) -> None:
+        self.purpose = purpose_of(stream.source)
+        self._head: _Head | None = None
+        if self.purpose.gives != "vectors":
+            why = f"{stream.source.architecture} is scored on a device by the vectors that it gives"
+            if not vectors:
+                self._head, why = _Head.of(stream)
+            if self._head is None:
+                self.purpose = self.purpose.on_mean(why)
+        self._behind = [_module(stream.source.path, module) for module in self.purpose.modules[1:]]
+        self.ids, self.skip = _texts(self.purpose, stream.source, tokens)
+
+    def decisions(self) -> list[Decision]:
+        """That something else is scored than the model is for."""
+        why = self.purpose.doubt
+        reason = f"scored on the mean of the last hidden states, because {why}"
+        return [decision("score", ON_MEAN, "score", reason)] if why else []
+
+    @property
+    def key(self) -> Any:
+        """All that a result depends on besides the states, as JSON holds it; the weights are in the source's hash."""
+        return [self.purpose.gives, self.skip, [[module.kind, module.config] for module in self.purpose.modules]]
+
+    def __call__(self, states: Array, ids: Array) -> Array:
+        """Of texts of one length, states [m, T, width], ids [m, T]: vectors or logits [m, N]; of tokens [m, T, N]."""
+        if self._head is not None:
+            return self._head(states, ids)
+        return self.behind(pooled(states, self.purpose.pooling, self.skip))
+
+    def behind(self, vectors: Array) -> Array:
+        """What becomes of pooled vectors [m, N]."""
+        if not self._behind:
+            return vectors
+        with torch.no_grad():
+            found = torch.from_numpy(np.ascontiguousarray(vectors))
+            for module in self._behind:
+                found = module(found)
+        return found.numpy()
+
+
+def _texts(purpose: Purpose, source: Source, tokens: TokenSet) -> tuple[list[list[int]], int]:
+    """The ids of what is scored, and how many of each text are a prompt that is not pooled.
+
+    Of pairs the left sides, then the right ones; where two texts go in together, each left one with its own right one
+    and with the next pair's, which is to come after it.
+    """
+    if tokens.pairs is None:
+        return tokens.ids.tolist(), 0
+    tokenizer, pairs, longest = source.tokenizer(), tokens.pairs, min(purpose.longest, tokens.longest)
+    left, right = ([f"{purpose.prompt}{text}" for text in side] for side in (pairs.left, pairs.right))
+    if purpose.lower:
+        left, right = ([text.lower() for text in side] for side in (left, right))
+    if purpose.pairs:
+        others = [*right[1:], *right[:1]]
+        beside = [text for both in zip(right, others, strict=True) for text in both]
+        return token_ids([text for text in left for _ in range(2)], tokenizer, longest, beside), 0
+    skip = 0
+    if purpose.prompt and purpose.modules and purpose.modules[0].config.get("include_prompt") is False:
+        alone = token_ids([purpose.prompt], tokenizer, longest)[0]
+        # what a tokenizer puts behind a text stands behind the whole
+        skip = len(alone) - (alone[-1] in tokenizer.all_special_ids)
+    return token_ids([*left, *right], tokenizer, longest), skip
+
+
+def _module(folder: Path, module: Module) -> Callable[[Tensor], Tensor]:
+    """A module behind the pooling, with its weights in float32."""
+    from safetensors.torch import load
+
+    if module.kind == "Normalize":
+        return lambda vectors: torch.nn.functional.normalize(vectors, dim=-1)
+    where = f"{folder.name}: {module.folder}/{_WEIGHTS}"
+    try:
+        stored = load(limits.read(checked_file(folder / module.folder, _WEIGHTS), limits.DATA))
+        named = {name.rpartition(".")[2]: value.float() for name, value in stored.items()}
+        if module.kind == "LayerNorm":
+            made: nn.Module = torch.nn.LayerNorm(int(module.config["dimension"]))
+        else:
+            size, to = (int(module.config[key]) for key in ("in_features", "out_features"))
+            made = torch.nn.Linear(size, to, bias=bool(module.config.get("bias", True)))
+        made.load_state_dict(named)
+        if module.kind == "Dense":
+            # sentence-transformers' own where a config names none
+            name = module.config.get("activation_function", "torch.nn.modules.activation.Tanh") or _ACTIVATIONS[1]
+            made = torch.nn.Sequential(made, getattr(torch.nn, name.rpartition(".")[2])())
+    except InputError:
+        raise
+    except Exception as problem:  # whatever another library makes of a damaged file
+        raise InputError(
+            "modules-invalid",
+            where=where,
+            value=" ".join(str(problem).split())[:160],
+            rule="its tensors are those of its config",
+            remedy="download the folder again",
+        ) from None
+    return made.eval()
+
+
+class _Head:
+    """What a model's class makes of its last hidden states; its blocks are stand-ins, and nothing looks at them."""
+
+    def __init__(self, stream: StreamedModel) -> None:
+        from quantkit.model.streaming.calls import stand_in
+
+        self.device, flow = stream.device, stream.flow
+        self.model = stream.rest()
+        self.base = stream.runs(self.model)
+        blocks = list(self.model.get_submodule(stream.path).children())
+        stand_in(self.model, stream.path, lambda index, hidden, _: flow.output(blocks[index], hidden))
+        self._states: Tensor | None = None
+
+    @classmethod
+    def of(cls, stream: StreamedModel) -> tuple[_Head | None, str]:
+        """The head of a model, or why there is none that takes states in the place of its own."""
+        name = stream.source.architecture
+        why = f"{name} does not hand its last hidden states on as they are"
+        try:
+            head = cls(stream)
+            return (head, "") if head._takes_states() else (None, why)
+        except (InputError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as problem:
+            return None, f"{why}: {' '.join(str(problem).split())[:120]}"
+
+    def __call__(self, states: Array, ids: Array) -> Array:
+        """Logits [m, N], or of tokens [m, T, N]. One text at a time: some classes ask for a padding token else."""
+        found = []
+        for row, text in zip(torch.from_numpy(np.ascontiguousarray(states)), torch.from_numpy(ids), strict=True):
+            self._states = row[None].to(self.device)
+            output = self._run(self.model, text[None])
+            spans = [output[key] for key in ("start_logits", "end_logits") if key in output]
+            found.append(torch.stack(spans, dim=-1) if spans else output["logits"])
+        return torch.cat(found).float().cpu().numpy()
+
+    def _takes_states(self) -> bool:
+        """Put states in the place of what gives the last ones, and see whether they come out as they are."""
+        ids = torch.arange(5, 13)[None].remainder(16)
+        noted: list[tuple[Any, Tensor]] = []
+
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            noted.extend([(module, first)] if isinstance(first, torch.Tensor) else [])
+
+        hooks = [module.register_forward_hook(note) for module in self.base.modules() if module is not self.base]
+        last = self._run(self.base, ids)[0]
+        for hook in hooks:
+            hook.remove()
+        giving = [module for module, output in noted if output.data_ptr() == last.data_ptr()]
+        if not giving:
+            return False
+
+        def replaced(module: nn.Module, _: Any, output: Any) -> Any:
+            return (self._states, *output[1:]) if isinstance(output, tuple) else self._states
+
+        giving[-1].register_forward_hook(replaced)
+        self._states = torch.randn(last.shape, generator=torch.Generator().manual_seed(0)).to(self.device)
+        return torch.equal(self._run(self.base, ids)[0], self._states)
+
+    def _run(self, model: nn.Module, ids: Tensor) -> Any:
+        from quantkit.model.streaming.calls import forward, uncached
+
+        with torch.no_grad(), uncached(self.model):
+            return forward(model, ids.to(self.device))

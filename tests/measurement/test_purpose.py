@@ -1,0 +1,286 @@
+"""What a text model is for is what is scored: held against plain transformers on padded batches, with their masks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import zoo
+from safetensors.torch import save_file
+
+from quantkit.bundle import Bundle
+from quantkit.calibrate.sets.pairs import PairSet
+from quantkit.calibrate.tokens.ids import TokenSet
+from quantkit.errors import InputError
+from quantkit.measurement.accuracy.embed import results, rows_of
+from quantkit.measurement.accuracy.labelled import About
+from quantkit.measurement.accuracy.purpose import ON_MEAN, TextResults
+from quantkit.measurement.rows import Data
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.pipeline import Request, compile_model
+from quantkit.pipeline.finished.measure import measure_bundle
+
+WIDTH, WEIGHTED = 64, "weightedmean"
+LEFT = ["a cat", "the dog sat on the mat, and so on", "mice", "what is it"]
+RIGHT = ["cats", "a dog", "a mouse and another", "it is"]
+SMALL = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 128, "initializer_range": 0.2}
+IDENTITY = "torch.nn.modules.linear.Identity"
+OWN = "sentence_transformers.models."
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+
+def model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A random model of a class, with all parameters far from their initial values."""
+    found = getattr(transformers, name)
+    size: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 128, "pad_token_id": 0}
+    if name.startswith(("Qwen3", "Llama")):
+        size |= {"num_key_value_heads": 2, "head_dim": 16}
+    if name.startswith("ModernBert"):
+        size |= {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
+    torch.manual_seed(0)
+    return found(found.config_class(**{**size, **SMALL, **changes})).to(dtype).eval()
+
+
+def folder(place: Path, made: Any, tokenizer: Any, modules: list[tuple[str, dict[str, Any]]], **beside: Any) -> Path:
+    """A folder as sentence-transformers writes one; weights of modules are drawn by their number."""
+    made.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    listed = [{"path": "", "type": f"{OWN}Transformer"}]
+    for number, (kind, config) in enumerate(modules, 1):
+        name = f"{number}_{kind}"
+        (place / name).mkdir()
+        (place / name / "config.json").write_text(json.dumps(config))
+        listed.append({"path": name, "type": kind if "." in kind else OWN + kind})
+        if tensors := weights(kind, config, number):
+            save_file(tensors, place / name / "model.safetensors")
+    if modules:
+        (place / "modules.json").write_text(json.dumps(listed))
+    for name, content in beside.items():
+        (place / f"{name}.json").write_text(json.dumps(content))
+    return place
+
+
+def weights(kind: str, config: dict[str, Any], number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    if kind == "Dense":
+        shape = config["out_features"], config["in_features"]
+        made = {"linear.weight": torch.randn(shape, generator=generator)}
+        return made | ({"linear.bias": torch.randn(shape[:1], generator=generator)} if config.get("bias", True) else {})
+    size = (config["dimension"],) if kind == "LayerNorm" else ()
+    return {f"norm.{name}": torch.randn(size, generator=generator) for name in ("weight", "bias")} if size else {}
+
+
+def scored(place: Path, *, pairs: bool = True) -> tuple[TextResults, list[np.ndarray]]:
+    """What is scored of a folder, and what comes out."""
+    stream = StreamedModel(open_model(str(place)))
+    both = PairSet(LEFT, RIGHT, "pairs", "eval", "0" * 64) if pairs else None
+    tokens = TokenSet(zoo.ids(4, 12), "set", "eval", "0" * 64, pairs=both)
+    found = TextResults(stream, tokens)
+    return found, results(stream, found.ids, found)
+
+
+def plain(place: Path, name: str, tokenizer: Any, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states of a padded batch, its mask, and the places of its tokens, by transformers alone."""
+    ids = [torch.tensor(text) for text in tokenizer(texts)["input_ids"]]
+    ids, mask = (torch.nn.utils.rnn.pad_sequence(each, True) for each in (ids, [torch.ones(len(text)) for text in ids]))
+    base = getattr(transformers, name).from_pretrained(place, dtype=torch.float32).eval()
+    with torch.no_grad():
+        states = base(input_ids=ids, attention_mask=mask.long())[0]
+    return states, mask, mask.cumsum(1)
+
+
+def by_mask(mode: str, states: torch.Tensor, mask: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Pooling by its definition, with a mask and padding on the right."""
+    last = mask.sum(1).long() - 1
+    weighed = mask * (places if mode == "weightedmean" else 1)
+    total = (states * weighed[..., None]).sum(1)
+    return {
+        "cls": lambda: states[:, 0],
+        "lasttoken": lambda: states[torch.arange(len(states)), last],
+        "max": lambda: states.masked_fill(mask[..., None] == 0, -torch.inf).max(1).values,
+        "mean_sqrt_len_tokens": lambda: total / mask.sum(1, keepdim=True).sqrt(),
+    }.get(mode, lambda: total / weighed.sum(1, keepdim=True))()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "modes"),
+    [
+        ("BertModel", {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, ["cls"]),
+        ("BertModel", {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, ["max", "mean"]),
+        ("BertModel", {"pooling_mode": [WEIGHTED, "mean_sqrt_len_tokens"]}, [WEIGHTED, "mean_sqrt_len_tokens"]),
+        ("BertModel", {}, ["mean"]),
+        ("Qwen3Model", {"pooling_mode_lasttoken": True}, ["lasttoken"]),
+        ("Qwen3ForCausalLM", {"pooling_mode": "lasttoken"}, ["lasttoken"]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_are_pooled_as_the_folder_says(
+    tmp_path: Path, byte_tokenizer: Any, name: str, config: dict[str, Any], modes: list[str], dtype: torch.dtype
+) -> None:
+    wide = WIDTH * len(modes)
+    dense = {"in_features": wide, "out_features": 24, "activation_function": "torch.nn.modules.activation.Tanh"}
+    last = {
+        "in_features": 24,
+        "out_features": 8,
+        "bias": False,
+        "activation_function": IDENTITY,
+    }
+    modules = [
+        ("Pooling", config),
+        ("Dense", dense),
+        ("LayerNorm", {"dimension": 24}),
+        ("Dense", last),
+        ("Normalize", {}),
+    ]
+    place = folder(tmp_path / "m", model(name, dtype), byte_tokenizer, modules)
+    found, ours = scored(place)
+    assert found.purpose.doubt == "" and found.decisions() == []
+    # a head for words is no part of it
+    base = name.replace("ForCausalLM", "Model")
+    assert open_model(str(place)).architecture == base and open_model(str(place)).kind == "encoder"
+    vectors = torch.cat([by_mask(mode, *plain(place, base, byte_tokenizer, [*LEFT, *RIGHT])) for mode in modes], dim=1)
+    one, norm, two = (weights(kind, config, number) for number, (kind, config) in enumerate(modules[1:4], 2))
+    vectors = (vectors @ one["linear.weight"].T + one["linear.bias"]).tanh()
+    vectors = torch.nn.functional.layer_norm(vectors, (24,), norm["norm.weight"], norm["norm.bias"])
+    vectors = vectors @ two["linear.weight"].T
+    vectors = vectors / vectors.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(torch.from_numpy(np.stack(ours)), vectors, rtol=0, atol=2e-5)
+
+
+def test_texts_go_in_as_the_folder_says_and_a_prompt_may_be_left_out(tmp_path: Path, byte_tokenizer: Any) -> None:
+    place = folder(
+        tmp_path / "m",
+        model("BertModel"),
+        byte_tokenizer,
+        [("Pooling", {"pooling_mode": "mean", "include_prompt": False})],
+        sentence_bert_config={"max_seq_length": 16, "do_lower_case": True},
+        config_sentence_transformers={"prompts": {"q": "Find: "}, "default_prompt_name": "q"},
+    )
+    found, ours = scored(place)
+    texts = [f"find: {text}" for text in (*LEFT, *RIGHT)]
+    ids = byte_tokenizer(texts, truncation=True, max_length=16)["input_ids"]
+    assert found.ids == ids
+    base = transformers.BertModel.from_pretrained(place).eval()
+    before = len(byte_tokenizer("find: ", add_special_tokens=False)["input_ids"])
+    before += ids[0].index(byte_tokenizer("f", add_special_tokens=False)["input_ids"][0])
+    with torch.no_grad():
+        expected = [base(input_ids=torch.tensor([text]))[0][0, before:].mean(0) for text in ids]
+    torch.testing.assert_close(torch.from_numpy(np.stack(ours)), torch.stack(expected), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (("LSTM", {}), "LSTM"),
+        (("mine.Pooling", {}), "mine.Pooling"),
+        (("Dense", {"in_features": WIDTH, "out_features": 4, "activation_function": "os.system"}), "os.system"),
+        (("Pooling", {"pooling_mode": "median"}), "median"),
+    ],
+)
+def test_a_module_that_is_not_known_is_a_decision(
+    tmp_path: Path, byte_tokenizer: Any, module: tuple[str, dict[str, Any]], said: str
+) -> None:
+    modules = [module] if "Pooling" in module[0] else [("Pooling", {"pooling_mode": "cls"}), module]
+    place = folder(tmp_path / "m", model("BertModel"), byte_tokenizer, modules)
+    found, ours = scored(place)
+    (decision,) = found.decisions()
+    assert decision.code == ON_MEAN and said in decision.reason
+    expected = by_mask("mean", *plain(place, "BertModel", byte_tokenizer, [*LEFT, *RIGHT]))
+    torch.testing.assert_close(torch.from_numpy(np.stack(ours)), expected, rtol=0, atol=2e-5)
+
+
+def test_weights_that_do_not_fit_their_module_are_refused(tmp_path: Path, byte_tokenizer: Any) -> None:
+    modules = [("Pooling", {}), ("Dense", {"in_features": WIDTH, "out_features": 4})]
+    place = folder(tmp_path / "m", model("BertModel"), byte_tokenizer, modules)
+    for damage in (b"", b"{}"):
+        (place / "2_Dense" / "model.safetensors").write_bytes(damage)
+        with pytest.raises(InputError, match="modules-invalid"):
+            scored(place)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "gives"),
+    [
+        ("BertForSequenceClassification", {"num_labels": 3}, "text"),
+        ("RobertaForSequenceClassification", {"num_labels": 1}, "text"),
+        ("DebertaV2ForSequenceClassification", {"num_labels": 3}, "text"),
+        ("ModernBertForSequenceClassification", {"num_labels": 3, "classifier_pooling": "mean"}, "text"),
+        ("AlbertForSequenceClassification", {"num_labels": 2, "embedding_size": 32}, "text"),
+        ("Qwen3ForSequenceClassification", {"num_labels": 1}, "text"),
+        ("LlamaForTokenClassification", {"num_labels": 3}, "tokens"),
+        ("BertForQuestionAnswering", {}, "spans"),
+    ],
+)
+def test_logits_are_what_the_whole_model_gives(
+    tmp_path: Path, byte_tokenizer: Any, name: str, changes: dict[str, Any], gives: str
+) -> None:
+    made = model(name, **changes)
+    found, ours = scored(folder(tmp_path / "m", made, byte_tokenizer, []))
+    assert (found.purpose.gives, found.purpose.doubt) == (gives, "")
+    # a reranker and what finds an answer take two texts
+    assert len(found.ids) == 8 and found.purpose.pairs == (gives == "spans" or changes.get("num_labels") == 1)
+    for ids, logits in zip(found.ids, ours, strict=True):
+        with torch.no_grad():
+            whole = made(input_ids=torch.tensor([ids]))
+        expected = torch.stack(whole[:2], dim=-1) if gives == "spans" else whole.logits
+        torch.testing.assert_close(torch.from_numpy(logits), expected[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measures"),
+    [
+        ({"num_labels": 3}, ["accuracy.top1_agreement", "accuracy.top1_agreement", "accuracy.kl"]),
+        ({"num_labels": 1}, ["accuracy.top1_agreement", "accuracy.relative_error"]),
+        ({"num_labels": 3, "problem_type": "regression"}, ["accuracy.cosine", "accuracy.relative_error"]),
+        (
+            {"num_labels": 3, "problem_type": "multi_label_classification"},
+            ["accuracy.top1_agreement", "accuracy.top1_agreement", "accuracy.kl"],
+        ),
+    ],
+)
+def test_a_row_says_how_many_answers_are_the_original_s(
+    tmp_path: Path, byte_tokenizer: Any, changes: dict[str, Any], measures: list[str]
+) -> None:
+    place = folder(tmp_path / "m", model("BertForSequenceClassification", **changes), byte_tokenizer, [])
+    stream = StreamedModel(open_model(str(place)))
+    found, ours = scored(place, pairs=False)
+    after = [logits.copy() for logits in ours]
+    # of the first text every answer is turned over
+    after[0] = -after[0] if "multi" in changes.get("problem_type", "") else np.roll(after[0], 1)
+    if changes["num_labels"] == 1:
+        after[0] = 2 * ours[1] - ours[0]
+    tokens = TokenSet(zoo.ids(4, 12), "set", "eval", "0" * 64)
+    about = About("a" * 64, "b" * 64, "torch", Data(set="set", split="eval", sha256="0" * 64, items=1))
+    rows = rows_of(stream, after, tokens, found, about)
+    assert [row.name for row in rows] == measures and all(row.data and row.data.items == 4 for row in rows)
+    if changes.get("problem_type") != "regression":
+        # of 4 texts, of 2 times two, and of 12 labels
+        assert rows[0].value == {3: 0.75, 1: 0.5}[changes["num_labels"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_classifier_is_compiled_judged_and_loaded_with_its_head(
+    tmp_path: Path, byte_tokenizer: Any, dtype: torch.dtype
+) -> None:
+    made = model("BertForSequenceClassification", dtype, num_labels=3)
+    place = folder(tmp_path / "m", made, byte_tokenizer, [])
+    changes = ["scheme.weights.group=32", "calibration.tokens=32", "gates={agreement_min: 0.5}"]
+    request = Request.of(str(place), recipe="rtn-int4", changes=changes, out=tmp_path / "out", speed=False)
+    bundle = compile_model(request).bundle
+    assert "gate.agreement_min" in {check.name for check in bundle.manifest.checks if check.ok}
+    again = measure_bundle(Bundle.load(bundle.path), str(place), runtime="torch", speed=False)
+    agreed = next(row for row in again if row.name == "accuracy.top1_agreement")
+    # texts of 32 tokens, until 6,000 positions are scored
+    assert agreed.shape == {"classes": 3} and agreed.n == 194
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(bundle.path / "model", dtype=dtype)
+    assert torch.equal(loaded.classifier.weight, made.classifier.weight)
