@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import networks
 import numpy as np
 import onnx_ir as ir
 import pytest
+from small_graph import Small
 
 import quantkit
 from quantkit.errors import GateError, InputError
@@ -138,3 +140,25 @@ def test_calibration_fits_the_graph(files: tuple[Path, Path], tmp_path: Path) ->
         compiled((files[0], tmp_path / "wrong.npz"), tmp_path / "bundle")
     with pytest.raises(InputError, match="calibration-kind"):
         compiled((files[0], "prose-en"), tmp_path / "bundle")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", ["int8-network", "int8-mixed"])
+def test_what_is_always_the_same_is_kept_as_the_error_says(tmp_path: Path, recipe: str) -> None:
+    """A convolution whose Relu lets nothing through: it, and what reads it, stay in floats, and the rest does not."""
+    small = Small()
+    x = small.input("x", "n", 3, 8, 8)
+    seen = small.op("Relu", small.op("Conv", x, small.normal(8, 3, 3, 3), small.normal(8)))
+    dead = small.op("Relu", small.op("Conv", seen, small.normal(4, 8, 1, 1), np.full(4, -1e4, np.float32)))
+    flat = (small.op("Flatten", small.op("GlobalAveragePool", each)) for each in (seen, dead))
+    sums = [small.op("Gemm", each, small.normal(5, width), transB=1) for each, width in zip(flat, (8, 4), strict=True)]
+    logits = small.op("Add", *sums)
+    ir.save(small.model(logits), tmp_path / "m.onnx")
+    np.savez(tmp_path / "x.npz", x=networks.images(60)[:, :, :8, :8])
+    files = tmp_path / "m.onnx", tmp_path / "x.npz"
+    with pytest.raises(InputError, match="activations-constant") as caught:
+        compiled(files, tmp_path / "a", recipe=recipe)
+    option, change = shlex.split(caught.value.remedy.partition("floats: ")[2])
+    assert option == "--set"
+    bundle = compiled(files, tmp_path / "b", recipe=recipe, changes=[change])
+    assert len(bundle.manifest.layers) == 2, "the living convolution and its linear"
+    assert all(check.ok for check in bundle.manifest.checks)

@@ -10,7 +10,9 @@ is all that `bias_correct` asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,7 @@ def ranges(
     signed: bool = False,
     report: Report | None = None,
     total: int = 1,
+    keeping: Callable[[Collection[str]], Sequence[str]] | None = None,
 ) -> dict[str, Range]:
     """The range of every tensor with a pair, from what comes through the float graph; nothing is kept whole.
 
@@ -86,6 +89,7 @@ def ranges(
         signed: whether codes of a symmetric scheme are stored as -128..127; else the same stand as 0..255, and 128 is
             zero. On x86 ONNX Runtime multiplies unsigned ones; it turns signed ones into these while it loads, but
             not those that two nodes read, and a product of codes of both kinds stays float.
+        keeping: tensors -> what a recipe keeps in floats for none of them to have a pair.
 
     Raises:
         InputError: `activations-nonfinite`, `activations-constant`, naming the tensor.
@@ -102,16 +106,18 @@ def ranges(
             seen[name].add(values.reshape(1, -1), len(values) if values.dim() > 1 else 1)
         if report is not None:
             report((done + 1) / total, "ranges")
+    if constant := [name for name, observed in seen.items() if observed.constant]:
+        kept = keeping(constant) if keeping is not None else []
+        floats = f", or keep their products in floats: --set {shlex.quote(f'keep={json.dumps(kept)}')}" if kept else ""
+        raise InputError(
+            "activations-constant",
+            where=", ".join(constant[:3]),
+            value="one value everywhere, whatever comes in",
+            rule="a fixed range comes from what activations differ in",
+            remedy=f"calibrate with more varied samples{floats}",
+        )
     result = {}
     for name, observed in seen.items():
-        if observed.constant:
-            raise InputError(
-                "activations-constant",
-                where=name,
-                value="one value everywhere, whatever comes in",
-                rule="a fixed range comes from what activations differ in",
-                remedy="calibrate with more varied samples, or keep what reads it: --set 'keep=[NAME]'",
-            )
         settled, _, _ = observed.settle(scheme, torch.float32)
         scale = float(settled.scale.reshape(-1)[0])
         zero = 0 if settled.zero is None else int(settled.zero.reshape(-1)[0])

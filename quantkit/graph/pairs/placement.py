@@ -17,7 +17,7 @@ of them then: a graph is more exact with zero points, and ONNX Runtime no slower
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -108,6 +108,33 @@ def _activations(node: ir.Node) -> list[str]:
     if node.op_type in ("Add", "Mul") and any(constant(value) is not None for value in node.inputs):
         return []
     return [str(value.name) for value in node.inputs if value is not None and constant(value) is None]
+
+
+def without(
+    tensors: Collection[str],
+    sites: Sequence[Site],
+    chosen: Collection[str],
+    placed: Callable[[Collection[str]], Placement],
+) -> list[str]:
+    """Products among `chosen` that stay in floats where none of these tensors may have a pair: those that read it, and,
+    if it has one still, those that make it; [] where that is all of them, or does not help.
+
+    Args:
+        placed: products -> where pairs go for them.
+    """
+    left = [site for site in sites if site.name in chosen]
+    while left:
+        found = placed([site.name for site in left])
+        paired = {name for name in found.tensors if found.same.get(name, name) in tensors}
+        if not paired:
+            names = {site.name for site in left}
+            return [site.name for site in sites if site.name in chosen and site.name not in names]
+        reading = [site for site in left if site.input in paired]
+        making = [site for site in left if {site.output, str(behind(site.node.outputs[0]).name)} & paired]
+        if not (drop := reading or making):
+            break
+        left = [site for site in left if site not in drop]
+    return []
 
 
 def before(model: ir.Model, sites: Sequence[Site]) -> Placement:

@@ -170,6 +170,9 @@ class Network:
                 activations,
                 report=lambda done, words: progress.at("ranges", done, words),
                 total=len(feeds),
+                keeping=lambda tensors: prepared.keeping(
+                    tensors, lambda names: before(model, [site for site in sites if site.name in names])
+                ),
             )
         )
         self.pairs = {name: max(float(np.float16(own.scale)), _LEAST) for name, own in ranges.items()}

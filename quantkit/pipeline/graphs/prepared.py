@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+import glob
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.sets.card import Split
     from quantkit.calibrate.sets.inputs import InputSet
     from quantkit.graph.open import FloatGraph
+    from quantkit.graph.pairs.placement import Placement
     from quantkit.graph.sites import Site
     from quantkit.model.source.alias import Alias
 
@@ -62,6 +64,13 @@ class PreparedGraph:
     cost: SampleCost
     out: Path
     decisions: list[Decision]
+
+    def keeping(self, tensors: Collection[str], placed: Callable[[Collection[str]], Placement]) -> list[str]:
+        """What the recipe keeps, and the products without which none of these tensors has a pair."""
+        from quantkit.graph.pairs.placement import without
+
+        names = without(tensors, self.sites, [site.name for site in self.sites], placed)
+        return [*self.request.recipe.keep, *map(glob.escape, names)] if names else []
 
 
 def _demand_processor(request: Request) -> None:
@@ -179,15 +188,15 @@ def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:
                 remedy="`weights: null` in the override, or keep",
             )
     asked = [("override-unmatched", "overrides", each.match) for each in recipe.overrides]
-    asked += [("keep-unmatched", "keep", glob) for glob in recipe.keep if glob not in ROLES]
-    for code, where, glob in asked:
-        if not any(fnmatch.fnmatch(name, glob) for name in names):
+    asked += [("keep-unmatched", "keep", pattern) for pattern in recipe.keep if pattern not in ROLES]
+    for code, where, pattern in asked:
+        if not any(fnmatch.fnmatch(name, pattern) for name in names):
             raise InputError(
                 code,
                 where=where,
-                value=f"{glob!r} matches no product",
+                value=f"{pattern!r} matches no product",
                 rule="every glob matches something",
-                remedy=did_you_mean(glob, names),
+                remedy=did_you_mean(pattern, names),
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,9 @@ class QuantizedGraph:
         self.placement: Placement = placement.NOWHERE
         self.ranges: dict[str, Range] = {}
         if not self.activations.dynamic:
-            self.placement = placement.place(model, sites, self.sites, absorbing=not self.activations.symmetric)
+            absorbing = not self.activations.symmetric
+            placed = partial(placement.place, model, sites, absorbing=absorbing)
+            self.placement = placed(self.sites)
             self.ranges = self.steps.ranges(
                 lambda: solve.ranges(
                     model,
@@ -106,6 +109,7 @@ class QuantizedGraph:
                     signed=build.get("activation_codes") == "int8",
                     report=lambda done, words: progress.at("ranges", done, words),
                     total=len(feeds),
+                    keeping=lambda tensors: prepared.keeping(tensors, placed),
                 )
             )
         self._feeds = feeds
