@@ -367,17 +367,17 @@ def verdict(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
     """(the verdict in words, what decided it), or why there is none; and how much is quantized, where that is not most
     of what its recipe's name lets one expect."""
     answer, because = _answer(manifest, rows)
-    share = _quantized(manifest.weights)
-    if manifest.layers and share is not None and 1 - share > FLOATS_LIMIT:
-        answer += f"; {share:.0%} of the linear weights are quantized"
+    share = _in_floats(manifest.weights)
+    if manifest.layers and share is not None and share > FLOATS_LIMIT:
+        answer += f"; {1 - share:.0%} of the linear weights are quantized"
     return answer, because
 
 
-def _quantized(entries: Sequence[WeightsEntry]) -> float | None:
-    """The share of the linear weights that is quantized; None where there are none."""
+def _in_floats(entries: Sequence[WeightsEntry]) -> float | None:
+    """The share of the linear weights that is not quantized; None where there are none."""
     linear = [entry for entry in entries if entry.linear]
     whole = sum(entry.elements for entry in linear)
-    return sum(entry.elements for entry in linear if entry.state == "quantized") / whole if whole else None
+    return sum(entry.elements for entry in linear if entry.state != "quantized") / whole if whole else None
 
 
 def _answer(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
@@ -465,9 +465,9 @@ def weights(entries: Sequence[WeightsEntry]) -> list[str]:
     whole = sum(entry.elements for entry in linear)
     left = sorted((entry for entry in linear if entry.state != "quantized"), key=lambda entry: -entry.elements)
     found = []
-    share = _quantized(entries)
+    share = _in_floats(entries)
     if share is not None:
         why = "; ".join(f"{entry.elements / whole:.1%} {entry.reason}" for entry in left[:3])
-        found.append(f"{share:.1%} of the linear weights are quantized" + (f", in floats: {why}" if why else ""))
+        found.append(f"{1 - share:.1%} of the linear weights are quantized" + (f", in floats: {why}" if why else ""))
     unused = (entry for entry in entries if entry.state == "unused")
     return found + [f"{each.tensors} tensors stay as they are ({each.example}): {each.reason}" for each in unused]
