@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +331,20 @@ def test_sanitizers_have_nothing_to_say(tmp_path: Path) -> None:
         "QUANTKIT_TESTS_SANITIZED": "-O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all",
         "QUANTKIT_CACHE": str(tmp_path),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:xdist", __file__]
+    # not what is about the file of a library
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-s",
+        "-p",
+        "no:xdist",
+        "-k",
+        "not librar and not compile",
+        __file__,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
@@ -356,23 +372,122 @@ def test_what_does_not_fit_is_refused(beside: dict[str, tuple[int, ...]]) -> Non
         run("Product", [Weight(40, 96, 32, seed=5)], operators(), np.zeros((3, 96), np.float32), **given)
 
 
-def test_a_broken_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
-    place = library.library()
-    whole = place.read_bytes()
-    place.write_bytes(whole[:9000])
-    assert library.library() == place and place.read_bytes()[:4] == whole[:4] and len(place.read_bytes()) > 9000
+def _proved(place: Path, data: bytes) -> None:
+    place.write_bytes(data)
+    place.with_suffix(".sha256").write_text(hashlib.sha256(data).hexdigest())
 
 
-def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\necho 'error: no' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CC", str(broken))
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "cut short": lambda place: place.write_bytes(place.read_bytes()[:9000]),
+    "empty": lambda place: place.write_bytes(b""),
+    "gone": lambda place: place.unlink(),
+    "a link": lambda place: place.rename(place.with_name("other")) and place.symlink_to(place.with_name("other")),
+    "two names": lambda place: os.link(place, place.with_name("another")),
+    "others may write": lambda place: place.chmod(0o664),
+    "others may write the proof": lambda place: place.with_suffix(".sha256").chmod(0o666),
+    "a proof of no text": lambda place: place.with_suffix(".sha256").write_bytes(b"\xff\x00"),
+    "a proof without an end": lambda place: os.truncate(place.with_suffix(".sha256"), 1 << 40),
+    "an open folder": lambda place: _proved(place, b"planted") or place.parent.chmod(0o777) or place.chmod(0o666),
+}
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "_FLAGS", ("-O0", *library._FLAGS[1:]))
+    return tmp_path / "cache"
+
+
+def test_a_library_that_is_not_what_was_tried_is_compiled_again(own_cache: Path) -> None:
+    place = library.library(())
+    whole, proof = place.read_bytes(), place.with_suffix(".sha256")
+    for name, spoil in SPOILED.items():
+        spoil(place)
+        assert library.library(()) == place, name
+        assert not place.is_symlink() and len(place.read_bytes()) > 9000
+        assert [stat.S_IMODE(each.stat().st_mode) & 0o022 for each in (place, proof)] == [0, 0]
+        assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700 and place.read_bytes()[:4] == whole[:4]
+    before = place.stat().st_mtime_ns
+    assert library.library(()).stat().st_mtime_ns == before, "what is whole stays"
+
+
+def test_a_folder_that_others_can_change_is_refused(own_cache: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    own_cache.mkdir()
+    own_cache.chmod(0o777)
+    with pytest.raises(InputError, match=r"kernels-not-compiled.*others may write"):
+        library.library(())
+    own_cache.chmod(0o1777)
+    assert library.library(()).is_file()
+    elsewhere = tmp_path / "elsewhere"
+    (own_cache / "kernels").rename(elsewhere)
+    (own_cache / "kernels").symlink_to(elsewhere)
+    with pytest.raises(InputError, match=r"kernels-not-compiled.*a link, or somebody else"):
+        library.library(())
+    (own_cache / "kernels").unlink()
+    (tmp_path / "link").symlink_to(own_cache)
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "link"))
+    assert library.library(()).is_relative_to(own_cache), "a cache that lies elsewhere is one's own"
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(InputError, match=r"kernels-not-compiled.*somebody else"):
+        library.library(())
+
+
+def test_processes_that_want_it_at_once_compile_it_once(own_cache: Path, tmp_path: Path) -> None:
+    wrapper = _compiler(tmp_path, f'echo once >> {tmp_path}/log; sleep 1; exec gcc -O0 "$@"')
+    code = "from quantkit.kernels.cpu import library; print(library.library(()))"
+    environment = {**os.environ, "CC": str(wrapper), "QUANTKIT_CACHE": str(own_cache)}
+    both = [subprocess.Popen(machine.python("-c", code), env=environment, stdout=subprocess.PIPE) for _ in range(2)]
+    places = {process.communicate()[0] for process in both}
+    assert len(places) == 1 and b"operators.so" in places.pop()
+    assert (tmp_path / "log").read_text() == "once\n"
+
+
+def _compiler(folder: Path, script: str) -> Path:
+    path = folder / "my cc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+# where a compiler is to write
+_TO = 'while [ "$1" != -o ]; do shift; done; to=$2'
+
+
+@pytest.mark.parametrize(
+    ("script", "answer"),
+    [
+        ("echo 'error: no' >&2; exit 1", "error: no"),
+        ("printf 'a\\377\\033[2Jb' >&2; exit 1", "a"),
+        ("exit 0", "without a library"),
+        (f"{_TO}; ln -s /bin/sh $to", "without a library"),
+        (f"{_TO}; : > $to", "too short"),
+        (f"{_TO}; head -c 3000 /bin/sh > $to", "exit code|rror"),
+        (f"{_TO}; echo | exec gcc -shared -fPIC -x c - -o $to", "RegisterCustomOps"),
+        ("sleep 60", "not done after 2 s"),
+        ("exec yes >&2", "y;"),
+        ("kill -9 $$", "exit code -9"),
+    ],
+)
+def test_a_compiler_that_fails_is_one_line(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, script: str, answer: str
+) -> None:
+    monkeypatch.setenv("CC", str(_compiler(tmp_path, script)))
+    monkeypatch.setattr(library, "_SECONDS", 2.0)
     with pytest.raises(InputError, match="kernels-not-compiled") as met:
+        library.library(())
+    assert re.search(answer, met.value.line()) and met.value.line().isprintable() and not list(own_cache.rglob("*.so"))
+    assert not list(own_cache.rglob("*.sha256"))
+
+
+@pytest.mark.parametrize("asked", ["/nonexistent/gcc -O1", 'gcc "'])
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv("CC", asked)
+    with pytest.raises(InputError, match="compiler-missing") as met:
         library.library()
-    assert "error: no" in met.value.line() and not list((tmp_path / "cache").rglob("*.so"))
-    monkeypatch.setenv("CC", "/nonexistent/gcc -O1")
-    with pytest.raises(InputError, match="compiler-missing"):
-        library.library()
+    assert asked.split(maxsplit=1)[0] in met.value.value and "CC" in str(library.why_not() or "CC")
+
+
+def test_a_library_that_onnxruntime_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "library", lambda: tmp_path / "none.so")
+    with pytest.raises(InputError, match="kernels-not-compiled"):
+        library.register(onnxruntime.SessionOptions())

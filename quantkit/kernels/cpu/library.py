@@ -1,21 +1,32 @@
-"""The library of CPU operators, compiled by the machine's own C compiler the first time that it is wanted."""
+"""The library of CPU operators, compiled by the machine's own C compiler the first time that it is wanted.
+
+It is code that this process will run: it stands in a folder that nobody else can write to or replace, a proof beside it
+holds its hash, and it was loaded in another process before that was written.
+"""
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantkit import limits, machine
-from quantkit.bundle.disk import write_atomic
+from quantkit.bundle.disk import alone, is_plain, write_atomic
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 _SOURCES = ("operators.c", "products.c", "attention.c")
 _HEADERS = ("ort.h", "products.h", "attention.h", "exponential.h")
@@ -27,20 +38,29 @@ _FLAGS = (
 # the instruction sets that `products.c` is written for, and beyond which it would be slower than ONNX Runtime's own
 _FAST = ("avx512_vnni",)
 _SECONDS = 120.0
+# runs what follows so that it writes no file above 64 MiB (in blocks of 512 bytes), what it says included
+_LIMITED = ("sh", "-c", 'ulimit -f 131072; exec "$@"', "sh")
+_SAID = 65536
+_TRIAL = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).RegisterCustomOps"
 
 
 def why_not() -> str | None:
     """Why the operators do not run here, or would gain nothing; None where they do."""
     if not set(_FAST) & set(machine.isa_features()):
         return f"its products in 4 bits are written for {' or '.join(_FAST)}, and this processor has {machine.isa()}"
-    if _compiler() is None:
-        asked = os.environ.get("CC")
-        named = f"CC names {asked!r}, which is not there" if asked else "cc, gcc or clang is not installed"
-        return f"no C compiler to compile its operators with: {named}"
-    return None
+    return None if _compiler() else f"no C compiler to compile its operators with: {_missing()}"
 
 
-def library(flags: tuple[str, ...] = ("-march=native",)) -> Path:
+def register(options: onnxruntime.SessionOptions) -> None:
+    """Let a session have the operators. Raises InputError: as `library`."""
+    place = library()
+    try:
+        options.register_custom_ops_library(str(place))
+    except Exception as problem:  # ONNX Runtime's own types
+        raise _not_compiled(str(place), str(problem)) from None
+
+
+def library(flags: Sequence[str] = ("-march=native",)) -> Path:
     """The library, for `SessionOptions.register_custom_ops_library`; kept for the next time.
 
     Args:
@@ -54,18 +74,32 @@ def library(flags: tuple[str, ...] = ("-march=native",)) -> Path:
         raise InputError(
             "compiler-missing",
             where="quantkit_cpu",
-            value="no cc, gcc or clang",
+            value=_missing(),
             rule="its operators are compiled for the processor at hand",
-            remedy="install gcc or clang, or use the runtime `onnxruntime`, which needs none",
+            remedy="install gcc or clang and name it in CC, or use the runtime `onnxruntime`, which needs none",
         )
-    return _compiled(compiler, flags)
+    try:
+        return _compiled(compiler, flags)
+    except OSError as problem:
+        said = f"{problem.strerror}: {problem.filename}" if problem.filename else str(problem)
+        raise _not_compiled(shlex.join(compiler), said) from None
 
 
 def _compiler() -> list[str] | None:
-    """The command: what CC says, or one of the usual ones."""
-    if asked := shlex.split(os.environ.get("CC", "")):
-        return asked if shutil.which(asked[0]) else None
+    """The command: what CC says, with its arguments, or one of the usual ones."""
+    asked = os.environ.get("CC", "").strip()
+    try:
+        words = [asked] if shutil.which(asked) else shlex.split(asked)  # a path may have blanks
+    except ValueError:  # a quotation without an end
+        return None
+    if words:
+        return words if shutil.which(words[0]) else None
     return next(([found] for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+
+def _missing() -> str:
+    asked = os.environ.get("CC", "").strip()
+    return f"CC names {asked!r}, which is not there" if asked else "cc, gcc or clang is not installed"
 
 
 def _compiled(compiler: Sequence[str], flags: Sequence[str]) -> Path:
@@ -73,37 +107,96 @@ def _compiled(compiler: Sequence[str], flags: Sequence[str]) -> Path:
     here = Path(__file__).parent
     parts = [limits.read(here / name) for name in (*_SOURCES, *_HEADERS)]
     about = (*compiler, *_FLAGS, *flags, platform.machine(), *sorted(machine.cpu_flags()))
-    parts.append("\0".join(about).encode())
-    place = cache_dir() / "kernels" / hashlib.sha256(b"\0".join(parts)).hexdigest()[:32] / "operators.so"
-    proof = place.with_suffix(".sha256")
-    try:
-        if (
-            place.is_file()
-            and proof.is_file()
-            and limits.read(proof).decode() == hashlib.sha256(place.open("rb").read()).hexdigest()
-        ):
+    parts.append("\0".join(about).encode(errors="surrogateescape"))
+    folder = _private(hashlib.sha256(b"\0".join(parts)).hexdigest()[:32])
+    place, proof = folder / "operators.so", folder / "operators.sha256"
+    if _proved(place, proof):
+        return place
+    with alone(folder / "lock"), tempfile.TemporaryDirectory(dir=folder) as beside:
+        if _proved(place, proof):  # another process was first
             return place
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-            made = Path(folder) / place.name
-            command = [*compiler, *_FLAGS, *flags, *(str(here / name) for name in _SOURCES), "-o", str(made), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
-            if done.returncode or not made.is_file():
-                lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}, and no library"]
-                raise _not_compiled(compiler, next((line for line in lines if "error" in line), lines[0]))
-            data = made.open("rb").read()
+        made = Path(beside) / place.name
+        command = [*compiler, *_FLAGS, *flags, *(str(here / name) for name in _SOURCES), "-o", str(made), "-lm"]
+        _run(command, shlex.join(compiler))
+        if not made.is_file() or not is_plain(made.lstat()):
+            raise _not_compiled(shlex.join(compiler), "it ended without an error, and without a library")
+        _run(machine.python("-c", _TRIAL, str(made)), shlex.join(compiler))
+        data = limits.read(made)
         write_atomic(place, data)
         write_atomic(proof, hashlib.sha256(data).hexdigest().encode())
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        raise _not_compiled(compiler, str(problem)) from None
     return place
 
 
-def _not_compiled(compiler: Sequence[str], why: str) -> InputError:
+def _run(command: Sequence[str], where: str) -> None:
+    """A compiler, or what tries its library. Raises InputError `kernels-not-compiled`, with a line of what it said."""
+    with tempfile.TemporaryFile() as said:
+        try:
+            done = subprocess.run(  # noqa: S603 (what CC says, and our own Python)
+                [*_LIMITED, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                env={**os.environ, "LC_ALL": "C"},
+                timeout=_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise _not_compiled(where, f"not done after {_SECONDS:g} s") from None
+        said.seek(0)
+        lines = said.read(_SAID).decode(errors="replace").strip().splitlines()
+    if done.returncode:
+        last = lines[-1] if lines else f"exit code {done.returncode}"
+        raise _not_compiled(where, next((line for line in lines if "error" in line.lower()), last))
+
+
+def _private(name: str) -> Path:
+    """A folder of the cache, made where it is missing, that nobody else can write to, nor put another in its place.
+
+    Raises:
+        OSError: it is somebody else's, or lies where others may write; as the system says.
+    """
+    root = cache_dir().resolve()
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / "kernels" / name
+    for own in (folder.parent, folder):
+        own.mkdir(mode=0o700, exist_ok=True)
+        status = own.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(1, "it is a link, or somebody else's", str(own))
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            own.chmod(0o700)
+    for above in (root, *root.parents):
+        status = above.stat()
+        others = status.st_mode & (stat.S_IWOTH | (0 if _only_us(status.st_gid) else stat.S_IWGRP))
+        # where it is sticky, only its owner renames what is in it
+        if status.st_uid not in (0, os.geteuid()) or (others and not status.st_mode & stat.S_ISVTX):
+            raise PermissionError(1, "others may write there", str(above))
+    return folder
+
+
+def _only_us(group: int) -> bool:
+    """Whether it is the group that many systems make for each user."""
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+
+
+def _proved(place: Path, proof: Path) -> bool:
+    """Whether a library is there that this user alone could have written, with the hash that its proof says."""
+    try:
+        kept = [place.lstat(), proof.lstat()]
+        own = all(is_plain(each) and each.st_uid == os.geteuid() and not each.st_mode & 0o022 for each in kept)
+        return own and limits.read(proof) == hashlib.sha256(limits.read(place)).hexdigest().encode()
+    except (OSError, InputError):  # not there, or too large for what it is
+        return False
+
+
+def _not_compiled(where: str, why: str) -> InputError:
     return InputError(
         "kernels-not-compiled",
-        where=" ".join(compiler),
+        where=where,
         value=why[:200],
-        rule="a C compiler that knows GNU C11 and _Float16 (gcc 12 or clang 15, or later), and a cache to write to",
+        rule="a C compiler that knows GNU C11 and _Float16 (gcc 12 or clang 15, or later), and a cache of one's own",
         remedy="name another in CC or QUANTKIT_CACHE, or use the runtime `onnxruntime`, which needs none",
     )

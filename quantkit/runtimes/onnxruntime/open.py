@@ -76,9 +76,9 @@ def open_graph(
         options.profile_file_prefix = str(Path(profile) / "run")
     what: str | bytes = str(path)
     if own:
-        from quantkit.kernels.cpu.library import library
+        from quantkit.kernels.cpu.library import register
 
-        options.register_custom_ops_library(str(library()))
+        register(options)
     try:
         demand_attributes(path)
         if level is not None or shown or way or own:
