@@ -351,14 +351,13 @@ def tune(
     """
     from quantkit import given
     from quantkit.measurement.rows import read_rows
-    from quantkit.pipeline import Request
     from quantkit.pipeline.progress import showing
-    from quantkit.tuning import Budget, TuneQuestion
+    from quantkit.tuning import Budget, TuneQuestion, asked
     from quantkit.tuning import tune as search
 
     given.flags(exact=exact, check=check)
     given.numbers(samples=samples)
-    request = Request.of(
+    request = asked(
         given.model(model),
         recipe=recipe,
         target=target,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.tuning.budget import Budget
-    from quantkit.tuning.search import Tuned, TuneQuestion, tune
+    from quantkit.tuning.search import Tuned, TuneQuestion, asked, tune
 
-__all__ = ["Budget", "TuneQuestion", "Tuned", "tune"]
+__all__ = ["Budget", "TuneQuestion", "Tuned", "asked", "tune"]
 
 _HOMES = {"Budget": "budget"}
 

@@ -22,6 +22,7 @@ from quantkit.errors import InputError
 from quantkit.exporters import reader
 from quantkit.formats import stored_bits
 from quantkit.lazy import torch
+from quantkit.model.source.alias import demand_no_graph
 from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
@@ -95,6 +96,16 @@ class Tuned:
     def as_dict(self) -> dict[str, Any]:
         """`result` of the `--json` envelope."""
         return {"out": str(self.out), "recipe": str(self.out / RECIPE), **self.front}
+
+
+def asked(model: str, **how: Any) -> Request:
+    """`Request.of` what can be tuned.
+
+    Raises:
+        InputError: `model-graph`, those of `Request.of`.
+    """
+    demand_no_graph(model, "int8-mixed")
+    return Request.of(model, **how)
 
 
 def tune(question: TuneQuestion, progress: Progress | None = None) -> Tuned:

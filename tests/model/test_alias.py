@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import threading
 import time
 from dataclasses import replace
@@ -125,10 +126,11 @@ def test_the_alias_says_what_it_was(alias: Alias, monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_what_is_no_model_of_transformers_says_so() -> None:
+@pytest.mark.parametrize("graph", ["fashion-mnist-cnn", "./my net.onnx"])
+def test_what_is_no_model_of_transformers_says_so(graph: str) -> None:
     with pytest.raises(InputError) as caught:
-        open_model("fashion-mnist-cnn")
-    assert caught.value.code == "model-graph" and "quantkit compile fashion-mnist-cnn" in caught.value.remedy
+        open_model(graph)
+    assert caught.value.code == "model-graph" and f"quantkit compile {shlex.quote(graph)}" in caught.value.remedy
 
 
 @pytest.mark.parametrize("name", ALIASES)

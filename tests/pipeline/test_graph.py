@@ -162,3 +162,12 @@ def test_what_is_always_the_same_is_kept_as_the_error_says(tmp_path: Path, recip
     bundle = compiled(files, tmp_path / "b", recipe=recipe, changes=[change])
     assert len(bundle.manifest.layers) == 2, "the living convolution and its linear"
     assert all(check.ok for check in bundle.manifest.checks)
+
+
+def test_tune_names_what_chooses_for_graphs(files: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="model-graph") as caught:
+        quantkit.tune(str(files[0]), ["bits=4.5"])
+    _, _, model, _, recipe, option, _ = shlex.split(caught.value.remedy)
+    assert (model, option) == (str(files[0]), "--calibration")
+    bundle = compiled(files, tmp_path / "bundle", recipe=recipe)
+    assert (bundle.path / "harm.json").is_file(), "the search is in the bundle"

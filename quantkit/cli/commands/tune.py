@@ -52,12 +52,11 @@ def tune(
 ) -> Answer:
     """Choose a format for every layer within a budget; write the recipe."""
     from quantkit.measurement.rows import read_rows
-    from quantkit.pipeline import Request
     from quantkit.report.tune import page
-    from quantkit.tuning import Budget, TuneQuestion
+    from quantkit.tuning import Budget, TuneQuestion, asked
 
     allowed = Budget.parse(budget)
-    request = Request.of(
+    request = asked(
         model,
         recipe=recipe,
         target=target,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -224,6 +225,28 @@ _SHIPPED = (
     ),
 )
 ALIASES = {each.name: each for each in _SHIPPED}
+
+
+def demand_no_graph(ref: str, recipe: str = "int8-network") -> None:
+    """Refuse a float ONNX graph where only a model of transformers will do.
+
+    Args:
+        recipe: for graphs, nearest to what was asked for.
+
+    Raises:
+        InputError: `model-graph`.
+    """
+    shipped = ref in ALIASES and ALIASES[ref].kind == "network"
+    if not shipped and not ref.lower().endswith(".onnx"):
+        return
+    samples = "" if shipped else " --calibration ./FILE.npz"
+    raise InputError(
+        "model-graph",
+        where=ref,
+        value="an ONNX graph",
+        rule="this needs a model of transformers",
+        remedy=f"quantkit compile {shlex.quote(ref)} --recipe {recipe}{samples}",
+    )
 
 
 def unknown_model(name: str, where: str = "") -> InputError:

@@ -25,7 +25,7 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
 from quantkit.model.source import adapter, code, converted, pretrained
-from quantkit.model.source.alias import ALIASES, materialize, unknown_model
+from quantkit.model.source.alias import ALIASES, demand_no_graph, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
 from quantkit.model.source.hashes import source_changed
@@ -210,6 +210,7 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
             `architecture-unsupported`, `remote-code`, `already-quantized`, and those of `Weights.open`.
         MissingDependency: transformers or torch.
     """
+    demand_no_graph(ref)
     with MissingDependency.unless_found("transformers", extra="compile", purpose="opening a model"):
         import transformers  # noqa: F401
     was: str | None = None
@@ -230,14 +231,6 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
             notes = [note_on(name, was)]
     elif ref in ALIASES:
         alias = ALIASES[ref]
-        if alias.kind == "network":
-            raise InputError(
-                "model-graph",
-                where=ref,
-                value="an ONNX graph",
-                rule="this needs a model of transformers",
-                remedy=f"quantkit compile {ref} --recipe int8-network",
-            )
         path, full, name, was = materialize(alias), f"alias:{ref}", ref, alias.was
         notes = [alias.note] if alias.note else []
     else:
