@@ -8,7 +8,7 @@ it brings itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,8 @@ _QUANTIZED = (
 _SAME_NUMBERS = ("Cast", "Identity")
 _IDS, _WHOLE = "input_ids", ("INT64", "INT32")
 _SUFFIX = ".onnx"
+# of a graph without functions: a few that call each other twice are billions
+_NODES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,9 @@ def _opened(path: Path, name: str, where: str) -> FloatGraph:
         raise _refused(where, "unreadable", "nothing in it")
     files = (path, *sorted(_external(model, path.parent.resolve(), where)))
     digest = _identity(files)
-    _check_operators(model, where)
     version = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+    _inline(model, version, where)
+    _check_operators(model, where)
     if version < OPSET:
         remedy = f"onnx.version_converter.convert_version(model, {OPSET + 4}), or export it again"
         raise _refused(
@@ -213,10 +216,44 @@ def _initializers(model: ir.Model) -> Iterator[ir.Value]:
                 yield from attribute.as_graph().initializers.values()
 
 
+def _inline(model: ir.Model, version: int, where: str) -> None:
+    """Put the bodies of functions in the place of their calls: a graph is converted and rewritten node by node.
+
+    Bodies are of the opset of the graph around them, whatever they say: ONNX Runtime reads them so.
+    """
+    from onnx_ir.passes.common import InlinePass
+
+    sizes: dict[tuple[str, str, str], int] = {}
+    calling: set[tuple[str, str, str]] = set()
+
+    def size(nodes: Iterable[ir.Node]) -> int:
+        total = 0
+        for node in nodes:
+            called = node.op_identifier()
+            function = model.functions.get(called)
+            total += 1
+            if function is None:
+                continue
+            if called in calling:
+                raise _refused(where, "unreadable", f"the function {node.op_type} calls itself")
+            if called not in sizes:
+                calling.add(called)
+                sizes[called] = size(function.all_nodes())
+                calling.discard(called)
+            total += sizes[called]
+        return total
+
+    if (nodes := size(model.graph.all_nodes())) > _NODES:
+        raise _refused(where, "unreadable", f"its functions make {nodes:,} nodes", f"a graph has at most {_NODES:,}")
+    for function in model.functions.values():
+        function.opset_imports[""] = version
+    InlinePass()(model)
+    model.functions.clear()
+
+
 def _check_operators(model: ir.Model, where: str) -> None:
     import onnx_ir as ir
 
-    own = {function.identifier()[:2] for function in model.functions.values()} if model.functions else set()
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         for attribute in node.attributes.values():
             held = attribute.value if attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS) else ()
@@ -237,7 +274,7 @@ def _check_operators(model: ir.Model, where: str) -> None:
                 "what is compiled is a float graph",
                 "name the one from before it was quantized",
             )
-        if node.domain not in _DOMAINS and (node.domain, node.op_type) not in own:
+        if node.domain not in _DOMAINS:
             raise _refused(
                 where,
                 "operator",

@@ -26,6 +26,8 @@ OPERATORS = ("Conv", "Gemm", "MatMul")
 # that multiply by matrices, too
 _OTHERS = ("ConvTranspose", "DeformConv", "Einsum", "LSTM", "GRU", "RNN")
 _ONNX = ("", "ai.onnx")
+# the reason of those that have nothing to quantize: their output is the same whatever comes in, and has no range
+ZEROS = "its weight is all zeros"
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _multiplies(node: ir.Node) -> bool:
 def why_float(node: ir.Node) -> str:
     """Why a product cannot be quantized; "" where it can."""
     if node.domain not in _ONNX or node.op_type not in OPERATORS:
-        return f"{node.op_type} has no integer kernel with a scale a channel"
+        return f"nothing in integers is made of {node.op_type}"
     weight = fixed(node.inputs[1]) if len(node.inputs) > 1 else None
     if fixed(node.inputs[0]) is not None:
         return "its weight stands on the left, where no channel has a scale of its own"
@@ -156,6 +158,8 @@ def why_float(node: ir.Node) -> str:
         return "no weight is constant"
     if weight.dtype != np.float32:
         return f"its weight is {weight.dtype}"
+    if not weight.any():
+        return ZEROS
     if node.op_type == "MatMul" and weight.ndim != 2:
         return "its weight is a matrix for each of several, which would share their scales"
     if node.op_type == "Conv" and weight.ndim not in (3, 4):

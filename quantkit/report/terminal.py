@@ -195,7 +195,10 @@ def planned(plan: Mapping[str, Any]) -> list[RenderableType]:
     facts.add_row("layers", lines(layers) if layers else Text("none is quantized", DIM))
     if macs := plan.get("macs"):
         share = words.percent(macs["quantized"] / macs["all"])
-        facts.add_row("products", f"{macs['all']:,} multiply-accumulates a sample, {share} of them in integers")
+        said = f"{macs['all']:,} multiply-accumulates a sample, {share} of them in integers"
+        if left := plan["floats"]:
+            said += f", without those that cannot be: {words.percent(left)} of all products' weights stay in floats"
+        facts.add_row("products", said)
     facts.add_row("passes", lines(Text(_call(step)) for step in plan["passes"]) if plan["passes"] else "none")
     seen = plan["calibration"]
     facts.add_row("calibrates on", _tokens(seen) if seen else "nothing: no pass looks at data")

@@ -12,6 +12,7 @@ import pytest
 from small_graph import Small, operators
 
 import quantkit
+from quantkit.errors import GateError
 from quantkit.graph import integer
 from quantkit.graph.codes import solve
 from quantkit.graph.fuse import fuse, fusions
@@ -112,14 +113,20 @@ def test_products_in_other_forms_are_matrices(tmp_path: Path) -> None:
     y = small.op("Gemm", y, small.normal(K, K), small.op("Relu", x), beta=0.5)
     y = small.op("Gemm", y, small.normal(K, K), small.normal(K, K))
     y = small.op("MatMul", y, small.normal(1, K, K))
-    small.op("MatMul", y, small.normal(1, 1, K, K))
+    first = small.op("MatMul", y, small.normal(1, 1, K, K))
     shared = small.constant(small.random.standard_normal((160, 160)).astype(np.float32))
     wide = small.op("MatMul", small.op("MatMul", x, small.normal(K, 160)), shared)
-    ends = [small.graph[-4].outputs[0], small.op("MatMul", wide, small.op("Transpose", shared, perm=[1, 0]))]
-    ends.append(next(node for node in small.graph if node.inputs[0] is y).outputs[0])
+    ends = [first, small.op("MatMul", wide, small.op("Transpose", shared, perm=[1, 0]))]
+    y = small.op(
+        "Einsum",
+        small.op("Einsum", x, small.normal(K, K), equation="ij,jk->ik"),
+        small.normal(K, K),
+        equation="...k, nk -> ...n",
+    )
+    ends.append(y)
     model = small.model(*ends)
     found = in_integers(model, small.normal(K, K), tmp_path)
-    assert (found.share, left_in_floats(model), sum(found.kernels.values())) == (1.0, [], 8)
+    assert (found.share, left_in_floats(model), sum(found.kernels.values())) == (1.0, [], 10)
 
 
 def test_what_is_left_in_floats_has_a_reason() -> None:
@@ -130,12 +137,13 @@ def test_what_is_left_in_floats_has_a_reason() -> None:
     small.op("MatMul", small.normal(4, 4), x, name="left")
     small.op("ConvTranspose", x, small.normal(4, 3, 2), name="up")
     small.op("GRU", x, small.normal(1, 9, K), small.normal(1, 9, 3), hidden_size=3, name="cell")
-    small.op("Einsum", x, small.normal(K, K), equation="nij,jk->nik", name="sum")
+    small.op("Einsum", x, small.normal(K, K), equation="nij,jk->nki", name="sum")
+    small.op("MatMul", x, np.zeros((K, K), np.float32), name="nothing")
     small.op("Gather", small.normal(5, K), ids, name="table")
     last = small.op("MatMul", x, small.normal(K, K), name="good")
     model = small.model(last)
     left = left_in_floats(model)
-    assert [each.name for each in left] == ["heads", "left", "up", "cell", "cell", "sum", "table"]
+    assert [each.name for each in left] == ["heads", "left", "up", "cell", "cell", "sum", "nothing", "table"]
     assert [each.name for each in left if not each.reason] == ["table"]
     assert [site.name for site in sites(model)] == ["good"]
 
@@ -181,3 +189,19 @@ def test_names_that_are_taken(recipe: str, tmp_path: Path) -> None:
     for name, values in expected.items():
         assert np.linalg.norm(found[name] - values) / np.linalg.norm(values) < 0.1, name
     assert "Gemm" not in operators(ir.load(written)) or not recipe.endswith("dynamic")
+
+
+def test_weights_that_stay_in_floats_are_counted(tmp_path: Path) -> None:
+    small = Small()
+    heads = small.op("MatMul", small.input("x", "n", 4, 2, K), small.normal(4, K, K), name="heads")
+    ir.save(small.model(small.op("MatMul", heads, small.normal(K, 2 * K), name="last")), tmp_path / "m.onnx")
+    np.savez(tmp_path / "set.npz", x=small.normal(40, 4, 2, K))
+    given: dict[str, Any] = {"recipe": "int8-network", "calibration": tmp_path / "set.npz", "speed": False}
+    result = quantkit.compile(str(tmp_path / "m.onnx"), out=tmp_path / "out", **given)
+    share = 4 * K * K / (4 * K * K + K * 2 * K)
+    (warned,) = [each for each in result.manifest.decisions if each.code == "floats-left"]
+    assert warned.to == pytest.approx(share, abs=1e-4)
+    assert "heads: its weight is a matrix for each of several" in warned.reason
+    assert {each.example: each.state for each in result.manifest.weights} == {"heads": "carried", "last": "quantized"}
+    with pytest.raises(GateError, match="floats-left"):
+        quantkit.compile(str(tmp_path / "m.onnx"), out=tmp_path / "strict", strict=True, **given)

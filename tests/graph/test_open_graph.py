@@ -14,7 +14,9 @@ import pytest
 from small_graph import Small
 
 from quantkit.errors import InputError
+from quantkit.graph.fuse import fuse
 from quantkit.graph.open import is_graph, kind_of, open_graph
+from quantkit.graph.run import Runner
 
 HEAD = '<ir_version: 10, opset_import: ["" : {opset}{more}]> g (float[N,4] x) => (float[N,4] y) {{ {body} }}'
 
@@ -158,3 +160,41 @@ def test_weights_among_the_inputs_are_weights(tmp_path: Path) -> None:
     (tmp_path / "old.onnx").write_bytes(ir.to_proto(model).SerializeToString())
     assert [each.name for each in open_graph(tmp_path / "old.onnx").inputs] == ["images"]
     assert open_graph(path).bytes == path.stat().st_size
+
+
+FUNCTION = '<domain: "my", opset_import: ["" : {opset}, "my" : 1]> {body}'
+
+
+def functions(path: Path, *bodies: str, call: str = "Outer", opset: int = 17) -> Path:
+    text = HEAD.format(body=f"y = my.{call}(x)", opset=17, more=', "my" : 1')
+    text += "".join(FUNCTION.format(opset=opset, body=body) for body in bodies)
+    path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+    return path
+
+
+INNER = "Inner <alpha> (X) => (Y) { A = LeakyRelu <alpha: float = @alpha> (X) Y = Neg(A) }"
+OUTER = "Outer (X) => (Y) { A = my.Inner <alpha = 0.5> (X) Y = my.Inner <alpha = 0.25> (A) }"
+
+
+@pytest.mark.parametrize("opset", [17, 13])
+def test_functions_are_put_in_the_place_of_their_calls(tmp_path: Path, opset: int) -> None:
+    path = functions(tmp_path / "m.onnx", INNER, OUTER, opset=opset)
+    model = open_graph(path).model
+    assert (len(model.functions), [node.op_type for node in model.graph]) == (0, ["LeakyRelu", "Neg"] * 2)
+    x = {"x": np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)}
+    np.testing.assert_array_equal(Runner(model)(x)["y"], Runner(path)(x)["y"])
+    # what is converted to another opset, as for an engine, is converted everywhere
+    fuse(model, [x])
+    assert model.opset_imports[""] == 21
+
+
+def test_functions_without_an_end_are_refused(tmp_path: Path) -> None:
+    line = refused("onnx-unreadable", functions(tmp_path / "a.onnx", "Outer (X) => (Y) { Y = my.Outer(X) }"))
+    assert "the function Outer calls itself" in line
+    twice = [f"F{n + 1} (X) => (Y) {{ A = my.F{n}(X) Y = my.F{n}(A) }}" for n in range(40)]
+    line = refused(
+        "onnx-unreadable", functions(tmp_path / "b.onnx", "F0 (X) => (Y) { Y = Relu(X) }", *twice, call="F40")
+    )
+    assert "a graph has at most 1,000,000" in line
+    foreign = functions(tmp_path / "c.onnx", "Outer (X) => (Y) { Y = other.Thing(X) }")
+    assert "(Thing) of 'other'" in refused("onnx-operator", foreign)

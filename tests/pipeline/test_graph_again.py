@@ -232,6 +232,7 @@ def test_a_dry_run_says_what_a_compile_does(made: Path, tmp_path: Path, capfd: p
     assert plan["schemes"][0]["bits_per_weight"] == pytest.approx(bits / weights)
     # a stem of 3 to 8 channels on 6 x 6, depthwise 3 x 3, pointwise, 8 to 6 classes
     assert plan["macs"] == {"quantized": 36 * (27 * 8 + 9 * 8 + 8 * 8) + 8 * 6, "all": 36 * (27 * 8 + 136) + 48}
+    assert plan["floats"] == 0
     size = next(entry.bytes for entry in manifest.files if entry.path == "onnx/model.onnx")
     assert plan["disk_bytes"]["bundle"] == pytest.approx(size, rel=0.5)
     assert plan["scoring"]["samples"] == 12

@@ -3,7 +3,7 @@
 `OnnxParser.parse` goes on behind a node that it refuses and reports every one, so its errors are all that there is to
 know; `supports_model_v2` adds the nodes around them, which it does take. `supports_operator` knows the names of ONNX's
 operators without a network (of contrib operators it does not: it calls MatMulNBits supported, for which no plugin is
-there). TensorRT-RTX 1.7.1.
+there). Of some it has an importer and nothing behind it (`_EMPTY`). TensorRT-RTX 1.7.1.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _REMEDIES = (
     ),
     (("TensorScatter",), "--set tensorrt.cache=grown"),
 )
+# of TensorRT-RTX: plugins that are not there, and layers that no kernel implements for any GPU
+_EMPTY = frozenset({"NonZero", "RoiAlign", "NonMaxSuppression", "Attention"})
 _ZERO_POINT = "--set scheme.weights.symmetric=true --set scheme.activations.symmetric=true"
 _CONTRIB = "export the graph without the optimizations of a runtime: TensorRT has operators of ONNX itself"
 _ELSEWHERE = "no pass replaces it: another export ('export=[{onnx: {}}]'), or a graph that does without"
@@ -64,7 +66,7 @@ def unknown(library: Library, operators: Iterable[str]) -> set[str]:
     builder = library.api.Builder(said.logger)
     network = library.network(builder)
     parser = library.api.OnnxParser(network, said.logger)
-    return {name for name in operators if not parser.supports_operator(name)}
+    return {name for name in operators if name in _EMPTY or not parser.supports_operator(name)}
 
 
 def refusal(where: str, library: str, refused: Sequence[Refused]) -> InputError:

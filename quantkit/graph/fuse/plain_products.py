@@ -2,6 +2,7 @@
 
     Gemm(A, B, C; α, β, transA)  =  Gemm(Aᵀ, α B) + β C      a C of one number a column stays inside
     x · W [1, ..., K, N]         =  x · W [K, N]
+    Einsum("...k,kn->...n")      =  x · W                    with W transposed for "nk"
 
 Guard: the weight is a constant that nothing else gives out. Where x has fewer dimensions than W, the ones that W adds
 are put back behind.
@@ -25,11 +26,11 @@ class PlainProducts:
     def run(self, model: ir.Model) -> list[Fused]:
         """Rewrite in place."""
         done = []
-        for node in _rule.nodes(model, "Gemm", "MatMul"):
-            weight = constant(node.inputs[1])
+        for node in _rule.nodes(model, "Gemm", "MatMul", "Einsum"):
+            weight = constant(node.inputs[1]) if len(node.inputs) > 1 else None
             if weight is None or weight.dtype != np.float32:
                 continue
-            changed = _gemm(node, weight) if node.op_type == "Gemm" else _squeezed(node, weight)
+            changed = _FORMS[node.op_type](node, weight)
             done += [Fused(name_of(node), self.name, True)] if changed else []
         return done
 
@@ -79,6 +80,22 @@ def _squeezed(node: ir.Node, weight: Array) -> bool:
     return True
 
 
+def _multiplied(node: ir.Node, weight: Array) -> bool:
+    """Make a MatMul of an Einsum that is one."""
+    operands, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
+    x, _, matrix = operands.partition(",")
+    if len(matrix) != 2 or weight.ndim != 2 or not x or x[-1] not in matrix:
+        return False
+    column = matrix.replace(x[-1], "")
+    if len(column) != 1 or column in x or x[-1] in x[:-1] or result != x[:-1] + column:
+        return False
+    if matrix[0] == column:
+        set_input(node, 1, np.ascontiguousarray(weight.T), name=f"{node.outputs[0].name}.matrix")
+    node.op_type = "MatMul"
+    node.attributes.pop("equation")
+    return True
+
+
 def _before(node: ir.Node, kind: str, inputs: list[ir.Value | None], name: str, **attributes: list[int]) -> ir.Value:
     made = ir.node(kind, inputs, attributes=attributes, name=name)
     made.outputs[0].name, made.outputs[0].type = name, ir.TensorType(ir.DataType.FLOAT)
@@ -103,3 +120,6 @@ def _behind(node: ir.Node, kind: str, other: ir.Value) -> None:
     y.name = f"{new.name}.product"
     y.shape = None
     graph.insert_after(node, made)
+
+
+_FORMS = {"Gemm": _gemm, "MatMul": _squeezed, "Einsum": _multiplied}

@@ -13,14 +13,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.bundle import Decision, WeightsEntry, decision
-from quantkit.planning.model.assigned import AS_ASKED, FLOATS, FLOATS_LIMIT, ROUTER
+from quantkit.passes import NOTE
+from quantkit.planning.model.assigned import AS_ASKED, ASKED, FLOATS, FLOATS_LIMIT, ROUTER
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from torch import nn
 
     from quantkit.model.streaming.stream import StreamedModel
 
 State = Literal["quantized", "carried", "unused"]
+# (state, reason, whether it is a linear weight, whether the recipe asked for it) -> (name, elements) of each
+Sums = dict[tuple[State, str, bool, bool], list[tuple[str, int]]]
 QUANTIZED: State = "quantized"
 CARRIED: State = "carried"
 UNUSED: State = "unused"
@@ -44,7 +48,7 @@ def account(
     users: dict[str, list[str]] = {}
     for name, file in stream.files.items():
         users.setdefault(file, []).append(name)
-    sums: dict[tuple[State, str, bool, bool], list[tuple[str, int]]] = {}
+    sums: Sums = {}
     for file, entry in stream.source.weights.entries.items():
         key: tuple[State, str, bool, bool] = (
             UNUSED,
@@ -61,6 +65,34 @@ def account(
         if chosen:
             key = _one(chosen, modules, quantized, reasons, stream, head=head)
         sums.setdefault(key, []).append((file, math.prod(entry.shape)))
+    return _entries(sums)
+
+
+def account_graph(model: ir.Model, quantized: Collection[str], decisions: Sequence[Decision]) -> list[WeightsEntry]:
+    """The same of a float ONNX graph: its products' weights, and its tables of embeddings.
+
+    Args:
+        quantized: names of its products with codes; one that no decision speaks of either is kept by the recipe.
+    """
+    from quantkit.graph.sites import ZEROS, left_in_floats, sites
+
+    reasons = {each.where: each for each in decisions if each.code != NOTE}
+    sums: Sums = {}
+    for site in sites(model):
+        key: tuple[State, str, bool, bool] = (QUANTIZED, "", True, True)
+        if site.name not in quantized:
+            taken = reasons.get(site.name)
+            key = (CARRIED, "the recipe keeps it", True, True)
+            if taken is not None:
+                key = (CARRIED, taken.reason, True, taken.code in ASKED)
+        sums.setdefault(key, []).append((site.name, site.weight.size))
+    for each in left_in_floats(model):
+        key = (CARRIED, each.reason or "embeddings", bool(each.reason), each.reason in ("", ZEROS))
+        sums.setdefault(key, []).append((each.name, each.elements))
+    return _entries(sums)
+
+
+def _entries(sums: Sums) -> list[WeightsEntry]:
     return [
         WeightsEntry(
             state=state,

@@ -18,6 +18,7 @@ from quantkit.passes.gptq import Gptq
 from quantkit.passes.mixed import Mixed
 from quantkit.passes.rtn import Rtn
 from quantkit.pipeline.blocks import tokens
+from quantkit.pipeline.blocks.accounting import about, account_graph
 from quantkit.pipeline.graphs import engine as graph_engine
 from quantkit.pipeline.graphs.exported_module import located
 from quantkit.pipeline.graphs.measure import SampleCost, cost
@@ -128,6 +129,8 @@ def prepare(request: Request) -> PreparedGraph:
             rule="something is quantized",
             remedy="--set keep=[]" if found else "a float graph with convolutions or linears",
         )
+    if weights is not None:
+        decisions += about(account_graph(graph.model, [site.name for site in chosen], decisions))
     for step in recipe.passes:
         each = pass_of(step)
         if each.on_graphs:

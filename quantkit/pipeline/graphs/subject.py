@@ -32,6 +32,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.size import size_rows
 from quantkit.model.device import ComputeDevice
 from quantkit.passes import NOTE, decision
+from quantkit.pipeline.blocks.accounting import account_graph
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.graphs.engine import wanted
 from quantkit.pipeline.graphs.measure import QUICK, scored, speed
@@ -217,5 +218,6 @@ class GraphWork:
             return [], [decision("measure", "speed-not-measured", "onnxruntime", problem.line())]
 
     def weights(self, decisions: Sequence[Decision]) -> list[WeightsEntry]:
-        """None: what is not quantized of a graph's constants stays as it is."""
-        return []
+        """What became of its products' weights."""
+        names = [layer.name for layer in self.layers]
+        return account_graph(self.prepared.graph.model, names, decisions) if names else []

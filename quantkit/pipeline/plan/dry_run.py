@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.formats import stored_bits
 from quantkit.pipeline import estimate
+from quantkit.pipeline.blocks.accounting import account_graph, left_in_floats
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.report.bundle import figures
 
@@ -75,6 +76,7 @@ def planned_graph(prepared: PreparedGraph) -> dict[str, Any]:
         },
         "schemes": stored,
         "kept": [name for name in macs if name not in chosen],
+        "floats": left_in_floats(account_graph(graph.model, chosen, prepared.decisions)),
         "macs": {"quantized": sum(macs[name] for name in chosen), "all": sum(macs.values())},
         "calibration": _samples(prepared.calib),
         "scoring": _samples(prepared.scoring),
