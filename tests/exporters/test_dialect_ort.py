@@ -336,24 +336,34 @@ def attention(**changes: Any) -> Any:
     graph.inputs.append(mask)
     heads = graph.input("heads", ("batch", 4, "length", 16))
     graph.inputs.append(heads)
-    said = {"heads": 4, "kv_heads": 4, "scale": 0.25, "window": -1, "softcap": 0.0, **changes}
-    return OrtDialect(
-        graph.traced(graph.node("Attention", *[heads] * 3, mask, shape=graph.x.shape, domain=DOMAIN, **said)), NORMS
-    )
+    said = {"heads": 4, "kv_heads": 4, "scale": 0.25, "window": -1, "softcap": 0.0, "causal": 0, **changes}
+    keys = heads
+    if said["kv_heads"] != 4:
+        keys = graph.input("keys", ("batch", said["kv_heads"], "length", 16))
+        graph.inputs.append(keys)
+    inputs = heads, keys, keys, mask
+    node = graph.node("Attention", *inputs, shape=graph.x.shape, domain=DOMAIN, **said)
+    return OrtDialect(graph.traced(node), NORMS)
 
 
-def test_an_encoder_s_attention_sees_what_the_mask_shows() -> None:
-    model = attention().apply()
-    heads, mask = np.random.default_rng(4).standard_normal((2, 4, 3, 16)).astype(np.float32), np.ones((2, 3), np.int64)
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_an_encoder_s_attention_sees_what_the_mask_shows(groups: int, causal: int) -> None:
+    model = attention(causal=causal, kv_heads=groups).apply()
+    generator = np.random.default_rng(4)
+    heads, mask = generator.standard_normal((2, 4, 3, 16)).astype(np.float32), np.ones((2, 3), np.int64)
+    keys = generator.standard_normal((2, groups, 3, 16)).astype(np.float32) if groups != 4 else heads
+    shared = keys.repeat(4 // groups, axis=1)
     mask[1, 2:] = 0
-    scores = 0.25 * heads @ heads.transpose(0, 1, 3, 2) - 1e9 * (1 - mask[:, None, None])
+    hidden = 1 - mask[:, None, None] * (np.tri(3, dtype=np.int64) if causal else 1)
+    scores = 0.25 * heads @ shared.transpose(0, 1, 3, 2) - 1e9 * hidden
     weights_of = np.exp(scores - scores.max(-1, keepdims=True))
-    wanted = weights_of / weights_of.sum(-1, keepdims=True) @ heads
-    (found,) = run(model, np.zeros((2, 3, 64), np.float32), mask, heads)
+    wanted = weights_of / weights_of.sum(-1, keepdims=True) @ shared
+    (found,) = run(model, np.zeros((2, 3, 64), np.float32), mask, heads, *([keys] if groups != 4 else []))
     np.testing.assert_allclose(found, wanted.transpose(0, 2, 1, 3).reshape(2, 3, 64), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"window": 8}, {"softcap": 50.0}, {"kv_heads": 2}])
+@pytest.mark.parametrize("changes", [{"window": 8}, {"softcap": 50.0}])
 def test_what_an_encoder_s_operator_has_not_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"attention-unsupported.*export a checkpoint"):
         attention(**changes).apply()

@@ -105,7 +105,7 @@ def test_a_window_in_an_encoder_is_refused() -> None:
     from quantkit.exporters.tensorrt.network.dialect import TensorrtDialect
 
     x = ir.Value(name="x", shape=ir.Shape([1, 4, 8, 16]), type=ir.TensorType(ir.DataType.FLOAT16))
-    attributes = {"window": 8, "heads": 4, "kv_heads": 4, "scale": 1.0, "softcap": 0.0}
+    attributes = {"window": 8, "heads": 4, "kv_heads": 4, "scale": 1.0, "softcap": 0.0, "causal": 0}
     node = ir.node("Attention", [x, x, x, x], attributes=attributes, domain=DOMAIN)
     graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 23, DOMAIN: 1})
     traced = Traced(ir.Model(graph, ir_version=10), {}, decoder=False, layers=0)

@@ -307,15 +307,25 @@ class OrtDialect(Rewriting):
             name = f"attention.{index}"
             heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
             window, softcap = node.attributes["window"].as_int(), node.attributes["softcap"].as_float()
-            if heads != kv_heads or window > 0 or softcap > 0:
+            if window > 0 or softcap > 0:
                 raise InputError(
                     "attention-unsupported",
                     where=name,
-                    value="grouped queries, a window or a soft cap in an encoder",
+                    value="a window or a soft cap in an encoder",
                     rule="MultiHeadAttention has none of them",
                     remedy="export a checkpoint",
                 )
+            if heads != kv_heads:
+                assert query.shape is not None
+                size = int(query.shape[3])  # type: ignore[arg-type]
+                key, value = (
+                    self._repeated(node, f"{name}/{what}", each, heads, kv_heads, size)
+                    for each, what in ((key, "keys"), (value, "values"))
+                )
             flat = [self._flat(node, x, f"{name}/{what}") for x, what in ((query, "q"), (key, "k"), (value, "v"))]
+            if flat[2].shape is None and query.shape is not None:
+                flat[2].shape = ir.Shape([query.shape[0], query.shape[2], heads * int(query.shape[3])])  # type: ignore[arg-type]
+            causal = {"unidirectional": 1} if node.attributes["causal"].as_int() else {}
             (output,) = self._node(
                 node,
                 "MultiHeadAttention",
@@ -324,6 +334,7 @@ class OrtDialect(Rewriting):
                 MICROSOFT,
                 num_heads=heads,
                 scale=node.attributes["scale"].as_float(),
+                **causal,
             )
             self._flat_again(node.outputs[0])
             self._replace(node, [output])

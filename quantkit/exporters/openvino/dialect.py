@@ -56,17 +56,6 @@ class OpenvinoDialect(PlainOperators):
             )
         return super()._attended(node, name, [query, key, value, bias], scale)
 
-    def _repeated(
-        self, node: ir.Node, name: str, given: ir.Value | None, heads: int, kv_heads: int, size: int
-    ) -> ir.Value:
-        """[B, G, T, D] as [B, H, T, D]: each key beside itself as often as queries share it."""
-        second = self._constant("attention/second", [2], np.int64)
-        times = self._constant(f"attention/times/{heads // kv_heads}", [1, 1, heads // kv_heads, 1, 1], np.int64)
-        flat = self._constant(f"attention/flat/{heads}/{size}", [0, heads, -1, size], np.int64)
-        (wide,) = self._node(node, "Unsqueeze", [given, second], [f"{name}/wide"])
-        (several,) = self._node(node, "Expand", [wide, times], [f"{name}/several"])
-        return self._node(node, "Reshape", [several, flat], [name])[0]
-
     # --- products -----------------------------------------------------------------------------------------------------
 
     def _products(self) -> None:

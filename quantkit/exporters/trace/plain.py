@@ -37,7 +37,7 @@ class PlainOperators(Rewriting):
 
     cache: Cache = field(default="in_place", kw_only=True)
     capacity: int = field(default=2048, kw_only=True)
-    _masks: dict[int, ir.Value] = field(default_factory=dict, init=False)
+    _masks: dict[tuple[int, bool], ir.Value] = field(default_factory=dict, init=False)
 
     def _norms(self) -> None:
         for node in self._placeholders("RMSNorm"):
@@ -85,7 +85,7 @@ class PlainOperators(Rewriting):
                 rule="every token of an encoder sees every other",
                 remedy="export a checkpoint",
             )
-        bias = self._mask(first, mask, window)
+        bias = self._mask(first, mask, window, self.traced.decoder or bool(node.attributes["causal"].as_int()))
         present: list[ir.Value] = []
         if past:
             key, kept = self._remember(node, index, 0, key, past[0])
@@ -158,19 +158,19 @@ class PlainOperators(Rewriting):
             (kept,) = self._node(node, "Concat", [past, new], [f"{name}/kept"], axis=2)
         return kept, kept
 
-    def _mask(self, first: ir.Node, mask: ir.Value | None, window: int) -> ir.Value:
+    def _mask(self, first: ir.Node, mask: ir.Value | None, window: int, causal: bool) -> ir.Value:
         """[B, 1, S, T], 0 where a token sees another and a large negative number elsewhere; made once."""
-        if window in self._masks:
-            return self._masks[window]
+        if (window, causal) in self._masks:
+            return self._masks[window, causal]
         assert mask is not None
-        stem = f"mask/{window}"
+        stem = f"mask/{window}{'' if causal == self.traced.decoder else '/causal'}"
         wide = self._constant("mask/axes", [1, 2], np.int64)
         (real,) = self._node(first, "Cast", [mask], [f"{stem}/real"], to=int(ir.DataType.BOOL))
         (seen,) = self._node(first, "Unsqueeze", [real, wide], [f"{stem}/tokens"])
-        if self.traced.decoder:
+        if causal:
             columns, rows = self._columns(first, mask, stem)
-            (causal,) = self._node(first, "LessOrEqual", [columns, rows], [f"{stem}/causal"])
-            (seen,) = self._node(first, "And", [seen, causal], [f"{stem}/seen"])
+            (before,) = self._node(first, "LessOrEqual", [columns, rows], [f"{stem}/causal"])
+            (seen,) = self._node(first, "And", [seen, before], [f"{stem}/seen"])
             if window > 0:
                 (least,) = self._node(
                     first, "Sub", [rows, self._constant(f"{stem}/size", window, np.int64)], [f"{stem}/least"]
@@ -182,13 +182,13 @@ class PlainOperators(Rewriting):
             self._constant(f"mask/{word}", number, self.floats) for word, number in (("zero", 0.0), ("low", low))
         )
         (bias,) = self._node(first, "Where", [seen, zero, hidden], [f"{stem}/bias"])
-        if not self.traced.decoder:
+        if not causal:
             # [B, 1, 1, T]: every token sees the same
             (new,) = self._node(first, "Shape", [mask], [f"{stem}/new"], start=1, end=2)
             one = self._constant("one", [1], np.int64)
             (shape,) = self._node(first, "Concat", [one, one, new, one], [f"{stem}/shape"], axis=0)
             (bias,) = self._node(first, "Expand", [bias, shape], [f"{stem}/expanded"])
-        self._masks[window] = bias
+        self._masks[window, causal] = bias
         return bias
 
     def _columns(self, first: ir.Node, mask: ir.Value, stem: str) -> tuple[ir.Value, ir.Value]:

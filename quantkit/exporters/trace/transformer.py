@@ -100,6 +100,8 @@ def _attention(
         "scale": float(size**-0.5 if scaling is None else scaling),
         "window": int(sliding_window or -1),
         "softcap": float(softcap or 0.0),
+        # of an encoder: one that was made of a decoder sees what came before
+        "causal": int(bool(getattr(module, "is_causal", False))),
     }
     inputs: list[Tensor | None] = [query, key, value, memory.mask]
     if not memory.past:
