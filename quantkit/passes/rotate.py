@@ -5,7 +5,7 @@ part that costs nothing at run time: the rotation is folded into the weights. Th
 `model/structure/residual.py` finds by running a model what reads from and writes to the stream,
 `model/structure/turn.py` turns it. Every block, the embedding and the head are proved in float64 before any work
 begins: outputs within 1e-10 of the original's. Where that fails the model stays as it is, with the reason: norms behind
-the linears (Gemma 2 and 3, BERT) do not turn.
+the linears (Gemma 2 and 3, BERT) do not turn, nor does what no parameter of the class holds (draft heads, towers).
 
 A norm's weight goes into the linears that read it, the last norm's into the head, which then differs from an embedding
 that it was tied to: the model is untied, and larger by one table.
@@ -124,6 +124,9 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     if calls.live:
         raise Unturnable("its blocks are given what other blocks have put out")
     width = calls.hidden.shape[-1]
+    for name, shape in model.beside.items():
+        if len(shape) > 1 and width in shape:
+            raise Unturnable(f"{name} may read or write the residual stream, and no parameter of the class holds it")
     make = solver.hadamard_rotation if settings.matrix == "hadamard" else solver.random_rotation
 
     def call(index: int) -> Call:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quantkit import Pipeline
 from quantkit.errors import InputError
-from quantkit.model.streaming.stream import LoadedModel
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel
 from quantkit.model.structure.fold import InDouble
 from quantkit.model.structure.turn import ModelPart, Residual, prove
 from quantkit.passes import ModelOutcome, load_pass
@@ -206,3 +209,29 @@ def test_in_a_pipeline_it_comes_first_and_unties() -> None:
     with pytest.raises(InputError, match="pass-order") as caught:
         Pipeline(["fold_norms", "rotate", "rtn"], weights=EIGHT).apply(zoo.tiny("llama"), ids)
     assert "move rotate to the beginning" in caught.value.remedy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "shape", "turns"),
+    [
+        ("mtp.eh_proj.weight", (64, 128), False),
+        ("model.layers.3.eh_proj.weight", (64, 128), False),
+        ("model.layers.3.embed_tokens.weight", (zoo.VOCABULARY, 64), False),
+        ("score.weight", (2, 64), False),
+        ("tower.proj.weight", (48, 32), True),
+        ("mtp.hnorm.weight", (64,), True),
+    ],
+)
+def test_a_stream_that_something_beside_the_model_reads_is_left_alone(
+    tmp_path: Path, name: str, shape: tuple[int, ...], turns: bool, dtype: torch.dtype
+) -> None:
+    """A draft head reads the hidden states and embeddings of the model that it lies beside."""
+    model = zoo.tiny("llama", num_nextn_predict_layers=1).to(dtype)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), name: torch.ones(shape, dtype=dtype)}, file, {"format": "pt"})
+    outcome = ROTATE.transform(StreamedModel(open_model(str(tmp_path))), ROTATE.Settings(), 0)
+    assert (outcome.transform is not None) is turns
+    assert [taken.code for taken in outcome.decisions] == ([] if turns else ["not-rotated"])
+    assert turns or name in outcome.decisions[0].reason

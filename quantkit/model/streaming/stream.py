@@ -52,6 +52,10 @@ class Whole(BlockStream, Protocol):
     def path(self) -> str:
         """Of the `ModuleList` of blocks; empty where the whole model is the block."""
 
+    @property
+    def beside(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each tensor of its files that no parameter of it holds: a draft head's, a tower's."""
+
     def rest(self) -> nn.Module:
         """The model with weights everywhere but in its blocks: a copy, which may be changed."""
 
@@ -229,6 +233,12 @@ class StreamedModel:
         self.files = parameter_names(source, self.skeleton) if files is None else dict(files)
         self._flow: Flow | None = None
         self.transforms: list[Transform] = []
+
+    @property
+    def beside(self) -> Mapping[str, tuple[int, ...]]:
+        """See `Whole`."""
+        used = set(self.files.values())
+        return {name: entry.shape for name, entry in self.source.weights.entries.items() if name not in used}
 
     def on(self, device: torch.device, place: torch.device | None = None) -> StreamedModel:
         """The same model, loaded and run there; `place` as of the class."""
@@ -482,6 +492,11 @@ class LoadedModel:
     def visits(self) -> tuple[int, ...]:
         """The number of the block that each call is to, in order; known once a forward has begun."""
         return self.flow.visits
+
+    @property
+    def beside(self) -> Mapping[str, tuple[int, ...]]:
+        """There is nothing beside what is loaded."""
+        return {}
 
     def load(self, index: int) -> nn.Module:
         """The block itself, not a copy."""

@@ -171,12 +171,18 @@ def _check_unused(unused: list[str], renamed: dict[str, str], skeleton: PreTrain
     from torch import nn
 
     modules = dict(skeleton.named_modules())
-    blocks = tuple(f"{path}." for path, module in modules.items() if isinstance(module, nn.ModuleList))
+    lists = {path: len(module) for path, module in modules.items() if isinstance(module, nn.ModuleList)}
+    blocks, drafts = tuple(f"{path}." for path in lists), getattr(skeleton.config, "num_nextn_predict_layers", 0)
     computed = {name for name, _ in skeleton.named_buffers()}  # not stored nowadays: masks, rotary tables
     harmless = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(skeleton._keys_to_ignore_on_load_unexpected or ())]
     for file in unused:
         name = renamed[file]
         if name in computed or any(re.search(pattern, name) for pattern in harmless):
+            continue
+        # draft heads are numbered on behind the last block
+        if isinstance(drafts, int) and any(
+            _number(name, path) in range(end, end + drafts) for path, end in lists.items()
+        ):
             continue
         owner = name.rpartition(".")[0]
         if (owner and owner in modules) or name.startswith(blocks):
@@ -187,3 +193,9 @@ def _check_unused(unused: list[str], renamed: dict[str, str], skeleton: PreTrain
                 rule="what the files hold inside a block is used",
                 remedy="check config.json (number of layers, biases) against the weights",
             )
+
+
+def _number(name: str, path: str) -> int:
+    """The number of the block of a list that a tensor is in; -1 of none."""
+    number = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
+    return int(number) if number.isdecimal() and len(number) < 10 else -1
