@@ -231,14 +231,10 @@ class StreamedModel:
         self.blocks = blocks
         self.block_names = [f"{self.path}.{index}" for index in range(len(blocks))]
         self.files = parameter_names(source, self.skeleton) if files is None else dict(files)
+        used = set(self.files.values())
+        self.beside = {name: entry.shape for name, entry in source.weights.entries.items() if name not in used}
         self._flow: Flow | None = None
         self.transforms: list[Transform] = []
-
-    @property
-    def beside(self) -> Mapping[str, tuple[int, ...]]:
-        """See `Whole`."""
-        used = set(self.files.values())
-        return {name: entry.shape for name, entry in self.source.weights.entries.items() if name not in used}
 
     def on(self, device: torch.device, place: torch.device | None = None) -> StreamedModel:
         """The same model, loaded and run there; `place` as of the class."""
@@ -478,6 +474,7 @@ class LoadedModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
         self.path = ""
+        self.beside: Mapping[str, tuple[int, ...]] = {}
         # how a transformer hands hidden states from layer to layer is known; what another module does is not
         if "input_ids" in inspect.signature(model.forward).parameters:
             try:
@@ -492,11 +489,6 @@ class LoadedModel:
     def visits(self) -> tuple[int, ...]:
         """The number of the block that each call is to, in order; known once a forward has begun."""
         return self.flow.visits
-
-    @property
-    def beside(self) -> Mapping[str, tuple[int, ...]]:
-        """There is nothing beside what is loaded."""
-        return {}
 
     def load(self, index: int) -> nn.Module:
         """The block itself, not a copy."""
