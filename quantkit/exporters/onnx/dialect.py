@@ -303,9 +303,7 @@ class OrtDialect(Rewriting):
         (keys,) = self._node(first, "Cast", [mask], ["mask/keys"], to=int(ir.DataType.INT32))
         for index, node in enumerate(nodes):
             query, key, value = node.inputs[:3]
-            assert query is not None and key is not None and value is not None
-            name = f"attention.{index}"
-            heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
+            name, heads = f"attention.{index}", node.attributes["heads"].as_int()
             window, softcap = node.attributes["window"].as_int(), node.attributes["softcap"].as_float()
             if window > 0 or softcap > 0:
                 raise InputError(
@@ -315,16 +313,10 @@ class OrtDialect(Rewriting):
                     rule="MultiHeadAttention has none of them",
                     remedy="export a checkpoint",
                 )
-            if heads != kv_heads:
-                assert query.shape is not None
-                size = int(query.shape[3])  # type: ignore[arg-type]
-                key, value = (
-                    self._repeated(node, f"{name}/{what}", each, heads, kv_heads, size)
-                    for each, what in ((key, "keys"), (value, "values"))
-                )
+            key, value = (self._repeated(node, f"{name}/{what}", x) for what, x in (("keys", key), ("values", value)))
+            assert query is not None and key is not None and value is not None and query.shape is not None
             flat = [self._flat(node, x, f"{name}/{what}") for x, what in ((query, "q"), (key, "k"), (value, "v"))]
-            if flat[2].shape is None and query.shape is not None:
-                flat[2].shape = ir.Shape([query.shape[0], query.shape[2], heads * int(query.shape[3])])  # type: ignore[arg-type]
+            flat[2].shape = flat[2].shape or ir.Shape([query.shape[0], query.shape[2], heads * self._size(query)])
             causal = {"unidirectional": 1} if node.attributes["causal"].as_int() else {}
             (output,) = self._node(
                 node,

@@ -48,12 +48,7 @@ class OpenvinoDialect(PlainOperators):
 
     def _attended(self, node: ir.Node, name: str, inputs: Sequence[ir.Value | None], scale: float) -> ir.Value:
         query, key, value, bias = inputs
-        heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
-        if heads != kv_heads:
-            key, value = (
-                self._repeated(node, f"{name}/{what}", given, heads, kv_heads, self._size(query))
-                for what, given in (("keys", key), ("values", value))
-            )
+        key, value = self._repeated(node, f"{name}/keys", key), self._repeated(node, f"{name}/values", value)
         return super()._attended(node, name, [query, key, value, bias], scale)
 
     # --- products -----------------------------------------------------------------------------------------------------

@@ -140,12 +140,6 @@ class PlainOperators(Rewriting):
         (found,) = self._node(node, "Reshape", [mixed, together], [f"{name}/heads"])
         return found
 
-    def _size(self, query: ir.Value | None) -> int:
-        assert query is not None and query.shape is not None
-        size = query.shape[3]
-        assert isinstance(size, int)
-        return size
-
     def _remember(
         self, node: ir.Node, layer: int, which: int, new: ir.Value | None, past: ir.Value | None
     ) -> tuple[ir.Value, ir.Value]:

@@ -118,16 +118,24 @@ class Rewriting:
         self.graph.insert_before(before, node)
         return values
 
-    def _repeated(
-        self, node: ir.Node, name: str, given: ir.Value | None, heads: int, kv_heads: int, size: int
-    ) -> ir.Value:
-        """[B, G, T, D] as [B, H, T, D]: each key beside itself as often as queries share it."""
+    def _repeated(self, node: ir.Node, name: str, given: ir.Value | None) -> ir.Value | None:
+        """[B, G, T, D] as the attention `node` has queries, [B, H, T, D]: each key as often as queries share it."""
+        heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
+        if heads == kv_heads:
+            return given
         second = self._constant("attention/second", [2], np.int64)
         times = self._constant(f"attention/times/{heads // kv_heads}", [1, 1, heads // kv_heads, 1, 1], np.int64)
+        size = self._size(node.inputs[0])
         flat = self._constant(f"attention/flat/{heads}/{size}", [0, heads, -1, size], np.int64)
         (wide,) = self._node(node, "Unsqueeze", [given, second], [f"{name}/wide"])
         (several,) = self._node(node, "Expand", [wide, times], [f"{name}/several"])
         return self._node(node, "Reshape", [several, flat], [name])[0]
+
+    def _size(self, query: ir.Value | None) -> int:
+        assert query is not None and query.shape is not None
+        size = query.shape[3]
+        assert isinstance(size, int)
+        return size
 
     def _replace(self, node: ir.Node, values: Sequence[ir.Value]) -> None:
         """Let `values` stand for a node's outputs, and remove it."""
