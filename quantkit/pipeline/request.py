@@ -17,6 +17,7 @@ from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.graph.open import is_graph
 from quantkit.kinds import Kind
 from quantkit.model.device import CPU, demand_name
+from quantkit.model.sight import demand_possible
 from quantkit.model.source import adapter
 from quantkit.model.source.alias import ALIASES
 from quantkit.planning import support
@@ -111,6 +112,7 @@ class Request:
             speed=speed,
             tf32=tf32,
         )
+        demand_possible(model)
         given.demand("device", device, (str,), "cpu, cuda, cuda:N or auto")
         if content.is_path(model):
             adapter.demand_none(Path(model), model)

@@ -24,6 +24,7 @@ from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
+from quantkit.model.sight import no_config, not_a_folder
 from quantkit.model.source import adapter, code, converted, pretrained
 from quantkit.model.source.alias import ALIASES, demand_no_graph, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
@@ -314,7 +315,7 @@ def _open_folder(
     if not written:
         adapter.demand_none(path, ref)
     if not (path / "config.json").exists():
-        raise _no_config(path, ref)
+        raise no_config(path, ref)
     config = strict_json(
         limits.read(checked_file(path, "config.json")), f"{ref}: config.json", "config-invalid", "config-invalid"
     )
@@ -362,23 +363,6 @@ def _open_folder(
     return source
 
 
-def _no_config(path: Path, ref: str) -> InputError:
-    """Files of other kinds that lie there are named: what is in them can be compiled."""
-    others = [each for suffix in (GGUF, ".onnx") for each in sorted(path.glob(f"*{suffix}"))]
-    return InputError(
-        "config-missing",
-        where=ref,
-        value=f"no config.json in {path.name}",
-        rule="a model folder has config.json, safetensors and tokenizer files",
-        remedy=f"give the file: {_as_path(others[0])}" if others else "model.save_pretrained(folder) writes all of it",
-    )
-
-
-def _as_path(path: Path) -> str:
-    """As a user may type it, from where they are."""
-    return f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
-
-
 def _from_path(ref: str) -> Path:
     try:
         path = Path(ref).expanduser().resolve()
@@ -388,15 +372,7 @@ def _from_path(ref: str) -> Path:
         value = f"no such {'file' if path.suffix.lower() == GGUF else 'folder'}"
         raise InputError("file-missing", where=ref, value=value, remedy="check the path")
     if not path.is_dir() and not (path.suffix.lower() == GGUF and path.is_file()):
-        raise InputError(
-            "not-a-folder",
-            where=ref,
-            value="is a file",
-            rule=f"a model is a Hugging Face folder, a {GGUF} file or an .onnx file",
-            remedy=f"give its folder: {_as_path(path.parent)}"
-            if (path.parent / "config.json").is_file()
-            else "give a folder",
-        )
+        raise not_a_folder(path, ref)
     return path
 
 

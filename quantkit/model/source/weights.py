@@ -110,7 +110,7 @@ class Weights:
             found = read_header(checked_file(folder, SINGLE), SINGLE)
             return cls({entry.name: entry for entry in found}, folder, [SINGLE])
         if not (folder / INDEX).exists():
-            raise _no_weights(folder)
+            raise no_weights(folder)
         weight_map = _read_index(checked_file(folder, INDEX))
         shards = list(dict.fromkeys(weight_map.values()))
         paths = {shard: checked_file(folder, shard) for shard in shards}
@@ -369,7 +369,8 @@ def _check_finite(tensor: torch.Tensor, where: str) -> None:
     )
 
 
-def _no_weights(folder: Path) -> InputError:
+def no_weights(folder: Path) -> InputError:
+    """The error for a folder without safetensors: `weights-pickle` where there are pickles, else `weights-absent`."""
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
     if pickled:
         return _bad(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 _IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 _NO_TEXT = ("pixel", "image", "video", "audio", "input_features", "input_values", "bbox", "speech", "spectrogram")
-
-# what becomes of a part: a module goes in through an ONNX graph
-_BY_PYTHON = "in Python: quantkit.compile({}, 'int8-dynamic', example_inputs=inputs, calibration='./inputs.npz')"
 
 
 def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> str:
@@ -85,7 +83,7 @@ def unknown_architecture(name: str, where: str, model_type: Any = None) -> Input
             where=where,
             value=f"{name} is a part of transformers' models, and none of its own",
             rule="a decoder, an encoder or an image model",
-            remedy=_BY_PYTHON.format("part"),
+            remedy=by_python("part"),
         )
     known = [*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()]
     return _unknown(name, name, {name: None for name in known if isinstance(name, str)}, where)
@@ -97,34 +95,68 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
     Raises:
         InputError: `architecture-unsupported`: encoder-decoders, models of several modalities, of sound.
     """
-    name = model_class.__name__
-    takes = _takes(model_class)
+    claimed = model_class.input_modalities
+    arguments = inspect.signature(model_class.forward).parameters
     both = config.get("is_encoder_decoder", getattr(model_class.config_class, "is_encoder_decoder", False))
-    both = both and _DECODER_IDS in inspect.signature(model_class.forward).parameters
-    if takes == {"image"}:
+    both = bool(both) and _DECODER_IDS in arguments
+    from transformers.models.auto import modeling_auto as auto
+
+    encoder = auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(str(config.get("model_type")))
+    into = takes({claimed} if isinstance(claimed, str) else set(claimed), arguments)
+    return judge(model_class.__name__, into, both, config, where, encoder if isinstance(encoder, str) else None)
+
+
+def judge(
+    name: str, into: Collection[str], both: bool, config: Mapping[str, Any], where: str, encoder: str | None
+) -> Kind:
+    """The kind of a class, or why it has none.
+
+    Args:
+        into: what it takes: text, image, audio, ...
+        both: whether text goes through an encoder and a decoder.
+        encoder: the class of its encoder alone, if transformers has one.
+
+    Raises:
+        InputError: `architecture-unsupported`.
+    """
+    if set(into) == {"image"}:
         return "network"
     if name.endswith(_DECODERS) and not {"vision_config", "audio_config"} & set(config):
         return "decoder"  # Gemma3ForCausalLM inherits a claim to images; what it has no tower for, it does not take
-    if takes == {"text"} and not both:
+    if set(into) == {"text"} and not both:
         return "encoder"
     raise InputError(
         "architecture-unsupported",
         where=where,
-        value=f"{name} takes {' and '.join(sorted(takes))}{' through an encoder and a decoder' if both else ''}",
+        value=f"{name} takes {' and '.join(sorted(into))}{' through an encoder and a decoder' if both else ''}",
         rule="a decoder, an encoder or an image model",
-        remedy=_part(config, takes, both),
+        remedy=_part(encoder if set(into) == {"text"} else None, both),
     )
 
 
-def _part(config: dict[str, Any], takes: set[str], both: bool) -> str:
-    """How one part of a model is compiled by itself."""
-    from transformers.models.auto import modeling_auto as auto
+def model_graph(name: str, where: str) -> InputError:
+    """The error for an image model of transformers, whose folder is no graph."""
+    return InputError(
+        "model-graph",
+        where=where,
+        value=f"{name}, an image model of transformers",
+        rule="image models are compiled as float ONNX graphs",
+        remedy=by_python("model"),
+    )
 
-    encoder = auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(str(config.get("model_type")))
-    if takes == {"text"} and isinstance(encoder, str):
-        saved = f"transformers.{encoder}.from_pretrained(folder).save_pretrained('./encoder')"
-        return f"{saved} writes its encoder; quantkit compile ./encoder --recipe int8-encoder"
-    return _BY_PYTHON.format("model.get_encoder()" if both else "part")
+
+def by_python(part: str) -> str:
+    """How a module is compiled: it goes in through an ONNX graph."""
+    return f"in Python: quantkit.compile({part}, 'int8-dynamic', example_inputs=inputs, calibration='./inputs.npz')"
+
+
+def _part(encoder: str | None, both: bool) -> str:
+    """How one part of a model is compiled by itself."""
+    if encoder is not None:
+        parts = f"transformers.{encoder}, transformers.AutoTokenizer"
+        saved = f"in Python: for part in ({parts}): part.from_pretrained(folder).save_pretrained('./encoder')"
+        return f"{saved}; then quantkit compile ./encoder --recipe int8-weights"
+    return by_python("model.get_encoder()" if both else "part")
 
 
 def _is_part(name: str, model_type: Any) -> bool:
@@ -141,12 +173,12 @@ def _is_part(name: str, model_type: Any) -> bool:
     return hasattr(module, name)
 
 
-def _takes(model_class: type[PreTrainedModel]) -> set[str]:
-    """What goes into a class. The text part of a model of several modalities inherits a claim to all of them."""
-    claimed = model_class.input_modalities
-    claimed = {claimed} if isinstance(claimed, str) else set(claimed)
-    given = inspect.signature(model_class.forward).parameters
-    if _IDS in given and not any(word in name for name in given for word in _NO_TEXT):
+def takes(claimed: set[str], arguments: Collection[str]) -> set[str]:
+    """What goes into a class, by what it claims and its forward's arguments.
+
+    The text part of a model of several modalities inherits a claim to all of them.
+    """
+    if _IDS in arguments and not any(word in name for name in arguments for word in _NO_TEXT):
         return {"text"}
     return claimed
 

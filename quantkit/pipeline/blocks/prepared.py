@@ -19,6 +19,7 @@ from quantkit.exporters import load_exporter
 from quantkit.model.device import CPU, ComputeDevice
 from quantkit.model.source import code
 from quantkit.model.source.hashes import file_sha256
+from quantkit.model.structure.kinds import model_graph
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
@@ -111,13 +112,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
             remedy="--set scheme.kv_cache=null",
         )
     if source.kind == "network":
-        raise InputError(
-            "model-graph",
-            where=source.ref,
-            value=f"{source.architecture}, an image model of transformers",
-            rule="image models are compiled as float ONNX graphs",
-            remedy="export it (torch.onnx.export) and compile the file, or quantkit.compile(module, ...) in Python",
-        )
+        raise model_graph(source.architecture, source.ref)
     request = with_own_runtime(request, source.kind)
     added = len(request.recipe.export) > len(recipe.export)
     recipe = request.recipe
