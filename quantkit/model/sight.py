@@ -124,7 +124,7 @@ def _classes(model_type: str) -> dict[str, ast.ClassDef]:
     file = Path(found.origin).parent / "models" / folder / f"modeling_{folder}.py"
     if not file.is_file():
         return {}
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = ast.parse(limits.read(file))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 

@@ -112,10 +112,10 @@ class Request:
             speed=speed,
             tf32=tf32,
         )
-        demand_possible(model)
         given.demand("device", device, (str,), "cpu, cuda, cuda:N or auto")
         if content.is_path(model):
             adapter.demand_none(Path(model), model)
+            demand_possible(model)
         if demand_name(device) == CPU and tf32:
             raise InputError(
                 "usage",

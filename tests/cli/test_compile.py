@@ -167,5 +167,8 @@ def test_a_name_that_is_taken_is_refused_before_the_model_is_opened(
 ) -> None:
     (tmp_path / taken).mkdir()
     (tmp_path / taken / "build.json").touch()
+    (tmp_path / "no-model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "no-model" / name).touch()
     ran = quantkit("compile", tmp_path / "no-model", "--recipe", recipe, "--out", tmp_path / "out")
     assert (ran.code, code in ran.err) == (2, True), ran.err
