@@ -233,6 +233,18 @@ def overlap(one: Array, other: Array) -> float:
     return shared / (float((one[2:] - one[:2]).prod() + (other[2:] - other[:2]).prod()) - shared)
 
 
+def test_detectors_are_compared_with_each_other(tmp_path: Path) -> None:
+    model = detector(tmp_path, 0.7)
+    other = quantkit.compile(str(model), "int8", calibration=tmp_path / "x.npz", out=tmp_path / "b", speed=False)
+    found = quantkit.compare(compiled(model), other)
+    assert {(cell.name, cell.output) for cell in found.cells if cell.what == "accuracy"} == {
+        ("accuracy.same", "boxes"),
+        ("accuracy.same", "labels"),
+        ("accuracy.relative_error", "boxes"),
+        ("accuracy.relative_error", "scores"),
+    }
+
+
 def test_what_is_chosen_by_position_is_compared_by_it(tmp_path: Path) -> None:
     outputs = {"kept": (F, ["k"]), "where": (TensorProto.INT64, ["k", 2])}
     model = network(tmp_path, "kept", outputs)

@@ -17,7 +17,10 @@ from quantkit.stats.deciding.apart import MeasuredValue, difference
 
 _NEXT_WORD, _KL, _PERPLEXITY = "accuracy.next_word", "accuracy.kl", "accuracy.perplexity"
 # of models that have no next word, what counts, as far as it was scored; others say the same again
-_LABELLED = ("accuracy.top1", "accuracy.recall_at_1", "accuracy.top1_agreement", "accuracy.cosine", _KL)
+_LABELLED = (
+    *("accuracy.top1", "accuracy.recall_at_1", "accuracy.top1_agreement", "accuracy.same"),
+    *("accuracy.cosine", "accuracy.relative_error", _KL),
+)
 
 
 def common_runtime(a: BundleSide, b: BundleSide, asked: str | None) -> tuple[str, str, list[str]]:
@@ -124,7 +127,7 @@ def by_row(a: BundleSide, b: BundleSide, margin: float, asked: str | None) -> tu
         InputError: `items-missing`, nothing that both were scored by; `items-differ`.
     """
     rows = [{_same(row): row for row in side.accuracy(asked) if row.name in _LABELLED} for side in (a, b)]
-    shared = [place for place in rows[0] if place in rows[1]]
+    shared = [place for place in rows[0] if place in rows[1] and not _said_by_cosine(place, rows[0])]
     if not shared:
         side = a if not rows[0] else b
         raise InputError(
@@ -163,6 +166,11 @@ def by_row(a: BundleSide, b: BundleSide, margin: float, asked: str | None) -> tu
 
 def _same(row: Row) -> tuple[Any, ...]:
     return row.name, row.runtime, row.settings.get("output")
+
+
+def _said_by_cosine(place: tuple[Any, ...], rows: Mapping[tuple[Any, ...], Row]) -> bool:
+    """Whether a relative error is of an output that has a cosine, which says the same."""
+    return place[0] == "accuracy.relative_error" and ("accuracy.cosine", *place[1:]) in rows
 
 
 def _measured(row: Row, *, floating: bool) -> MeasuredValue | None:

@@ -19,11 +19,13 @@ _NAMES = {
     "accuracy.recall_at_1": "recall at 1",
     "accuracy.top1_agreement": "agreement",
     "accuracy.cosine": "cosine",
+    "accuracy.same": "the same",
+    "accuracy.relative_error": "relative error",
     "latency.decode_step": "decode step",
     "latency.prefill": "prefill",
     "size.bytes": "weights",
 }
-_SHARES = ("accuracy.next_word", "accuracy.top1", "accuracy.recall_at_1", "accuracy.top1_agreement")
+_SHARES = tuple(f"accuracy.{x}" for x in ("next_word", "top1", "recall_at_1", "top1_agreement", "same"))
 HOW = {
     "paired": "item by item",
     "apart": "each by its own interval",
