@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from yaml.composer import Composer
 
 from quantkit import limits
-from quantkit.errors import InputError, from_validation, unknown_name
+from quantkit.errors import InputError, Unbounded, from_validation, unknown_name
 
 Document = TypeVar("Document", bound=BaseModel)
 Kind = Literal["recipes", "calibration", "export"]
@@ -32,10 +32,38 @@ PRINTED = r"^[^\x00-\x1f\x7f-\x9f]*$"
 _SINGULAR = {"recipes": "recipe", "calibration": "calibration", "export": "target"}
 
 
-class Closed(BaseModel):
+class Bounded(BaseModel):
+    """Base of all that is read from outside: numbers are finite, and whole ones have 64 bits."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, data: Any) -> Any:
+        demand_bounded(data)
+        return data
+
+
+class Closed(Bounded):
     """Base of every document: unknown keys are errors, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def demand_bounded(data: Any) -> None:
+    """Raises Unbounded for a number in a document that is not finite, or a whole one beyond 64 bits."""
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), data)]
+    met = set()
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise Unbounded("a whole number has 64 bits", place, value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Unbounded("a number is finite", place, value)
+        if isinstance(value, dict | list | tuple) and id(value) not in met:  # what holds itself ends
+            met.add(id(value))
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [((*place, str(key)), part) for key, part in parts]
 
 
 @cache

@@ -29,6 +29,15 @@ def printable(text: str) -> str:
     return _OBEYED.sub(_picture, text)
 
 
+def in_line(text: str) -> str:
+    """The same in one line: nobody's note looks like a line of ours.
+
+    >>> in_line("a\\n✓ all checks hold")
+    'a␊✓ all checks hold'
+    """
+    return printable(text).replace("\n", "␊")
+
+
 def _picture(found: re.Match[str]) -> str:
     number = ord(found[0])
     return chr(0x2400 + number) if number < 0x20 else "␡" if number == 0x7F else "�"
@@ -200,6 +209,26 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "",
     )
 
 
+class Unbounded(ValueError):
+    """A number of a document that no field takes.
+
+    Args:
+        place: the keys that lead to it, from the document which was looked at.
+    """
+
+    def __init__(self, rule: str, place: tuple[str, ...], value: float) -> None:
+        super().__init__(rule)
+        self.place, self.value = place, value
+
+
+def _shown(value: Any) -> str:
+    """A value in a sentence."""
+    try:
+        return f"{value!r:.120}"
+    except (ValueError, RecursionError):  # of whole numbers Python writes 4,300 digits
+        return f"{one(type(value).__name__)} that is too large to show"
+
+
 def from_validation(
     error: Any, *, where: str, code: str, known: Mapping[str, Iterable[str]] | None = None
 ) -> InputError:
@@ -211,7 +240,9 @@ def from_validation(
     problems = error.errors()
     # a misspelt key says more than the key that is missing because of it
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
-    parts = [str(part) for part in first["loc"]]
+    parts, value = [str(part) for part in first["loc"]], first.get("input")
+    if isinstance(within := first.get("ctx", {}).get("error"), Unbounded):
+        parts, value = [*parts, *within.place], within.value
     place = ".".join(parts)
     remedy = ""
     if first["type"] == "extra_forbidden" and known is not None:
@@ -219,12 +250,12 @@ def from_validation(
         if parent in known:
             remedy = did_you_mean(parts[-1], known[parent])
     if first["type"] == "extra_forbidden":
-        value = "unknown key"
+        got = "unknown key"
     else:
         # what a rule about the whole document was given is the document: nobody wants to read it in one line
-        value = f"got {first.get('input')!r:.120}" if place and first["type"] != "missing" else ""
+        got = f"got {_shown(value)}" if place and first["type"] != "missing" else ""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     rule = first["msg"].removeprefix("Value error, ")
     return InputError(
-        code, where=f"{where}: {place}" if place else where, value=value, rule=f"{rule}{more}", remedy=remedy
+        code, where=f"{where}: {place}" if place else where, value=got, rule=f"{rule}{more}", remedy=remedy
     )

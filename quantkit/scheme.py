@@ -226,7 +226,7 @@ class Scheme(Closed):
     @classmethod
     def _weights_of_the_mixture(cls, data: Any) -> Any:
         name = data.get("mixture") if isinstance(data, dict) else None
-        if name not in MIXTURES or data.get("weights") is not None:
+        if not isinstance(name, str) or name not in MIXTURES or data.get("weights") is not None:
             return data
         return {**data, "weights": {"format": MIXTURES[name]}}
 

@@ -83,3 +83,29 @@ def test_every_folder_says_what_lives_there_and_all_it_holds_is_plain_yaml(kind:
 )
 def test_a_version_number_is_no_suffix(reference: str, path: bool) -> None:
     assert content.is_path(reference) is path
+
+
+@pytest.mark.parametrize(
+    "number",
+    [10**5000, -(10**400), 1 << 63, float("inf"), float("-inf"), float("nan")],
+    ids=["5000", "-400", "64", "inf", "-inf", "nan"],
+)
+def test_numbers_are_finite_and_of_64_bits_wherever_they_come_in(number: float) -> None:
+    """In fields that have a type, in those that have none, and in what has unknown keys; the place is named."""
+    from quantkit.bundle.manifest import Decision
+    from quantkit.recipe import Recipe
+
+    plain = {"summary": "s", "scheme": {"weights": {"format": "int8"}}, "passes": ["rtn"]}
+    for place, more in {
+        "seed": {"seed": number},
+        "scheme.weights.group": {"scheme": {"weights": {"format": "int4", "group": number}}},
+        "gates.kl_max": {"gates": {"kl_max": number}},
+        "passes.0.gptq.damping": {"passes": [{"gptq": {"damping": number}}]},
+        "export.0.onnx.x": {"export": [{"onnx": {"x": number}}]},
+        "scheme.mixture.0": {"scheme": {"mixture": [number]}},
+    }.items():
+        with pytest.raises(InputError, match="recipe-invalid") as caught:
+            Recipe.from_dict({**plain, **more}, name="r")
+        assert place in caught.value.where and len(caught.value.line()) < 300
+    with pytest.raises(ValueError, match=r"a number is finite|a whole number has 64 bits"):
+        Decision.model_validate({"pass": "p", "code": "c", "where": "w", "from": [number], "to": 1, "reason": "r"})

@@ -17,7 +17,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -29,6 +28,7 @@ from pydantic import (
 
 from quantkit import limits
 from quantkit.bundle.disk import sha256, walk
+from quantkit.content import Bounded
 from quantkit.errors import InputError, from_validation, one
 from quantkit.kinds import Said
 
@@ -40,10 +40,10 @@ UNLISTED = frozenset({MANIFEST, SEAL, SIGNED_BY_KEY, SIGNED_BY_LIBRARY})
 SCHEMA = 1
 
 
-class _Closed(BaseModel):
+class _Closed(Bounded):
     """Unknown keys are errors, values are frozen, numbers are finite: what is absent is null, never NaN."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
 class SourceEntry(_Closed):

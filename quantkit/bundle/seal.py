@@ -140,6 +140,8 @@ def demand_signer(folder: Path, signer: str, issuer: str | None = None) -> str:
     signature = folder / (SIGNED_BY_KEY if by_ssh else SIGNED_BY_LIBRARY)
     if not signature.is_file():
         raise GateError("signature-missing", where=str(folder), value=f"no {signature.name} in it", remedy="ask for it")
+    if not (folder / SEAL).exists():
+        raise _differs(folder, "there is no seal")
     if _content(folder / SEAL) != _sealed(hash_of(folder)):
         raise _differs(folder, "the seal is not that of the manifest alone")
     if by_ssh:

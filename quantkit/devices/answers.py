@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from quantkit import machine
-from quantkit.content import PRINTED
+from quantkit.content import PRINTED, Bounded
 from quantkit.devices.job import SHAPES
 from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
@@ -37,8 +37,8 @@ Answer = TypeVar("Answer", bound=BaseModel)
 _BLOCKS = 10_000
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class _Answer(Bounded):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DeviceFacts(_Answer):

@@ -113,6 +113,14 @@ def test_a_signature_holds_until_something_changes(
         seal.demand_signer(bundle.path, str(public))
 
 
+def test_a_missing_seal_is_called_so(bundle: Bundle, tmp_path: Path) -> None:
+    (bundle.path / seal.SEAL).unlink()
+    (bundle.path / seal.SIGNED_BY_KEY).write_bytes(b"")
+    (tmp_path / "key.pub").write_text("ssh-ed25519 AAAA", encoding="utf-8")
+    with pytest.raises(QuantkitError, match=r"signature-differs.*there is no seal"):
+        seal.demand_signer(bundle.path, str(tmp_path / "key.pub"))
+
+
 def test_what_is_no_key(bundle: Bundle, tmp_path: Path) -> None:
     for content in (b"", b"-----BEGIN OPENSSH PRIVATE KEY-----\nnothing\n", b"-----BEGIN EC PRIVATE KEY-----\nnone\n"):
         (tmp_path / "key").write_bytes(content)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import planted
 import pytest
+from rich.text import Text
 
 from quantkit.bundle import Check, Manifest, WeightsEntry
 from quantkit.measurement.rows import Row
@@ -14,7 +15,8 @@ from quantkit.report import terminal
 from quantkit.report.bundle import figures
 from quantkit.report.bundle.card import card
 from quantkit.report.bundle.page import page
-from quantkit.report.kit.screen import write
+from quantkit.report.kit.progress import Display
+from quantkit.report.kit.screen import indented, marked, table, write
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
 
@@ -23,6 +25,24 @@ def printed(renderables: object, monkeypatch: pytest.MonkeyPatch, width: int = 8
     stream = io.StringIO()
     write(renderables, stream)  # type: ignore[arg-type]
     return stream.getvalue()
+
+
+FORGED = "it is fine\n✓ all 10 checks hold\r\x1b[2K"
+
+
+@pytest.mark.parametrize("width", [0, 1, 80])
+def test_what_others_say_stays_in_its_line_on_a_screen_that_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    shown = [Text(FORGED), table(["note"], [[FORGED], [Text(FORGED)]]), *indented(Text(FORGED)), marked(FORGED)]
+    text = printed(shown, monkeypatch, width)
+    assert len(text.split()) > 30 and "\r" not in text and "\x1b" not in text
+    assert width < 80 or not any(line.strip().startswith("✓") for line in text.splitlines())
+    stream = io.StringIO()
+    with Display(file=stream, live=False) as display:
+        display.begin(FORGED)
+        display.note(FORGED)
+    assert all(line.startswith("it is fine␊✓") for line in stream.getvalue().splitlines())
 
 
 def summary(monkeypatch: pytest.MonkeyPatch, width: int = 80, **changes: object) -> str:

@@ -29,7 +29,7 @@ def compare(
     ] = False,
     batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Batches to time; with --measure.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, metavar="S", help="How long to time all shapes; with --measure.")
+        float | None, typer.Option(min=1, max=604_800, metavar="S", help="How long to time all shapes; with --measure.")
     ] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Compare times.")] = True,
     runtime: Annotated[

@@ -33,7 +33,7 @@ def measure(
         str | None, typer.Option(metavar="N,N,…", help="Batches to time; default: the target's, up to 32.")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, metavar="S", help="How long to time all shapes; default: 300.")
+        float | None, typer.Option(min=1, max=604_800, metavar="S", help="How long to time all shapes; default: 300.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Time the few shapes that a compile does.")] = False,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Time it against the float model.")] = True,

@@ -58,7 +58,9 @@ def tax(
     threads: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="Threads, one run for each; default: all cores.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, metavar="S", help="How long to time everything.")] = 300.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=604_800, metavar="S", help="How long to time everything.")
+    ] = 300.0,
     target: Target = None,
     on: On = None,
     wheelhouse: Wheelhouse = None,

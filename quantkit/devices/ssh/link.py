@@ -123,7 +123,7 @@ class SSHLink:
         """Bytes there of what is not whole there, and bytes that are free. Of its answer only numbers count."""
         found = self._shell.call("store", {"workdir": self._workdir, "do": "have", "files": dict(sizes)})
         there, free = found.get("there"), found.get("free")
-        if not isinstance(there, dict) or not isinstance(free, int):
+        if not isinstance(there, dict) or not isinstance(free, int) or not 0 <= free < 1 << 63:
             raise self._shell.invalid(repr(found).encode())
         missing = {}
         for sha, size in sizes.items():

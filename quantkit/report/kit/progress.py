@@ -29,8 +29,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from quantkit.errors import printable
+from quantkit.errors import in_line
 from quantkit.report.kit import words
+from quantkit.report.kit.screen import readable
 
 _PRIOR = 0.05
 # of what a silent stage has taken beyond all expectation, how much more it will
@@ -218,7 +219,7 @@ class Display:
         cell: NotebookBar | None = None,
     ) -> None:
         """Nothing is shown before `__enter__`."""
-        self._console = _Patient(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console = readable(_Patient(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True))
         self._estimate = estimate or TimeLeft()
         self._every = every if cell is None else _REDRAWN
         self._live = live and cell is None
@@ -261,7 +262,7 @@ class Display:
     def begin(self, what: str, expected: float | Mapping[str, float] | None = None) -> None:
         """The first line: what is being done, and how long the whole may take, or its stages."""
         with self._lock:
-            self._what = printable(what)
+            self._what = in_line(what)
             self._estimate.guess(expected)
         if not self._live and self._cell is None:
             total = sum(expected.values()) if isinstance(expected, Mapping) else expected
@@ -275,7 +276,7 @@ class Display:
     def at(self, stage: str, done: float, detail: str = "") -> None:
         """A stage is `done` (0..1)."""
         with self._lock:
-            new = self._estimate.at(stage, done, printable(detail))
+            new = self._estimate.at(stage, done, in_line(detail))
             late = time.monotonic() - self._said >= self._every
         if not self._live and (new or late):
             self._tell()
@@ -283,7 +284,7 @@ class Display:
     def note(self, line: str) -> None:
         """A line that stays."""
         if self._live:
-            self._bar.console.print(Text(printable(line)))
+            self._bar.console.print(Text(in_line(line)))
         else:
             self._say(line)
 
@@ -303,7 +304,7 @@ class Display:
     def _say(self, line: str) -> None:
         self._said = time.monotonic()
         try:
-            self._console.print(Text(printable(line)))
+            self._console.print(Text(in_line(line)))
         except OSError:
             # nobody reads: that is no reason to stop working
             self._over.set()

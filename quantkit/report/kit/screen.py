@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import IO
+from typing import IO, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
-from quantkit.errors import printable
+from quantkit.errors import in_line, printable
 
+# columns
+_NARROWEST = 20
 DIM, WARNING = "dim", "bold yellow"
 # of what holds, what does not, and what was not judged
 MARK = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("–", "yellow")}
@@ -22,9 +24,9 @@ STYLES = {"good": "green", "bad": "bold red", "inconclusive": "yellow"}
 
 def write(renderables: Iterable[RenderableType], file: IO[str]) -> None:
     """Print renderables: in colour on a terminal, plain elsewhere."""
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    console = readable(Console(file=file, highlight=False, markup=False, emoji=False))
     with console.capture() as captured:
-        for renderable in renderables:
+        for renderable in map(_in_line, renderables):
             # text that must not be wrapped is to be copied: it may run over the edge
             soft = isinstance(renderable, Text) and bool(renderable.no_wrap)
             options = console.options.update(no_wrap=True, overflow="ignore") if soft else console.options
@@ -35,6 +37,25 @@ def write(renderables: Iterable[RenderableType], file: IO[str]) -> None:
             console.print(Segments(shown), soft_wrap=soft, end="")
     # tables fill their lines up with spaces
     file.write("".join(f"{line.rstrip(' ')}\n" for line in captured.get().split("\n")[:-1]))
+
+
+def readable(console: Console) -> Console:
+    """The same, no narrower than can be read, whatever `COLUMNS` says; 0 says nothing."""
+    if console.width < _NARROWEST:
+        console.width = _NARROWEST if console.width > 0 else 80
+    return console
+
+
+def _in_line(shown: Any) -> Any:
+    """Texts and cells in one line each, whatever somebody's name or note holds."""
+    if isinstance(shown, Text) and "\n" in shown.plain:
+        shown.plain = in_line(shown.plain)
+    if isinstance(shown, Padding):
+        _in_line(shown.renderable)
+    if isinstance(shown, Group):
+        for each in shown.renderables:
+            _in_line(each)
+    return in_line(shown) if isinstance(shown, str) else shown
 
 
 def table(
@@ -62,7 +83,7 @@ def table(
         made.add_column(name, justify="right" if number else "left", no_wrap=number and whole)
         made.columns[-1].overflow = "fold" if fold else "ellipsis"
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(_in_line, row))
     return made
 
 
@@ -72,7 +93,7 @@ def pairs(rows: Iterable[tuple[RenderableType, RenderableType]] = (), *, style: 
     made.add_column(style=style, no_wrap=True)
     made.add_column()
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(_in_line, row))
     return made
 
 
@@ -80,7 +101,7 @@ def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> Table:
     """Cells without a head, or with `gap` 0 just lines."""
     made = Table.grid(padding=(0, gap, 0, 0))
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(_in_line, row))
     return made
 
 

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from quantkit import limits
 from quantkit.bundle import Bundle
+from quantkit.content import Bounded
 from quantkit.errors import InputError
 from quantkit.runtimes.tensorrt.library import Versioned
 
@@ -37,7 +38,7 @@ _AMPERE = (8, 0)
 REBUILD = "quantkit export {bundle} --to tensorrt"
 
 
-class Description(BaseModel):
+class Description(Bounded):
     """`smNN.json`, as far as a loader needs it; other keys are the exporter's.
 
     Args:
@@ -54,7 +55,7 @@ class Description(BaseModel):
     sm: list[str]
     gpu: str = ""
     driver: str = ""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
 
     def may(self, option: str) -> bool:
         """Whether it was built for others too: `version_compatible`, `hardware_compatible`; TensorRT alone has them."""
