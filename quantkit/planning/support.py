@@ -48,11 +48,12 @@ class Support:
         """The reader that computes in most of what is stored."""
         return best(self.readers)
 
-    def slower(self, kind: Kind | None = None) -> str:
+    def slower(self, kind: Kind | None = None, experts: bool = False) -> str:
         """What is only emulated, whoever reads it, and what to do about it; "" where a runtime computes in all of it.
 
         Args:
             kind: of the model; None: the first of the recipe's.
+            experts: whether it has some, for which no other export is known to do.
         """
         chosen = self.best
         if chosen.state != "emulated":
@@ -60,12 +61,12 @@ class Support:
         what = ", ".join(each.stored.words for each in chosen.emulated)
         where = self.target.name
         reason = f"{what}: stored so, but {chosen.runtime} computes in floats on {where}; smaller, not faster"
-        remedy = instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
+        remedy = "" if experts else instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
         return f"{reason}; {remedy}" if remedy else reason
 
-    def decisions(self, kind: Kind) -> list[Decision]:
+    def decisions(self, kind: Kind, experts: bool = False) -> list[Decision]:
         """The same as a decision, for a model of that kind."""
-        words, scheme = self.slower(kind), self.recipe.scheme
+        words, scheme = self.slower(kind, experts), self.recipe.scheme
         stored = scheme.weights or scheme.kv_cache
         if not words or stored is None:
             return []

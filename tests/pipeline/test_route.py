@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from quantkit.passes import load_pass
 from quantkit.passes.solvers.gptq import factor, gptq_shared
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.layers import lay_out
+from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.blocks.work import PassRun, Rare, Worked, work
 from quantkit.scheme import WeightScheme
 
@@ -212,6 +215,23 @@ def test_what_nobody_could_load_is_refused_before_any_work(case: str, tmp_path: 
     with pytest.raises(InputError, match=f"layout-unsupported.*{value}"):
         compile_model(Request.of(model, recipe=chosen, out=tmp_path / "out", speed=False))
     assert not (tmp_path / "out").exists()
+
+
+def test_one_remedy_is_enough_and_nothing_that_was_refused_is_advised(tmp_path: Path, byte_tokenizer: Any) -> None:
+    """Of the default recipe both exports refuse a mixture, each for a reason of its own."""
+    model = folder_of(zoo.mixture("mixtral", vocab_size=258), tmp_path / "model", byte_tokenizer)
+    changes = ["scheme.weights.group=32", "calibration.samples=2", "calibration.tokens=32"]
+    with pytest.raises(InputError, match="an expert with zero points") as refused:
+        prepare(Request.of(model, recipe="awq-int4", changes=changes, target="cpu-x86", speed=False))
+    words = shlex.split(refused.value.remedy.partition(", or ")[0].replace("`", ""))
+    asked = [word.rstrip(",") for before, word in pairwise(words) if before == "--set"]
+    assert len(asked) == 2
+    prepared = prepare(Request.of(model, recipe="awq-int4", changes=[*changes, *asked], target="cpu-x86", speed=False))
+    assert [step.name for step in prepared.request.recipe.export] == ["checkpoint"]
+    (emulated,) = (each.reason for each in prepared.decisions if each.code == "emulated")
+    assert "smaller, not faster" in emulated
+    assert "--recipe" not in emulated
+    assert "--set" not in emulated
 
 
 def test_the_first_linears_of_an_expert_have_one_global_scale_and_experts_their_own(tmp_path: Path) -> None:

@@ -261,9 +261,11 @@ def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Co
         if scheme is None:
             raise _refusal(linear, "an expert in high precision among packed layers", "quantize it too")
         if not scheme.symmetric:
-            raise _refusal(linear, "an expert with zero points", "scheme.weights.symmetric=true")
+            raise _refusal(linear, "an expert with zero points", "--set scheme.weights.symmetric=true")
     if partly:
-        raise _refusal("calibration.experts", "keep may leave an expert in high precision", "calibration.experts=force")
+        raise _refusal(
+            "calibration.experts", "keep may leave an expert in high precision", "--set calibration.experts=force"
+        )
     if len({(each.format, each.granularity, each.group, each.symmetric) for each in schemes.values()}) > 1:
         raise _refusal(min(merged), "one of several schemes of a model with experts", "give all layers one scheme")
 

@@ -13,7 +13,7 @@ from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model.structure import experts
 from quantkit.model.structure.traced import is_linear, weight_of
-from quantkit.planning.model.assigned import assign, takes_head
+from quantkit.planning.model.assigned import EXPERTS, assign, takes_head
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
@@ -122,7 +122,7 @@ def lay_out(
                 merged |= {f"{name}.{leaf}" for leaf, _ in module.named_children()}
             if experts.is_merged(module):
                 reason = "its experts are one tensor; only linears are quantized"
-                decisions.append(decision("recipe", "experts-merged", name, reason))
+                decisions.append(decision("recipe", EXPERTS, name, reason))
             if is_linear(module):
                 rows, columns = weight_of(module).shape
                 shapes[name] = (rows, columns)

@@ -5,6 +5,7 @@ request -> opened model -> model as passes of scope `model` will have it -> laye
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from quantkit import machine
 from quantkit._version import __version__
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, one
-from quantkit.exporters import load_exporter
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model.device import CPU, ComputeDevice
 from quantkit.model.source import code
 from quantkit.model.source.hashes import file_sha256
@@ -25,10 +26,11 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, default_out, for_target, with_own_runtime
-from quantkit.planning.model.assigned import UNTIED, takes_head
-from quantkit.planning.readers import caveats, spelt_out
+from quantkit.planning.model.assigned import EXPERTS, UNTIED, takes_head
+from quantkit.planning.readers import caveats, spelt_out, with_remedy
 from quantkit.planning.support import demand_kind
 from quantkit.plugins.outside import demand_returned
+from quantkit.recipe import Recipe
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
@@ -141,12 +143,9 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     )
     request, settled = for_target(request, asked)
     recipe = request.recipe
-    for step in recipe.export:
-        try:
-            load_exporter(step.name).accepts(step.options, asked)
-        except InputError as problem:
-            raise spelt_out(problem, recipe) from None
-    decisions = [*request.taken, *request.support.decisions(source.kind), *taken, *layers.decisions]
+    _demand_exports(recipe, asked)
+    experts = bool(asked.merged) or any(each.code == EXPERTS for each in layers.decisions)
+    decisions = [*request.taken, *request.support.decisions(source.kind, experts), *taken, *layers.decisions]
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
@@ -223,6 +222,24 @@ def _demand_equal_experts(stream: StreamedModel) -> None:
         if experts.found_in(stream.blocks[index]):
             experts.demand_equal(stream.load(index), name)
             return
+
+
+def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
+    """Refuse what an export cannot hold; the remedy is for all of them at once. Raises InputError, as `accepts`."""
+    problems: list[InputError] = []
+    for step in recipe.export:
+        try:
+            load_exporter(step.name).accepts(step.options, asked)
+        except InputError as problem:
+            problems.append(problem)
+    if not problems:
+        return
+    out = {found[1]: each for each in problems if (found := re.match(r"leave `(\w+)` out", each.remedy))}
+    first = next((each for each in problems if each not in out.values()), problems[0])
+    if out and first not in out.values():
+        first = with_remedy(first, f"{next(iter(out.values())).remedy}, and {first.remedy}")
+    left = [step for step in recipe.export if step.name not in list(out)[1:]]
+    raise spelt_out(first, recipe.model_copy(update={"export": left}))
 
 
 def _files(steps: Sequence[PassRun]) -> list[str]:

@@ -26,7 +26,7 @@ ROLES = ("embeddings", HEAD, "norms")
 AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER = "kept-as-asked", "group-shrunk", "head-rounded", "untied", "router-kept"
 MIXED = "kept-high"
 # these are: what stays in floats although the recipe does not say so
-SHARED, FLOATS = "shared-kept", "floats-left"
+SHARED, FLOATS, EXPERTS = "shared-kept", "floats-left", "experts-merged"
 # the share of linear weights that may stay in floats without a word
 FLOATS_LIMIT = 0.05
 ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED)
