@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -103,11 +104,22 @@ class Build:
 
     @staticmethod
     def demand_free(out: Path) -> None:
-        """Refuse a name that is taken before any work is done; `open` looks again. Raises InputError as it does."""
+        """Refuse, before any work, a name that is taken, or a place where no folder can be made; `open` looks again.
+
+        Raises:
+            InputError, Stopped: as `open`.
+        """
         if os.path.lexists(out):
             raise exists_already(out)
         if (_partial(out) / _FINGERPRINT).exists():
             raise _unfinished(_partial(out))
+        # asked of the system itself: /proc says that it may be written to, and /dev/null holds no folders
+        above = next((path for path in out.absolute().parents if path.exists()), Path())
+        try:
+            with stopping_when_full(out):
+                Path(tempfile.mkdtemp(prefix=f".{out.name[:64]}-", dir=above)).rmdir()
+        except OSError as error:
+            raise not_writable(out, error) from None
 
     @classmethod
     def _open(cls, out: Path, fingerprint: Any, resume: bool) -> Build:

@@ -76,9 +76,10 @@ def stopping_when_interrupted(build: Build, out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        kept = len(build.done())  # without any, the folder goes as well
         raise Stopped(
             "interrupted",
             where=str(out),
-            value=f"{words.plural(len(build.done()), 'step')} kept",
-            remedy="the same command with --resume goes on",
+            value=f"{words.plural(kept, 'step')} kept" if kept else "nothing was done that could be kept",
+            remedy="the same command with --resume goes on" if kept else "the same command begins anew",
         ) from None

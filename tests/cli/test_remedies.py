@@ -57,6 +57,31 @@ def test_a_recipe_for_other_kinds_names_one_that_fits(quantkit: Command, tiny: P
     assert "recipe int8-network is for network" in quantkit("compile", "--recipe", "int8-network").err.splitlines()[-1]
 
 
+def test_a_width_of_176_is_led_to_groups_and_an_export_that_fit(
+    quantkit: Command, tmp_path: Path, byte_tokenizer: Any
+) -> None:
+    sizes = {"hidden_size": 176, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 4}
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes).save_pretrained(tmp_path)
+    byte_tokenizer.save_pretrained(tmp_path)
+    asked = ["compile", tmp_path, "--recipe", "awq-int4", "--dry-run"]
+    remedy = refused(quantkit, *asked, code="group-indivisible")
+    assert "on_indivisible=keep" not in remedy, "it would keep every layer"
+    asked += options(remedy)
+    # a head of 44 features is none of ONNX Runtime's
+    remedy = refused(quantkit, *asked, code="attention-unsupported")
+    assert quantkit(*asked, *shlex.split(remedy.partition(": ")[2])).code == 0
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "/proc/x/y", "/dev/null/x"])
+def test_a_place_that_holds_no_folders_is_not_called_full(
+    quantkit: Command, tiny: Path, tmp_path: Path, out: str
+) -> None:
+    asked = ["compile", tiny, "--recipe", "float"]
+    assert refused(quantkit, *asked, "--out", out, code="out-not-writable") == "choose another --out"
+    # it is asked before anything is opened
+    refused(quantkit, "compile", tmp_path / "none", "--out", out, code="out-not-writable")
+
+
 def test_an_add_on_of_the_readme_compiles_where_one_export_cannot_have_it(quantkit: Command, tiny: Path) -> None:
     change = ["--set", "scheme.weights.group=16"]
     ran = quantkit("compile", tiny, "--recipe", "awq-int4+kv-fp8", *change, "--dry-run", "--json")

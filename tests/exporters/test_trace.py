@@ -285,6 +285,14 @@ def test_an_encoder_without_token_types_that_ends_with_a_traced_block(tmp_path: 
 
 
 @pytest.mark.slow
+def test_heads_that_onnxruntime_does_not_rotate_are_rotated_outside_attention(tmp_path: Path) -> None:
+    """It takes heads of a multiple of 8 features, and rotates those of a multiple of 16."""
+    model = architecture("Llama", **{**LLAMA, "head_dim": 24})
+    _, checks, decisions = exported(tmp_path, model)
+    assert all(check.ok for check in checks.values()), checks
+    assert [decision.code for decision in decisions] == ["rotary-unfused"]
+
+
 def test_rotary_angles_that_change_with_the_length_stay_outside_attention(tmp_path: Path) -> None:
     """Long RoPE turns by other angles once a text is longer than 16: no one table holds both."""
     rope = {

@@ -80,6 +80,21 @@ def test_strict_looks_at_what_is_finished(made: Path) -> None:
         compiled(made, made / "bundle", resume=True, strict=True)
 
 
+def test_an_interrupt_before_anything_is_kept_leaves_nothing_to_resume(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantkit.pipeline.compile._compiled", interrupted)
+    for _ in range(2):  # the second as the remedy says
+        with pytest.raises(QuantkitError) as caught:
+            compiled(made, tmp_path / "out")
+        assert (caught.value.code, caught.value.exit) == ("interrupted", 75)
+        assert "--resume" not in caught.value.line() and "anew" in caught.value.remedy
+        assert not list(tmp_path.glob("out*"))
+
+
 def test_an_interrupt_says_what_is_kept_and_what_to_do(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from quantkit.errors import InputError
 from quantkit.exporters.onnx.integers.prefill import Bytes
 from quantkit.exporters.onnx.integers.products import Codes, Integers
 from quantkit.exporters.onnx.nbits import Array, PackedWeights, block_size, pack
+from quantkit.exporters.onnx.refusals import ROTARY_HEAD
 from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting
 from quantkit.exporters.trace.rotary import RotaryTables
 from quantkit.formats import load_format
@@ -187,7 +188,9 @@ class OrtDialect(Rewriting):
             assert query is not None and key is not None and value is not None
             q, k = tables.strip(query), tables.strip(key)
             angles = None
-            if q is not None and k is not None and q[1] is k[1]:
+            size = node.inputs[4].shape[3] if node.inputs[4] is not None and node.inputs[4].shape is not None else None
+            whole = isinstance(size, int) and size % ROTARY_HEAD == 0
+            if whole and q is not None and k is not None and q[1] is k[1]:
                 query, key, angles = q[0], k[0], q[1]
             elif q is not None or k is not None or None in tables.found.values():
                 unfused.append(str(index))
@@ -219,7 +222,8 @@ class OrtDialect(Rewriting):
             self._flat_again(node.outputs[0])
             self._replace(node, made)
         if unfused:
-            reason = f"layers {', '.join(unfused)}: the rotation is not of the usual form, and stays outside attention"
+            why = f"the rotation is not of the usual form, or heads are no multiple of {ROTARY_HEAD} features wide"
+            reason = f"layers {', '.join(unfused)}: {why}, and it stays outside attention"
             self.decisions.append(decision("onnx", "rotary-unfused", "onnx/model.onnx", reason))
 
     def _mask(self, first: ir.Node, mask: ir.Value, ids: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:

@@ -19,7 +19,7 @@ from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
 from quantkit.exporters import Exporter, LayerSpec, Trial
-from quantkit.exporters.onnx.refusals import refuse
+from quantkit.exporters.onnx.refusals import refuse, refuse_heads
 from quantkit.model.structure.sizes import positions
 
 if TYPE_CHECKING:
@@ -88,13 +88,19 @@ class Onnx(Exporter):
         """Refuse, before any work, what the dialect cannot hold.
 
         Raises:
-            InputError: `layout-unsupported`, naming the first layer.
+            InputError: `layout-unsupported`, naming the first layer; `attention-unsupported`.
             MissingDependency: onnx, onnx-ir, onnxscript or onnxruntime.
         """
         OnnxOptions(**options)
         demand_packages("an ONNX export")
         asked.demand_no_experts(self.name)
         refuse(asked.schemes, asked.activations, asked.cache)
+        if asked.source is not None and asked.source.kind == "decoder":
+            from quantkit.model.source import pretrained
+
+            source = asked.source
+            config = pretrained.config(source.path, trust=source.trust_remote_code)
+            refuse_heads(config.get_text_config(decoder=True), source.ref)
 
     def holds(
         self,

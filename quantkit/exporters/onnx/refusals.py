@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.exporters.onnx.nbits import BITS, block_size
@@ -11,6 +12,8 @@ from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # codes of 7 bits in bytes never saturate
 _BYTES = ("int8", "int7")
+# features of a head of GroupQueryAttention are a multiple of the first, and where it rotates of the second
+_HEAD, ROTARY_HEAD = 8, 16
 
 
 def refuse(
@@ -44,6 +47,27 @@ def refuse(
                 remedy="use int4 or int8, or leave `onnx` out of `export`",
             )
         block_size(scheme.group or 128, scheme, linear)
+
+
+def refuse_heads(config: Any, where: str) -> None:
+    """Refuse heads that ONNX Runtime's cached attention does not take.
+
+    Args:
+        config: transformers', of a decoder.
+
+    Raises:
+        InputError: `attention-unsupported`.
+    """
+    heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+    size = getattr(config, "head_dim", None) or (hidden // heads if heads and hidden else 0)
+    if size % _HEAD:
+        raise InputError(
+            "attention-unsupported",
+            where=where,
+            value=f"heads of {size} features",
+            rule=f"ONNX Runtime's GroupQueryAttention takes heads of a multiple of {_HEAD} features",
+            remedy="leave `onnx` out of `export`",
+        )
 
 
 def _refuse_input(linear: str, inputs: ActivationScheme, weight: WeightScheme) -> None:

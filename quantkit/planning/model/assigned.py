@@ -275,14 +275,18 @@ def _divisible(
     fitting = [size for size in sizes_of if all(width % size == 0 for width in widths)]
     # not all that reads groups reads other sizes than powers of two
     nearest = min(fitting, key=lambda size: (size & (size - 1) != 0, abs(size - group))) if fitting else None
-    use = f"--set scheme.weights.group={nearest}, or " if nearest else ""
+    # what would keep every layer leaves nothing to quantize
+    instead = "--set on_indivisible=keep" if len(wrong) < len(schemes) else ""
+    if not nearest and not instead:
+        instead = "--recipe int8, whose scales are of whole rows"
+    group_of = f"--set scheme.weights.group={nearest}" if nearest else ""
     others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
     raise InputError(
         "group-indivisible",
         where=f"{first}{others}",
         value=f"group {group}, K {columns}",
         rule="group divides K",
-        remedy=f"{use}--set on_indivisible=keep",
+        remedy=", or ".join(filter(None, (group_of, instead))),
     )
 
 
