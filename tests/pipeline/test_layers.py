@@ -254,7 +254,7 @@ def test_a_format_is_shrunk_only_to_groups_that_it_has() -> None:
     with pytest.raises(InputError) as caught:
         layers(scheme={"weights": {"format": "nf4", "group": 128}})
     assert caught.value.code == "group-indivisible"
-    assert caught.value.remedy == "--set scheme.weights.group=32, or --set on_indivisible=keep"
+    assert caught.value.remedy == "--set scheme.weights.group=32"
 
 
 def test_blocks_are_cut_off_at_the_edges_and_never_filled_up() -> None:

@@ -93,7 +93,7 @@ def test_a_mixture_and_a_scheme_exclude_each_other() -> None:
 
 def test_super_blocks_alone_are_refused_where_they_do_not_fit() -> None:
     wanted = recipe("q4_k_m", scheme={"weights": {"format": "q4_k"}})
-    with pytest.raises(InputError, match=r"group 256, K 576.*on_indivisible=keep"):
+    with pytest.raises(InputError, match=r"group 256, K 576.*--recipe int8"):
         assign(wanted, {"a.0.up": (8, 576)}, "float32")
     shrink = recipe("q4_k_m", scheme={"weights": {"format": "q4_k"}}, on_indivisible="shrink")
     with pytest.raises(InputError, match="group-indivisible"):
