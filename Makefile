@@ -76,6 +76,8 @@ fuzz: venv  ## mutants of every kind of file that is read, MINUTES in all, guide
 
 zoo: venv  ## every text architecture of transformers, tiny, held against transformers itself: a record, docs/models.md
 	$(BIN)/python benchmarks/zoo.py
+	$(BIN)/python benchmarks/zoo.py --half
+	$(BIN)/python benchmarks/zoo.py --dtypes
 
 gallery: venv  ## docs/gallery: a real page of each kind and its picture, measured anew (40 minutes; a Chromium for the pictures)
 	$(BIN)/python benchmarks/gallery.py

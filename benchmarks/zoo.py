@@ -3,17 +3,22 @@
     python benchmarks/zoo.py
     python benchmarks/zoo.py --only llama AutoModelForMaskedLM --no-record
     python benchmarks/zoo.py --half                                         # decoders stored in bfloat16
+    python benchmarks/zoo.py --dtypes                                       # all recipes on one Llama in three dtypes
     python benchmarks/zoo.py --page
 
 A model of each class is shrunk by what its config class says (`tests/zoo/shrink.py`) and goes through a whole compile;
 the manifest's figures are held against two forwards of plain transformers, and every position of the stream against the
 model's own forward (`tests/zoo/judge.py`). docs/models.md is written from the record; `--page` writes it again.
 Targets: none is wrong and none ends in anything but a refusal; of the decoders at least 90 % are right.
+
+`--dtypes` takes one Llama in float32, bfloat16 and float16 and every shipped recipe for decoders through what a user
+does next: compile, verify, measure, generate, export to every other destination (`tests/zoo/dtypes.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -33,11 +38,14 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lines", type=Path, help="verdicts as they come; a run goes on where they end")
     parser.add_argument("--half", action="store_true", help="decoders alone, stored in bfloat16, compiled and no more")
+    parser.add_argument("--dtypes", action="store_true", help="recipes and dtypes, instead of architectures")
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--page", action="store_true", help="write docs/models.md from the newest record, and no more")
     options = parser.parse_args()
     from zoo import campaign, judge, page
 
+    if options.dtypes:
+        return _dtypes(options)
     if options.page:
         page.PAGE.write_text(page.markdown(page.newest()), encoding="utf-8")
         return 0
@@ -75,6 +83,39 @@ def main() -> int:
     if path is not None and not options.half:
         page.PAGE.write_text(page.markdown(path), encoding="utf-8")
     return status
+
+
+def _dtypes(options: argparse.Namespace) -> int:
+    """Run and record every cell; `--only` names dtypes and recipes."""
+    from zoo import dtypes
+
+    lines: Path | None = options.lines
+    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines and lines.exists() else []
+    done = {(row["dtype"], row["recipe"]) for row in rows}
+    only, names = set(options.only), dtypes.recipes()
+    with tempfile.TemporaryDirectory(prefix="dtypes-") as home:
+        for recipe in [name for name in names if not only & set(names) or name in only]:
+            for dtype in [each for each in dtypes.DTYPES if not only & set(dtypes.DTYPES) or each in only]:
+                if (dtype, recipe) in done:
+                    continue
+                source = dtypes.model(dtype, Path(home) / f"{recipe}-{dtype}")
+                made = [{"dtype": dtype, "recipe": recipe, **cell} for cell in dtypes.cells(source, recipe)]
+                rows += made
+                if lines:
+                    with lines.open("a") as file:
+                        file.writelines(json.dumps(row) + "\n" for row in made)
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    table: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        table.setdefault((row["recipe"], row["dtype"]), {})[row["step"]] = row["code"] or row["verdict"]
+    shown = [{"recipe": recipe, "dtype": dtype, **found} for (recipe, dtype), found in table.items()]
+    show("recipes and dtypes", shown, {key: f"{key}:" for key in ("recipe", "dtype", *steps)})
+    wrong = [row for row in rows if row["verdict"] == "WRONG"]
+    for row in wrong:
+        print(f"WRONG {row['dtype']} {row['recipe']} {row['step']}: {row['line']}")
+    claim = "every shipped recipe for decoders does in each dtype what a user does next, or refuses it"
+    record("dtypes", claim, rows, {"dtypes": dtypes.DTYPES}, write=not (options.no_record or only))
+    return verdicts({f"none of {len(rows)} cells is wrong": not wrong})
 
 
 if __name__ == "__main__":

@@ -7,11 +7,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import in_child
+import psutil
 import pytest
 import transformers
 import zoo
+
+from quantkit import machine
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.pipeline.blocks.subject import BlocksWork
 
 # 4 x 384 x 384 + 3 x 384 x 768 weights, float32
 BLOCK = 4 * (4 * 384 * 384 + 3 * 384 * 768)
@@ -37,3 +45,32 @@ def test_peak_memory_does_not_grow_with_the_number_of_layers(
     subprocess.run(command, env=env, check=True)
     few, many = (json.loads(report.read_text())["peak"] for report in reports.values())
     assert many - few < BLOCK
+
+
+def test_what_is_compared_follows_from_sizes_and_from_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may have had anything in memory before, and still hold some of it."""
+    zoo.tiny("llama", num_hidden_layers=6).save_pretrained(tmp_path)  # type: ignore[operator]
+    stream = StreamedModel(open_model(str(tmp_path)))
+    block, outside = (
+        4 * sum(value.numel() for value in module.parameters()) for module in (stream.blocks[0], stream.rest())
+    )
+    prepared: Any = SimpleNamespace(stream=stream, source=stream.source)
+    open_bytes, rest = 10**8, outside - 6 * block
+
+    def fitting(free: float, resident: int, expected: float, limit: int = 0) -> int:
+        """Where `free` is what the machine would have free if this process had just begun."""
+        monkeypatch.setattr(machine, "memory_available", lambda: int(free - (resident - open_bytes)))
+        monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=resident))
+        monkeypatch.setattr(machine, "memory_limit", lambda: limit)
+        taken: Any = SimpleNamespace(peak=open_bytes + expected, memory={"open": float(open_bytes)})
+        return BlocksWork(prepared, None, None, None, taken)._fitting_blocks()  # type: ignore[arg-type]
+
+    monkeypatch.setattr(machine, "peak_bytes", lambda: 10**12)
+    room = 2 * (rest + 3.5 * block)
+    for resident in (open_bytes, 2 * open_bytes, 8 * open_bytes):
+        assert fitting(10**9, resident, room) == 3
+        assert fitting(10**9, resident, 0) == 1
+        assert fitting(10**9, resident, 0, limit=10**9) == 6  # a small model
+        assert fitting(room / 2, resident, room) == 1

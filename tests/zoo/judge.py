@@ -24,7 +24,7 @@ from zoo import shrink
 from zoo.exceptions import LEFT_OUT
 
 if TYPE_CHECKING:
-    from quantkit.bundle import Bundle
+    from quantkit.bundle import Bundle, Check
 
 # of the truth's spread: far above float32's rounding, far below what a wrong mask or a lost bias does
 TOLERANCE = 1e-3
@@ -80,7 +80,7 @@ def float_stream(architecture: shrink.Architecture) -> Verdict:
 
 
 def whole_compile(architecture: shrink.Architecture, dtype: torch.dtype = torch.float32) -> Verdict:
-    """A whole compile: its manifest's figures against what plain transformers makes of source and bundle."""
+    """A whole compile, verified: its manifest's figures against what plain transformers makes of source and bundle."""
     return _judged(architecture, "compile", _compile, dtype)
 
 
@@ -152,9 +152,12 @@ def _compile(folder: Path) -> dict[str, Any]:
     off = {name: abs(stated.get(name, float("inf")) - value) / max(abs(value), 1e-3) for name, value in true.items()}
     worst = max(off, key=lambda name: off[name])
     share, told = said(bundle, folder)
+    failed = [check.name for check in verified(bundle) if not check.ok]
+    wrong = {worst: off[worst] >= TOLERANCE, "weights-unsaid": not told, "verify": failed}
     return {
-        "code": worst if off[worst] >= TOLERANCE else "" if told else "weights-unsaid",
-        "line": ", ".join(f"{name} {stated.get(name)!s:.8} (plain {value:.6g})" for name, value in true.items()),
+        "code": next((code for code, is_so in wrong.items() if is_so), ""),
+        "line": "; ".join(failed)
+        or ", ".join(f"{name} {stated.get(name)!s:.8} (plain {value:.6g})" for name, value in true.items()),
         "error": off[worst],
         "share": share,
     }
@@ -189,6 +192,15 @@ def _token_set(folder: Path, scored: Tensor) -> Path:
     head = "schema: 1\nsummary: ids\nkind: tokens\nsource: {title: drawn, retrieved: drawn}\nlicence: CC0-1.0\nfiles:"
     (folder / "card.yaml").write_text("\n".join([head, *files]) + "\n")
     return folder
+
+
+def verified(bundle: Bundle) -> list[Check]:
+    """What `quantkit verify` looks at, of the bundle as it is on disk."""
+    import quantkit
+    from quantkit.pipeline.finished.reload import reload
+
+    opened = quantkit.load(bundle.path)
+    return [*opened.verify(), *reload(opened)[0]]
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, float]:

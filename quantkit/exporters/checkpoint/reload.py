@@ -33,7 +33,7 @@ from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
 from quantkit.model.source import pretrained
 from quantkit.model.source.hashes import in_order
-from quantkit.model.source.open import in_float32, open_written, quiet_loading
+from quantkit.model.source.open import in_float32, open_written, parameter_names, quiet_loading
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
 from quantkit.scheme import WeightScheme
@@ -120,6 +120,8 @@ def check_bundle(
     path: Path, *, inputs: Mapping[str, torch.Tensor] | None = None, blocks: int | None = None
 ) -> list[Check]:
     """`check` of a finished bundle, by its own manifest."""
+    from quantkit.runtimes.torch.reloaded import expanded
+
     bundle = Bundle.load(path)
     folder = bundle.model_folder
     if not (folder / "config.json").is_file():
@@ -135,7 +137,11 @@ def check_bundle(
         wanted = Expected(plain, weights.read, None, {}, plain, how)
         return check(folder, wanted, inputs=inputs, blocks=blocks)
     layout = layouts.of(quantization)
-    packed = {prefix: _scheme_of(prefix, schemes) for prefix in layout.prefixes(weights.entries)}
+    # the manifest has the class's names, and files may have others that it renames as it loads
+    dense = expanded(open_written(folder))
+    files = parameter_names(dense, dense.skeleton())
+    stored = {files.get(f"{name}.weight", name).removesuffix(".weight"): each for name, each in schemes.items()}
+    packed = {prefix: _scheme_of(prefix, stored) for prefix in layout.prefixes(weights.entries)}
     parts = {prefix + part for prefix in packed for part in layout.parts}
 
     def expected(name: str) -> torch.Tensor:

@@ -50,6 +50,8 @@ from quantkit.runtimes import load_runtime
 
 # a checkpoint whose tensors were compared, but no logits
 UNRUN = "reload-not-run"
+# what is loaded lies in memory beside the files that it is read from, or beside what it is held against
+_COPIES = 2
 
 
 class TransformerSubject:
@@ -102,7 +104,7 @@ class TransformerSubject:
 
     def work(self, build: Build, progress: Progress, stages: Stages) -> BlocksWork:
         """The work on it, in a build."""
-        return BlocksWork(self.prepared, build, progress, stages, int(self.expected.peak))
+        return BlocksWork(self.prepared, build, progress, stages, self.expected)
 
 
 class BlocksWork:
@@ -113,14 +115,14 @@ class BlocksWork:
         build: where it is committed.
         progress: told how far it is.
         stages: the stop watch.
-        expected_peak: bytes that the compile is expected to have resident at most.
+        expected: what the compile takes.
     """
 
     def __init__(
-        self, prepared: Prepared, build: Build, progress: Progress, stages: Stages, expected_peak: int = 0
+        self, prepared: Prepared, build: Build, progress: Progress, stages: Stages, expected: Compiling
     ) -> None:
         self.prepared, self.build, self.progress, self.stages = prepared, build, progress, stages
-        self.expected_peak = expected_peak
+        self.expected = expected
         self.layers: list[LayerEntry] = []
         self.quantize_cpu = 0.0
 
@@ -131,7 +133,7 @@ class BlocksWork:
         self.stages.begin("prove")
         self.progress.at("prove", 0.0, "the stream against the model's own forward")
         original = self.prepared.unchanged()
-        check = own_forward.demand_equal(original, self.prepared.scoring.ids, self._fitting_blocks(1))
+        check = own_forward.demand_equal(original, self.prepared.scoring.ids, self._fitting_blocks())
         if original.source.kind == "encoder":
             self.prepared.decisions.extend(TextResults(original, self.prepared.scoring).decisions())
             if self.request.strict:
@@ -180,7 +182,7 @@ class BlocksWork:
                 stream,
                 stored,
                 step.options,
-                blocks=self._fitting_blocks(2),
+                blocks=self._fitting_blocks(),
             )
         self.progress.at("check", 1.0)
         demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
@@ -205,7 +207,7 @@ class BlocksWork:
     def score(self, subject: str, files: list[FileEntry], engines: Mapping[str, str]) -> Scores:
         """Every export in its own runtime, confirmed by plain transformers where the model fits."""
         prepared, exports = self.prepared, self.request.recipe.export
-        whole = self._fitting_blocks(1) == len(prepared.stream.block_names)
+        whole = self._fitting_blocks() == len(prepared.stream.block_names)
         rows, confirmed = score_exports(
             prepared,
             self.build,
@@ -255,22 +257,24 @@ class BlocksWork:
         """As it is compiled."""
         return self.prepared.request
 
-    def _fitting_blocks(self, copies: int) -> int:
-        """How many blocks can be in memory at once, in so many copies, without raising the peak that was reached or is
-        expected; all of a small model.
+    def _fitting_blocks(self) -> int:
+        """How many blocks plain transformers may have in memory at once: all of a small model, else as many as the
+        rest of the compile takes room for.
 
-        At least one: memory then grows with the size of a block, never with their number.
+        Sizes say that, and what is free but for this process: what it had in memory before is no matter. At least one:
+        memory then grows with the size of a block, never with their number.
         """
         import psutil
 
         stream, weights = self.prepared.stream, self.prepared.source.weights
         blocks = [sum(value.numel() for value in block.parameters()) for block in stream.blocks]
         outside = sum(math.prod(weights.entries[name].shape) for name in {stream.files[x] for x in stream.rest_names()})
-        used: int = psutil.Process().memory_info().rss
-        small = used + min(WHOLE, machine.memory_limit() // 4, machine.memory_available() // 2)
-        free = max(self.expected_peak, machine.peak_bytes(), small) - used
+        begun, resident = self.expected.memory.get("open", 0.0), int(psutil.Process().memory_info().rss)
+        free = machine.memory_available() + resident - begun
+        if 4 * (sum(blocks) + outside) <= min(WHOLE, machine.memory_limit() // 4, free / 2):
+            return len(blocks)
         # what lies outside the blocks comes along, and logits of a few tokens
-        room = free // (4 * copies) - max(outside, 2 * head_size(self.prepared))
+        room = min(self.expected.peak - begun, free) // (4 * _COPIES) - max(outside, 2 * head_size(self.prepared))
         return max(1, sum(together <= room for together in itertools.accumulate(blocks)))
 
     def _untimed(self, step: ExportStep | None) -> list[Decision]:
