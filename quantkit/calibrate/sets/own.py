@@ -61,7 +61,7 @@ def empty(where: str, value: str, rule: str = "") -> InputError:
 def suffix(where: str, found: str, rule: str) -> InputError:
     """A file of a kind that is not read; `found`: its suffix."""
     value = f"cannot read {found or 'a file without a suffix'}"
-    return InputError("calibration-suffix", where=where, value=value, rule=rule, remedy="rename or convert it")
+    return InputError("calibration-suffix", where=where, value=value, rule=rule, remedy="convert it")
 
 
 @contextmanager

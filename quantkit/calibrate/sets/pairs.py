@@ -118,8 +118,8 @@ def _own(path: Path, reference: str, split: Split) -> tuple[list[tuple[str, str]
             "calibration-suffix",
             where=reference,
             value="a folder without card.yaml" if path.is_dir() else f"cannot read {path.suffix or 'that'}",
-            rule="pairs come as .tsv: a name, a text, a text",
-            remedy="rename or convert it",
+            rule="pairs come as .tsv: lines of a name, a text, a text",
+            remedy="write it with tabs",
         )
     name = path.resolve().name
     # before it is parted: what calibrates must not score

@@ -77,7 +77,8 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
             `calibration-unreadable`.
     """
     if suffix not in SUFFIXES:
-        raise own.suffix(where, suffix, f"one of {', '.join(SUFFIXES)}, or a folder")
+        rule = f"one of {', '.join(SUFFIXES)}, or a folder; pairs for an encoder: .tsv, lines of a name, a text, a text"
+        raise own.suffix(where, suffix, rule)
     if not data.strip():
         raise own.empty(where, "no text and no ids in it")
     if suffix == ".parquet":
