@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantkit.bundle import Check
+from quantkit.errors import InputError
 from quantkit.exporters.values import Values
 
 if TYPE_CHECKING:
@@ -52,7 +53,14 @@ def decided(
     """What an export was to hold: of a compile, else of a finished bundle's checkpoint; None where there is neither."""
     if source is not None and stream is not None and results is not None:
         return Values.of_results(source, stream, results)
-    return Values.of_bundle(bundle) if (bundle / "model" / "config.json").is_file() else None
+    if not (bundle / "model" / "config.json").is_file():
+        return None
+    try:
+        return Values.of_bundle(bundle)
+    except InputError as problem:
+        if problem.code != "bundle-dense":
+            raise
+        return None  # the codes are in the export alone, beside values that may be rounded to the model's dtype
 
 
 def judged(name: str, value: float | None, limit: float, where: str) -> Check:
