@@ -18,7 +18,7 @@ import torch
 import quantkit
 from quantkit import content, plugins
 from quantkit.bundle import Bundle
-from quantkit.errors import InputError
+from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters import load_exporter
 from quantkit.pipeline.finished.measure import default_runtime
 from quantkit.recipe import Recipe
@@ -80,6 +80,8 @@ def cells(source: Path, recipe: str, steps: Sequence[str] = STEPS, to: Sequence[
 def _cell(step: str, do: Callable[[], Any]) -> dict[str, str]:
     try:
         do()
+    except MissingDependency as problem:
+        return {"step": step, "verdict": "not here", "code": problem.code, "line": problem.line()}
     except InputError as problem:
         return {"step": step, "verdict": "refused", "code": problem.code, "line": problem.line()}
     except Exception as problem:
