@@ -91,28 +91,37 @@ def _dtypes(options: argparse.Namespace) -> int:
 
     lines: Path | None = options.lines
     rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines and lines.exists() else []
-    done = {(row["dtype"], row["recipe"]) for row in rows}
+    done = {(row["model"], row["dtype"], row["recipe"]) for row in rows}
     only, names = set(options.only), dtypes.recipes()
+    chosen = [name for name in names if not only & set(names) or name in only]
+    asked = [
+        (dtypes.model, recipe, dtype)
+        for recipe in chosen
+        for dtype in dtypes.DTYPES
+        if not only & set(dtypes.DTYPES) or dtype in only
+    ]
+    asked += [(dtypes.real, recipe, "bfloat16") for recipe in dtypes.REAL if recipe in chosen]
     with tempfile.TemporaryDirectory(prefix="dtypes-") as home:
-        for recipe in [name for name in names if not only & set(names) or name in only]:
-            for dtype in [each for each in dtypes.DTYPES if not only & set(dtypes.DTYPES) or each in only]:
-                if (dtype, recipe) in done:
-                    continue
-                source = dtypes.model(dtype, Path(home) / f"{recipe}-{dtype}")
-                made = [{"dtype": dtype, "recipe": recipe, **cell} for cell in dtypes.cells(source, recipe)]
-                rows += made
-                if lines:
-                    with lines.open("a") as file:
-                        file.writelines(json.dumps(row) + "\n" for row in made)
+        for make, recipe, dtype in asked:
+            about = {"model": "tiny" if make is dtypes.model else dtypes.ALIAS, "dtype": dtype, "recipe": recipe}
+            if tuple(about.values()) in done:
+                continue
+            source = make(dtype, Path(home) / "-".join(about.values()))
+            made = [{**about, **cell} for cell in dtypes.cells(source, recipe)]
+            rows += made
+            if lines:
+                with lines.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in made)
     steps = list(dict.fromkeys(row["step"] for row in rows))
-    table: dict[tuple[str, str], dict[str, str]] = {}
+    keys = ("model", "recipe", "dtype")
+    table: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        table.setdefault((row["recipe"], row["dtype"]), {})[row["step"]] = row["code"] or row["verdict"]
-    shown = [{"recipe": recipe, "dtype": dtype, **found} for (recipe, dtype), found in table.items()]
-    show("recipes and dtypes", shown, {key: f"{key}:" for key in ("recipe", "dtype", *steps)})
+        table.setdefault(tuple(row[key] for key in keys), {})[row["step"]] = row["code"] or row["verdict"]
+    shown = [{**dict(zip(keys, about, strict=True)), **codes} for about, codes in table.items()]
+    show("recipes and dtypes", shown, {key: f"{key}:" for key in (*keys, *steps)})
     wrong = [row for row in rows if row["verdict"] == "WRONG"]
     for row in wrong:
-        print(f"WRONG {row['dtype']} {row['recipe']} {row['step']}: {row['line']}")
+        print(f"WRONG {row['model']} {row['dtype']} {row['recipe']} {row['step']}: {row['line']}")
     claim = "every shipped recipe for decoders does in each dtype what a user does next, or refuses it"
     record("dtypes", claim, rows, {"dtypes": dtypes.DTYPES}, write=not (options.no_record or only))
     return verdicts({f"none of {len(rows)} cells is wrong": not wrong})

@@ -20,12 +20,15 @@ from quantkit import content, plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters import load_exporter
+from quantkit.model.source.open import open_model
 from quantkit.pipeline.finished.measure import default_runtime
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 from zoo import judge, shrink
 
 DTYPES = ("float32", "bfloat16", "float16")
+# the shipped model, cast, and what it goes through besides
+ALIAS, REAL = "smollm2-135m", ("awq-int4", "rtn-int4", "nf4")
 STEPS = ("compile", "verify", "measure", "generate")
 # widths that groups of 128, blocks of 256 and rotations divide
 _WIDTHS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
@@ -49,6 +52,16 @@ def model(dtype: str, folder: Path, **sizes: int) -> Path:
     """A tiny Llama with a tokenizer."""
     shrink.tiny("LlamaForCausalLM", folder, dtype=getattr(torch, dtype), **{**_VOCABULARY, **_WIDTHS, **sizes})
     shrink.tokenizer_of_bytes("<s> $A", (("t", "h"), ("th", "e"))).save_pretrained(folder)
+    return folder
+
+
+def real(dtype: str, folder: Path) -> Path:
+    """Write the shipped model in another dtype, as plain transformers does."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = open_model(ALIAS).path
+    AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
 
 

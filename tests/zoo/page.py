@@ -25,7 +25,7 @@ held against plain transformers, which knows nothing of quantkit.
   forward; and what the manifest says of the weights agrees with a count of the parameters.
 - **refused**: one line with a code, and no bundle.
 
-{half}\
+{others}\
 What this does not show: how well an architecture's real models stand quantization, other recipes and exports, and what
 another program makes of a bundle. A real model of an architecture that works is held against its own forward all the
 same, in every compile, before the first block is touched.
@@ -43,7 +43,7 @@ def markdown(record: Path) -> str:
     rows = content["rows"]
     right = [row for row in rows if row["verdict"] == "right"]
     version = content["machine"]["packages"]["transformers"]
-    head = _HEAD.format(record=record.name, version=version, error=max(row["error"] for row in right), half=_half())
+    head = _HEAD.format(record=record.name, version=version, error=max(row["error"] for row in right), others=_others())
     parts = [head, _counts(rows), "\n## Works\n", *_works(right)]
     others = {
         "Refused": ("refused", "With the code, and what the line says."),
@@ -58,14 +58,26 @@ def markdown(record: Path) -> str:
     return "".join(parts)
 
 
-def _half() -> str:
-    """How many decoders are right that are stored as most are; nothing where no such campaign is recorded."""
-    record = max((ROOT / "benchmarks" / "results").glob("zoo_half-*.json"), default=None)
-    if record is None:
-        return ""
-    made = [row for row in json.loads(record.read_text())["rows"] if row["verdict"] != "not here"]
-    right = sum(row["verdict"] == "right" for row in made)
-    return f"Stored in bfloat16 instead of float32, {right} of {len(made)} decoders are right (`{record.name}`).\n\n"
+def _others() -> str:
+    """A sentence of each other campaign that is recorded: decoders stored as most are, recipes through all dtypes."""
+    words = {
+        "zoo_half": "Stored in bfloat16 instead of float32, {right} of {all} decoders are right",
+        "dtypes": (
+            "A tiny Llama in float32, bfloat16 and float16, and SmolLM2-135M in bfloat16, went through what a user does with\n"
+            "every recipe: compile, verify, measure, generate, export. {right} of {all} steps are right, {refused} are refused by\n"
+            "a code, {wrong} are wrong"
+        ),
+    }
+    found = []
+    for name, sentence in words.items():
+        record = max((ROOT / "benchmarks" / "results").glob(f"{name}-*.json"), default=None)
+        if record is not None:
+            made = [row for row in json.loads(record.read_text())["rows"] if row["verdict"] != "not here"]
+            right, refused = (sum(row["verdict"] == each for row in made) for each in ("right", "refused"))
+            wrong = len(made) - right - refused
+            said = sentence.format(right=right, refused=refused, wrong=wrong, all=len(made))
+            found.append(f"{said} (`{record.name}`).\n\n")
+    return "".join(found)
 
 
 def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
