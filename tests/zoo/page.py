@@ -63,9 +63,9 @@ def _others() -> str:
     words = {
         "zoo_half": "Stored in bfloat16 instead of float32, {right} of {all} decoders are right",
         "dtypes": (
-            "A tiny Llama in float32, bfloat16 and float16, and SmolLM2-135M in bfloat16, went through what users do with\n"
-            "every recipe: compile, verify, measure, generate, export. {right} of {all} steps are right, {refused} are refused\n"
-            "by a code, {wrong} are wrong"
+            "A tiny Llama in float32, bfloat16 and float16, and SmolLM2-135M in bfloat16, went through what users do\n"
+            "with every recipe: compile, verify, measure, generate, export. {right} of {all} steps are right,\n"
+            "{refused} are refused by a code, {wrong} are wrong"
         ),
     }
     found = []
