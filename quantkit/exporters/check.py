@@ -2,14 +2,16 @@
 
     max |found - expected| / max |expected|
 
-of logits, or of an encoder's last hidden states. Expected is what torch computes, block by block, with weights expanded
-from the codes. Compared are a prompt, steps with the cache after it, and a batch padded on the left; of encoders a
-batch, and a row that ends early. Which numbers are allowed, and what else is looked at, stands with each exporter.
+of logits, or of an encoder's last hidden states and the logits that its head makes of them. Expected is what torch
+computes, block by block, with weights expanded from the codes. Compared are a prompt, steps with the cache after it,
+and a batch padded on the left; of encoders a batch, and a row that ends early. Which numbers are allowed, and what else
+is looked at, stands with each exporter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.exporters.values import Values
+from quantkit.runtimes import Headed
 
 if TYPE_CHECKING:
     from quantkit.model.finished import Finished
@@ -99,8 +102,8 @@ def _expected(values: Values, ids: torch.Tensor) -> Array:
     return values.stream.answers(ids).all().float().numpy()  # type: ignore[no-any-return]
 
 
-def _difference(found: Array, expected: Array) -> float:
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+def _difference(found: Array, expected: Array, scale: float = 0.0) -> float:
+    return float(np.abs(found - expected).max() / (scale or np.abs(expected).max()))
 
 
 def _decoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[str, float]:
@@ -131,4 +134,32 @@ def _encoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[st
     mask[-1, _PROMPT:] = 0
     short = _expected(values, ids[-1:, :_PROMPT])
     runs["padded row"] = _difference(model.encode(tokens, mask)[-1:, :_PROMPT], short)
+    if not isinstance(model, Headed) or not model.headed:
+        return runs
+    whole = replace(values, stream=values.stream.with_head())
+    expected = _expected(whole, ids)
+    reach = _reach(whole, ids, expected)
+    runs["logits"] = _difference(model.logits(tokens), expected, reach)
+    # some classes look for the last token that is not padding in the ids themselves
+    padded, padding = tokens.copy(), values.source.config.get("pad_token_id")
+    padded[-1, _PROMPT:] = padding if isinstance(padding, int) else 0
+    short, found = _expected(whole, ids[-1:, :_PROMPT]), model.logits(padded, mask)[-1:]
+    found = found[:, :_PROMPT] if found.ndim > 2 else found
+    runs["logits of a padded row"] = _difference(found, short, reach)
     return runs
+
+
+def _reach(whole: Values, ids: torch.Tensor, logits: Array) -> float:
+    """The largest sum that a logit could be if none of its terms took from another, as the last product adds them up.
+
+    A text's only logit may be next to 0, and then as far off as its terms are.
+    """
+    skeleton = whole.skeleton
+    inner = f"{skeleton.base_model_prefix}."
+    name = next((name for name in reversed(whole.linears()) if not name.startswith(inner)), "")
+    weight = whole.tensor(f"{name}.weight").abs() if name else torch.zeros(0)
+    if len(weight) != logits.shape[-1]:
+        return float(np.abs(logits).max())
+    answers = whole.stream.answers(ids)
+    terms = [answers.given(name, row).abs() @ weight.T for row in range(len(ids))]
+    return float(torch.stack([each.max() for each in terms]).max())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from quantkit.errors import InputError
 from quantkit.plugins import Kind
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from quantkit.bundle import Bundle
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.runtimes.generate import TextTokens
@@ -20,6 +22,18 @@ if TYPE_CHECKING:
 
     # a model in a runtime: torch runs it block by block, a session or an engine runs it whole
     Candidate = StreamedModel | OnnxModel | LlamaModel | OpenvinoModel | decode.EngineModel
+
+
+@runtime_checkable
+class Headed(Protocol):
+    """An encoder in a session whose file may hold the head of its class."""
+
+    @property
+    def headed(self) -> bool:
+        """Whether it does, so that there are logits besides the last hidden states."""
+
+    def logits(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
+        """What it gives for ids [B, S]: of texts [B, N], of tokens [B, S, N], of spans [B, S, 2]."""
 
 
 class Runtime(Protocol):

@@ -17,14 +17,18 @@ from quantkit.bundle import Bundle
 from quantkit.calibrate.sets.pairs import PairSet
 from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.errors import InputError
+from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy.embed import results, rows_of
 from quantkit.measurement.accuracy.labelled import About
 from quantkit.measurement.accuracy.purpose import ON_MEAN, TextResults
 from quantkit.measurement.rows import Data
+from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.finished.measure import measure_bundle
+from quantkit.runtimes.onnxruntime.session import OnnxModel
+from quantkit.runtimes.openvino.session import OpenvinoModel
 
 WIDTH, WEIGHTED = 64, "weightedmean"
 LEFT = ["a cat", "the dog sat on the mat, and so on", "mice", "what is it"]
@@ -78,6 +82,14 @@ def weights(kind: str, config: dict[str, Any], number: int) -> dict[str, torch.T
         return made | ({"linear.bias": torch.randn(shape[:1], generator=generator)} if config.get("bias", True) else {})
     size = (config["dimension"],) if kind == "LayerNorm" else ()
     return {f"norm.{name}": torch.randn(size, generator=generator) for name in ("weight", "bias")} if size else {}
+
+
+class LogitsAlone(OnnxModel):
+    """A session that is not asked for states: its own head gives the logits."""
+
+    def encode(self, *_: Any) -> Any:
+        """Nothing."""
+        raise AssertionError
 
 
 def scored(place: Path, *, pairs: bool = True) -> tuple[TextResults, list[np.ndarray]]:
@@ -268,6 +280,48 @@ def test_a_row_says_how_many_answers_are_the_original_s(
         assert rows[0].value == {3: 0.75, 1: 0.5}[changes["num_labels"]]
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "changes"),
+    [
+        ("RobertaForSequenceClassification", torch.bfloat16, {"num_labels": 1}),
+        ("Qwen3ForSequenceClassification", torch.bfloat16, {"num_labels": 2}),
+        ("DistilBertForQuestionAnswering", torch.float32, {}),
+        ("BertForTokenClassification", torch.float32, {"num_labels": 3}),
+    ],
+)
+def test_a_graph_has_the_head_of_its_class(
+    tmp_path: Path, name: str, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
+    model(name, dtype, **changes).save_pretrained(tmp_path / "m")
+    source = open_model(str(tmp_path / "m"))
+    stream, nothing = StreamedModel(source), Finished([], {})
+    whole = getattr(transformers, name).from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    ids, mask = zoo.ids(2, 12), torch.ones(2, 12, dtype=torch.int64)
+    ids[1, 7:], mask[1, 7:] = 0, 0
+    with torch.no_grad():
+        found = whole(input_ids=ids, attention_mask=mask)
+    expected = torch.stack(found[:2], dim=-1) if "start_logits" in found else found.logits
+    for place, runs in (("onnx", OnnxModel), ("openvino", OpenvinoModel)):
+        export = load_exporter(place)
+        assert export.write(tmp_path, source, stream, nothing, {}) == []
+        (check,) = [each for each in export.check(tmp_path, source, stream, nothing, {}) if "reload" in each.name]
+        assert check.ok
+        # padding has no meaning
+        logits = torch.from_numpy(runs(tmp_path / place, threads=1).logits(ids.numpy(), mask.numpy()))
+        assert logits.shape == expected.shape
+        logits, wanted = (each if each.ndim < 3 else each * mask[..., None] for each in (logits, expected))
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()) + 1e-5)
+
+
+def test_a_head_that_no_graph_has_is_a_decision(tmp_path: Path) -> None:
+    for name, why in (("BertForMaskedLM", "of words"), ("BertForMultipleChoice", "cannot be traced")):
+        model(name).save_pretrained(tmp_path / name)
+        source = open_model(str(tmp_path / name))
+        (taken,) = load_exporter("onnx").write(tmp_path / name, source, StreamedModel(source), Finished([], {}), {})
+        assert taken.code == "head-left-out" and why in taken.reason
+        assert not OnnxModel(tmp_path / name / "onnx", threads=1).headed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_classifier_is_compiled_judged_and_loaded_with_its_head(
     tmp_path: Path, byte_tokenizer: Any, dtype: torch.dtype
@@ -275,6 +329,7 @@ def test_a_classifier_is_compiled_judged_and_loaded_with_its_head(
     made = model("BertForSequenceClassification", dtype, num_labels=3)
     place = folder(tmp_path / "m", made, byte_tokenizer, [])
     changes = ["scheme.weights.group=32", "calibration.tokens=32", "gates={agreement_min: 0.5}"]
+    changes.append("export=[{checkpoint: {}}, {onnx: {}}]")
     request = Request.of(str(place), recipe="rtn-int4", changes=changes, out=tmp_path / "out", speed=False)
     bundle = compile_model(request).bundle
     assert "gate.agreement_min" in {check.name for check in bundle.manifest.checks if check.ok}
@@ -282,5 +337,12 @@ def test_a_classifier_is_compiled_judged_and_loaded_with_its_head(
     agreed = next(row for row in again if row.name == "accuracy.top1_agreement")
     # texts of 32 tokens, until 6,000 positions are scored
     assert agreed.shape == {"classes": 3} and agreed.n == 194
+    found, _ = scored(place)
+    session = LogitsAlone(bundle.path / "onnx", threads=1)
+    logits = results(session, found.ids, found)
+    assert all(
+        np.allclose(session.logits(np.array([ids]))[0], one, atol=1e-4)
+        for ids, one in zip(found.ids, logits, strict=True)
+    )
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(bundle.path / "model", dtype=dtype)
     assert torch.equal(loaded.classifier.weight, made.classifier.weight)

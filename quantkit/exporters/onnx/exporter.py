@@ -221,7 +221,7 @@ class Onnx(Exporter):
         carry(source, folder)
         if kind == "decoder":
             write_json(folder / "genai_config.json", genai_config(source, model, context))
-        return [*taken, *dialect.decisions]
+        return [*taken, *traced.decisions(self.name), *dialect.decisions]
 
     def check(
         self,

@@ -123,7 +123,8 @@ class OpenvinoExporter(Exporter):
         decoder = source.kind == "decoder"
         refuse_shape(source.kind, chosen.device, chosen.shape)
         kind = "decoder" if decoder else "encoder"
-        graph = OpenvinoDialect(trace(values.skeleton, kind, positions=decoder), dialect_weights(values)).apply()
+        traced = trace(values.skeleton, kind, positions=decoder)
+        graph = OpenvinoDialect(traced, dialect_weights(values)).apply()
         if decoder:
             keep_few(graph, optional=False)
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,7 @@ class OpenvinoExporter(Exporter):
             }
             write(model, folder / MODEL, notes)
         carry(source, folder)
-        return []
+        return traced.decisions(self.name)
 
     def add_graph(self, graph: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
         """See `Exporter`.

@@ -125,7 +125,7 @@ class TensorrtExporter(Exporter):
         kind = "decoder" if values.source.kind == "decoder" else "encoder"
         profiles, cut = fitted(chosen.profiles, kind=kind, context=context_of(values.source.config))
         decisions = [decision("tensorrt", NOTE, FOLDER, words) for words in cut]
-        write_network(folder, values, chosen, profiles)
+        decisions += write_network(folder, values, chosen, profiles)
         if not chosen.engine:
             reason = "engine: false; `quantkit export BUNDLE --to tensorrt` builds it where the GPU is"
             decisions.append(decision("tensorrt", NOTE, FOLDER, reason))
@@ -263,7 +263,9 @@ def refuse_flags(options: TensorrtOptions) -> None:
         )
 
 
-def write_network(folder: Path, values: Values, options: TensorrtOptions, profiles: Sequence[Profile]) -> None:
+def write_network(
+    folder: Path, values: Values, options: TensorrtOptions, profiles: Sequence[Profile]
+) -> list[Decision]:
     """Write `network.onnx`, its weights, config and tokenizer."""
     import torch
 
@@ -279,6 +281,7 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
         "decoder" if decoder else "encoder",
         floats=getattr(torch, options.type),
         positions=decoder,
+        head=False,
     )
     needed, most = capacity(profiles, context_of(source.config)), context_of(source.config)
     if options.capacity is not None and not needed <= options.capacity <= most:
@@ -305,6 +308,7 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
     folder.mkdir(parents=True, exist_ok=True)
     save(model, folder / NETWORK, DATA)
     carry(source, folder)
+    return traced.decisions("tensorrt")
 
 
 def _cache_scales(values: Values) -> CacheScales | None:

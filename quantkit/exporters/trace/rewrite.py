@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.bundle import Decision, stopping_when_full
+from quantkit.bundle import Decision, decision, stopping_when_full
 from quantkit.exporters.onnx.nbits import Array, LinearSpec, WeightsByName
 from quantkit.graph.values import free
 
@@ -180,12 +180,19 @@ class Traced:
         parameters: value in the graph -> parameter or buffer of the skeleton that it stands for.
         decoder: whether it has a cache.
         layers: how many layers have a cache.
+        left: why the head of an encoder is not in it; "" where it is, or there is none.
     """
 
     model: ir.Model
     parameters: Mapping[str, str]
     decoder: bool
     layers: int
+    left: str = ""
+
+    def decisions(self, exporter: str) -> list[Decision]:
+        """That a head was left out."""
+        advice = "a checkpoint has it (`export: [checkpoint: {}]`)"
+        return [decision(exporter, "head-left-out", "head", f"{self.left}; {advice}")] if self.left else []
 
 
 def keep_few(model: ir.Model, *, optional: bool) -> None:

@@ -17,7 +17,7 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence, Set
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -273,24 +273,35 @@ class _Decoder(nn.Module):
 
 
 class _Encoder(nn.Module):
-    def __init__(self, model: nn.Module, extra: Sequence[str]) -> None:
+    """The last hidden states, and what a head behind them makes of them: all outputs whose names say logits.
+
+    Args:
+        extra: names of further inputs.
+        whole: whether the head runs.
+    """
+
+    def __init__(self, model: nn.Module, extra: Sequence[str], whole: bool) -> None:
         super().__init__()
         self.model = model
         self.extra = extra
+        self.whole = whole
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, *others: Tensor) -> Tensor:
-        """The last hidden states."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, *others: Tensor) -> dict[str, Tensor]:
+        """The last hidden states, and logits, by their names."""
         memory = _Memory(mask=attention_mask)
+        base = getattr(self.model, "base_model", self.model)
+        states: list[Tensor] = []
+        hook = base.register_forward_hook(lambda module, given, output: states.append(output[0]))
         token = _memory.set(memory)
         try:
-            # a head behind it is not scored: what is exported are hidden states
-            hidden: Tensor = getattr(self.model, "base_model", self.model)(
+            output = (self.model if self.whole else base)(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 **dict(zip(self.extra, others, strict=True)),
-            )[0]
+            )
         finally:
             _memory.reset(token)
+            hook.remove()
         if not memory.calls:
             raise InputError(
                 "attention-unsupported",
@@ -299,10 +310,18 @@ class _Encoder(nn.Module):
                 rule="only then is its mask exported",
                 remedy="export a checkpoint",
             )
-        return hidden
+        logits = [name for name in output if name.endswith("logits")] if self.whole else []
+        return {"last_hidden_state": states[0], **{name: output[name] for name in logits}}
 
 
-def trace(skeleton: nn.Module, kind: str, *, floats: torch.dtype = torch.float32, positions: bool = False) -> Traced:
+def trace(
+    skeleton: nn.Module,
+    kind: str,
+    *,
+    floats: torch.dtype = torch.float32,
+    positions: bool = False,
+    head: bool = True,
+) -> Traced:
     """The graph of a transformer without weights.
 
     Args:
@@ -310,19 +329,38 @@ def trace(skeleton: nn.Module, kind: str, *, floats: torch.dtype = torch.float32
         kind: `decoder` or `encoder`.
         floats: of its parameters, and so of what is computed from them.
         positions: whether a decoder takes `position_ids`; else they are counted from the mask.
+        head: whether an encoder's logits are wanted, where its class makes any that are not of words.
 
     Raises:
         InputError: `attention-unsupported`, `export-untraceable`.
     """
     apart: set[int] = set()
+    left = "" if kind == "decoder" else _without_head(skeleton, head)
+    whole = not left and getattr(skeleton, "base_model", skeleton) is not skeleton
     while True:
         try:
-            return _traced(skeleton, kind, floats, positions, apart)
+            return replace(_traced(skeleton, kind, floats, positions, whole, apart), left=left)
         except _repeat.CalledOtherwise as found:
             apart.add(found.index)
+        except InputError as problem:
+            if kind == "decoder" or not whole:
+                raise
+            # its states can be had without it, perhaps
+            whole, left = False, f"{type(skeleton).__name__} cannot be traced with its head: {problem.value}"
 
 
-def _traced(skeleton: nn.Module, kind: str, floats: torch.dtype, positions: bool, apart: Set[int]) -> Traced:
+def _without_head(skeleton: nn.Module, wanted: bool) -> str:
+    """Why an encoder is traced without the head that its class has; "" where it is not, or has none."""
+    if getattr(skeleton, "base_model", skeleton) is skeleton:
+        return ""
+    words = getattr(skeleton, "get_output_embeddings", lambda: None)() is not None
+    why = "its logits are of words" if words else "" if wanted else "this dialect gives states alone"
+    return why and f"{type(skeleton).__name__} has a head, and the graph ends before it: {why}"
+
+
+def _traced(
+    skeleton: nn.Module, kind: str, floats: torch.dtype, positions: bool, whole: bool, apart: Set[int]
+) -> Traced:
     """`trace`, with blocks that are called otherwise than those they are like; raises CalledOtherwise for one more."""
     model = copy.deepcopy(skeleton)
     path = find_blocks(model)
@@ -334,7 +372,7 @@ def _traced(skeleton: nn.Module, kind: str, floats: torch.dtype, positions: bool
     layers = _repeat.share(blocks, like, apart)
     AttentionInterface.register(_ATTENTION, _attention)
     model.config._attn_implementation = _ATTENTION  # type: ignore[union-attr]
-    made = _decoder(model, floats, positions, layers) if kind == "decoder" else _encoder(model)
+    made = _decoder(model, floats, positions, layers) if kind == "decoder" else _encoder(model, whole)
     wrapped, arguments, shapes, names = made
     with torch.no_grad(), quiet():
         try:
@@ -351,6 +389,8 @@ def _traced(skeleton: nn.Module, kind: str, floats: torch.dtype, positions: bool
                 remedy="export a checkpoint",
             ) from problem
     assert program is not None
+    if isinstance(wrapped, _Encoder):
+        names[1][:] = exported.call_spec.out_spec.context
     named = (skeleton.named_parameters(remove_duplicate=False), skeleton.named_buffers(remove_duplicate=False))
     known = {name for each in named for name, _ in each}
     decoder = kind == "decoder"
@@ -389,7 +429,7 @@ def _decoder(model: nn.Module, floats: torch.dtype, positions: bool, layers: Seq
     return _Decoder(model, layers), tuple(arguments), tuple(shapes), (inputs, outputs, axes)
 
 
-def _encoder(model: nn.Module) -> Parts:
+def _encoder(model: nn.Module, whole: bool) -> Parts:
     parameters = inspect.signature(model.forward).parameters
     typed = "token_type_ids" in parameters and int(getattr(model.config, "type_vocab_size", 0) or 0) > 1
     extra = ["token_type_ids"] if typed else []
@@ -402,7 +442,7 @@ def _encoder(model: nn.Module) -> Parts:
     shapes: tuple[Any, ...] = tuple({0: dynamic, 1: dynamic} for _ in inputs[:2])
     if extra:
         shapes = (*shapes, tuple({0: dynamic, 1: dynamic} for _ in extra))
-    return _Encoder(model, extra), arguments, shapes, (inputs, ["last_hidden_state"], axes)
+    return _Encoder(model, extra, whole), arguments, shapes, (inputs, ["last_hidden_state"], axes)
 
 
 def _cleaned(
@@ -419,11 +459,14 @@ def _cleaned(
 
     graph = model.graph
     inputs, outputs, axes = names
+    called: dict[str, str] = {}
     for values, wanted in ((graph.inputs, inputs), (graph.outputs, outputs)):
         for value, name in zip(values, wanted, strict=True):
             value.name = name
             if value.shape is not None:
-                value.shape = ir.Shape([axis or old for axis, old in zip(axes[name], value.shape, strict=True)])
+                new = axes.get(name, [""] * len(value.shape))
+                called.update((str(old), axis) for axis, old in zip(new, value.shape, strict=True) if axis)
+                value.shape = ir.Shape([axis or old for axis, old in zip(new, value.shape, strict=True)])
     parameters: dict[str, str] = {}
     given = len(graph.inputs)
     for value in list(graph.initializers.values()):
@@ -447,4 +490,7 @@ def _cleaned(
         cached.sort(key=lambda value: (int(str(value.name).split(".")[1]), str(value.name)))
         values.clear()
         values.extend([*rest[:at], *cached, *rest[at:]])
+    for value in graph.outputs:  # how many axes a head's have its class alone knows
+        if value.shape is not None:
+            value.shape = ir.Shape([called.get(str(axis)) or axis for axis in value.shape])
     return Traced(model, parameters, decoder, layers)

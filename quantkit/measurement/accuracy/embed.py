@@ -21,6 +21,7 @@ from quantkit.measurement.accuracy.labelled import About, classification, output
 from quantkit.measurement.accuracy.labelled.pairs import cosine_row
 from quantkit.measurement.accuracy.purpose import TextResults, pooled
 from quantkit.measurement.rows import Data, Row
+from quantkit.runtimes import Headed
 
 if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
@@ -157,7 +158,8 @@ def results(model: Candidate, ids: Sequence[Sequence[int]], of: Callable[[Array,
         for start in range(0, len(places), step):
             some = places[start : start + step]
             same = np.asarray([ids[place] for place in some], dtype=np.int64)
-            found |= zip(some, of(_states(model, same), same), strict=True)
+            own = _logits(model, same) if isinstance(of, TextResults) and of.purpose.gives != "vectors" else None
+            found |= zip(some, of(_states(model, same), same) if own is None else own, strict=True)
     return [found[place] for place in range(len(ids))]
 
 
@@ -167,6 +169,11 @@ def embeddings(
     """The pooled last hidden states of texts, [n, width] float32; no length is taken out."""
     found = results(model, ids, lambda states, _: pooled(states, pooling, skip))
     return np.stack(found) if found else np.empty((0, 0), np.float32)
+
+
+def _logits(model: Candidate, ids: Array) -> Array | None:
+    """What a candidate's own head gives for texts of one length; None of one that gives states alone."""
+    return model.logits(ids) if isinstance(model, Headed) and model.headed else None
 
 
 def _states(model: Candidate, ids: Array) -> Array:

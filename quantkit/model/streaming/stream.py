@@ -234,12 +234,19 @@ class StreamedModel:
         used = set(self.files.values())
         self.beside = {name: entry.shape for name, entry in source.weights.entries.items() if name not in used}
         self._flow: Flow | None = None
+        self._headed = source.kind == "decoder"
         self.transforms: list[Transform] = []
 
     def on(self, device: torch.device, place: torch.device | None = None) -> StreamedModel:
         """The same model, loaded and run there; `place` as of the class."""
         found = copy.copy(self)
         found.device, found.place, found.transforms = device, place, list(self.transforms)
+        return found
+
+    def with_head(self) -> StreamedModel:
+        """The same model, but what it gives are the logits of an encoder's class, where that makes any."""
+        found = self.on(self.device, self.place)
+        found._flow, found._headed = self.flow, True
         return found
 
     @property
@@ -306,7 +313,7 @@ class StreamedModel:
     def runs(self, model: nn.Module) -> nn.Module:
         """The part of `model` that is scored: a decoder with its head, of other models what gives hidden states."""
         base = getattr(model, "base_model", None)
-        return base if self.source.kind != "decoder" and isinstance(base, nn.Module) else model
+        return base if not self._headed and isinstance(base, nn.Module) else model
 
     def _learn(self, model: nn.Module, ids: Tensor | None) -> Flow:
         if self._flow is None:
@@ -394,7 +401,9 @@ class Head:
 
 
 def answer(output: Any) -> Tensor:
-    """Logits out of what a model gives, or its last hidden states."""
+    """Logits out of what a model gives, those of spans side by side, or its last hidden states."""
+    if hasattr(output, "start_logits"):
+        return torch.stack((output.start_logits, output.end_logits), dim=-1)
     found: Tensor = output.logits if hasattr(output, "logits") else output[0]
     return found
 

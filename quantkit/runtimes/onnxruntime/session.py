@@ -145,6 +145,11 @@ class OnnxModel:
         return bool(self.caches)
 
     @property
+    def headed(self) -> bool:
+        """Whether it is an encoder that gives logits besides its last hidden states."""
+        return not self.decoder and len(self.outputs) > 1
+
+    @property
     def context(self) -> int:
         """The most tokens that a sequence can have."""
         return int(self.meta.get("quantkit.context", 0)) or (1 << 31)
@@ -286,6 +291,12 @@ class OnnxModel:
         """An encoder's last hidden states [B, S, width] for ids [B, S]."""
         with self._reading():
             return np.asarray(self.session.run(None, self.prompt(ids, mask))[0])
+
+    def logits(self, ids: Array, mask: Array | None = None) -> Array:
+        """What the head of an encoder gives for ids [B, S]: [B, N] or [B, S, N], of spans [B, S, 2]."""
+        with self._reading():
+            found = self.session.run(self.outputs[1:], self.prompt(ids, mask))
+            return np.asarray(found[0] if len(found) == 1 else np.stack(found, axis=-1))
 
     def prompt(self, ids: Array, mask: Array | None = None) -> dict[str, Array]:
         """All inputs for ids [B, S]: with an empty cache, of types 0."""

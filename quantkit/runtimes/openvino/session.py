@@ -86,6 +86,11 @@ class OpenvinoModel:
         return "beam_idx" in self.inputs
 
     @property
+    def headed(self) -> bool:
+        """Whether it is an encoder that gives logits besides its last hidden states."""
+        return not self.decoder and len(self._model.outputs) > 1
+
+    @property
     def context(self) -> int:
         """The most tokens that a sequence can have."""
         return int(self.meta.get("quantkit.context", 0)) or (1 << 31)
@@ -174,9 +179,18 @@ class OpenvinoModel:
         Raises:
             InputError: `shape-unsupported`, where the file holds other shapes alone.
         """
-        return np.array(self._encoded(ids, mask)(self._model.create_infer_request()))
+        return np.array(self._encoded(ids, mask)(self._model.create_infer_request())[0])
 
-    def _encoded(self, ids: Array, mask: Array | None) -> Callable[[Any], Array]:
+    def logits(self, ids: Array, mask: Array | None = None) -> Array:
+        """What the head of an encoder gives for ids [B, S]: [B, N] or [B, S, N], of spans [B, S, 2].
+
+        Raises:
+            InputError: `shape-unsupported`, as of `encode`.
+        """
+        _, *found = self._encoded(ids, mask)(self._model.create_infer_request())
+        return np.array(found[0]) if len(found) == 1 else np.stack(found, axis=-1)
+
+    def _encoded(self, ids: Array, mask: Array | None) -> Callable[[Any], list[Array]]:
         feed = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
         feed |= {name: np.zeros_like(ids) for name in self.inputs if name not in feed}
         shape = self.inputs["input_ids"].partial_shape
@@ -190,10 +204,9 @@ class OpenvinoModel:
                 remedy="export it with another `openvino: {shape: …}`, or for a device that takes any shape",
             )
 
-        def run(request: Any) -> Array:
+        def run(request: Any) -> list[Array]:
             request.infer(feed)
-            found: Array = request.get_output_tensor(0).data
-            return found
+            return [request.get_output_tensor(at).data for at in range(len(self._model.outputs))]
 
         return run
 
