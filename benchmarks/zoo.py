@@ -18,6 +18,7 @@ does next: compile, verify, measure, generate, export to every other destination
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -106,6 +107,9 @@ def _dtypes(options: argparse.Namespace) -> int:
             about = {"model": "tiny" if make is dtypes.model else dtypes.ALIAS, "dtype": dtype, "recipe": recipe}
             if tuple(about.values()) in done:
                 continue
+            # a compile looks for garbage often, and what was imported is none
+            gc.collect()
+            gc.freeze()
             source = make(dtype, Path(home) / "-".join(about.values()))
             made = [{**about, **cell} for cell in dtypes.cells(source, recipe)]
             rows += made
