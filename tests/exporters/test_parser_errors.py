@@ -51,7 +51,7 @@ def test_every_node_that_it_does_not_take_is_named_once_by_operator() -> None:
     assert (error.code, error.where) == ("network-unsupported", "network.onnx: Det one")
     assert "does not take Det (one, two)" in error.value
     assert "false" not in error.line()
-    assert "another export" in error.remedy
+    assert "--recipe int8-network" in error.remedy
     assert "\n" not in error.line()
 
 
@@ -75,7 +75,8 @@ def test_a_zero_point_is_answered_with_the_settings_that_leave_it_out() -> None:
         (Refused("QLinearConv", "c", "false"), "give the float graph"),
         (Refused("TensorScatter", "t", "false"), "--set tensorrt.cache=grown"),
         (Refused("DequantizeLinear", "conv1/weight", "block size"), "--set keep=[conv1]"),
-        (Refused("NonZero", "n", "false"), "'export=[{onnx: {}}]'"),
+        (Refused("NonZero", "n", "false"), "--recipe int8-network"),
+        (Refused("Attention", "n"), "opset below 23"),
     ],
 )
 def test_what_would_remove_a_node(first: Refused, remedy: str) -> None:

@@ -158,10 +158,10 @@ def hostile(path: Path) -> Path:
     x = small.input("x", "n", 16)
     first = y = small.op("Gemm", x, small.normal(16, 16) / 4, small.normal(16), name="x/dq")
     ends = [y]
-    for name in TAKEN:
-        y = small.op("Relu", y)
-        y.name = name.format(first.name)
-        y = small.op("Gemm", y, small.normal(16, 16) / 4, small.normal(16), name=f"{name}/q")
+    for place, name in enumerate(TAKEN):
+        own = small.op("Relu", y)
+        y = small.op("Gemm", own, small.normal(16, 16) / 4, small.normal(16), name=f"{name}/q")
+        (y if place % 2 else own).name = name.format(first.name)
     y.name = "x.scale_"
     z = branch(small, "If", y)
     inner = z.producer().attributes["then_branch"].as_graph()  # type: ignore[union-attr]

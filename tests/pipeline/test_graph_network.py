@@ -161,10 +161,18 @@ def test_operators_and_sizes_that_no_engine_has(files: dict[str, tuple[Path, Pat
     ir.save(model, tmp_path / "contrib.onnx")
     with pytest.raises(InputError, match=r"network-unsupported.*Gelu.*optimizations of a runtime"):
         compiled((tmp_path / "contrib.onnx", files["vit"][1]), tmp_path / "b", "float16")
-    small = Small()
-    ir.save(small.model(small.op("Det", small.input("images", "n", 3, 8, 8))), tmp_path / "rare.onnx")
-    with pytest.raises(InputError, match=r"rare\.onnx: Det.*no pass replaces it"):
-        compiled((tmp_path / "rare.onnx", files["vit"][1]), tmp_path / "b", "float16")
+    for kind, given in (("Det", False), ("MeanVarianceNormalization", False), ("Celu", True)):  # by name; as it is read
+        small = Small()
+        x = small.op("Conv", small.input("images", "n", 3, 8, 8), small.normal(3, 3, 3, 3), name="first")
+        y = small.op(kind, x)
+        last = y if kind == "Det" else small.op("Conv", y, small.normal(3, 3, 3, 3))
+        ir.save(small.model(last), tmp_path / "rare.onnx")
+        if given:  # in 32 bits, which is all that ONNX defines it in
+            assert compiled((tmp_path / "rare.onnx", files["vit"][1]), tmp_path / "celu", "int8").manifest.layers
+            continue
+        with pytest.raises(InputError, match=rf"rare\.onnx: {kind}.*no pass replaces it"):
+            compiled((tmp_path / "rare.onnx", files["vit"][1]), tmp_path / "b", "int8")
+        assert not (tmp_path / "b").exists()
     model = ir.load(files["cnn"][0])
     model.graph.inputs[0].shape = ir.Shape(["n", 3, "height", 12])
     ir.save(model, tmp_path / "free.onnx")

@@ -24,13 +24,14 @@ from quantkit.exporters.tensorrt.timings import Timings, place
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.tensorrt.file import NETWORK
-from quantkit.runtimes.tensorrt.library import AHEAD_OF_TIME, Name, Said, load, unsupported
+from quantkit.runtimes.tensorrt.library import AHEAD_OF_TIME, Library, Name, Said, load, unsupported
 
 if TYPE_CHECKING:
     from quantkit.exporters.tensorrt.exporter import TensorrtOptions
 
 # what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
 TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
+_LEFT_OUT = "--set 'export=[{tensorrt: {engine: false}}]' keeps the network alone, for another library"
 _MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
 
 
@@ -229,6 +230,31 @@ def _build(data: Mapping[str, Any], caller: child.Caller) -> None:
     caller.row(_built(EngineJob.model_validate(data), caller.at).model_dump(mode="json"))
 
 
+def demand_read(library: Library, network: Path, where: str) -> None:
+    """Let a library's parser read a network in a child process, without building anything of it.
+
+    Raises:
+        InputError: `network-unsupported` with the nodes.
+    """
+    job = {"library": library.name, "network": str(network), "where": where}
+    child.run(_read, job, remedy=_LEFT_OUT, died="network-unsupported", where=where)
+
+
+def _read(job: Mapping[str, str], caller: child.Caller) -> None:
+    library = load(job["library"])  # type: ignore[arg-type]
+    said = Said(library.api)
+    builder = library.api.Builder(said.logger)
+    _parsed(library, library.network(builder), said, Path(job["network"]), job["where"])
+
+
+def _parsed(library: Library, network: Any, said: Said, path: Path, where: str) -> Any:
+    """The parser that has read a file: what it made of it lives as long as it does."""
+    parser = library.api.OnnxParser(network, said.logger)
+    if not parser.parse_from_file(str(path)):
+        raise refusal(where, f"{library.name} {library.version}", of_parser(parser))
+    return parser
+
+
 def _built(job: EngineJob, report: Report) -> Built:
     library = load(job.library)
     api = library.api
@@ -237,9 +263,7 @@ def _built(job: EngineJob, report: Report) -> Built:
     started = time.perf_counter()
     builder = api.Builder(said.logger)
     network = library.network(builder)
-    parser = api.OnnxParser(network, said.logger)
-    if not parser.parse_from_file(job.network):
-        raise refusal(Path(job.network).name, f"{library.name} {library.version}", of_parser(parser))
+    _parser = _parsed(library, network, said, Path(job.network), Path(job.network).name)
     config = builder.create_builder_config()
     library.aim(config, job.sm)
     config.set_memory_pool_limit(api.MemoryPoolType.WORKSPACE, int(job.workspace))

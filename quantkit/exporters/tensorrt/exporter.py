@@ -10,7 +10,7 @@ TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,7 @@ from quantkit.exporters.tensorrt.profiles import capacity, fitted
 from quantkit.exporters.tensorrt.refusals import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
 from quantkit.passes import NOTE, decision
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
-from quantkit.runtimes.tensorrt.library import Name, load, unsupported
+from quantkit.runtimes.tensorrt.library import Library, Name, load, unsupported
 from quantkit.target import Profile, State
 
 if TYPE_CHECKING:
@@ -131,21 +131,20 @@ class TensorrtExporter(Exporter):
             decisions.append(decision("tensorrt", NOTE, FOLDER, reason))
         return decisions
 
-    def unknown(self, options: Mapping[str, Any], operators: Collection[str]) -> set[str]:
-        """Those of ONNX's operators that no engine can be made of, as far as the library says so without a GPU.
+    def parser(self, options: Mapping[str, Any]) -> Library | None:
+        """The library whose parser says without a GPU what it takes; None where the engine is built elsewhere.
 
         Raises:
             MissingDependency: the library, where it is to build one.
         """
-        from quantkit.exporters.tensorrt.parser_errors import unknown
-
         chosen = TensorrtOptions(**options)
         try:
-            return unknown(load(chosen.library), operators)
+            library = load(chosen.library)
         except MissingDependency:
             if chosen.engine:
                 raise
-            return set()  # the engine will be built elsewhere
+            return None
+        return library if library.ahead_of_time else None
 
     def capabilities(self, options: Mapping[str, Any]) -> list[str]:
         """Compute capabilities that the chosen library builds for ahead of time; [] where it builds on the GPU."""

@@ -24,12 +24,16 @@ _REMEDIES = (
         "or give the float graph, if this one was quantized before",
     ),
     (("TensorScatter",), "--set tensorrt.cache=grown"),
+    (("Attention",), "export the graph again in an opset below 23, where attention is products and a softmax"),
 )
 # of TensorRT-RTX: plugins that are not there, and layers that no kernel implements for any GPU
 _EMPTY = frozenset({"NonZero", "RoiAlign", "NonMaxSuppression", "Attention"})
 _ZERO_POINT = "--set scheme.weights.symmetric=true --set scheme.activations.symmetric=true"
 _CONTRIB = "export the graph without the optimizations of a runtime: TensorRT has operators of ONNX itself"
-_ELSEWHERE = "no pass replaces it: another export ('export=[{onnx: {}}]'), or a graph that does without"
+_ELSEWHERE = (
+    "no pass replaces it: a graph that does without, or ONNX Runtime on the processor "
+    "(--recipe int8-network for a graph, and no --target)"
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,7 @@ def of_parser(parser: Any) -> list[Refused]:
 
 
 def unknown(library: Library, operators: Iterable[str]) -> set[str]:
-    """Those of ONNX's operators that a library's parser has no importer for; none where asking it takes a GPU."""
-    if not library.ahead_of_time:
-        return set()
+    """Those of ONNX's operators that a library's parser has no importer for, or nothing behind it."""
     said = Said(library.api)
     # all of them named: a parser does not keep alive what it was made of
     builder = library.api.Builder(said.logger)

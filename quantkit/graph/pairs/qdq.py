@@ -127,7 +127,7 @@ def insert(
         _pair(made, values[name], name, own)
     remove_absorbed(made)
     for name in weights:
-        node = node_of(made, sites[name])
+        node = nodes[_key(sites[name].node)]  # by itself: until `name_apart` a pair may be called as another's output
         if _fused(node):
             _hold(made, node)
     drop_unread(made.graph)  # the floats that codes stand in for

@@ -7,7 +7,9 @@ neither                 all of the graph in 16 bits
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.bundle import Decision
@@ -17,10 +19,12 @@ from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.passes import decision
 from quantkit.passes.mixed import Mixed
 from quantkit.recipe import ExportStep, Recipe
+from quantkit.runtimes.tensorrt.file import DATA, NETWORK
 
 if TYPE_CHECKING:
     from quantkit.graph.open import FloatGraph
     from quantkit.graph.sites import Site
+    from quantkit.runtimes.tensorrt.library import Library
 
 EXPORT = TENSORRT.name
 _ONNX = ("", "ai.onnx")
@@ -47,7 +51,8 @@ def takes(
     """
     weights, activations = recipe.scheme.weights, recipe.scheme.activations
     exporter = load_exporter(EXPORT)
-    _demand_known(graph, step)
+    library = TENSORRT.parser(step.options)
+    _demand_known(graph, library)
     if step.options.get("type", "float16") != "float16":
         raise InputError(
             "layout-unsupported",
@@ -66,6 +71,7 @@ def takes(
         )
     if weights is None:
         exporter.accepts(step.options, LayerSpec())
+        _demand_read(graph, library)
         return [], []
     sides = {weights.format.replace("int7", "int8"), activations.format if activations else ""}
     if weights.format not in WEIGHTS or (activations is not None and len(sides) > 1):
@@ -90,7 +96,24 @@ def takes(
         activations=dict.fromkeys(names, activations) if activations is not None else {},
     )
     exporter.accepts(step.options, asked)
+    _demand_read(graph, library)
     return found, decisions
+
+
+def _demand_read(graph: FloatGraph, library: Library | None) -> None:
+    """Let the library read the network in which everything stays in 16 bits: what it refuses there, it would later."""
+    if library is None:
+        return
+    from quantkit.exporters.tensorrt.engine import demand_read
+    from quantkit.exporters.tensorrt.network.graph import network
+    from quantkit.exporters.trace.rewrite import save
+    from quantkit.graph.run import Runner
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / NETWORK
+        save(network(graph.model, {}, {}, "int8"), path, DATA)
+        demand_read(library, path, graph.path.name)
+        Runner(path, literal=True)  # which checks and scores the network
 
 
 def _why_kept(site: Site, recipe: Recipe) -> str:
@@ -104,17 +127,17 @@ def _why_kept(site: Site, recipe: Recipe) -> str:
     return ""
 
 
-def _demand_known(graph: FloatGraph, step: ExportStep) -> None:
+def _demand_known(graph: FloatGraph, library: Library | None) -> None:
     """Refuse operators that no engine can be made of, and free sizes that no profile speaks of."""
-    from quantkit.exporters.tensorrt.parser_errors import Refused, refusal
+    from quantkit.exporters.tensorrt.parser_errors import Refused, refusal, unknown
 
     nodes = list(graph.model.graph.all_nodes())
     own = {node.op_type for node in nodes if node.domain in _ONNX}
-    unknown = TENSORRT.unknown(step.options, own)
+    absent = unknown(library, own) if library is not None else set()
     refused = [
         Refused(node.op_type, node.name or "", domain="" if node.domain in _ONNX else node.domain)
         for node in nodes
-        if node.domain not in _ONNX or node.op_type in unknown
+        if node.domain not in _ONNX or node.op_type in absent
     ]
     if refused:
         raise refusal(graph.path.name, "TensorRT", refused)

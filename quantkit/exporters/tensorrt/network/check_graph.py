@@ -104,13 +104,13 @@ def _pairs(stored: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapp
 
 
 def _sources(value: ir.Value | None) -> list[str]:
-    """What a value is called in the float graph: what comes in and goes out is cast in this one."""
+    """What a value is called in the float graph: what comes in, goes out or has 32 bits alone is cast in this one."""
     if value is None:
         return []
     casts = [node.outputs[0] for node, _ in value.uses() if node.op_type == "Cast"]
     made = value.producer()
     before = made.inputs[0] if made is not None and made.op_type == "Cast" else None
-    ends = [before] if before is not None and before.is_graph_input() else []
+    ends = [before] if before is not None and f"{value.name}".startswith(f"{before.name}.half") else []
     ends += [given for given in casts if given.is_graph_output()]
     return [str(each.name) for each in (value, *ends)]
 

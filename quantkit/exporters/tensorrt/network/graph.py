@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 BATCH = "batch"
-# int4 and blocks under DequantizeLinear
-OPSET = 21
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ defines in float32 alone keep them (sizes of Resize); bounds beyond 65504, such 
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -15,22 +16,23 @@ WIDE, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 _MOST = float(np.finfo(np.float16).max)
 # operator -> inputs that are float32 in ONNX, whatever the others are
 _SIZES = {"Resize": (1, 2), "Upsample": (1,)}
-# operators without float16
-_WHOLE = ("Range", "NonMaxSuppression", "Multinomial")
+# of which ONNX Runtime has no kernel in float16, though ONNX defines it
+_WHOLE = ("Multinomial",)
 # attributes that name a type
 _TYPES = {"Cast": "to", "EyeLike": "dtype", "RandomNormal": "dtype", "RandomUniform": "dtype"}
 
 
 def halved(model: ir.Model) -> ir.Model:
     """Convert a graph in place."""
-    wide = _wide_constants(model)
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    wide = _wide_constants(model, opset)
     for graph in [model.graph, *model.graph.subgraphs()]:
         for name, value in graph.initializers.items():
             if value.dtype == WIDE and name not in wide and value.const_value is not None:
                 value.const_value = ir.tensor(_half(value.const_value.numpy()), name=name)
                 value.type = ir.TensorType(HALF)
     for node in list(model.graph.all_nodes()):
-        _node(node, wide)
+        _node(node, wide, opset)
     for inner in model.graph.subgraphs():
         for value in inner.inputs:
             if value.dtype == WIDE:
@@ -44,19 +46,28 @@ def _half(values: NDArray[np.float32]) -> NDArray[np.float16]:
     return found
 
 
-def _wide_constants(model: ir.Model) -> set[str]:
+def _wide_constants(model: ir.Model, opset: int) -> set[str]:
     """Initializers that only inputs read which stay float32."""
     found = set()
     for graph in [model.graph, *model.graph.subgraphs()]:
         for name, value in graph.initializers.items():
-            readers = [at in _SIZES.get(reader.op_type, ()) or reader.op_type in _WHOLE for reader, at in value.uses()]
+            readers = [at in _SIZES.get(reader.op_type, ()) or _whole(reader, opset) for reader, at in value.uses()]
             if readers and all(readers):
                 found.add(name)
     return found
 
 
-def _node(node: ir.Node, wide: set[str]) -> None:
-    whole = node.op_type in _WHOLE
+def _whole(node: ir.Node, opset: int) -> bool:
+    """Whether ONNX defines an operator in float32 and not in float16: Celu, Range, NonMaxSuppression, ..."""
+    if node.domain not in ("", "ai.onnx"):
+        return False
+    schema = onnx.defs.get_schema(node.op_type, opset)
+    types = {kind for each in (*schema.inputs, *schema.outputs) for kind in each.types}
+    return node.op_type in _WHOLE or ("tensor(float)" in types and "tensor(float16)" not in types)
+
+
+def _node(node: ir.Node, wide: set[str], opset: int) -> None:
+    whole = _whole(node, opset)
     for at, value in enumerate(node.inputs):
         apart = whole or at in _SIZES.get(node.op_type, ())
         if apart and value is not None and value.name not in wide and value.dtype in (WIDE, HALF):
