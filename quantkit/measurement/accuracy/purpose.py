@@ -8,8 +8,7 @@
 
 Every runtime gives last hidden states, and from there on all are scored in this one way, but for logits that a graph
 gives itself. What stands behind them is computed in float32 from the source's weights, which no recipe quantizes. A
-head is what the model's class makes of the
-states, which are put in the place of those that it would have computed.
+head is what the model's class makes of the states, which are put in the place of those that it would have computed.
 
 Texts of equally many tokens run together, so none is padded and no mask is needed: a text's first token stands in
 place 0 and its last one in the last place, on whichever side a tokenizer would pad.

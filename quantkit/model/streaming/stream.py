@@ -99,8 +99,7 @@ def find_blocks(model: nn.Module) -> str:
 
 def find_head(model: nn.Module) -> str | None:
     """The path of the linear that makes logits, such as `lm_head`; None where a model names no such linear."""
-    named = getattr(model, "get_output_embeddings", None)
-    head = named() if named is not None else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear):
         return None
     return next((path for path, module in model.named_modules() if module is head), None)
@@ -252,10 +251,7 @@ class StreamedModel:
     @property
     def flow(self) -> Flow:
         """Which way hidden states go through it; learned when it is first asked for."""
-        if self._flow is None:
-            self._learn(self.rest(), None)
-        assert self._flow is not None
-        return self._flow
+        return self._learn(self.rest()) if self._flow is None else self._flow
 
     @property
     def visits(self) -> tuple[int, ...]:
@@ -315,12 +311,11 @@ class StreamedModel:
         base = getattr(model, "base_model", None)
         return base if not self._headed and isinstance(base, nn.Module) else model
 
-    def _learn(self, model: nn.Module, ids: Tensor | None) -> Flow:
+    def _learn(self, model: nn.Module) -> Flow:
         if self._flow is None:
-            if ids is None:
-                size = self.source.config.get("vocab_size")
-                # the first ids are mostly padding and the like, by which some classes count positions
-                ids = torch.arange(5, 21).reshape(2, 8).remainder(size if isinstance(size, int) else 16)
+            size = self.source.config.get("vocab_size")
+            # the first ids are mostly padding and the like, by which some classes count positions
+            ids = torch.arange(5, 21).reshape(2, 8).remainder(size if isinstance(size, int) else 16)
             self._flow = learn(model, self.path, self.load, ids.to(self.device), self.runs(model))
         return self._flow
 
@@ -328,7 +323,7 @@ class StreamedModel:
     def begin(self, ids: Tensor, chunk: int) -> Calls:
         """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
         model = self.rest()
-        flow = self._learn(model, None)
+        flow = self._learn(model)
         return _begun(model, self.path, flow, ids.to(self.device), chunk, self.runs(model), self.place)
 
     @torch.no_grad()
@@ -357,7 +352,7 @@ class StreamedModel:
         if hidden is None:
             return self.answers_of(self.through(ids, chunk), ids)
         model = self.rest()
-        head = Head(model, self.path, self._learn(model, ids), self.runs(model))
+        head = Head(model, self.path, self._learn(model), self.runs(model))
         return Answers(head, ids.to(self.device), hidden)
 
     def answers_of(self, calls: Calls, ids: Tensor, hidden: Tensor | None = None) -> Answers:
