@@ -169,6 +169,22 @@ def test_vectors_are_pooled_as_the_folder_says(
     torch.testing.assert_close(torch.from_numpy(np.stack(ours)), vectors, rtol=0, atol=2e-5)
 
 
+def test_a_pooled_decoder_is_refused_as_one_and_taken_without_its_modules(
+    tmp_path: Path, merging_tokenizer: Any
+) -> None:
+    made = model("Qwen3Model", torch.bfloat16, vocab_size=len(merging_tokenizer), tie_word_embeddings=True)
+    place = folder(tmp_path / "m", made, merging_tokenizer, [("Pooling", {"pooling_mode": "lasttoken"})])
+    config = json.loads((place / "config.json").read_text())
+    # as Qwen3-Embedding lies on the hub: tensors of the base, and the class for words
+    (place / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+    asked = {"recipe": "gguf-q8_0", "changes": ["gates={}"], "speed": False, "out": tmp_path / "out"}
+    with pytest.raises(InputError, match=r"model-kind.*a copy of the folder without that file is a decoder"):
+        compile_model(Request.of(str(place), **asked))
+    (place / "modules.json").unlink()
+    bundle = compile_model(Request.of(str(place), **asked)).bundle
+    assert (bundle.path / "gguf" / "model.gguf").is_file()
+
+
 def test_texts_go_in_as_the_folder_says_and_a_prompt_may_be_left_out(tmp_path: Path, byte_tokenizer: Any) -> None:
     place = folder(
         tmp_path / "m",

@@ -97,6 +97,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     Raises:
         InputError: anything that would make it fail later.
     """
+    from quantkit.model.source.modules import MODULES, pools
     from quantkit.model.source.open import open_model
     from quantkit.model.source.unloadable import obstacles
     from quantkit.model.streaming.stream import StreamedModel
@@ -104,7 +105,11 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
 
     recipe = request.recipe
     source = open_model(request.model, trust_remote_code=request.trust_remote_code, hashed=whole)
-    demand_kind(recipe, request.target, (source.kind,), source.ref)
+    said, named = "", str((source.config.get("architectures") or [""])[0])
+    if named != source.architecture and named.endswith("ForCausalLM") and pools(source.path):
+        other = "a copy of the folder without that file is a decoder, which llama.cpp pools as it is told"
+        said = f"an encoder, as {MODULES} pools {named} ({other})"
+    demand_kind(recipe, request.target, (source.kind,), source.ref, said)
     if recipe.scheme.kv_cache is not None and source.kind != "decoder":
         raise InputError(
             "cache-unknown",
