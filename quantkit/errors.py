@@ -18,6 +18,8 @@ _OBEYED = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
+# what colours a library's words
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 
 def printable(text: str) -> str:
@@ -64,7 +66,7 @@ class QuantkitError(Exception):
     def __init__(self, code: str, *, where: str = "", value: object = "", rule: str = "", remedy: str = "") -> None:
         self.code = code
         self.where = where
-        self.value = str(value)
+        self.value = _COLOUR.sub("", str(value))
         self.rule = rule
         self.remedy = remedy
         super().__init__(self.line())

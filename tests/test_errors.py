@@ -107,4 +107,6 @@ def test_a_terminal_obeys_nothing_that_an_error_says() -> None:
     hostile = "a\x1b]0;title\x07\x9b2J\u202eb"
     line = InputError("file-missing", where=hostile, value=hostile).line()
     assert "a␛]0;title␇�2J�b" in line
+    coloured = InputError("export-untraceable", value="\x1b[31m\x1b[1mCould not guard\x1b[0m on data")
+    assert coloured.as_dict()["value"] == "Could not guard on data"
     assert json.loads(escaped(json.dumps({"name": hostile}, ensure_ascii=False))) == {"name": hostile}

@@ -214,6 +214,8 @@ class LayerSpec:
         obstacles: what transformers would not load of it packed.
         source: the model; None of a finished bundle.
         largest: parameter -> its largest magnitude, of those that were looked at.
+        stacked: modules of experts that are one tensor, and stay in floats.
+        untraced: the class of a model whose attention no graph can be traced of; empty of any other.
     """
 
     schemes: Mapping[str, WeightScheme] = field(default_factory=dict)
@@ -228,10 +230,25 @@ class LayerSpec:
     obstacles: Sequence[Obstacle] = ()
     source: Source | None = None
     largest: Mapping[str, float] = field(default_factory=dict)
+    stacked: Collection[str] = ()
+    untraced: str = ""
 
-    def demand_no_experts(self, export: str) -> None:
-        """Raises InputError `layout-unsupported` for a mixture of experts, of which no one graph can be traced."""
-        for linear in sorted(self.merged)[:1]:
+    def demand_graph(self, export: str) -> None:
+        """Refuse what no one graph can be traced of.
+
+        Raises:
+            InputError: `layout-unsupported` for a mixture of experts, `attention-unsupported` for attention of a
+                model's own.
+        """
+        if self.untraced:
+            raise InputError(
+                "attention-unsupported",
+                where=self.untraced,
+                value="its attention does not go through transformers' AttentionInterface",
+                rule="only then is it known what it computes, and its cache can be exported",
+                remedy=f"leave `{export}` out of `export`",
+            )
+        for linear in sorted({*self.merged, *self.stacked})[:1]:
             raise InputError(
                 "layout-unsupported",
                 where=linear,

@@ -15,7 +15,7 @@ from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import GateError
 from quantkit.measurement.rows import Row
 from quantkit.passes import NOTE, decision
-from quantkit.planning.model.assigned import ASKED, FLOATS
+from quantkit.planning.model.assigned import ASKED, EXPERTS, FLOATS
 from quantkit.planning.support import EMULATED
 from quantkit.recipe import Gates
 from quantkit.report.bundle import figures
@@ -208,5 +208,20 @@ def refuse(decisions: Sequence[Decision]) -> None:
             where=first.where,
             value=f"{first.pass_}: {first.code}",
             rule=f"--strict allows no decision beyond the recipe; {first.reason} ({len(unasked)} in all)",
-            remedy="write it into the recipe (keep, overrides, settings), or leave --strict out (--resume goes on)",
+            remedy=f"{_written(first)}, or leave --strict out (--resume goes on)",
         )
+
+
+def _written(taken: Decision) -> str:
+    """Say how a recipe asks for what was decided."""
+    if taken.code == EXPERTS:
+        return f"add '*.{taken.where.rpartition('.')[2]}' to the recipe's `keep`"
+    if taken.code == FLOATS:
+        return "name in the recipe's `keep` the modules in its blocks that are meant to stay in floats"
+    if taken.code == UNJUDGED:
+        return f"take the gate out: --set {taken.where}=null"
+    if taken.code == EMULATED:
+        return "take another recipe or target"
+    if taken.where.startswith("scheme.") and taken.to is not None:
+        return f"ask for it: --set {taken.where}={taken.to}"
+    return "write it into the recipe (keep, overrides, settings)"

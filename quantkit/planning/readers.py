@@ -42,6 +42,8 @@ class _Exporter(plugins.ExporterFacts, Protocol):
 
 
 _EXPORTERS: plugins.Kind[_Exporter] = plugins.Kind("exporters")
+# what takes most models: no graph is traced, and experts can be packed without zero points
+_PLAIN = "int4-symmetric"
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ def spelt_out(error: InputError, recipe: Recipe) -> InputError:
     def change(found: re.Match[str]) -> str:
         others = [{step.name: step.options} for step in recipe.export if step.name != found[1]]
         text = yaml.safe_dump(others, default_flow_style=True, width=math.inf).strip()
-        return f"{found[0]}: --set {shlex.quote(f'export={text}')}" if others else found[0]
+        if others:
+            return f"{found[0]}: --set {shlex.quote(f'export={text}')}"
+        return found[0] if "network" in recipe.models else f"take a recipe for a checkpoint: --recipe {_PLAIN}"
 
     return with_remedy(error, re.sub(r"leave `(\w+)` out of `export`", change, error.remedy))
 

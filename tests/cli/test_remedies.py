@@ -72,6 +72,23 @@ def test_a_width_of_176_is_led_to_groups_and_an_export_that_fit(
     assert quantkit(*asked, *shlex.split(remedy.partition(": ")[2])).code == 0
 
 
+@pytest.mark.parametrize(
+    ("recipe", "code"),
+    [("awq-int4", "attention-unsupported"), ("int4-cpu", "attention-unsupported"), ("gguf-q4_0", "layout-unsupported")],
+)
+def test_a_model_that_no_graph_and_no_file_holds_is_led_to_a_checkpoint_before_work(
+    recipe: str, code: str, quantkit: Command, tmp_path: Path, byte_tokenizer: Any
+) -> None:
+    """BLOOM writes its attention out in place: tracing it would fail, after the work."""
+    sizes = {"hidden_size": 128, "n_layer": 1, "n_head": 4, "vocab_size": len(byte_tokenizer)}
+    transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)).bfloat16().save_pretrained(tmp_path)
+    byte_tokenizer.save_pretrained(tmp_path)
+    asked = ["compile", tmp_path, "--dry-run"]
+    remedy = refused(quantkit, *asked, "--recipe", recipe, code=code)
+    instead = shlex.split(remedy.partition(": ")[2])
+    assert quantkit(*asked, *([] if "--recipe" in instead else ["--recipe", recipe]), *instead).code == 0
+
+
 @pytest.mark.parametrize("out", ["/proc/x", "/proc/x/y", "/dev/null/x"])
 def test_a_place_that_holds_no_folders_is_not_called_full(quantkit: Command, tiny: Path, out: str) -> None:
     asked = ["compile", tiny, "--recipe", "float"]

@@ -365,7 +365,7 @@ def test_an_encoder_s_attention_sees_what_the_mask_shows(groups: int, causal: in
 
 @pytest.mark.parametrize("changes", [{"window": 8}, {"softcap": 50.0}])
 def test_what_an_encoder_s_operator_has_not_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"attention-unsupported.*export a checkpoint"):
+    with pytest.raises(InputError, match=r"attention-unsupported.*to a checkpoint alone"):
         attention(**changes).apply()
 
 

@@ -15,7 +15,7 @@ from small_onnx import EXPORT, copied, expected, relative
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.exporters.trace import repeat, transformer
+from quantkit.exporters.trace import CHECKPOINT, repeat, transformer
 from quantkit.exporters.trace.rewrite import DOMAIN
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
@@ -50,7 +50,7 @@ def refused(folder: Path, model: nn.Module) -> InputError:
     with pytest.raises(InputError) as caught:
         exported(folder, model)
     assert not (folder / "onnx").exists()
-    assert caught.value.remedy == "export a checkpoint"
+    assert caught.value.remedy == CHECKPOINT
     return caught.value
 
 

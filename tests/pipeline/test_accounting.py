@@ -8,11 +8,15 @@ import pytest
 from safetensors.torch import load_file
 from zoo import shrink
 
-from quantkit.errors import GateError
+from quantkit.bundle import Decision
+from quantkit.errors import GateError, InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.experts import routers
 from quantkit.pipeline.blocks.accounting import about, account, left_in_floats
+from quantkit.pipeline.blocks.layers import lay_out
+from quantkit.pipeline.gates import refuse, warnings
+from quantkit.recipe import Recipe
 
 
 def stream_of(name: str, tmp_path: Path) -> StreamedModel:
@@ -45,11 +49,31 @@ def test_experts_that_are_no_linears_are_a_warning_and_an_error_under_strict(tmp
     (taken,) = about(entries)
     assert taken.code == "floats-left"
     assert "ffn.experts" in taken.reason and f"{share:.0%}" in taken.reason
-    from quantkit.pipeline.gates import refuse, warnings
-
     assert warnings([taken]) == [taken.reason]
     with pytest.raises(GateError):
         refuse([taken])
+
+
+@pytest.mark.parametrize(
+    ("name", "glob"),
+    [("GptOssForCausalLM", None), ("GraniteMoeForCausalLM", None), ("DbrxForCausalLM", "*.experts.mlp")],
+)
+def test_experts_that_keep_names_are_asked_for(name: str, glob: str | None, tmp_path: Path) -> None:
+    """What `--strict` advises is what it takes."""
+    stream = stream_of(name, tmp_path)
+
+    def taken(*keep: str) -> list[Decision]:
+        weights = {"format": "int8", "granularity": "channel"}
+        asked = {"summary": "a", "scheme": {"weights": weights}, "passes": [{"rtn": {}}], "keep": ["lm_head", *keep]}
+        recipe = Recipe.from_dict({"schema": 1, **asked}, name="a")
+        layers = lay_out(recipe, stream.skeleton, stream.block_names, stream.source.dtype)
+        return [*layers.decisions, *about(account(stream, layers.schemes, layers.decisions, head=False))]
+
+    with pytest.raises(GateError) as caught:
+        refuse(taken())
+    refuse(taken(glob or caught.value.remedy.split("'")[1]))
+    with pytest.raises(InputError, match="keep-unmatched"):
+        taken("*.no_such")
 
 
 def test_routers_of_any_name_stay(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from quantkit.exporters.onnx.integers.prefill import Bytes
 from quantkit.exporters.onnx.integers.products import Codes, Integers
 from quantkit.exporters.onnx.nbits import Array, PackedWeights, block_size, pack
 from quantkit.exporters.onnx.refusals import ROTARY_HEAD
+from quantkit.exporters.trace import CHECKPOINT
 from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting
 from quantkit.exporters.trace.rotary import RotaryTables
 from quantkit.formats import load_format
@@ -315,7 +316,7 @@ class OrtDialect(Rewriting):
                     where=name,
                     value="a window or a soft cap in an encoder",
                     rule="MultiHeadAttention has none of them",
-                    remedy="export a checkpoint",
+                    remedy=CHECKPOINT,
                 )
             key, value = (self._repeated(node, f"{name}/{what}", x) for what, x in (("keys", key), ("values", value)))
             assert query is not None and key is not None and value is not None and query.shape is not None

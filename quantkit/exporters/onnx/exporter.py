@@ -93,7 +93,7 @@ class Onnx(Exporter):
         """
         OnnxOptions(**options)
         demand_packages("an ONNX export")
-        asked.demand_no_experts(self.name)
+        asked.demand_graph(self.name)
         refuse(asked.schemes, asked.activations, asked.cache)
         if asked.source is not None and asked.source.kind == "decoder":
             from quantkit.model.source import pretrained

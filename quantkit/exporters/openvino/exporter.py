@@ -75,7 +75,7 @@ class OpenvinoExporter(Exporter):
         chosen = OpenvinoOptions(**options)
         library()
         demand_packages("an OpenVINO export")
-        asked.demand_no_experts(self.name)
+        asked.demand_graph(self.name)
         refuse(asked.schemes, asked.activations, asked.cache, chosen.device)
         if asked.source is not None:
             refuse_shape(asked.source.kind, chosen.device, chosen.shape)

@@ -91,7 +91,7 @@ class TensorrtExporter(Exporter):
             MissingDependency: onnx, onnx-ir, onnxscript, onnxruntime or the library.
         """
         chosen = TensorrtOptions(**options)
-        asked.demand_no_experts(self.name)
+        asked.demand_graph(self.name)
         _refuse(chosen, asked.schemes, asked.activations, asked.cache, asked.shapes)
         if chosen.sm is not None:
             forms = {scheme.format: linear for linear, scheme in asked.schemes.items()}

@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.errors import InputError
+from quantkit.exporters.trace import CHECKPOINT
 from quantkit.exporters.trace.rewrite import Rewriting
 
 Cache = Literal["in_place", "grown"]
@@ -83,7 +84,7 @@ class PlainOperators(Rewriting):
                 where=name,
                 value="a window in an encoder",
                 rule="every token of an encoder sees every other",
-                remedy="export a checkpoint",
+                remedy=CHECKPOINT,
             )
         bias = self._mask(first, mask, window, self.traced.decoder or bool(node.attributes["causal"].as_int()))
         present: list[ir.Value] = []

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
+from quantkit.exporters.trace import CHECKPOINT
 from quantkit.exporters.trace.rewrite import DOMAIN
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype)
@@ -146,7 +147,7 @@ class _First(_Standing):
                 where=f"{type(self.block).__name__} {self.index}",
                 value="a block that is used more than once",
                 rule="every block of the stack runs once",
-                remedy="export a checkpoint",
+                remedy=CHECKPOINT,
             )
         hidden, args, kwargs = _split(args, kwargs)
         self.call = _Call.of(args, kwargs)

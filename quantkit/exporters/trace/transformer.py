@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from quantkit.errors import InputError
+from quantkit.exporters.trace import CHECKPOINT
 from quantkit.exporters.trace import repeat as _repeat
 from quantkit.exporters.trace.rewrite import DOMAIN, Traced
 from quantkit.model.streaming.stream import find_blocks
@@ -89,7 +90,7 @@ def _attention(
             where=type(module).__name__,
             value=f"attention with {unknown[0]}",
             rule="softmax(q k / scale) v, causal or not, with window and soft cap",
-            remedy="export a checkpoint",
+            remedy=CHECKPOINT,
         )
     memory = _memory.get()
     memory.calls += 1
@@ -116,7 +117,7 @@ def _attention(
             where=type(module).__name__,
             value=f"layer {index}, in another block than its own",
             rule="a layer's cache is that of its block",
-            remedy="export a checkpoint",
+            remedy=CHECKPOINT,
         )
     past_key, past_value = memory.past[index]
     expected, found = (past_key.shape[1], past_key.shape[3]), {(x.shape[1], x.shape[3]) for x in (key, value)}
@@ -126,7 +127,7 @@ def _attention(
             where=f"{type(module).__name__} of layer {index}",
             value=f"keys and values of {sorted(found)} heads and columns",
             rule=f"all have {expected}, as the config says",
-            remedy="export a checkpoint",
+            remedy=CHECKPOINT,
         )
     held = past_key.shape[2] + length
     output, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
@@ -267,7 +268,7 @@ class _Decoder(nn.Module):
                 where=type(self.model).__name__,
                 value=f"layer {missing[0]} does not go through transformers' AttentionInterface",
                 rule="only then can its cache be exported",
-                remedy="export a checkpoint",
+                remedy=CHECKPOINT,
             )
         return answer.logits, [memory.present[index] for index in self.layers]
 
@@ -308,7 +309,7 @@ class _Encoder(nn.Module):
                 where=type(self.model).__name__,
                 value="attention does not go through transformers' AttentionInterface",
                 rule="only then is its mask exported",
-                remedy="export a checkpoint",
+                remedy=CHECKPOINT,
             )
         logits = [name for name in output if name.endswith("logits")] if self.whole else []
         return {"last_hidden_state": states[0], **{name: output[name] for name in logits}}
@@ -386,7 +387,7 @@ def _traced(
                 where=type(skeleton).__name__,
                 value=str(problem).strip().split("\n", 1)[0][:300],
                 rule="torch.export traces the model's forward",
-                remedy="export a checkpoint",
+                remedy=CHECKPOINT,
             ) from problem
     assert program is not None
     if isinstance(wrapped, _Encoder):

@@ -6,6 +6,7 @@ about any architecture; a batch runs through the block and hooks note what each 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -150,3 +151,19 @@ def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
     groups = tuple(SharedInput(tuple(members), tensor.shape[-1]) for tensor, _, members in seen.inputs)
     ran = {member for group in groups for member in group.members}
     return Structure(groups, tuple(name for name in linears if name not in ran), tuple(seen.order))
+
+
+def has_interface(model: nn.Module) -> bool:
+    """Whether the attention of a model's blocks can go through transformers' AttentionInterface.
+
+    A file of classes that asks the interface holds it under some name; without it, attention is written out in place.
+    """
+    from transformers import AttentionInterface
+
+    from quantkit.model.streaming.stream import find_blocks
+
+    inside = {
+        base.__module__ for module in model.get_submodule(find_blocks(model)).modules() for base in type(module).__mro__
+    }
+    files = [vars(sys.modules[name]) for name in inside if name in sys.modules]
+    return any(isinstance(value, AttentionInterface) for held in files for value in held.values())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quantkit.bundle import Decision, WeightsEntry, decision
 from quantkit.passes import NOTE
-from quantkit.planning.model.assigned import AS_ASKED, ASKED, FLOATS, FLOATS_LIMIT, ROUTER
+from quantkit.planning.model.assigned import AS_ASKED, ASKED, EXPERTS_KEPT, FLOATS, FLOATS_LIMIT, ROUTER
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -117,31 +117,38 @@ def _one(
     head: bool,
 ) -> tuple[State, str, bool, bool]:
     """(state, reason, whether it is a linear weight, whether the recipe asked for it) of a parameter."""
-    from torch import nn
-
     from quantkit.model.streaming.stream import find_head
     from quantkit.model.structure.traced import is_linear
 
     owner, _, leaf = name.rpartition(".")
     module = modules[owner]
-    value = getattr(module, leaf)
     if owner in quantized and leaf == "weight":
         return QUANTIZED, "", True, True
-    if value.dim() < 2 or min(value.shape[-2:]) == 1:
-        return CARRIED, "norms, biases and scalars", False, True
-    if isinstance(module, nn.Embedding) or "embed" in f"{leaf} {type(module).__name__}".lower():
-        return CARRIED, "embeddings", False, True
-    if type(module).__name__.startswith("Conv") and not is_linear(module):
-        return CARRIED, "convolutions", False, True
+    if beside := no_product(module, leaf):
+        return CARRIED, beside, False, True
     if not head and owner == find_head(stream.skeleton):  # a masked language model's too, which no recipe quantizes
         return CARRIED, _HEAD, False, True
     taken = reasons.get(owner)
     if taken is not None:
-        return CARRIED, taken.reason, True, taken.code in (AS_ASKED, ROUTER)
+        return CARRIED, taken.reason, True, taken.code in (AS_ASKED, ROUTER, EXPERTS_KEPT)
     inside = any(name.startswith(f"{block}.") for block in stream.block_names)
     if not is_linear(module):
         return CARRIED, f"a parameter of {type(module).__name__}, which is no linear", True, False
     return CARRIED, "it was not decided on" if inside else "it lies outside the blocks", True, False
+
+
+def no_product(module: nn.Module, leaf: str) -> str:
+    """Name what a parameter is that multiplies no activations as a matrix; empty for a linear weight."""
+    from torch import nn
+
+    from quantkit.model.structure.traced import is_linear
+
+    value = getattr(module, leaf)
+    if value.dim() < 2 or min(value.shape[-2:]) == 1:
+        return "norms, biases and scalars"
+    if isinstance(module, nn.Embedding) or "embed" in f"{leaf} {type(module).__name__}".lower():
+        return "embeddings"
+    return "convolutions" if type(module).__name__.startswith("Conv") and not is_linear(module) else ""
 
 
 def left_in_floats(entries: Iterable[WeightsEntry], *, unasked: bool = False) -> float | None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from quantkit.bundle import Decision, LayerEntry, decision
+from quantkit.bundle import Decision, LayerEntry
 from quantkit.exporters import LayerSpec
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model.structure import experts
 from quantkit.model.structure.traced import is_linear, weight_of
-from quantkit.planning.model.assigned import EXPERTS, assign, takes_head
+from quantkit.pipeline.blocks.accounting import no_product
+from quantkit.planning.model.assigned import assign, takes_head
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
@@ -114,20 +115,19 @@ def lay_out(
     """
     shapes: dict[str, tuple[int, int]] = {}
     plain, merged = set(), set()
-    decisions: list[Decision] = []
+    apart: dict[str, bool] = {}
     for block in block_names:
         for path, module in model.get_submodule(block).named_modules():
             name = f"{block}.{path}" if block else path
             if isinstance(module, experts.Expert):
                 merged |= {f"{name}.{leaf}" for leaf, _ in module.named_children()}
-            if experts.is_merged(module):
-                reason = "its experts are one tensor; only linears are quantized"
-                decisions.append(decision("recipe", EXPERTS, name, reason))
             if is_linear(module):
                 rows, columns = weight_of(module).shape
                 shapes[name] = (rows, columns)
                 if isinstance(module, nn.Linear):
                     plain.add(name)
+            elif any(not no_product(module, leaf) for leaf, _ in module.named_parameters(recurse=False)):
+                apart[name] = experts.is_merged(module)
     if not takes_head(recipe):
         head = None
     tied = frozenset[str]()
@@ -145,6 +145,7 @@ def lay_out(
         routers=experts.routers(model),
         shared=_shared(model, [name for name in shapes if name != head]),
         largest={name: each for name in shapes if (each := (largest or {}).get(f"{name}.weight")) is not None},
+        apart=apart,
         model=type(model).__name__,
     )
     if head is not None and found.head is None:
@@ -153,7 +154,7 @@ def lay_out(
         shapes,
         found.schemes,
         frozenset(plain),
-        [*(decisions if recipe.passes else []), *found.decisions],
+        found.decisions,
         found.head,
         tied if found.head is not None else frozenset(),
         found.activations,

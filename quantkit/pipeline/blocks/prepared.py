@@ -26,7 +26,7 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, default_out, for_target, with_own_runtime
-from quantkit.planning.model.assigned import EXPERTS, UNTIED, takes_head
+from quantkit.planning.model.assigned import EXPERTS, EXPERTS_KEPT, UNTIED, takes_head
 from quantkit.planning.readers import caveats, spelt_out, with_remedy
 from quantkit.planning.support import demand_kind
 from quantkit.plugins.outside import demand_returned
@@ -101,6 +101,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     from quantkit.model.source.open import open_model
     from quantkit.model.source.unloadable import obstacles
     from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.model.structure.traced import has_interface
     from quantkit.pipeline.blocks.work import PassRun, check_order, looks_at_data
 
     recipe = request.recipe
@@ -143,13 +144,15 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     asked = replace(
         layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
         obstacles=obstacles(stream.skeleton, stream.files),
+        stacked=[each.where for each in layers.decisions if each.code in (EXPERTS, EXPERTS_KEPT)],
+        untraced="" if has_interface(stream.skeleton) else type(stream.skeleton).__name__,
         source=source,
         largest=largest,
     )
     request, settled = for_target(request, asked)
     recipe = request.recipe
     _demand_exports(recipe, asked)
-    experts = bool(asked.merged) or any(each.code == EXPERTS for each in layers.decisions)
+    experts = bool(asked.merged or asked.stacked)
     decisions = [*request.taken, *request.support.decisions(source.kind, experts), *taken, *layers.decisions]
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))

@@ -136,7 +136,14 @@ def export_bundle(
     if not graph:
         # what a dry run finds is what the export finds
         source = open_written(bundle.model_folder) if usage.has(manifest, "model/") else None
-        asked = LayerSpec(schemes, list(schemes), activations=activations, cache=stored, source=source)
+        asked = LayerSpec(
+            schemes,
+            list(schemes),
+            activations=activations,
+            cache=stored,
+            source=source,
+            stacked=usage.experts(manifest),
+        )
         exporter.accepts(options, asked)
         _demand_codes(bundle)
     place = folder_of(to)

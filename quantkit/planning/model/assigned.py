@@ -27,9 +27,11 @@ AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER = "kept-as-asked", "group-shrunk", "he
 MIXED = "kept-high"
 # these are: what stays in floats although the recipe does not say so
 SHARED, FLOATS, EXPERTS = "shared-kept", "floats-left", "experts-merged"
+# the same experts, where the recipe's `keep` names them
+EXPERTS_KEPT = "experts-kept"
 # the share of linear weights that may stay in floats without a word
 FLOATS_LIMIT = 0.05
-ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED)
+ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED, EXPERTS_KEPT)
 _POWERS = (256, 128, 64, 32, 16)
 
 
@@ -89,6 +91,7 @@ def assign(
     routers: Collection[str] = (),
     shared: Mapping[str, str] | None = None,
     largest: Mapping[str, float] | None = None,
+    apart: Mapping[str, bool] | None = None,
     model: str = "model",
 ) -> Assigned:
     """Decide for every linear.
@@ -101,6 +104,8 @@ def assign(
         routers: those that choose or weigh experts, and stay as they are.
         shared: those whose weight another linear in another block has too -> that one; they stay as they are.
         largest: linear -> the largest magnitude of its weight, of those that are known.
+        apart: modules inside the blocks whose matrices belong to no linear -> whether they are merged experts. They
+            stay as they are, and `keep` may say so.
 
     Raises:
         InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `format-unsupported`,
@@ -109,7 +114,14 @@ def assign(
     decisions: list[Decision] = []
     if not recipe.passes:
         return Assigned({}, {}, decisions, head)
-    _check_globs(recipe, shapes)
+    _check_globs(recipe, shapes, apart or {})
+    for name, merged in (apart or {}).items():
+        if glob := _keeps(recipe, name):
+            decisions.append(decision("recipe", EXPERTS_KEPT if merged else AS_ASKED, name, f"keep: {glob}"))
+        elif merged:
+            decisions.append(
+                decision("recipe", EXPERTS, name, "its experts are one tensor; only linears are quantized")
+            )
     schemes = _assigned(recipe, shapes, head, decisions)
     reason = "it chooses or weighs experts"
     kept = {name: schemes.pop(name).format for name in sorted(schemes.keys() & set(routers))}
@@ -172,13 +184,18 @@ def _quantizing() -> list[str]:
     return [name for name in plugins.FORMATS.shipped() if load_format(name).rules.codes]
 
 
-def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]]) -> None:
+def _keeps(recipe: Recipe, name: str) -> str | None:
+    """The glob in a recipe's `keep` that names a layer."""
+    return next((glob for glob in recipe.keep if glob not in ROLES and fnmatchcase(name, glob)), None)
+
+
+def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]], apart: Collection[str]) -> None:
     # not every model has a head; but a glob that only a kept head would match is a contradiction
     anyway = [] if HEAD in recipe.keep else [HEAD]
     asked = [("override-unmatched", "overrides", each.match) for each in recipe.overrides if each.match not in anyway]
     asked += [("keep-unmatched", "keep", glob) for glob in recipe.keep if glob not in ROLES]
     for code, where, glob in asked:
-        if not any(fnmatchcase(name, glob) for name in shapes):
+        if not any(fnmatchcase(name, glob) for name in (*shapes, *(apart if where == "keep" else ()))):
             example = next(iter(shapes), "none")
             raise InputError(
                 code,
@@ -196,7 +213,7 @@ def _assigned(
     mixture = recipe.scheme.mixture
     mix = {} if mixture is None else mixed(mixture, shapes, head)
     for name in shapes:
-        glob = next((glob for glob in recipe.keep if glob not in ROLES and fnmatchcase(name, glob)), None)
+        glob = _keeps(recipe, name)
         scheme = None if glob else recipe.weights_for(name, HEAD if name == head else None, mix.get(name))
         if scheme is not None:
             schemes[name] = scheme

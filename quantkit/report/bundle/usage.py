@@ -12,7 +12,7 @@ from quantkit import plugins
 from quantkit.bundle import CodeEntry, Manifest
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
-from quantkit.planning.model.assigned import EXPERTS
+from quantkit.planning.model.assigned import EXPERTS, EXPERTS_KEPT
 from quantkit.scheme import WeightScheme
 
 PROMPT = "The capital of France is"
@@ -123,16 +123,16 @@ def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> l
         return ["# on the GPU that the engine is for", *_measure_engine(manifest, place, files)]
     if not has(manifest, "onnx/") and (runtime := file_runtime(manifest)) is not None:
         return [_measured(manifest, place, runtime, files)]
-    if not has(manifest, "onnx/") and _has_experts(manifest):
+    if not has(manifest, "onnx/") and experts(manifest):
         return []  # no one graph is traced of experts, and so none is timed
     export = [] if has(manifest, "onnx/") else [f"quantkit export {place} --to onnx"]
     return [*export, _measured(manifest, place, "onnxruntime", files)]
 
 
-def _has_experts(manifest: Manifest) -> bool:
-    """Whether a token's way through it depends on the token."""
-    merged = any(each.code == EXPERTS for each in manifest.decisions)
-    return merged or any(".experts." in layer.name for layer in manifest.layers)
+def experts(manifest: Manifest) -> list[str]:
+    """The experts of a bundle: a token's way through it depends on the token."""
+    stacked = [each.where for each in manifest.decisions if each.code in (EXPERTS, EXPERTS_KEPT)]
+    return stacked + [layer.name for layer in manifest.layers if ".experts." in layer.name]
 
 
 def _measured(manifest: Manifest, place: str, runtime: str, files: Files = _AS_NAMED) -> str:
