@@ -117,6 +117,8 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
 def _opened(path: Path, name: str, where: str) -> FloatGraph:
     import onnx_ir as ir
 
+    from quantkit.graph.values import name_of
+
     model, notes = _loaded(path)
     if not len(model.graph):
         raise _refused(where, "unreadable", "nothing in it")
@@ -133,6 +135,8 @@ def _opened(path: Path, name: str, where: str) -> FloatGraph:
     _check_sizes(model, where, sum(file.stat().st_size for file in files))
     ir.external_data.load_to_model(model)
     _check_weights(model, where)
+    for node in model.graph.all_nodes():
+        node.name = name_of(node)  # before anything else numbers them: its own file does not know `node_3`
     for value in list(model.graph.inputs):
         if value.name in model.graph.initializers:  # a weight that could be given from outside, as old exporters wrote
             model.graph.inputs.remove(value)

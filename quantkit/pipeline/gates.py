@@ -55,7 +55,7 @@ def _of_classes(row: Row) -> bool:
 
 _WORDS, _CLASSES = (
     "a language model, and its original",
-    "a graph that tells classes apart (labels or an output's name say so)",
+    "an output with a row of classes a sample (labels or its name say so)",
 )
 _ABOUT = {
     "kl_max": _About("accuracy.kl", "next words or classes", _itself),

@@ -45,6 +45,12 @@ def test_a_networks_inputs_and_identity(tmp_path: Path) -> None:
     assert len(graph.sha256) == 64
     assert is_graph("a/b.ONNX")
     assert not is_graph("smollm2-135m")
+    model = ir.load(graph.path)
+    for node in model.graph:
+        node.name = ""
+    ir.save(model, tmp_path / "nameless.onnx")
+    nodes = list(open_graph(tmp_path / "nameless.onnx").model.graph)
+    assert nodes and all(node.name == node.outputs[0].name for node in nodes), "which its own file knows"
 
 
 def looked_up(*others: tuple[str, ir.DataType, int], name: str = "ids", cast: bool = False, **more: Any) -> str:

@@ -106,9 +106,10 @@ def export_bundle(
             "export-graph",
             where=str(bundle.path),
             value="compiled from an ONNX graph",
-            rule="exports are added from a bundle's checkpoint, and no checkpoint holds a graph",
+            rule="but for OpenVINO's of integers, exports are added from a bundle's checkpoint, which no graph is in",
             remedy=f"its graph runs as it is: {file_of(bundle)}"
-            + ("; for ONNX Runtime's kernels, compile with int8-network" if is_network(bundle) else ""),
+            + ("; for ONNX Runtime's kernels, compile with int8-network" if is_network(bundle) else "")
+            + ("; for an engine, compile the float graph with int8-tensorrt" if exporter.builds else ""),
         )
     if calibration is not None and not graph:
         rule = "samples are what the exports of a graph are held against each other on"
