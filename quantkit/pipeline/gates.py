@@ -220,6 +220,10 @@ def _written(taken: Decision) -> str:
         return "name in the recipe's `keep` the modules in its blocks that are meant to stay in floats"
     if taken.code == UNJUDGED:
         return f"take the gate out: --set {taken.where}=null"
+    if taken.code == "expert-unrouted":
+        return (
+            "calibrate on more text (calibration.samples), or be content with less: --set calibration.expert_tokens=1"
+        )
     if taken.code == EMULATED:
         return "take another recipe or target"
     if taken.where.startswith("scheme.") and taken.to is not None:

@@ -14,7 +14,7 @@ from pipeline.conftest import recipe
 from torch import Tensor, nn
 
 from quantkit.calibrate.statistics.sums import InputStats
-from quantkit.errors import InputError
+from quantkit.errors import GateError, InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure import experts
@@ -24,6 +24,7 @@ from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.layers import lay_out
 from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.blocks.work import PassRun, Rare, Worked, work
+from quantkit.pipeline.gates import refuse
 from quantkit.scheme import WeightScheme
 
 SCHEME = {"format": "int4", "granularity": "group", "group": 32, "symmetric": True, "scale": "float32"}
@@ -113,6 +114,9 @@ def test_experts_are_quantized_on_their_own_tokens_and_a_rare_one_on_all(
             assert float((found != expected[name]).float().mean()) < 0.01, (number, name)
     (taken,) = [each for each in done.decisions if each.code == "expert-unrouted"]
     assert (taken.where, taken.from_, taken.to) == (f"model.layers.0.{EXPERTS}.3", 0, "forced")
+    # a recipe can ask for fewer tokens, not for this
+    with pytest.raises(GateError, match="calibration.expert_tokens=1"):
+        refuse([taken])
     # what was forced for the statistics is no part of the model
     assert not any(layer.forced for layer in experts.found_in(done.block.module).values())
 
