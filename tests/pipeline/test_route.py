@@ -115,7 +115,7 @@ def test_experts_are_quantized_on_their_own_tokens_and_a_rare_one_on_all(
     (taken,) = [each for each in done.decisions if each.code == "expert-unrouted"]
     assert (taken.where, taken.from_, taken.to) == (f"model.layers.0.{EXPERTS}.3", 0, "forced")
     # a recipe can ask for fewer tokens, not for this
-    with pytest.raises(GateError, match="calibration.expert_tokens=1"):
+    with pytest.raises(GateError, match="expert_tokens=1"):
         refuse([taken])
     # what was forced for the statistics is no part of the model
     assert not any(layer.forced for layer in experts.found_in(done.block.module).values())
