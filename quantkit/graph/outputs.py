@@ -33,6 +33,8 @@ _SAME_ROWS = ("Cast", "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _CHOOSING = {"NonMaxSuppression": 0, "NonZero": 0, "Compress": 0, "Unique": 0, "TopK": 1}
 # what floats are turned into truth values by, for something to choose by
 _TRUTHS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "And", "Or", "Not", "Cast")
+# where the largest or smallest of floats is
+_PLACES = ("ArgMax", "ArgMin")
 # what makes new rows of chosen ones
 _PRODUCTS = (
     *("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "LSTM", "GRU", "ScatterND", "ScatterElements"),
@@ -70,8 +72,8 @@ def kinds(model: ir.Model) -> OutputKinds:
 
 
 def steady(model: ir.Model) -> list[str]:
-    """Names of the values by which a graph is held against itself: its outputs, and instead of those whose rows were
-    chosen, the floats that they were chosen by."""
+    """Names of the values by which a graph is held against itself: its outputs, instead of those whose rows were chosen
+    the floats that they were chosen by, and beside places of the largest, where no output has floats, what it is of."""
     varying = _downstream(model, _chosen(model, [name for name in _CHOOSING if name != "TopK"]), ())
     varying |= _downstream(model, _chosen(model, ["TopK"]), _PRODUCTS)
     found = [value for value in model.graph.outputs if value not in varying]
@@ -83,6 +85,10 @@ def steady(model: ir.Model) -> list[str]:
                 by += [each for each in maker.inputs if each is not None]
             elif maker is not None and maker.graph is model.graph and maker.op_type != "Constant":
                 found += [] if value in varying else [value]
+    if all(value.dtype is not None and not value.dtype.is_floating_point() for value in found):
+        found += [
+            value for node in model.graph if node.op_type in _PLACES for value in node.inputs if value is not None
+        ]
     return list(dict.fromkeys(str(value.name) for value in found))
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
+from small_graph import Small
 
 import quantkit
 from quantkit.bundle import Bundle
@@ -258,9 +260,26 @@ def test_what_is_chosen_by_position_is_compared_by_it(tmp_path: Path) -> None:
     assert rows["relative_error", "kept"]["value"] < 0.3
 
 
-@pytest.mark.parametrize("tail", ["sequence", "answer"])
-def test_what_nothing_is_compared_by_is_refused_before_work(tmp_path: Path, tail: str) -> None:
-    outputs = {"y": (TensorProto.INT64, [N])} if tail == "answer" else {}
+def test_what_nothing_is_compared_by_is_refused_before_work(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="onnx-outputs"):
-        compiled(network(tmp_path, tail, outputs))
+        compiled(network(tmp_path, "sequence", {}))
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(("recipe", "reads"), [("int8-network", True), ("int8-dynamic", False)])
+def test_places_of_the_largest_are_held_by_what_they_are_of(recipe: str, reads: bool, tmp_path: Path) -> None:
+    small = Small()
+    logits = small.op("Gemm", small.input("x", "n", 24), small.normal(24, 5), small.normal(5), name="head")
+    best = small.op("ArgMax", logits, axis=1, keepdims=0)
+    ir.save(small.model(best, dtype=ir.DataType.INT64), tmp_path / "m.onnx")
+    np.savez(tmp_path / "x.npz", x=small.normal(40, 24))
+    given: dict[str, Any] = {"calibration": tmp_path / "x.npz", "speed": False}
+    bundle = quantkit.compile(str(tmp_path / "m.onnx"), recipe=recipe, out=tmp_path / "b", **given)
+    assert bundle.manifest.layers[0].name == "head"
+    pytest.importorskip("openvino")
+    if not reads:  # it would multiply floats
+        with pytest.raises(InputError, match="openvino-operator"):
+            quantkit.export(bundle, "openvino", calibration=tmp_path / "x.npz")
+        return
+    added = quantkit.export(bundle, "openvino", calibration=tmp_path / "x.npz").manifest.checks[-1]
+    assert (added.name, added.ok, added.where) == ("reload.openvino", True, logits.name)

@@ -124,10 +124,21 @@ def signed(graph: Path, folder: Path) -> Path:
     OpenVINO 2026.4 multiplies signed weights in integers, and expands others to floats. On processors without VNNI it
     adds two products up in 16 bits: weights that `unsaturated` has bounded fit, others may not, which the check of the
     outputs finds (seen on AVX2).
+
+    Raises:
+        InputError: `openvino-operator`, products by scales taken as the model runs: it expands their codes to floats.
     """
     import onnx
 
     model = onnx.load(str(graph))
+    if any(node.op_type == "MatMulIntegerToFloat" for node in model.graph.node):
+        raise InputError(
+            "openvino-operator",
+            where=graph.name,
+            value="MatMulIntegerToFloat",
+            rule="OpenVINO multiplies integers by fixed scales, and expands these codes to floats",
+            remedy="--recipe int8-network; this graph runs in ONNX Runtime as it is",
+        )
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     for name, tensor in stored.items():
         codes = onnx.numpy_helper.to_array(tensor)
