@@ -113,9 +113,6 @@ class Request:
             tf32=tf32,
         )
         given.demand("device", device, (str,), "cpu, cuda, cuda:N or auto")
-        if content.is_path(model):
-            adapter.demand_none(Path(model), model)
-            demand_possible(model)
         if demand_name(device) == CPU and tf32:
             raise InputError(
                 "usage",
@@ -179,6 +176,19 @@ class Request:
             device=device,
             tf32=tf32,
         )
+
+
+def demand_model(model: str) -> None:
+    """Refuse a model that cannot be compiled, before torch is imported.
+
+    A night's plan is read where its models need not lie, so that `Request.of` does not ask.
+
+    Raises:
+        InputError: `adapter-unmerged`, those of `model.sight`.
+    """
+    if content.is_path(model):
+        adapter.demand_none(Path(model), model)
+        demand_possible(model)
 
 
 def _names(changes: Sequence[str], key: str) -> bool:

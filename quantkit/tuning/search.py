@@ -25,7 +25,7 @@ from quantkit.lazy import torch
 from quantkit.model.source.alias import demand_no_graph
 from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.request import Request, default_out
+from quantkit.pipeline.request import Request, default_out, demand_model
 from quantkit.planning.model.stored import WIDTHS
 from quantkit.report.kit import words
 from quantkit.tuning import answer, front, store, timings
@@ -105,7 +105,9 @@ def asked(model: str, **how: Any) -> Request:
         InputError: `model-graph`, those of `Request.of`.
     """
     demand_no_graph(model, "int8-mixed")
-    return Request.of(model, **how)
+    request = Request.of(model, **how)
+    demand_model(model)
+    return request
 
 
 def tune(question: TuneQuestion, progress: Progress | None = None) -> Tuned:

@@ -59,13 +59,6 @@ def test_the_logits_find_it_too(tmp_path: Path, tiny: Path) -> None:
     assert by_name(exported.check(blocks=1))["reload.transformers"].value == 0
 
 
-def test_the_limit_of_kernels_is_that_of_the_blocks_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two blocks it is asserted with the layouts that have kernels."""
-    exported = export(llama(tmp_path / "source", num_hidden_layers=4), tmp_path / "out", scheme())
-    monkeypatch.setattr(type(layouts.load("pack-quantized")), "kernels", True)
-    assert by_name(exported.check())["reload.transformers"].limit == 2**-6 * 2**0.5
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
 def test_a_scale_that_is_no_scale_is_found(tmp_path: Path, tiny: Path, value: float) -> None:
     def change(tensors: dict[str, Tensor]) -> None:

@@ -445,8 +445,10 @@ def test_a_misspelt_alias(tmp_path: Path) -> None:
 def test_a_path_that_is_not_there_or_no_folder(tmp_path: Path) -> None:
     assert refused("./nowhere").code == "file-missing"
     assert refused("~nobody-by-that-name/model").code == "file-missing"
+    (tmp_path / "model.pt").write_bytes(b"1")
+    assert refused(tmp_path / "model.pt").code == "not-a-folder"
     (tmp_path / "model.onnx").write_bytes(b"1")
-    assert refused(tmp_path / "model.onnx").code == "not-a-folder"
+    assert refused(tmp_path / "model.onnx").code == "model-graph"
 
 
 def test_a_hub_model_is_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,4 +56,4 @@ def test_what_stays_in_floats_is_said() -> None:
 
 def test_an_image_model_is_refused() -> None:
     found = judge.whole_compile(shrink.named("ViTForImageClassification"))
-    assert (found.verdict, found.code) == ("refused", "model-kind")
+    assert (found.verdict, found.code) == ("refused", "model-graph")

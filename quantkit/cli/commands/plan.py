@@ -135,7 +135,7 @@ def _rehearsed(question: PlanQuestion, outlook: Outlook) -> Rehearsal:
         InputError: `usage`, where there are several.
     """
     from quantkit.pipeline.rehearsal.rehearse import rehearse
-    from quantkit.pipeline.request import Request
+    from quantkit.pipeline.request import Request, demand_model
 
     if len(outlook.candidates) != 1:
         raise InputError(
@@ -150,6 +150,7 @@ def _rehearsed(question: PlanQuestion, outlook: Outlook) -> Rehearsal:
         allow_code=question.allow_code,
         speed=False,
     )
+    demand_model(question.model)
     with showing() as progress:
         progress.begin(f"rehearsing {question.model}", 45.0)
         return rehearse(request, progress)
