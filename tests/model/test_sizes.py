@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModel
 
 from quantkit.model.structure.sizes import positions
@@ -18,6 +19,17 @@ SIZES = {
 BEHIND = "roberta xlm-roberta xlm-roberta-xl camembert data2vec-text ibert roberta-prelayernorm mpnet longformer"
 BEHIND += " xmod luke esm markuplm lilt"
 WHOLE = "bert electra albert distilbert gpt2 opt biogpt xlm deberta"
+
+
+@pytest.mark.parametrize(("name", "most"), [("XLNetLMHeadModel", None), ("XGLMForCausalLM", 40)])
+def test_positions_that_are_computed_have_no_table(name: str, most: int | None) -> None:
+    """XLNet says -1, for any number; XGLM's table of sines has no weight."""
+    model_class = getattr(transformers, name)
+    small = {"d_model": 24, "num_layers": 2, "ffn_dim": 32, "attention_heads": 2, "n_layer": 2, "n_head": 2}
+    sizes = {"vocab_size": 50, **small, **({"max_position_embeddings": most} if most else {})}
+    config = model_class.config_class(**sizes)
+    config.architectures = [name]
+    assert positions(config.to_dict()) == most
 
 
 @pytest.mark.parametrize("kind", [*BEHIND.split(), *WHOLE.split()])

@@ -29,7 +29,9 @@ def positions(config: Mapping[str, Any]) -> int | None:
     try:
         loaded = model_class.config_class.from_dict({k: v for k, v in config.items() if k != "quantization_config"})
         whole = loaded.get_text_config()
-        stated = next((size for name in _STATED if type(size := getattr(whole, name, None)) is int), stated)
+        # XLNet's is -1: any number
+        sizes = (getattr(whole, name, None) for name in _STATED)
+        stated = next((size for size in sizes if type(size) is int and size > 0), stated)
         cut_config(loaded, 1)
         with torch.device("meta"):
             modules = dict(model_class._from_config(loaded).named_modules())
@@ -40,6 +42,7 @@ def positions(config: Mapping[str, Any]) -> int | None:
         for name, module in modules.items()
         if "position" in name.rpartition(".")[2]
         and isinstance(getattr(module, "padding_idx", None), int)
+        and isinstance(getattr(module, "weight", None), torch.Tensor)
         and module.weight.shape[0] == stated
     ]
     return stated - max(behind) if stated is not None and behind else stated
