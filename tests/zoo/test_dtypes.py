@@ -9,9 +9,14 @@ import pytest
 from zoo import dtypes
 
 
-@pytest.mark.parametrize("dtype", dtypes.DTYPES)
-def test_what_is_compared_afterwards_is_what_was_compared_at_compile_time(dtype: str, tmp_path: Path) -> None:
+# of kv-fp8 the weights are dense, and the checkpoint has a quantization_config all the same
+@pytest.mark.parametrize(
+    ("dtype", "recipe", "to"), [*((dtype, "rtn-int4", ["onnx"]) for dtype in dtypes.DTYPES), ("bfloat16", "kv-fp8", [])]
+)
+def test_what_is_compared_afterwards_is_what_was_compared_at_compile_time(
+    dtype: str, recipe: str, to: list[str], tmp_path: Path
+) -> None:
     source = dtypes.model(dtype, tmp_path / "tiny", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
-    cells = list(dtypes.cells(source, "rtn-int4", to=["onnx"]))
-    assert [cell["step"] for cell in cells] == [*dtypes.STEPS, "export onnx"]
+    cells = list(dtypes.cells(source, recipe, to=to))
+    assert [cell["step"] for cell in cells] == [*dtypes.STEPS, *(f"export {name}" for name in to)]
     assert {cell["verdict"] for cell in cells} == {"right"}, cells

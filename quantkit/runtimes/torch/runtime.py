@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import limits
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, reading
-from quantkit.model import layouts
+from quantkit.model import layouts, run_time
 from quantkit.model.source import pretrained
 from quantkit.runtimes import Runtime
 from quantkit.runtimes.generate import demand_decoder, demand_tokens
@@ -79,7 +79,8 @@ class TorchRuntime(Runtime):
         """The model with every weight expanded, sooner or later."""
         model_class, config = described(folder)
         quantization = getattr(config, "quantization_config", None)
-        if quantization and layouts.missing(layouts.of(quantization)):
+        packed = quantization and not run_time.weights_are_dense(quantization)
+        if packed and layouts.missing(layouts.of(quantization)):
             return self._expanded(model_class, config, folder)
         return pretrained.network(model_class, folder, **{"dtype": "auto", **settings}).eval()
 
