@@ -10,6 +10,7 @@ import yaml
 
 from quantkit.bundle import Manifest
 from quantkit.measurement.rows import Row
+from quantkit.report.bundle import figures
 from quantkit.report.bundle.card import card, escape, fenced
 from report import labelled
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
@@ -41,6 +42,8 @@ def test_the_task_and_tags_follow_the_kind_of_model_and_what_it_was_scored_by() 
     samples = [row.model_copy(update={"flags": ["ci95-by-sample"]}) for row in samples]
     assert task(labelled.classifier(), samples) is None, "classes of something else"
     assert task(labelled.classifier(), []) is None
+    texts = [row.model_copy(update={"flags": ["ci95-by-text"]}) for row in images]
+    assert [figures.counted(rows[0]) for rows in (images, samples, texts)] == ["image", "sample", "text"]
     assert task(labelled.encoder(), []) == "feature-extraction"
     assert task(labelled.encoder(), labelled.retrieved()) == "sentence-similarity"
 

@@ -246,7 +246,7 @@ def scored(rows: Sequence[Row]) -> str:
 def counted(row: Row) -> str:
     """What is counted as one."""
     if shares.of_classes(row):
-        return "sample" if "ci95-by-sample" in row.flags else "image"
+        return next((unit for unit in ("sample", "text", "pair") if f"ci95-by-{unit}" in row.flags), "image")
     if row.name in shares.RECALL or "ci95-by-pair" in row.flags:
         return "pair"
     if "output" in row.settings:
