@@ -121,7 +121,7 @@ def in_doubles(given: Given) -> None:
 
 
 def gives_no_floats(given: Given) -> None:
-    given.graph("h = MatMul(x, w) y = ArgMax <axis = 1, keepdims = 0> (h)", outputs="int64[N] y")
+    given.graph("h = MatMul(x, w) n = Neg(h) b = Greater(h, n) y = Cast <to = 7> (b)", outputs="int64[N, M] y")
 
 
 def gives_nan(given: Given) -> None:
