@@ -78,7 +78,7 @@ class TorchRuntime(Runtime):
     def _whole(self, folder: Path, **settings: Any) -> Any:
         """The model with every weight expanded, sooner or later."""
         model_class, config = described(folder)
-        quantization = getattr(config, "quantization_config", None)
+        quantization = getattr(config, "quantization_config", None) or {}
         packed = quantization and not run_time.weights_are_dense(quantization)
         if packed and layouts.missing(layouts.of(quantization)):
             return self._expanded(model_class, config, folder)
