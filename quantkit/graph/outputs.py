@@ -112,7 +112,7 @@ def _read_as_classes(value: ir.Value) -> bool:
 
 
 def _named(model: ir.Model) -> Iterator[int]:
-    """How many names there are in each list, or mapping by number, of the metadata."""
+    """Count how many names there are in each list, or mapping by number, of the metadata."""
     for text in (text for key, text in model.metadata_props.items() if key.lower() in _NAMES and len(text) < _LONGEST):
         for read in (json.loads, ast.literal_eval):
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
@@ -141,7 +141,7 @@ def _chooses(node: ir.Node, operators: Collection[str]) -> bool:
 
 
 def _chosen(model: ir.Model, operators: Collection[str]) -> set[ir.Value]:
-    """What these operators choose by the values of inputs, not by their sizes alone."""
+    """Return what these operators choose by the values of inputs, not by their sizes alone."""
     known = _downstream(model, set(model.graph.inputs), ("Shape", "Size"))
     nodes = [node for node in model.graph if _chooses(node, operators) and known.intersection(_reads(node))]
     return {value for node in nodes for value in node.outputs[_CHOOSING.get(node.op_type, 0) :]}

@@ -143,7 +143,7 @@ def left_in_floats(model: ir.Model) -> list[FloatWeight]:
 
 
 def _multiplies(node: ir.Node) -> bool:
-    """Whether an operator multiplies by matrices; of those that are not ONNX's own any may."""
+    """Tell whether an operator multiplies by matrices; of those that are not ONNX's own any may."""
     return node.domain not in _ONNX or node.op_type in (*OPERATORS, *_OTHERS)
 
 

@@ -28,7 +28,7 @@ DEPARTURES = 2.0
 
 
 def departure(found: Tensor, expected: Tensor) -> float:
-    """How far outputs are from others, of the size of those: by their norms."""
+    """Return how far outputs are from others, of the size of those: by their norms."""
     if found.shape != expected.shape:
         return float("inf")
     wide = expected.double()

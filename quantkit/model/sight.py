@@ -147,7 +147,7 @@ def _forward(name: str, classes: Mapping[str, ast.ClassDef]) -> list[str] | None
 
 
 def _claimed(name: str, classes: Mapping[str, ast.ClassDef]) -> set[str]:
-    """What a class says it takes; text is what all of them say by default."""
+    """Return what a class says it takes; text is what all of them say by default."""
     for node in _bases(name, classes):
         for item in node.body:
             target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)

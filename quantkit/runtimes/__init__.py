@@ -30,10 +30,10 @@ class Headed(Protocol):
 
     @property
     def headed(self) -> bool:
-        """Whether it does, so that there are logits besides the last hidden states."""
+        """Tell whether it does, so that there are logits besides the last hidden states."""
 
     def logits(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
-        """What it gives for ids [B, S]: of texts [B, N], of tokens [B, S, N], of spans [B, S, 2]."""
+        """Return what it gives for ids [B, S]: of texts [B, N], of tokens [B, S, N], of spans [B, S, 2]."""
 
 
 class Runtime(Protocol):

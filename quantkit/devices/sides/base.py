@@ -68,7 +68,7 @@ class DeviceSides:
         )
 
     def pooled(self) -> dict[str, Any]:
-        """How vectors are pooled there, as a job says it; empty where nothing is."""
+        """Return how vectors are pooled there, as a job says it; empty where nothing is."""
         return {}
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:

@@ -190,7 +190,7 @@ class Traced:
     left: str = ""
 
     def decisions(self, exporter: str) -> list[Decision]:
-        """That a head was left out."""
+        """Record that a head was left out."""
         advice = "a checkpoint has it (`export: [checkpoint: {}]`)"
         return [decision(exporter, "head-left-out", "head", f"{self.left}; {advice}")] if self.left else []
 

@@ -155,7 +155,7 @@ def _key(node: ir.Node) -> str:
 
 
 def _fused(node: ir.Node) -> bool:
-    """Whether ONNX Runtime leaves a quantized product of matrices in floats for what reads it.
+    """Tell whether ONNX Runtime leaves a quantized product of matrices in floats for what reads it.
 
     It takes Relu and Clip for part of the quantizer behind them, and finds none; a MatMul and a sum become a Gemm with
     a bias that is float (MatMulAddFusion), where matrices or all sizes are known to be; and what a quantizer and

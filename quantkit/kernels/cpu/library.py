@@ -175,7 +175,7 @@ def _private(name: str) -> Path:
 
 
 def _only_us(group: int) -> bool:
-    """Whether it is the group that many systems make for each user."""
+    """Tell whether it is the group that many systems make for each user."""
     try:
         return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -183,7 +183,7 @@ def _only_us(group: int) -> bool:
 
 
 def _proved(place: Path, proof: Path) -> bool:
-    """Whether a library is there that this user alone could have written, with the hash that its proof says."""
+    """Tell whether a library is there that this user alone could have written, with the hash that its proof says."""
     try:
         kept = [place.lstat(), proof.lstat()]
         own = all(is_plain(each) and each.st_uid == os.geteuid() and not each.st_mode & 0o022 for each in kept)

@@ -122,7 +122,7 @@ def _of_texts(before: Array, after: Array, problem: str, about: About) -> list[R
 
 
 def _original(model: StreamedModel, result: TextResults) -> Sequence[Array]:
-    """What the original gives, computed once and kept in the user's cache."""
+    """Return what the original gives, computed once and kept in the user's cache."""
     import torch
 
     from quantkit.measurement.accuracy import states
@@ -141,7 +141,7 @@ def _original(model: StreamedModel, result: TextResults) -> Sequence[Array]:
 
 
 def results(model: Candidate, ids: Sequence[Sequence[int]], of: Callable[[Array, Array], Array]) -> list[Array]:
-    """What becomes of the last hidden states of texts, one after the other.
+    """Return what becomes of the last hidden states of texts, one after the other.
 
     Args:
         of: states [m, T, width] and ids [m, T] of texts of one length -> [m, ...].
@@ -172,7 +172,7 @@ def embeddings(
 
 
 def _logits(model: Candidate, ids: Array) -> Array | None:
-    """What a candidate's own head gives for texts of one length; None of one that gives states alone."""
+    """Return what a candidate's own head gives for texts of one length; None of one that gives states alone."""
     return model.logits(ids) if isinstance(model, Headed) and model.headed else None
 
 

@@ -90,7 +90,7 @@ class Purpose:
 
     @property
     def pooling(self) -> tuple[str, ...]:
-        """How the states of a text become a vector; of several ways the vectors stand side by side."""
+        """Return how the states of a text become a vector; of several ways the vectors stand side by side."""
         return modes_of(self.modules[0].config) if self.modules else ("mean",)
 
     def on_mean(self, why: str) -> Purpose:
@@ -107,7 +107,7 @@ def modes_of(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def purpose_of(source: Source) -> Purpose:
-    """What an encoder is for.
+    """Return what an encoder is for.
 
     Raises:
         InputError: `modules-invalid`.
@@ -217,7 +217,7 @@ class TextResults:
         self.ids, self.skip = _texts(self.purpose, stream.source, tokens)
 
     def decisions(self) -> list[Decision]:
-        """That something else is scored than the model is for."""
+        """Record that something else is scored than the model is for."""
         why = self.purpose.doubt
         reason = f"scored on the mean of the last hidden states, because {why}"
         return [decision("score", ON_MEAN, "score", reason)] if why else []
@@ -234,7 +234,7 @@ class TextResults:
         return self.behind(pooled(states, self.purpose.pooling, self.skip))
 
     def behind(self, vectors: Array) -> Array:
-        """What becomes of pooled vectors [m, N]."""
+        """Return what becomes of pooled vectors [m, N]."""
         if not self._behind:
             return vectors
         with torch.no_grad():

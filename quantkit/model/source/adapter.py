@@ -58,7 +58,7 @@ def demand_none(folder: Path, ref: str) -> None:
 
 
 def _left_out(ref: str, names: Sequence[str]) -> str:
-    """What to do for a model to be without these files."""
+    """Return what to do for a model to be without these files."""
     if ref.startswith("hf:"):
         name, _, revision = ref[3:].partition("@")
         folder = f"./{name.rpartition('/')[2]}"

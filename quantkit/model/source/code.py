@@ -36,7 +36,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def is_offered(folder: Path) -> bool:
-    """Whether the folder names code, of its own or of another."""
+    """Tell whether the folder names code, of its own or of another."""
     return any(_references(folder))
 
 
@@ -97,7 +97,7 @@ def trust(folder: Path) -> None:
 
 
 def is_trusted(folder: Path) -> bool:
-    """Whether the folder names code of its own, and it is what the user has let run before."""
+    """Tell whether the folder names code of its own, and it is what the user has let run before."""
     references = list(_references(folder))
     if not references or not all(_PLAIN.fullmatch(reference) for _, reference in references):
         return False

@@ -74,7 +74,7 @@ def modules_of(folder: Path) -> list[Module]:
 
 
 def pools(folder: Path) -> bool:
-    """Whether a model is there for the vectors that are pooled from what it gives. Raises as `modules_of`."""
+    """Tell whether a model is there for the vectors that are pooled from what it gives. Raises as `modules_of`."""
     return any(module.kind == "Pooling" for module in modules_of(folder))
 
 
@@ -95,12 +95,12 @@ def files_of_modules(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _is_result(folder: Path) -> bool:
-    """Whether it is a bundle, or one being built."""
+    """Tell whether it is a bundle, or one being built."""
     return folder.name.endswith(".partial") or (folder / MANIFEST).is_file()
 
 
 def _is_inside(folder: Path, below: str) -> bool:
-    """Whether a module's path is one of folders below the model's own."""
+    """Tell whether a module's path is one of folders below the model's own."""
     path = PurePosixPath(below)
     plain = not path.is_absolute() and ".." not in path.parts and "\\" not in below and below.isprintable()
     return plain and (folder / below).resolve().is_relative_to(folder.resolve())

@@ -146,12 +146,12 @@ def model_graph(name: str, where: str) -> InputError:
 
 
 def by_python(part: str) -> str:
-    """How a module is compiled: it goes in through an ONNX graph."""
+    """Return how a module is compiled: it goes in through an ONNX graph."""
     return f"in Python: quantkit.compile({part}, 'int8-dynamic', example_inputs=inputs, calibration='./inputs.npz')"
 
 
 def _part(encoder: str | None, both: bool) -> str:
-    """How one part of a model is compiled by itself."""
+    """Return how one part of a model is compiled by itself."""
     if encoder is not None:
         parts = f"transformers.{encoder}, transformers.AutoTokenizer"
         saved = f"in Python: for part in ({parts}): part.from_pretrained(folder).save_pretrained('./encoder')"
@@ -174,7 +174,7 @@ def _is_part(name: str, model_type: Any) -> bool:
 
 
 def takes(claimed: set[str], arguments: Collection[str]) -> set[str]:
-    """What goes into a class, by what it claims and its forward's arguments.
+    """Return what goes into a class, by what it claims and its forward's arguments.
 
     The text part of a model of several modalities inherits a claim to all of them.
     """

@@ -154,7 +154,7 @@ def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
 
 
 def has_interface(model: nn.Module) -> bool:
-    """Whether the attention of a model's blocks can go through transformers' AttentionInterface.
+    """Tell whether the attention of a model's blocks can go through transformers' AttentionInterface.
 
     A file of classes that asks the interface holds it under some name; without it, attention is written out in place.
     """

@@ -169,7 +169,7 @@ def _same(row: Row) -> tuple[Any, ...]:
 
 
 def _said_by_cosine(place: tuple[Any, ...], rows: Mapping[tuple[Any, ...], Row]) -> bool:
-    """Whether a relative error is of an output that has a cosine, which says the same."""
+    """Tell whether a relative error is of an output that has a cosine, which says the same."""
     return place[0] == "accuracy.relative_error" and ("accuracy.cosine", *place[1:]) in rows
 
 

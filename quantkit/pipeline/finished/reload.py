@@ -61,7 +61,7 @@ def exports_of(bundle: Bundle, runtimes: Sequence[str]) -> dict[str, Path]:
 
 
 def loaded(bundle: Bundle) -> list[Check]:
-    """Whether ONNX Runtime opens the graph and makes a step, alone and with quantkit's own operators.
+    """Tell whether ONNX Runtime opens the graph and makes a step, alone and with quantkit's own operators.
 
     In a process of its own, which a graph may end. What does not run on this machine is not looked at.
     """

@@ -104,7 +104,7 @@ def scored(
 
 
 def kinds_of(graph: ir.Model | Path) -> OutputKinds:
-    """What a graph says of its outputs."""
+    """Return what a graph says of its outputs."""
     import onnx_ir as ir
 
     from quantkit.graph.outputs import kinds
@@ -140,7 +140,7 @@ def answers(
 
 
 def _joined(values: Sequence[Array], sizes: Sequence[int]) -> Array:
-    """What came of feeds of so many samples: a row a sample, or an item a feed."""
+    """Return what came of feeds of so many samples: a row a sample, or an item a feed."""
     tails = {value.shape[1:] for value in values}
     if len(tails) == 1 and all(value.ndim and len(value) == size for value, size in zip(values, sizes, strict=True)):
         return np.concatenate(values)

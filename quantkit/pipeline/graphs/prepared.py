@@ -67,7 +67,7 @@ class PreparedGraph:
     decisions: list[Decision]
 
     def keeping(self, tensors: Collection[str], placed: Callable[[Collection[str]], Placement]) -> list[str]:
-        """What the recipe keeps, and the products without which none of these tensors has a pair."""
+        """Return what the recipe keeps, and the products without which none of these tensors has a pair."""
         from quantkit.graph.pairs.placement import without
 
         names = without(tensors, self.sites, [site.name for site in self.sites], placed)

@@ -218,6 +218,6 @@ class GraphWork:
             return [], [decision("measure", "speed-not-measured", "onnxruntime", problem.line())]
 
     def weights(self, decisions: Sequence[Decision]) -> list[WeightsEntry]:
-        """What became of its products' weights."""
+        """Return what became of its products' weights."""
         names = [layer.name for layer in self.layers]
         return account_graph(self.prepared.graph.model, names, decisions) if names else []

@@ -146,7 +146,7 @@ class OnnxModel:
 
     @property
     def headed(self) -> bool:
-        """Whether it is an encoder that gives logits besides its last hidden states."""
+        """Tell whether it is an encoder that gives logits besides its last hidden states."""
         return not self.decoder and len(self.outputs) > 1
 
     @property
@@ -293,7 +293,7 @@ class OnnxModel:
             return np.asarray(self.session.run(None, self.prompt(ids, mask))[0])
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
-        """What the head of an encoder gives for ids [B, S]: [B, N] or [B, S, N], of spans [B, S, 2]."""
+        """Return what the head of an encoder gives for ids [B, S]: [B, N] or [B, S, N], of spans [B, S, 2]."""
         with self._reading():
             found = self.session.run(self.outputs[1:], self.prompt(ids, mask))
             return np.asarray(found[0] if len(found) == 1 else np.stack(found, axis=-1))

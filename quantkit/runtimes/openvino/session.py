@@ -87,7 +87,7 @@ class OpenvinoModel:
 
     @property
     def headed(self) -> bool:
-        """Whether it is an encoder that gives logits besides its last hidden states."""
+        """Tell whether it is an encoder that gives logits besides its last hidden states."""
         return not self.decoder and len(self._model.outputs) > 1
 
     @property
@@ -182,7 +182,7 @@ class OpenvinoModel:
         return np.array(self._encoded(ids, mask)(self._model.create_infer_request())[0])
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
-        """What the head of an encoder gives for ids [B, S]: [B, N] or [B, S, N], of spans [B, S, 2].
+        """Return what the head of an encoder gives for ids [B, S]: [B, N] or [B, S, N], of spans [B, S, 2].
 
         Raises:
             InputError: `shape-unsupported`, as of `encode`.

@@ -55,7 +55,7 @@ class SpeedUp:
 
     @property
     def open(self) -> bool:
-        """Whether it decides nothing, whatever its interval says."""
+        """Tell whether it decides nothing, whatever its interval says."""
         return self.noisy or self.doubt == "ceiling"
 
 

@@ -58,7 +58,7 @@ def _wide_constants(model: ir.Model, opset: int) -> set[str]:
 
 
 def _whole(node: ir.Node, opset: int) -> bool:
-    """Whether ONNX defines an operator in float32 and not in float16: Celu, Range, NonMaxSuppression, ..."""
+    """Tell whether ONNX defines an operator in float32 and not in float16: Celu, Range, NonMaxSuppression, ..."""
     if node.domain not in ("", "ai.onnx"):
         return False
     schema = onnx.defs.get_schema(node.op_type, opset)

@@ -64,7 +64,7 @@ def paired(original: Side, candidate: Side, names: Sequence[str]) -> dict[str, t
 
 
 def equal_rows(before: Array, after: Array) -> Array:
-    """Whether rows [k, ...] are the same, [k]."""
+    """Tell whether rows [k, ...] are the same, [k]."""
     result: Array = (before == after).all(axis=tuple(range(1, before.ndim)))
     return result
 
