@@ -110,7 +110,7 @@ class Values:
 
     @classmethod
     def of_bundle(cls, path: Path) -> Values:
-        """Of a finished bundle's checkpoint: the same numbers that `of_results` has of the compile that wrote it.
+        """Read a finished bundle's checkpoint: the same numbers that `of_results` has of the compile that wrote it.
 
         Raises:
             InputError: `bundle-without-checkpoint`.

@@ -1,4 +1,4 @@
-"""What the outputs of a graph are, as far as the graph itself says it: classes, selections, values.
+"""Kinds of a graph's outputs, as far as the graph itself says: classes, selections, values.
 
 An output tells **classes** apart where a softmax makes it, or an argmax, a softmax or a classifier of `ai.onnx.ml`
 reads it; where it, or the product that makes it, is called so (`logits`, `classifier.weight`); or where the file's
@@ -47,7 +47,7 @@ _LONGEST = 1 << 20
 
 @dataclass(frozen=True)
 class OutputKinds:
-    """What a graph says of its outputs.
+    """Kinds of a graph's outputs.
 
     Args:
         classes: names of those that tell classes apart.

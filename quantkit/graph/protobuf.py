@@ -1,4 +1,4 @@
-"""As much of protobuf as single products, and a look at a file before it is opened, need where the package onnx is not.
+"""Protobuf, as far as single products and a look at a file before it is opened need it without the package onnx.
 
 A message is its fields one after another, each a number, how it is written, and a value; of a message inside of another
 that comes twice the fields are joined, so that a model is what was written of it in any order

@@ -1,4 +1,4 @@
-"""What can be said of a model before torch is imported: by its name, its config.json, and transformers' source text.
+"""Refusals of a model before torch is imported: by its name, its config.json, and transformers' source text.
 
 A class is looked up in `transformers/models/<type>/modeling_<type>.py`, which is parsed and not imported: what its
 forward takes, and what it claims to. Where that says nothing, the model is opened, and `structure/kinds.py` judges.

@@ -1,4 +1,4 @@
-"""What is sent behind every program: how it answers, and how it opens a lock.
+"""Code sent behind every program: how it answers, and how it opens a lock.
 
 It answers one JSON document behind the mark that says where its answer begins.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class LockError(Exception):
-    """What stands at a lock's place is none: its path."""
+    """Something else stands at a lock's place: its path."""
 
 
 def lock_file(path: Any, *, mode: int | None = None) -> Any:

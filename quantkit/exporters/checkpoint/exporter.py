@@ -148,7 +148,7 @@ class Checkpoint(Exporter):
     def for_target(
         self, options: Mapping[str, Any], target: Target, asked: LayerSpec, trial: Trial | None = None
     ) -> tuple[Mapping[str, Any], str]:
-        """As they are; a word where vLLM would refuse what transformers loads."""
+        """Keep the options; warn where vLLM would refuse what transformers loads."""
         kinds = {name: (scheme, asked.activations.get(name)) for name, scheme in asked.schemes.items()}
         split = unpacked.torn(kinds, asked.shapes) if CheckpointOptions(**options).found is not None else ""
         if not split:

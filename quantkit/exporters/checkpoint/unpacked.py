@@ -1,4 +1,4 @@
-"""What stays in floats beside packed linears, by the names under which other programs look for it.
+"""Names under which other programs look for the matrices that stay in floats beside packed linears.
 
 A config says once how linears are stored; whoever loads it takes a module for one of them unless a list leaves it out.
 Modules are not called alike everywhere: some linears are one in vLLM, a layer's experts are a module `experts` there

@@ -114,7 +114,7 @@ class Writer:
         return run_time.described(written, list(schemes), self.run_time.activations, self.run_time.cache)
 
     def _left(self) -> list[str]:
-        """What other programs have to know is not packed: linears, routers, merged experts, and what the class has no
+        """List what is not packed, for other programs: linears, routers, merged experts, and what the class has no
         place for (draft heads, towers), which is carried as it is."""
         left = {name: 2 for name in self.linears if name not in self.finished.schemes}
         for entry in self.source.weights.entries.values():

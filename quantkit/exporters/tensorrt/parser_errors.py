@@ -62,7 +62,7 @@ def of_parser(parser: Any) -> list[Refused]:
 
 
 def unknown(library: Library, operators: Iterable[str]) -> set[str]:
-    """Those of ONNX's operators that a library's parser has no importer for, or nothing behind it."""
+    """Return the operators of ONNX that a library's parser has no importer for, or nothing behind it."""
     said = Said(library.api)
     # all of them named: a parser does not keep alive what it was made of
     builder = library.api.Builder(said.logger)

@@ -22,8 +22,9 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 def outputs(model: ir.Model, feeds: Feeds, inner: Sequence[str] = ()) -> list[list[Any]]:
-    """What a graph is held against itself by (`graph.outputs.steady`), of each feed, then the `inner` tensors, with the
-    runtime's own graph optimisations off.
+    """Run a graph with the runtime's own optimisations off.
+
+    Returns, of each feed, what the graph is compared with itself by (`graph.outputs.steady`), then the `inner` tensors.
 
     Raises:
         InputError: `onnx-unrunnable`.

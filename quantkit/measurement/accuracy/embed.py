@@ -1,4 +1,4 @@
-"""What an encoder gives for texts, a model in torch or in a session, and the rows of accuracy that follow from it.
+"""Results of an encoder for texts, in torch or in a session, and the rows of accuracy that follow from them.
 
 What that is, `purpose.py` says: vectors, which retrieval is scored on, or logits. Texts of equally many tokens run
 together, so none is padded: what padding would do to a model with quantized inputs is not in the figures.

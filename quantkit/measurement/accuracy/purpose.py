@@ -1,4 +1,4 @@
-"""What a text model is for, as its folder says, and how that comes from its last hidden states.
+"""Purpose of a text model, as its folder says, and how it follows from the last hidden states.
 
     modules.json with a Pooling     vectors: pooled as it says, then Dense, LayerNorm, Normalize (sentence-transformers)
     …ForSequenceClassification      logits [C] of a text: classes, labels or numbers; one logit puts texts in an order
@@ -66,7 +66,7 @@ _ACTIVATIONS = ("torch.nn.modules.activation.", "torch.nn.modules.linear.Identit
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a model is for.
+    """Purpose of a model.
 
     Args:
         gives: a vector a text; logits of a text, of each token, or of where a span begins and ends.
@@ -193,7 +193,7 @@ def pooled(states: Array, modes: Sequence[str], skip: int = 0) -> Array:
 
 
 class TextResults:
-    """What a model gives for the texts that it is scored on, from their last hidden states.
+    """Results of a model for the texts that it is scored on, from their last hidden states.
 
     Args:
         stream: of the original.

@@ -1,4 +1,4 @@
-"""What sentence-transformers puts behind a transformer: `modules.json`, and the folders that it names.
+"""Modules that sentence-transformers puts behind a transformer: `modules.json`, and the folders that it names.
 
     [{"path": "", "type": "sentence_transformers.models.Transformer"},
      {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},

@@ -104,7 +104,7 @@ def _pairs(stored: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapp
 
 
 def _sources(value: ir.Value | None) -> list[str]:
-    """What a value is called in the float graph: what comes in, goes out or has 32 bits alone is cast in this one."""
+    """Return a value's name in the float graph: inputs, outputs and what has 32 bits alone are cast in this one."""
     if value is None:
         return []
     casts = [node.outputs[0] for node, _ in value.uses() if node.op_type == "Cast"]

@@ -1,4 +1,4 @@
-"""How far outputs agree that a graph has chosen: detections, indices, whatever the last bit of a score lets in or out.
+"""Agreement of outputs that a graph has chosen: detections, indices, whatever the last bit of a score lets in or out.
 
 Of one sample the original gives k rows, the candidate k′. Outputs with as many rows in every sample belong together
 (boxes, scores, labels). Where one of them has boxes, rows are paired by them, largest overlap first, from half on; else
