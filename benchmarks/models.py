@@ -27,7 +27,7 @@ from harness.process import THREADS
 from harness.record import record, show, verdicts
 
 from quantkit.model.source.open import open_model
-from quantkit.planning.compiling.forecast import peaks as forecast
+from quantkit.planning.compiling import peaks as forecast
 from quantkit.recipe import Recipe
 
 MODELS = ["smollm2-135m", "gemma-3-270m", "qwen2.5-coder-0.5b"]
@@ -216,7 +216,7 @@ prompts do: with BOS where the tokenizer adds one. Few were taken, so intervals 
 """
 _MEMORY = """## Memory, forecast and real
 
-The most that a compile had resident, and what its plan says (`planning/compiling/memory.py`), whose figures of memory
+The most that a compile had resident, and what its plan says (`planning/compiling.py`), whose figures of memory
 are fitted on these compiles and on those of random models (`python benchmarks/plan_compile.py --fit --again`): the
 errors below are those of the fit, not of a prediction.
 """

@@ -103,7 +103,6 @@ def compile(  # noqa: A001 (the word of the command line)
     """
     from quantkit import given
     from quantkit.pipeline import Request, compile_model
-    from quantkit.pipeline.estimate import first_guess
     from quantkit.pipeline.progress import showing
     from quantkit.pipeline.request import demand_model
 
@@ -128,7 +127,7 @@ def compile(  # noqa: A001 (the word of the command line)
 
         request = with_module(request, module, example_inputs)
     with showing(progress) as shown:
-        shown.begin(f"opening {request.module or request.model}", first_guess(request) if progress else None)
+        shown.begin(f"opening {request.module or request.model}")
         if module is None:
             demand_model(request.model)
         return compile_model(request, shown).bundle

@@ -1,45 +1,28 @@
-"""Efficiencies and copies of `quantkit/planning/compiling/rates.json`, fitted to compiles that were taken part by part.
-
-Seconds: one efficiency for each kind of work, all parts of all compiles at once, none below zero, errors relative to
-what a part took. Memory: how often each thing that a part holds is there at once, part by part, within bounds that
-what the code does sets.
+"""What `quantkit/planning/compiling_memory.json` holds, fitted to compiles that were taken part by part: how often a
+thing that a part holds is there at once, within bounds that what the code does sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import lsq_linear, nnls
+from scipy.optimize import lsq_linear
 
 from quantkit.pipeline.blocks.score import CONFIRMING
-from quantkit.planning.compiling.forecast import SCORED, described, of
-from quantkit.planning.compiling.memory import WHOLE, held
-from quantkit.planning.compiling.result import Machine
-from quantkit.planning.compiling.spec import CompileSpec
-from quantkit.planning.compiling.work import counted
+from quantkit.planning.compiling import SCORED, WHOLE, CompileSpec, described, held
 from quantkit.planning.model import configs
 from quantkit.recipe import Recipe
 
 Row = Mapping[str, Any]
 
 _RUNTIMES = {"torch": "checkpoint", "onnxruntime": "onnx"}
-# seconds below which a part's error does not matter, and its share
-_FLOOR, _SHARE = 0.1, 0.15
 # what a compile begins with is counted, and its libraries are those that were there when the model was opened
 _BEGIN = {"ends": 1.0, "hidden": 1.0}
 # libraries, whose bytes are what is fitted
 _BASES = ("one", "graph", "engine")
-# what is not fitted: timing takes its time by the clock, and half a minute to begin and to weigh both models; models of
-# transformers take theirs to be made, which the records of the smallest ones show
-STATED = {
-    "fixed:prove": {"of": "clock", "value": 0.45, "parallel": False},
-    "fixed:confirm": {"of": "clock", "value": 0.6, "parallel": False},
-    "timed": {"of": "clock", "value": 1.0, "parallel": False},
-    "fixed:speed": {"of": "clock", "value": 30.0, "parallel": False},
-}
-# what is held in bytes that `planning/compiling/memory.py` states
+# what is held in bytes that `planning/compiling.py` states
 STATED_BYTES = {"library", "beside"}
 # of what a part holds: from a little less than once to what temporaries and two models side by side can make of it
 _BOUNDS = {
@@ -116,54 +99,19 @@ def peaks(row: Row) -> dict[str, int]:
     return found
 
 
-def fitted(
-    rows: Sequence[Row], real: Sequence[Row], machine: Machine, memory_alone: Collection[str] = ()
-) -> dict[str, Any]:
-    """`kinds` and `memory` of the table.
-
-    Args:
-        rows: compiles of random models.
-        real: compiles of real models, fitted for their memory alone.
-        machine: that they ran on.
-        memory_alone: random models that say nothing of seconds either.
-    """
-    timed = [row for row in rows if row["model"] not in memory_alone]
-    return {"kinds": {**_kinds(timed, machine), **STATED}, "memory": _memory(rows, real)}
-
-
-def _kinds(rows: Iterable[Row], machine: Machine) -> dict[str, Any]:
-    taken = []
-    for row in rows:
-        work, seconds = counted(spec(row)), spent(row)
-        # of one export, what says where the model is hurt comes after the share that is told of the score
-        last = [part for part in seconds if part.startswith("score ")][-1:]
-        for part in last if len(Recipe.load(row["recipe"]).export) == 1 else ():
-            work["finish"] += work.pop(part)
-            seconds["finish"] += seconds.pop(part)
-        # timing runs by the clock
-        taken += [(work[part], seconds[part]) for part in work.keys() & seconds.keys() - {"speed"}]
-    kinds = sorted({kind for work, _ in taken for kind, amount in work.items() if amount})
-    amounts = np.array([[work[kind] for kind in kinds] for work, _ in taken], float)
-    seconds = np.array([second for _, second in taken])
-    weight = 1 / (_SHARE * seconds + _FLOOR)
-    scale = amounts.max(0)
-    found, _ = nnls(amounts / scale * weight[:, None], seconds * weight)
-    table = {}
-    for kind, each in zip(kinds, found / scale, strict=True):
-        figure, parallel = of(kind)
-        rate = machine.fp32 / machine.cores if figure == "fp32" else machine.read
-        value = each if figure == "clock" else 1 / (rate * each) if each else 0.0
-        table[kind] = {"of": figure, "value": float(f"{value:.4g}"), "parallel": parallel}
-    return table
-
-
 def _bounds(name: str) -> tuple[float, float]:
     if name == "left floats":
         return _LEFT_FLOATS
     return _LEFT if name.startswith("left ") else _BOUNDS[name]
 
 
-def _memory(rows: Sequence[Row], real: Sequence[Row]) -> dict[str, dict[str, float]]:
+def fitted(rows: Sequence[Row], real: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """`memory` of the table.
+
+    Args:
+        rows: compiles of random models.
+        real: compiles of real models.
+    """
     seen: dict[str, list[tuple[Mapping[str, float], int]]] = {}
     for number, row in enumerate((*rows, *real)):
         terms, found = held(spec(row)), peaks(row)

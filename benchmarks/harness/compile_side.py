@@ -33,13 +33,8 @@ class Watch(Progress):
 
     def __init__(self) -> None:
         self.parts: list[dict[str, Any]] = []
-        self.expected: dict[str, float] = {}
         self._part = ("open", "")
         self._began = self._now()
-
-    def plan(self, stages: Any) -> None:
-        """What the compile expects."""
-        self.expected = dict(stages)
 
     def at(self, stage: str, done: float, detail: str = "") -> None:
         """Ends a part where another begins."""
@@ -92,7 +87,6 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "parts": watch.parts,
         "stages": [stage.as_dict() for stage in done.stages],
-        "expected": watch.expected,
         "seconds": wall,
         "cpu_seconds": cpu,
         "quantize_cpu": done.seconds["quantize_cpu"],

@@ -3,7 +3,7 @@
     python benchmarks/harness/tokenizer_side.py 8000 24000
 
 Each is loaded in a process of its own, beside transformers, and encodes a text; the figure is what is resident then.
-`quantkit/planning/compiling/memory.py` takes that of the largest.
+`quantkit/planning/compiling.py` takes that of the largest.
 """
 
 from __future__ import annotations

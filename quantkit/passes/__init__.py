@@ -25,8 +25,6 @@ if TYPE_CHECKING:  # the words of a pass's signatures: passes take them from her
     from quantkit.model.structure.block import Block as Block
     from quantkit.model.structure.traced import SharedInput as SharedInput
     from quantkit.passes.assign import Moments as Moments
-    from quantkit.planning.compiling.work import SharedLinears as SharedLinears
-    from quantkit.planning.compiling.work import WorkCounts as WorkCounts
     from quantkit.scheme import WeightScheme as WeightScheme
 
 # a decision with this code tells how an input was read; it is no fallback
@@ -95,14 +93,6 @@ class Pass(Protocol):
     def needs_with(self, settings: Any) -> frozenset[str]:
         """The statistics that it needs with these settings."""
         return self.needs
-
-    def work(self, settings: Any, linears: SharedLinears) -> Mapping[str, float]:
-        """What it computes for linears that share an input, beside running them: kind of work -> how much of it."""
-        return {}
-
-    def learned(self, settings: Any) -> tuple[int, int]:
-        """(steps, sequences a step) of a pass that learns from the outputs of whole blocks."""
-        return 0, 0
 
     def run(self, block: Block, stats: Stats, settings: Any) -> Outcome:
         """Change the block in place. Of scope `block`."""

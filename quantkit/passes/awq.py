@@ -16,7 +16,7 @@ from quantkit.content import Closed
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
-    from quantkit.passes import Block, SharedLinears, Stats, WorkCounts
+    from quantkit.passes import Block, Stats
 
 
 class Awq(Pass):
@@ -44,16 +44,6 @@ class Awq(Pass):
         cost: Literal["rounding", "gptq"] = "rounding"
         shrink: float = Field(default=0.5, ge=0, le=1)
         clip: bool = False
-
-    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
-        """The input's Hessian; each exponent scales the weights and multiplies what rounding loses by it."""
-        weights, columns = linears.weights, linears.columns
-        solve = 2.0 * weights * columns * (settings.grid + 1)
-        if settings.cost == "gptq":
-            solve = linears.count * columns**3 / 3
-        if settings.clip:
-            solve += linears.searched("searched", 2 * (linears.scheme.group or columns)).total
-        return linears.gathered() + {"scaled": weights * (settings.grid + 1), "solve": solve}
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Search, fold and clip."""

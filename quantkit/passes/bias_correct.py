@@ -24,7 +24,7 @@ from quantkit.content import Closed
 from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
-    from quantkit.passes import Block, InputStats, SharedInput, SharedLinears, Stats, Tensor, WorkCounts
+    from quantkit.passes import Block, InputStats, SharedInput, Stats, Tensor
 
 
 def shift(error: Tensor, mean: Tensor) -> Tensor:
@@ -48,10 +48,6 @@ class BiasCorrect(Pass):
 
     class Settings(Closed):
         """None."""
-
-    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
-        """The statistics of the input."""
-        return linears.gathered()
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Correct the bias of every linear with codes that has one."""

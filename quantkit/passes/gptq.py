@@ -23,11 +23,9 @@ if TYPE_CHECKING:
         Moments,
         QuantTensor,
         SharedInput,
-        SharedLinears,
         Stats,
         Tensor,
         WeightScheme,
-        WorkCounts,
     )
     from quantkit.passes.solvers.factor import Factor
 
@@ -84,22 +82,6 @@ class Gptq(Pass):
     def needs_with(self, settings: Settings) -> frozenset[str]:
         """The original stream as well, if anything is corrected."""
         return self.needs | {"original_inputs"} if settings.correction else self.needs
-
-    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
-        """The input's Hessian and its factor, then what columns tell later ones; a correction takes a second factor,
-        a drift of the inputs and a lag of what outputs are added to; sweeps go over all codes again.
-        """
-        weights, columns = linears.weights, linears.columns
-        factors, products, solve = 1, 0.0, 1.0 + 4.0 * settings.sweeps
-        if settings.correction:
-            factors, products, solve = 2, 2.0 * linears.seen * columns * (columns + linears.outward), solve + 4.0
-        found = linears.gathered() + linears.searched("minmax" if settings.range == "minmax" else "searched")
-        return found + {
-            "products": products,
-            "solve": factors * linears.count * columns**3 / 3 + solve * weights * columns,
-            f"columns{linears.snap}": weights * (1 + 2 * settings.sweeps),
-            "calls": linears.count * columns,
-        }
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""

@@ -20,7 +20,7 @@ from quantkit.formats.base.grid import load_grid
 from quantkit.passes import Outcome, Pass
 
 if TYPE_CHECKING:
-    from quantkit.passes import Block, Moments, QuantTensor, SharedLinears, Stats, Tensor, WeightScheme, WorkCounts
+    from quantkit.passes import Block, Moments, QuantTensor, Stats, Tensor, WeightScheme
 
 
 class Hqq(Pass):
@@ -46,10 +46,6 @@ class Hqq(Pass):
         beta: float = Field(default=10.0, gt=0)
         growth: float = Field(default=1.01, ge=1)
         iterations: int = Field(default=10, ge=0)
-
-    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
-        """A range in each turn."""
-        return linears.searched("searched", settings.iterations)
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""

@@ -32,7 +32,7 @@ from quantkit.passes import Outcome, Pass, declined
 if TYPE_CHECKING:
     from torch import Generator, nn
 
-    from quantkit.passes import Block, QuantTensor, SharedLinears, Stats, Tensor, WorkCounts
+    from quantkit.passes import Block, QuantTensor, Stats, Tensor
     from quantkit.passes.solvers.round import LearnedRounding
 
 
@@ -64,14 +64,6 @@ class Round(Pass):
         scale_rate: float = Field(default=0.002, ge=0)
         held_out: float = Field(default=0.25, gt=0, lt=1)
         checks: int = Field(default=4, ge=1)
-
-    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
-        """The range that it starts from."""
-        return linears.searched("searched")
-
-    def learned(self, settings: Settings) -> tuple[int, int]:
-        """A step is a forward and a backward of some sequences."""
-        return settings.iterations, settings.batch
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, or improve those that it has."""

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
         InputStats,
         Moments,
         SharedInput,
-        SharedLinears,
         Stats,
         Tensor,
         WeightScheme,
-        WorkCounts,
     )
 
 
@@ -62,12 +60,6 @@ class Rtn(Pass):
         """Squared inputs, where the range weighs by them."""
         looks = settings.range == "importance" and not settings.imatrix
         return self.needs | {"mean_square"} if looks else self.needs
-
-    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
-        """A range of each group."""
-        if settings.range == "minmax":
-            return linears.searched("minmax")
-        return linears.searched("wide" if settings.range == "importance" else "searched")
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""

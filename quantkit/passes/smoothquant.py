@@ -20,7 +20,7 @@ from quantkit.passes import Outcome, Pass, decision
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from quantkit.passes import Block, SharedLinears, Stats, Tensor, WorkCounts
+    from quantkit.passes import Block, Stats, Tensor
 
 
 class SmoothQuant(Pass):
@@ -47,10 +47,6 @@ class SmoothQuant(Pass):
         alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = 0.5
         grid: int = Field(default=10, ge=1)
         through: Literal["norms", "all"] = "all"
-
-    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
-        """The statistics of the input."""
-        return linears.gathered()
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Measure, choose and fold."""

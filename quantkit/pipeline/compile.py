@@ -86,7 +86,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     expected = subject.expected
     for said in (line(expected), *warnings(subject.decisions)):
         progress.note(said)
-    progress.plan(expected.seconds)
+    progress.plan(subject.stages)
     if request.strict:
         refuse(subject.decisions)
     if not request.resume:

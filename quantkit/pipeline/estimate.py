@@ -1,4 +1,4 @@
-"""What a compile will take, said before it begins: `planning/compiling/forecast.py` of an open model and a read set.
+"""What a compile will take of memory and disk, and where it computes: `planning/compiling.py` of an open model.
 
 Nothing is assumed of the model here: its linears are those that will be quantized, its tokens those that were loaded.
 """
@@ -6,23 +6,19 @@ Nothing is assumed of the model here: its linears are those that will be quantiz
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit import machine
-from quantkit.errors import InputError, QuantkitError
+from quantkit.errors import InputError
 from quantkit.exporters import reader
 from quantkit.model.device import AUTO, CPU, ComputeDevice, absent, demand_name, present
 from quantkit.pipeline.baseline import place
-from quantkit.pipeline.request import Request, runs_here, this_machine
-from quantkit.pipeline.verdict import quick
-from quantkit.planning.compiling.device import USABLE, Fit, fit
-from quantkit.planning.compiling.forecast import described, predict
-from quantkit.planning.compiling.result import Compiling, Machine
-from quantkit.planning.compiling.spec import CompileSpec, timed
+from quantkit.pipeline.request import runs_here
+from quantkit.planning.compiling import CompileSpec, Compiling, described, predict, timed
+from quantkit.planning.device_fit import USABLE, Fit, fit
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
 from quantkit.report.kit import words
@@ -35,13 +31,14 @@ if TYPE_CHECKING:
     from quantkit.recipe import Recipe
     from quantkit.scheme import WeightScheme
 
-
-_PROCESSORS = "time and memory are a processor's: no compile on a GPU was measured yet"
+# what is said of time before anything ran
+UNTIMED = "its time is known after the first block"
+_PROCESSORS = "memory is a processor's: no compile on a GPU was measured yet"
 
 
 def estimate(prepared: Prepared) -> Compiling:
     """For a request whose inputs were opened, on this machine's processor; of a GPU's compile it says so."""
-    expected = predict(spec(prepared), here())
+    expected = predict(spec(prepared))
     return expected if prepared.device.is_cpu else replace(expected, notes=(*expected.notes, _PROCESSORS))
 
 
@@ -51,13 +48,13 @@ def line(expected: Compiling) -> str:
     space = f"{words.size(disk.bundle)} of disk ({words.size(disk.most)} while at it)"
     kept = f", {words.size(disk.cache)} for the float baseline" if disk.cache else ""
     kept += f"; {_PROCESSORS}" if _PROCESSORS in expected.notes else ""
-    return f"expected: {words.about(expected.total)}, {words.size(expected.peak)} of memory, {space}{kept}"
+    return f"expected: {words.size(expected.peak)} of memory, {space}{kept}; {UNTIMED}"
 
 
 def unopened(
     architecture: Architecture, recipe: Recipe, *, speed: bool, device: str = CPU, target: Target | None = None
 ) -> Compiling:
-    """For a model whose config alone was read, on this machine.
+    """For a model whose config alone was read.
 
     Args:
         recipe: its exports those that the target reads.
@@ -68,53 +65,22 @@ def unopened(
         InputError: what the compile would refuse by the sizes alone; `compile-unknown`, a network of images.
     """
     sizes = described(architecture, recipe, speed=speed and has_timer(recipe))
-    expected = predict(sizes, here(machine.cores()))
+    expected = predict(sizes)
     if device == CPU or target is None:
         return expected
-    said, found = foreseen_device(device, sizes, target)
-    unmeasured = [_PROCESSORS] if found else []
-    return replace(
-        expected, notes=(*expected.notes, f"compiles {said}", *unmeasured), device=found.as_dict() if found else None
-    )
-
-
-def first_guess(request: Request) -> Mapping[str, float] | None:
-    """Seconds of each stage of a compile, before anything is opened; None where the model's config is not at hand."""
-    try:
-        speed = request.speed and runs_here(request.target)
-        found = unopened(configs.read(request.model), request.recipe, speed=speed)
-    except QuantkitError:
-        return None
-    return found.seconds
-
-
-def here(cores: int | None = None) -> Machine:
-    """This machine, with the figures that `quantkit doctor --write` measured, if it did.
-
-    Args:
-        cores: that may be used; None: those that torch computes with.
-    """
-    if cores is None:
-        import torch
-
-        cores = torch.get_num_threads()
-    return Machine.of(Target.load(this_machine()), cores)
+    place_, lies = foreseen_device(device, sizes, target)
+    notes = (*expected.notes, f"compiles {place_}", *([_PROCESSORS] if lies else []))
+    return replace(expected, notes=notes, device=lies.as_dict() if lies else None)
 
 
 def spec(prepared: Prepared) -> CompileSpec:
     """The compile in sizes."""
-    from quantkit.measurement.accuracy import states
-    from quantkit.model.streaming.stream import StreamedModel
-
     model = architecture(prepared)
     named = {matrix.name: _scheme(prepared, matrix.name) for matrix in _all(model)}
     samples, length = prepared.calibration.ids.shape if prepared.calibration is not None else (0, 0)
     scored, scored_length = prepared.scoring.ids.shape
     if prepared.scoring.pairs is not None:  # both texts of each
         scored = 2 * prepared.scoring.items
-    original = prepared.stream
-    if prepared.stream.transforms:
-        original = StreamedModel(prepared.original)
     exported, is_timed = timed(prepared.request.recipe), times(prepared)
     return CompileSpec(
         model,
@@ -124,8 +90,7 @@ def spec(prepared: Prepared) -> CompileSpec:
         length,
         scored * scored_length,
         scored_length,
-        cached=states.place(original, prepared.scoring.sha256).exists(),
-        timed=quick(prepared.source.kind).seconds if is_timed else 0.0,
+        timed=is_timed,
         baseline=is_timed
         and exported is not None
         and not place(prepared.original, exported.name, exported.options).exists(),

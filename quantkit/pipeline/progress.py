@@ -14,13 +14,13 @@ from quantkit import given, machine
 
 
 class Progress:
-    """Receives the stages with their expected seconds, then how far each is. This one says nothing to nobody."""
+    """Receives the stages, then how far each is. This one says nothing to nobody."""
 
-    def begin(self, what: str, expected: float | Mapping[str, float] | None = None) -> None:
-        """What is being done, and how many seconds the whole or its stages may take, as far as that is known."""
+    def begin(self, what: str) -> None:
+        """What is being done."""
 
     def plan(self, stages: Mapping[str, float]) -> None:
-        """The stages to come, in order, with a first guess of the seconds each takes."""
+        """The stages to come, in order, with the number of parts that each has."""
 
     def at(self, stage: str, done: float, detail: str = "") -> None:
         """A stage is `done` (0..1); `detail` names what it is at."""
@@ -53,28 +53,29 @@ def showing(asked: bool = True) -> Iterator[Progress]:
 
 
 class Overall(Progress):
-    """One share of all stages together, by the seconds that they are expected to take.
+    """One share of all stages together, which never runs backwards.
 
     Args:
         report: told that share, and the stage with its detail.
         note: told the notes.
     """
 
-    def __init__(self, report: Callable[[float, str], None], note: Callable[[str], None]) -> None:
-        self._report = report
-        self._note = note
+    def __init__(self, report: Callable[[float, str], None], note: Callable[[str], None] = lambda _: None) -> None:
+        self._report, self._note = report, note
         self._stages: dict[str, float] = {}
+        self._share = 0.0
 
     def plan(self, stages: Mapping[str, float]) -> None:
         """See `Progress`."""
-        self._stages = {**stages}
+        self._stages = dict(stages)
 
     def at(self, stage: str, done: float, detail: str = "") -> None:
         """See `Progress`."""
         names = list(self._stages)
-        before = sum(self._stages[name] for name in names[: names.index(stage)]) if stage in names else 0.0
-        share = (before + done * self._stages.get(stage, 0.0)) / max(sum(self._stages.values()), 1e-9)
-        self._report(min(share, 1.0), f"{stage} {detail}".rstrip())
+        if stage in names:
+            over = sum(self._stages[name] for name in names[: names.index(stage)]) + done * self._stages[stage]
+            self._share = max(self._share, min(over / (sum(self._stages.values()) or 1.0), 1.0))
+        self._report(self._share, f"{stage} {detail}".rstrip())
 
     def note(self, line: str) -> None:
         """See `Progress`."""

@@ -25,7 +25,7 @@ from quantkit.measurement.rows import Row
 from quantkit.model.device import ComputeDevice
 from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request
-from quantkit.planning.compiling.result import Compiling
+from quantkit.planning.compiling import Compiling
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class Subject(Protocol):
         out: the bundle's place.
         decisions: taken so far.
         notes: what is to be known of the source.
-        expected: what the compile will take.
+        expected: what the compile will take of memory and disk.
+        stages: in order, with the number of parts that each has.
         device: where it computes.
     """
 
@@ -122,6 +123,9 @@ class Subject(Protocol):
 
     @property
     def expected(self) -> Compiling: ...  # noqa: D102
+
+    @property
+    def stages(self) -> Mapping[str, float]: ...  # noqa: D102
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the bundle's content depends on."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from quantkit.errors import QuantkitError
 from quantkit.planning.bound.forecast import Served, TimedStep
-from quantkit.planning.compiling.result import Compiling
+from quantkit.planning.compiling import Compiling
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.serving.cost import Bill
 from quantkit.planning.serving.load import Load

@@ -206,9 +206,7 @@ def planned(plan: Mapping[str, Any]) -> list[RenderableType]:
     facts.add_row("exports", ", ".join(_call(step) for step in plan["export"]))
     if plan["decisions"]:
         facts.add_row("decisions", decisions([Decision.model_validate(entry) for entry in plan["decisions"]]))
-    total = sum(plan["seconds"].values())
-    stages = ", ".join(f"{name} {words.duration(value)}" for name, value in plan["seconds"].items())
-    facts.add_row("takes", f"{words.about(total)} ({stages})")
+    facts.add_row("takes", "a time that is known after the first block")
     disk = plan["disk_bytes"]
     kept = f", {words.size(disk['cache'])} for the float baseline" if disk["cache"] else ""
     building = words.size(disk["bundle"] + disk["work"])

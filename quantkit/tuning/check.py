@@ -5,7 +5,7 @@ The compile scores itself on the set's `eval` split as always; that figure is sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,34 +51,6 @@ class ScoredChoice:
             "state": self.bundle.manifest.state,
             "content_sha256": self.bundle.manifest.content_sha256,
         }
-
-
-class Within(Progress):
-    """A compile's stages as a part of the stage `check` of a search.
-
-    Args:
-        outer: whose stage it is.
-        start, stop: the shares of the stage that the compile is.
-    """
-
-    def __init__(self, outer: Progress, start: float, stop: float) -> None:
-        self.outer, self.start, self.stop = outer, start, stop
-        self.stages: dict[str, float] = {}
-
-    def plan(self, stages: Mapping[str, float]) -> None:
-        """The compile's stages, with the scoring after them."""
-        self.stages = dict(stages)
-
-    def at(self, stage: str, done: float, detail: str = "") -> None:
-        """Where the compile is, as a share of the whole stage."""
-        before = 0.0
-        for name, seconds in self.stages.items():
-            if name == stage:
-                before += done * seconds
-                break
-            before += seconds
-        share = before / (sum(self.stages.values()) or 1.0)
-        self.outer.at("check", self.start + (self.stop - self.start) * min(share, 1.0), f"{stage} {detail}".strip())
 
 
 def scored_in(runtimes: Sequence[str], where: str) -> str:

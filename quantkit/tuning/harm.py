@@ -39,7 +39,7 @@ from quantkit.model.structure.block import Block
 from quantkit.model.structure.traced import set_weight, weight_of
 from quantkit.passes import Outcome, Pass
 from quantkit.pipeline.blocks.work import PassRun, Worked, looks_at_original, work
-from quantkit.planning.compiling.spec import chunk_size
+from quantkit.planning.compiling import chunk_size
 from quantkit.recipe import assigners
 from quantkit.scheme import WeightScheme
 

@@ -24,7 +24,7 @@ from quantkit.formats import stored_bits
 from quantkit.lazy import torch
 from quantkit.model.source.alias import demand_no_graph
 from quantkit.passes import decision
-from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, default_out, demand_model
 from quantkit.planning.model.stored import WIDTHS
 from quantkit.report.kit import words
@@ -213,7 +213,11 @@ class _Search:
         known = store.read(path)
         count = len(self.prepared.stream.block_names)
         start = known[-1].block + 1 if known else 0
-        self.progress.plan(self._expected(start))
+        tried = sum(each.scheme is not None for each in self.found.candidates)
+        # about four units a block, each measured with one candidate or with all; a compile goes through the blocks too
+        variants = 4 * (tried if self.question.exact else 1) * (count - start)
+        self.progress.note(f"{variants} variants of units to measure: their time is known after the first block")
+        self.progress.plan({"harm": 4.0 * count, "check": 2.0 * count * self.question.check, "front": 1.0})
         self.progress.at("harm", start / count, f"{len(known)} known" if known else "")
         if start == count:
             return known
@@ -233,7 +237,7 @@ class _Search:
         )
         left = 1 - start / count
         for wave in harm.measure(
-            subject, start, lambda done: self.progress.at("harm", 1 - left * (1 - done), self._words())
+            subject, start, lambda done: self.progress.at("harm", 1 - left * (1 - done), f"{tried} candidates a unit")
         ):
             known = [*known, *wave]
             store.write(path, known)
@@ -248,9 +252,6 @@ class _Search:
         quantized = [each for each in self.found.candidates if each.scheme is not None]
         same = [each for each in quantized if base and each.scheme and each.scheme.format == base.format]
         return (same or quantized)[0].name
-
-    def _words(self) -> str:
-        return f"{sum(each.scheme is not None for each in self.found.candidates)} candidates a unit"
 
     def _guiding(self, samples: int, tokens: int) -> TokenSet:
         from quantkit.pipeline.blocks.tokens import guiding, sequence_length
@@ -281,28 +282,6 @@ class _Search:
                 for each in self.found.candidates
             ],
         }
-
-    def _expected(self, start: int) -> dict[str, float]:
-        """A first guess of the seconds each stage takes, from its matrix products."""
-        from quantkit.pipeline.estimate import head_size
-
-        rate = 25e9 * torch.get_num_threads()
-        weights = sum(rows * columns for rows, columns in self.prepared.layers.inside.values())
-        count = len(self.prepared.stream.block_names)
-        tried = sum(each.scheme is not None for each in self.found.candidates)
-        # about four units a block; a variant goes through half of the model on average, and through the head
-        variants = 4 * (tried if self.question.exact else 1) * (count - start)
-        calibrated = CALIBRATED * self.request.recipe.calibration.tokens * 3 if self.prepared.calibration else 0
-        products = variants * self.text.ids.numel() * (weights / 2 + 2 * head_size(self.prepared))
-        stages = {"harm": 2 * (products + tried * calibrated * weights) / rate + tried * weights / 1e8}
-        if self.question.check:
-            from quantkit.pipeline.estimate import estimate
-
-            stages["check"] = 2 * (sum(estimate(self.prepared).seconds.values()) + 2 * CHECKED * weights * 4 / rate)
-        from quantkit.report.kit import words
-
-        self.progress.note(f"expected: {words.about(sum(stages.values()))}, {variants} variants of units to measure")
-        return {**stages, "front": 2.0}
 
     def _settle(self, harms: Sequence[UnitHarm]) -> None:
         """Linears that no token of the texts reached, as those of an expert: nothing is known of their harm."""
@@ -391,12 +370,12 @@ class _Search:
         return sum(found) / sum(rows * columns for rows, columns in inside.values())
 
     def _compile(self, recipe: Recipe, folder: str, number: int) -> ScoredChoice:
-        from quantkit.tuning.check import Within, compile_and_score
+        from quantkit.tuning.check import compile_and_score
 
         text = self._guiding(-(-CHECKED // (self._length() - 1)), self._length())
         self.scored = text
         start = 1 - 2.0**-number  # how many there will be is not known: each takes half of what is left
-        within = Within(self.progress, start, start + 2.0 ** -(number + 1))
+        within = Overall(lambda share, at: self.progress.at("check", start + share * 2.0 ** -(number + 1), at))
         return compile_and_score(self.request, recipe, self.work / folder, text, within)
 
     def _length(self) -> int:

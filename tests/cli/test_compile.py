@@ -51,7 +51,7 @@ def test_compile_verify_measure_generate(quantkit: Any, tiny: Path, recipe: Path
     out = tmp_path / "out"
     ran = quantkit("compile", tiny, "--recipe", recipe, "--out", out)
     assert ran.code == 0, ran.err
-    assert ran.err.startswith(f"opening {tiny}; ")
+    assert ran.err.startswith(f"opening {tiny}\n")
     assert "Traceback" not in ran.err
     rows = {row["name"]: row for row in map(json.loads, (out / MEASUREMENTS).read_text().splitlines())}
     assert f"{rows['size.bits_per_weight']['value']:.2f}" in ran.out
@@ -98,7 +98,7 @@ def test_dry_run_writes_nothing(quantkit: Any, tiny: Path, recipe: Path, tmp_pat
     plan = quantkit("compile", tiny, "--recipe", recipe, "--out", out, "--dry-run", "--json").envelope["result"]
     assert plan["schemes"][0]["layers"] == 21
     assert plan["schemes"][0]["bits_per_weight"] == pytest.approx(4 + 20 / 32)
-    assert plan["seconds"]["quantize"] > 0
+    assert plan["seconds"] is None, "time is known after the first block"
 
 
 def test_dry_run_says_what_a_model_would_write_and_lets_it_write_nothing(

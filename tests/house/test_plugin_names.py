@@ -13,7 +13,6 @@ from quantkit import plugins
 # (module, word) -> what else the word stands for there
 OTHER_WORDS = {
     ("quantkit.passes.awq", "gptq"): "a value of its setting `cost`: what is left of an error behind GPTQ",
-    ("quantkit.planning.compiling.graph", "mixed"): "a stage of the compile",
     ("quantkit.measurement.compared", "mixed"): "a verdict: better in one thing, worse in another",
     ("quantkit.report.compare.page", "mixed"): "that verdict",
     ("quantkit.report.compare.screen", "mixed"): "that verdict",

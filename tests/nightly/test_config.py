@@ -208,7 +208,6 @@ def test_a_dry_run_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [each["cell"] for each in found["cells"]] == [cell.key for cell in made().cells()]
     assert len(found["builds"]) == 1
     assert found["seconds"]["measure"] == 2 * (20 + 6 * 2 * expect.LOAD)
-    assert 10 < found["seconds"]["compile"] < 3600
     assert found["total_seconds"] == sum(found["seconds"].values())
     # twice the blocks, twice the steps
     steps = [

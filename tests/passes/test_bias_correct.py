@@ -74,7 +74,7 @@ def test_the_blocks_output_is_the_corrected_one() -> None:
     expected = None
     for chunk in (1 << 30, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quantkit.planning.compiling.spec.ACTIVATION_BYTES", chunk)
+            patch.setattr("quantkit.planning.compiling.ACTIVATION_BYTES", chunk)
             model = zoo.tiny("bert")
             run(model, zoo.ids(4, 16), GPTQ, CORRECT, weights=FOUR)
         biases = torch.cat([value.flatten() for key, value in model.named_parameters() if key.endswith("bias")])

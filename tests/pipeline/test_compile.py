@@ -427,7 +427,7 @@ def test_what_does_not_fit_into_one_forward_goes_in_chunks_and_large_states_to_d
 ) -> None:
     fixed = recipe({"gptq": {"shrink": 0.25}})
     whole = run(llama, fixed, tmp_path / "whole")
-    monkeypatch.setattr("quantkit.planning.compiling.spec.ACTIVATION_BYTES", 1)
+    monkeypatch.setattr("quantkit.planning.compiling.ACTIVATION_BYTES", 1)
     chunked = run(llama, fixed, tmp_path / "chunked")
     monkeypatch.setattr("quantkit.model.streaming.calls.ON_DISK", 1)
     on_disk = run(llama, fixed, tmp_path / "disk")

@@ -26,8 +26,8 @@ from quantkit.pipeline import Request, compile_model, estimate
 from quantkit.pipeline.blocks import prepared, quantize
 from quantkit.pipeline.blocks.work import PassRun, work
 from quantkit.pipeline.compile import opened
-from quantkit.planning.compiling.device import USABLE, fit
-from quantkit.planning.compiling.spec import CompileSpec
+from quantkit.planning.compiling import CompileSpec
+from quantkit.planning.device_fit import USABLE, fit
 from quantkit.recipe import Recipe
 
 GIB = 2**30
@@ -48,7 +48,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sizes(**changes: Any) -> CompileSpec:
-    from quantkit.planning.compiling.forecast import described
+    from quantkit.planning.compiling import described
     from quantkit.planning.model import configs
 
     found = described(configs.read("llama-3-8b"), Recipe.load("gptq-int4"))

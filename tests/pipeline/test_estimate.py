@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from pipeline.conftest import recipe
 from quantkit.errors import InputError
 from quantkit.pipeline import Request
 from quantkit.pipeline.blocks.prepared import Prepared, prepare
-from quantkit.pipeline.estimate import architecture, demand_disk, estimate, first_guess, line, spec
-from quantkit.planning.compiling.forecast import described
-from quantkit.recipe import Recipe
+from quantkit.pipeline.estimate import architecture, demand_disk, estimate, line, spec
+from quantkit.planning.compiling import described
 
 
 def prepared(name: str, byte_tokenizer: Any, tmp_path: Path, **changes: Any) -> Prepared:
@@ -56,10 +54,11 @@ def test_it_is_what_a_plan_says_of_the_config(byte_tokenizer: Any, tmp_path: Pat
     assert (mine.scored, mine.scored_length) == (plans.scored, plans.scored_length)
 
 
-def test_the_line_says_time_memory_and_disk(byte_tokenizer: Any, tmp_path: Path) -> None:
+def test_the_line_says_memory_and_disk_and_when_time_is_known(byte_tokenizer: Any, tmp_path: Path) -> None:
     found = prepared("llama-tied", byte_tokenizer, tmp_path)
     said = line(estimate(found))
     assert said.startswith("expected: ") and "of memory" in said and "while at it" in said
+    assert said.endswith("its time is known after the first block")
 
 
 def test_a_disk_that_does_not_hold_it_is_refused(
@@ -85,13 +84,3 @@ def test_tables_for_each_block_are_given_beside_hidden_states(byte_tokenizer: An
     assert spec(found).beside == 0
     found.stream.skeleton.add_module("tables", torch.nn.Embedding(258, 3 * 96, device="meta"))
     assert _beside(found.stream, 64) == 3 * 96
-
-
-def test_the_first_guess_needs_the_config_of_a_model_that_is_here() -> None:
-    request = Request.of("smollm2-135m", recipe="gptq-int4", speed=False)
-    known = first_guess(request)
-    other = first_guess(replace(request, recipe=Recipe.load("rtn-int4")))
-    assert known is not None and other is not None
-    assert next(iter(known)) == "open" and known["quantize"] > other["quantize"]
-    for model in ("hf:org/name", "./nowhere", "fashion-mnist-cnn"):
-        assert first_guess(replace(request, model=model)) is None

@@ -236,6 +236,6 @@ def test_a_dry_run_says_what_a_compile_does(made: Path, tmp_path: Path, capfd: p
     size = next(entry.bytes for entry in manifest.files if entry.path == "onnx/model.onnx")
     assert plan["disk_bytes"]["bundle"] == pytest.approx(size, rel=0.5)
     assert plan["scoring"]["samples"] == 12
-    assert plan["memory_bytes"] > 1e8 and plan["seconds"]["codes"] > 0
+    assert plan["memory_bytes"] > 1e8 and plan["seconds"] is None
     assert cli.run(command) == 0
     assert "multiply-accumulates a sample" in " ".join(capfd.readouterr().out.split())

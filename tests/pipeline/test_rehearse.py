@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.errors import InputError
 from quantkit.pipeline import Request
+from quantkit.pipeline import rehearsal as one_block
 from quantkit.pipeline.blocks.prepared import prepare
-from quantkit.pipeline.rehearsal import one_block
-from quantkit.pipeline.rehearsal.rehearse import Rehearsal, rehearse
+from quantkit.pipeline.rehearsal import Rehearsal, _multiplied, rehearse
 from quantkit.recipe import Recipe
 
 
@@ -55,9 +55,9 @@ def recipe(*passes: str, group: int = 32, **changes: Any) -> Recipe:
     return Recipe.from_dict(data, name="tiny")
 
 
-def rehearsed(model: Path, out: Path, chosen: Recipe | None = None, **options: Any) -> Rehearsal:
+def rehearsed(model: Path, out: Path, chosen: Recipe | None = None) -> Rehearsal:
     request = Request.of(str(model), recipe=chosen or recipe(), out=out / "bundle", speed=False)
-    return rehearse(request, **options)
+    return rehearse(request)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_what_was_measured_corrects_what_was_reckoned(found: tuple[Rehearsal, Pa
     assert set(rehearsal.measured) == {"quantize", "export", "check"}
     assert all(seconds > 0 for seconds in rehearsal.measured.values())
     assert rehearsal.compiling is not None
-    assert list(rehearsal.compiling.seconds) == ["open", "prove", "quantize", "export", "check", "score", "finish"]
+    assert set(rehearsal.compiling.seconds or ()) == {"quantize", "export", "check"}
     assert rehearsal.compiling.peak > 1e8
     assert json.loads(json.dumps(rehearsal.as_dict()))["compiling"]["total_seconds"] > 0
 
@@ -113,8 +113,8 @@ def test_a_disk_that_is_too_small(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_a_process_that_may_not_have_the_memory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.machine.memory_limit", lambda *_: 10**8)
-    codes = {finding.code for finding in rehearsed(folder, tmp_path).findings if finding.fails}
-    assert codes == {"out-of-memory"}
+    codes = {finding.code: finding.fails for finding in rehearsed(folder, tmp_path).findings}
+    assert codes == {"block-not-run": False, "out-of-memory": True}
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,15 @@ def test_a_place_that_cannot_be_written(folder: Path, tmp_path: Path, monkeypatc
     def refuses(**_: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("quantkit.pipeline.rehearsal.rehearse.tempfile.mkdtemp", refuses)
+    monkeypatch.setattr("quantkit.pipeline.rehearsal.tempfile.mkdtemp", refuses)
     (finding,) = rehearsed(folder, tmp_path).findings
     assert finding.code == "out-not-writable"
 
 
-def test_a_block_that_takes_too_long_is_not_run(folder: Path, tmp_path: Path) -> None:
-    rehearsal = rehearsed(folder, tmp_path, seconds=1e-6)
-    assert [finding.code for finding in rehearsal.findings] == ["block-not-run"]
-    assert rehearsal.ok and rehearsal.compiling is not None and not rehearsal.measured
+def test_a_block_is_multiplied_by_a_straight_line_through_what_it_took() -> None:
+    runs = [(1, {"quantize": (9.0, 2.0), "export": (1.0, 0.5)}), (4, {"quantize": (9.0, 5.0), "export": (1.0, 0.5)})]
+    assert _multiplied(runs, 10, 3.0) == {"quantize": 3 * (5 + 1.0 * 6), "export": 3 * 0.5}
+    assert _multiplied(runs[:1], 1, 3.0) == {"quantize": 6.0, "export": 1.5}
 
 
 def test_the_largest_block_is_the_one_that_is_run(

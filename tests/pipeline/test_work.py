@@ -16,7 +16,7 @@ from quantkit.model.structure import fold
 from quantkit.passes import load_pass
 from quantkit.pipeline.blocks.layers import lay_out
 from quantkit.pipeline.blocks.work import PassRun, Worked, check_order, looks_at_data, work
-from quantkit.planning.compiling.spec import chunk_size
+from quantkit.planning.compiling import chunk_size
 from quantkit.recipe import Recipe
 
 
@@ -63,7 +63,7 @@ def test_the_next_block_sees_what_the_quantized_ones_put_out() -> None:
 def test_small_chunks_choose_next_to_the_same(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     ids = zoo.ids(5, 16)
     whole = run(zoo.tiny("llama"), names, ids)
-    monkeypatch.setattr("quantkit.planning.compiling.spec.ACTIVATION_BYTES", 1)
+    monkeypatch.setattr("quantkit.planning.compiling.ACTIVATION_BYTES", 1)
     parts = run(zoo.tiny("llama"), names, ids)
     # a sum in another order may tip a code over, which then tips others: what stays is the output
     first, again = whole[0].block.tensors, parts[0].block.tensors
@@ -90,7 +90,7 @@ def test_going_on_from_a_finished_block_is_the_same(gptq: str) -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_the_original_stream_is_what_the_float_model_puts_out(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if chunked:
-        monkeypatch.setattr("quantkit.planning.compiling.spec.ACTIVATION_BYTES", 1)
+        monkeypatch.setattr("quantkit.planning.compiling.ACTIVATION_BYTES", 1)
     ids = zoo.ids(5, 16)
     plain = LoadedModel(zoo.tiny("llama"))
     calls = plain.begin(ids, 5)

@@ -80,7 +80,7 @@ def compare(
 
         shell.demand()
     with showing() as progress, ExitStack() as devices:
-        progress.begin(f"comparing {a} and {b}", 5.0 + (60.0 + (seconds or 60.0) if measure and speed else 0.0))
+        progress.begin(f"comparing {a} and {b}")
         timer = None
         if on is not None:
             timer = devices.enter_context(timing_on(on, progress, timed(runtime, a, b), wheelhouse))

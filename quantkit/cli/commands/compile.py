@@ -43,7 +43,6 @@ def compile(  # noqa: A001 (the word of the command line)
     as_json: Json = False,
 ) -> Answer:
     """Quantize a model into a bundle, load it again, score it, time it."""
-    from quantkit.pipeline.estimate import first_guess
     from quantkit.pipeline.gates import failed_gate
     from quantkit.pipeline.imatrix import weighed_by
     from quantkit.pipeline.request import Request, demand_model
@@ -72,7 +71,7 @@ def compile(  # noqa: A001 (the word of the command line)
     request = replace(request, taken=weighed)
     demand_model(model)
     with showing() as progress:
-        progress.begin(f"opening {model}", None if dry_run else first_guess(request))
+        progress.begin(f"opening {model}")
         from quantkit.pipeline.compile import compile_model, opened
 
         if dry_run:

@@ -108,7 +108,7 @@ def clean(device: Device, as_json: Json = False) -> Answer:
 
     found = named.find(device, where="DEVICE")
     with showing() as progress:
-        progress.begin(f"cleaning {found.name}", 5.0)
+        progress.begin(f"cleaning {found.name}")
         removed = remove_there(found)
     what = f"{words.plural(removed.bundles, 'bundle')} and {words.plural(removed.wheels, 'package')}"
     return Answer(removed.model_dump(mode="json"), [Text(f"removed {what}: {words.size(removed.bytes)}")])
@@ -133,7 +133,7 @@ def _probed(device: NamedDevice, *, keep: bool = True) -> Answer:
     from quantkit.report import devices
 
     with showing() as progress, shell(device) as way:
-        progress.begin(f"probing {device.name}", 5.0)
+        progress.begin(f"probing {device.name}")
         about = ask(way, device.workdir)
     about.demand(device.name)
     found = device.model_copy(update={"about": about, "probed": datetime.now(UTC).date()})

@@ -34,7 +34,7 @@ def doctor(
         return on_device(on, write=write, wheelhouse=wheelhouse)
     aimed = Target.load(target or this_machine())
     with showing() as progress:
-        progress.begin("measuring this machine", 10.0 if aimed.kind == "cpu" else None)
+        progress.begin("measuring this machine")
         report = examine(aimed, write=write)
     return Answer(report, terminal.machine(report), warnings=report["warnings"])
 
@@ -45,7 +45,7 @@ def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer
     from quantkit.report import devices
 
     with showing() as progress:
-        progress.begin(f"measuring {on}", 40.0)
+        progress.begin(f"measuring {on}")
         report = doctor_at(on, progress, write=write, wheelhouse=wheelhouse)
     shown = devices.ceilings(report["device"], report["measurements"], report["written"])
     return Answer(report, shown, warnings=report["warnings"])

@@ -51,7 +51,7 @@ def export(
     if autotune_qdq:
         return _autotuned(quantkit.load(bundle), to, set_ or (), inputs)
     with showing() as progress:
-        progress.begin(f"exporting {bundle}", 40.0)
+        progress.begin(f"exporting {bundle}")
         if on is None:
             done = export_bundle(
                 quantkit.load(bundle), to, set_ or (), calibration=calibration, dry_run=dry_run, progress=progress
@@ -81,7 +81,7 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
         rule = "pairs are searched in the network of TensorRT"
         raise InputError("set-invalid", where="--autotune-qdq", value=f"--to {to}", rule=rule, remedy="--to tensorrt")
     with showing() as progress:
-        progress.begin("measuring placements", 600.0)
+        progress.begin("measuring placements")
         progress.plan({"measure": 600.0})
         options = engine_options(bundle, load_exporter(to), changes)
         found, changed = autotune(

@@ -33,7 +33,7 @@ def generate(
     opened = quantkit.load(bundle)
     runner = load_runtime(runtime or default_runtime(opened), where="--runtime")
     with showing() as progress:
-        progress.begin(f"loading {bundle}", 15.0)
+        progress.begin(f"loading {bundle}")
         how: dict[str, Any] = {"new_tokens": new_tokens, "sample": sample, "seed": seed, "chat": chat}
         if on is None:
             made = runner.generate(opened, prompt, **how)

@@ -31,7 +31,7 @@ def imatrix(
     from quantkit.pipeline.imatrix import importance_of
 
     with showing() as progress:
-        progress.begin(f"opening {model}", None)
+        progress.begin(f"opening {model}")
         found = importance_of(
             model,
             out,

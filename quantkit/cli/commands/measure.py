@@ -72,7 +72,7 @@ def measure(
     plan = with_changes(plan, batches(batch), seconds)
     decisions: list[Decision] = []
     with showing() as progress:
-        progress.begin(f"measuring {bundle}", 60.0)
+        progress.begin(f"measuring {bundle}")
         if on is None:
             rows = measure_bundle(
                 opened,

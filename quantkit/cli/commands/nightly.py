@@ -52,7 +52,7 @@ def run(
         expected = expect.dry_run(Nightly.load(config), only)
         return Answer(expected, expect.terminal(expected), warnings=expected["notes"])
     with showing() as progress:
-        progress.begin(f"the cells of {config}", 60.0)
+        progress.begin(f"the cells of {config}")
         found = run_night(config, chosen, resume=resume, only=only, progress=progress)
     opened = _store(config, None)
     gated = gates.gate(opened, found.night)

@@ -15,7 +15,7 @@ from quantkit.errors import InputError
 
 if TYPE_CHECKING:
     from quantkit.pipeline.plan.plan import PlanQuestion
-    from quantkit.pipeline.rehearsal.rehearse import Rehearsal
+    from quantkit.pipeline.rehearsal import Rehearsal
     from quantkit.planning.outlook import Outlook
 
 
@@ -134,7 +134,7 @@ def _rehearsed(question: PlanQuestion, outlook: Outlook) -> Rehearsal:
     Raises:
         InputError: `usage`, where there are several.
     """
-    from quantkit.pipeline.rehearsal.rehearse import rehearse
+    from quantkit.pipeline.rehearsal import rehearse
     from quantkit.pipeline.request import Request, demand_model
 
     if len(outlook.candidates) != 1:
@@ -152,5 +152,5 @@ def _rehearsed(question: PlanQuestion, outlook: Outlook) -> Rehearsal:
     )
     demand_model(question.model)
     with showing() as progress:
-        progress.begin(f"rehearsing {question.model}", 45.0)
+        progress.begin(f"rehearsing {question.model}")
         return rehearse(request, progress)

@@ -104,7 +104,7 @@ def tax(
         progress = stack.enter_context(showing())
         # what comes before the first timing takes as long for two seconds of it as for three hundred
         stages = {**({} if there is None else {"carrying": _CARRYING}), **_BEFORE, "timing": 1.6 * seconds}
-        progress.begin(f"timing the linears of {model or ', '.join(shape or ())}", sum(stages.values()))
+        progress.begin(f"timing the linears of {model or ', '.join(shape or ())}")
         progress.plan(stages)
 
         def told(share: float, words: str) -> None:

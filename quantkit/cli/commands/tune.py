@@ -78,7 +78,7 @@ def tune(
         batches=batches(batch) or (),
     )
     with showing() as progress:
-        progress.begin(f"opening {model}", 300.0)
+        progress.begin(f"opening {model}")
         from quantkit.tuning import tune as search
 
         tuned = search(question, progress)

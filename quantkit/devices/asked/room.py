@@ -10,8 +10,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.pipeline.finished.keep import export_of
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
-from quantkit.planning.compiling.forecast import peaks
-from quantkit.planning.compiling.spec import CompileSpec
+from quantkit.planning.compiling import CompileSpec, peaks
 from quantkit.planning.model import configs
 from quantkit.recipe import ExportStep, Recipe
 

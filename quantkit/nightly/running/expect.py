@@ -123,9 +123,5 @@ def _planned(config: Nightly, cells: Sequence[NightCell]) -> tuple[float, list[f
     known = {row.batch: row.step.seconds for row in candidate.rows}
     steps = [known.get(cell.batch) for cell in cells]
     notes = [] if None not in steps else [f"steps of {STEP} s assumed"]
-    if candidate.compiling is None:
-        notes.append(f"a compile of {COMPILE:.0f} s assumed")
-    # a night times what it compiles itself
-    taken = candidate.compiling
-    seconds = COMPILE if taken is None else taken.total - taken.seconds.get("speed", 0.0)
-    return seconds, [STEP if each is None else each for each in steps], notes
+    notes.append(f"a compile of {COMPILE:.0f} s assumed: its time is known after the first block")
+    return COMPILE, [STEP if each is None else each for each in steps], notes

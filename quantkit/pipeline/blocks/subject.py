@@ -41,9 +41,7 @@ from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import try_to_time
 from quantkit.planning.bound import efficiency
-from quantkit.planning.compiling.memory import WHOLE
-from quantkit.planning.compiling.result import Compiling
-from quantkit.planning.compiling.spec import timed
+from quantkit.planning.compiling import WHOLE, Compiling, timed
 from quantkit.planning.model.assigned import takes_head
 from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime
@@ -67,8 +65,18 @@ class TransformerSubject:
 
     @cached_property
     def expected(self) -> Compiling:
-        """What the compile will take."""
+        """What the compile will take of memory and disk."""
         return estimate(self.prepared)
+
+    @property
+    def stages(self) -> Mapping[str, float]:
+        """In order, with the number of their parts: blocks, or exports."""
+        blocks, exports = len(self.prepared.stream.block_names), len(self.request.recipe.export)
+        quantizes = bool(self.prepared.steps) or self.prepared.calibration is not None
+        builds = any(load_exporter(step.name).builds for step in self.request.recipe.export)
+        stages = {"open": 1.0, "prove": 1.0, "quantize": blocks * quantizes, "export": exports, "check": exports}
+        stages |= {"build": blocks * builds, "score": blocks, "speed": blocks * times(self.prepared), "finish": 1.0}
+        return {name: float(parts) for name, parts in stages.items() if parts}
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the bundle's content depends on."""

@@ -37,7 +37,7 @@ from quantkit.model.structure.skip import skips
 from quantkit.model.structure.traced import Structure
 from quantkit.passes import Outcome, Pass, decision
 from quantkit.passes.solvers.factor import ATTEMPTS, no_factor
-from quantkit.planning.compiling.spec import chunk_size
+from quantkit.planning.compiling import chunk_size
 from quantkit.plugins.outside import demand_returned
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 

@@ -46,7 +46,7 @@ from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import HARM
-from quantkit.planning.compiling.result import Compiling
+from quantkit.planning.compiling import Compiling
 
 # packages that a graph's bytes depend on
 _PACKAGES = ("python", "torch", "onnx", "onnx-ir", "onnxruntime", "numpy", "safetensors")
@@ -65,8 +65,19 @@ class GraphSubject:
 
     @cached_property
     def expected(self) -> Compiling:
-        """What the compile will take."""
+        """What the compile will take of memory and disk."""
         return estimate(self.prepared)
+
+    @property
+    def stages(self) -> Mapping[str, float]:
+        """In order, with the number of their parts: products, or samples."""
+        prepared, activations = self.prepared, self.request.recipe.scheme.activations
+        products, mixed = float(len(prepared.sites)), prepared.held is not None
+        ranges = products if activations is not None and not activations.dynamic else 0.0
+        speed = products if self.request.speed and runs_here(self.request.target) else 0.0
+        stages = {"open": 1.0, "ranges": ranges, "codes": products, NAME: 4 * products * mixed}
+        stages |= {"score": products, "speed": speed, "finish": 1.0}
+        return {name: parts for name, parts in stages.items() if parts}
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that a bundle's content depends on, and what its choices were made on."""

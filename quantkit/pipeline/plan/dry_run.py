@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from quantkit.calibrate.sets.inputs import InputSet
     from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.pipeline.graphs.prepared import PreparedGraph
-    from quantkit.planning.compiling.result import Compiling
+    from quantkit.planning.compiling import Compiling
 
 
 def planned(prepared: Prepared) -> dict[str, Any]:
-    """What the compile of a transformer would do, as JSON. Sizes are in bytes; `seconds` is by stage."""
+    """What the compile of a transformer would do, as JSON. Sizes are in bytes; time is known after the first block."""
     source, layers = prepared.source, prepared.layers
     counts: dict[str, list[float]] = {}
     for name, scheme in layers.schemes.items():
@@ -93,7 +93,7 @@ def _common(prepared: Prepared | PreparedGraph, expected: Compiling) -> dict[str
         "target": request.target.name,
         "passes": asked["passes"],
         "export": asked["export"],
-        "seconds": dict(expected.seconds),
+        "seconds": None,
         "memory_bytes": round(expected.peak),
         "disk_bytes": expected.as_dict()["disk_bytes"],
         "out": str(prepared.out),

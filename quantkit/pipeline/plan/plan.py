@@ -22,7 +22,7 @@ from quantkit.planning.bound.efficiency import Sample
 from quantkit.planning.bound.forecast import Served, TimedStep
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.bound.roofline import FLOATS, WIDTH, Cache, ModelStep, compute_type, products
-from quantkit.planning.compiling.result import Compiling
+from quantkit.planning.compiling import Compiling
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import Assigned, assign_sizes

@@ -21,6 +21,7 @@ from quantkit.target import State
 
 NONE = "–"
 _BOUND = "≥ and ≤ mark bounds, which no runtime beats."
+_UNTIMED = "a compile's time is known after its first block, or by --rehearse"
 _FORECAST = "What has an interval behind it, like 19 ms (15–26), is a forecast from measurements."
 # what a model puts out, and what one step of it is called
 _OUTPUT = {"decoder": "tokens", "encoder": "sequences", "network": "images"}
@@ -201,7 +202,7 @@ def legend(outlook: Outlook) -> str:
     """How to read the figures, of what there is."""
     timed = [each for row in _rows(outlook) for each in (row.step, row.prefill) if each is not None]
     parts = [_BOUND] if any(each.least is not None for each in timed) else []
-    known = any(each.forecast is not None for each in timed) or any(each.compiling for each in outlook.candidates)
+    known = any(each.forecast is not None for each in timed)
     return " ".join([*parts, _FORECAST] if known else parts)
 
 
@@ -306,17 +307,15 @@ def every_caution(outlook: Outlook) -> dict[str, list[str]]:
 
 
 def compiling(candidates: Sequence[PlannedRecipe]) -> tuple[Sheet, list[str]] | None:
-    """What each compile takes: time with its interval, memory at its peak, disk; and on what machine."""
+    """What each compile takes: memory at its peak, disk; of time what a rehearsal measured."""
     body, notes = [], []
     for each in candidates:
         found = each.compiling
         if found is not None:
-            factor, unit_ = next((f, u) for f, u, least in _LONG if found.total >= least)
-            low, high = (end * found.total for end in found.interval)
-            time_ = with_interval(found.total, (low, high), factor, f"\u00a0{unit_}")
-            body.append([each.label, time_, words.size(found.peak), found.at_peak, words.size(found.disk.most)])
-            notes += [f"on {found.machine.name}, {words.plural(found.machine.cores, 'core')}", *found.notes]
-    return (Sheet(["recipe", "time", "memory", "at", "disk"], body), list(dict.fromkeys(notes))) if body else None
+            body.append([each.label, words.size(found.peak), found.at_peak, words.size(found.disk.most)])
+            rehearsed = ", ".join(f"{stage} {words.duration(value)}" for stage, value in (found.seconds or {}).items())
+            notes += [f"by the block that was run: {rehearsed}" if rehearsed else _UNTIMED, *found.notes]
+    return (Sheet(["recipe", "memory", "at", "disk"], body), list(dict.fromkeys(notes))) if body else None
 
 
 # --- what to do ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,453 @@
+"""A compile's hardest half minute, first: the recipe on the largest block alone, by the code that will do them all.
+
+    open, without reading the weights -> what is refused -> the largest block cut out -> quantize, export, check that,
+    on a few sequences -> what the whole will take -> what would have failed
+
+The block is cut out as a model of one layer: its folder holds the config with one layer, that block's weights under the
+number 0, and what lies outside the blocks with a few rows of the vocabulary. Its time is measured on one sequence and
+on a few, and multiplied; the peak of memory is its own, plus what sizes say that the whole takes beyond it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit import content, machine
+from quantkit.bundle.disk import not_writable
+from quantkit.errors import InputError, QuantkitError
+from quantkit.exporters.carried import carried
+from quantkit.pipeline.estimate import demand_disk, estimate, spec
+from quantkit.pipeline.progress import Progress, Stages
+from quantkit.pipeline.request import Request
+from quantkit.planning.compiling import CompileSpec, Compiling, elements, peaks
+from quantkit.recipe import Override, Recipe
+from quantkit.report.kit import words
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.pipeline.blocks.prepared import Prepared
+
+# sequences of the longer run; seconds that looking through the other blocks may take
+FEW, _LOOKING = 4, 5.0
+# seconds of a block below which it is run again: imports and first calls are a good part of the first time
+_WARM = 8.0
+# stages that go by the number of blocks
+_REHEARSED = ("quantize", "export", "check", "build")
+# how configs call the number of blocks, and how many of the first ones are without experts
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DENSE_FIRST, _DENSE_LISTED = "first_k_dense_replace", "mlp_only_layers"
+# rows of the vocabulary that are kept
+ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found out before it would have been.
+
+    Args:
+        code: stable: that of the error it would have been.
+        line: for people, with the remedy.
+        fails: whether the compile would end with it.
+    """
+
+    code: str
+    line: str
+    fails: bool = True
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal found.
+
+    Args:
+        compiling: what the whole will take, corrected by what the block took; None where it never came so far.
+        findings: what would fail, and what is worth knowing.
+        block: that was run; "" where none was.
+        sequences: that it was calibrated on.
+        measured: stage -> processor seconds of the block.
+        memory_peak_bytes: of the process while it ran; None where something larger had been in it before.
+        seconds: that the rehearsal took.
+    """
+
+    compiling: Compiling | None
+    findings: Sequence[Finding]
+    block: str = ""
+    sequences: int = 0
+    measured: Mapping[str, float] = field(default_factory=dict)
+    memory_peak_bytes: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found that the compile would end with."""
+        return not any(finding.fails for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "ok": self.ok,
+            "compiling": self.compiling.as_dict() if self.compiling is not None else None,
+            "findings": [{"code": each.code, "line": each.line, "fails": each.fails} for each in self.findings],
+            "block": self.block or None,
+            "sequences": self.sequences,
+            "measured_cpu_seconds": dict(self.measured),
+            "factors": None,
+            "memory_peak_bytes": self.memory_peak_bytes,
+            "seconds": self.seconds,
+        }
+
+
+def rehearse(request: Request, progress: Progress | None = None) -> Rehearsal:
+    """Find out what a compile would take, and what it would fail with; nothing of it is kept.
+
+    Raises:
+        InputError: `compile-unknown`, of a graph of images.
+    """
+    from quantkit.pipeline.graphs.exported_module import takes_graph
+
+    if takes_graph(request.model):
+        raise InputError(
+            "compile-unknown",
+            where=request.model,
+            value="a float ONNX graph",
+            rule="blocks of transformers are rehearsed",
+            remedy="quantkit compile --dry-run says what becomes of a graph",
+        )
+    return _Rehearsing(request, progress or Progress()).run()
+
+
+class _Rehearsing:
+    """The steps of one rehearsal; each adds to the findings."""
+
+    def __init__(self, request: Request, progress: Progress) -> None:
+        self.request, self.progress = request, progress
+        self.findings: list[Finding] = []
+
+    def run(self) -> Rehearsal:
+        from quantkit.pipeline.blocks.prepared import prepare
+
+        began = time.perf_counter()
+        self.progress.plan({"open": 1.0, "quantize": 3.0, "export": 3.0, "check": 3.0})
+        prepared: Prepared | None = None
+        with self._noting("rehearsal-failed"):
+            prepared = prepare(self.request, whole=False)
+        if prepared is None:
+            return Rehearsal(None, self.findings, seconds=time.perf_counter() - began)
+        ran = self._block(prepared, estimate(prepared))
+        self._look_through(prepared)
+        if ran.compiling is not None:
+            self._demand_room(ran.compiling, prepared.out)
+        return replace(ran, findings=tuple(self.findings), seconds=time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _noting(self, instead: str = "") -> Iterator[None]:
+        """What is raised inside is a finding; of a library's own exceptions, under the code `instead`."""
+        try:
+            yield
+        except QuantkitError as problem:
+            self.findings.append(Finding(problem.code, problem.line()))
+        except Exception as problem:  # whatever another library makes of what it is given
+            if not instead:
+                raise
+            reason = " ".join(str(problem).split())[:300] or type(problem).__name__
+            self.findings.append(Finding(instead, f"{instead}: {type(problem).__name__}: {reason}"))
+
+    def _block(self, prepared: Prepared, expected: Compiling) -> Rehearsal:
+        """Compile the largest block alone."""
+        index = _largest(prepared)
+        name, whole = prepared.stream.block_names[index], spec(prepared)
+        few = min(FEW, whole.sequences)
+        alone = _as_cut(whole, index, few)
+        needed = max(peaks(alone).values())
+        if needed > machine.memory_limit():
+            line = f"{name} takes about {words.size(needed)} alone: not run, its memory is what sizes say"
+            self.findings.append(Finding("block-not-run", line, fails=False))
+            return Rehearsal(expected, [])
+        before, peak, runs = machine.peak_bytes(), None, list[tuple[int, _Taken]]()
+        with self._noting("rehearsal-failed"), self._room(prepared.out) as home:
+            try:
+                cut(prepared, index, home / "model")
+            except InputError as problem:
+                if problem.code != "block-not-alone":
+                    raise
+                self.findings.append(Finding(problem.code, problem.line(), fails=False))
+                return Rehearsal(expected, [])
+            first = self._compile(prepared, index, home / "cold", home / "model", min(few, 1))
+            # what only a first block takes would be multiplied by all
+            warm = first["quantize"][0] >= _WARM if "quantize" in first else True
+            counts = ([] if warm else [min(few, 1)]) + ([few] if few > 1 else [])
+            runs = [(min(few, 1), first)] if warm else []
+            for count in counts:
+                runs.append((count, self._compile(prepared, index, home / f"on-{count}", home / "model", count)))
+            peak = machine.peak_bytes()
+        if not runs:
+            return Rehearsal(expected, [], block=name, sequences=few)
+        own = peak if peak is not None and peak > before else None
+        measured = {stage: cpu for stage, (cpu, _) in runs[-1][1].items()}
+        layers = whole.architecture.layers
+        share = sum(elements(layer.matrices) for layer in layers) / max(elements(layers[index].matrices), 1.0)
+        seconds = _multiplied(runs, whole.sequences, share)
+        compiling = replace(expected, memory=_corrected(expected, alone, own), seconds=seconds)
+        return Rehearsal(compiling, [], name, few, measured, own)
+
+    def _compile(self, prepared: Prepared, index: int, out: Path, model: Path, samples: int) -> _Taken:
+        """What the block's quantizing, exports and checks take."""
+        from quantkit.bundle import Build
+        from quantkit.pipeline.blocks.prepared import prepare
+        from quantkit.pipeline.blocks.subject import TransformerSubject
+        from quantkit.pipeline.compile import make
+
+        request = replace(
+            self.request,
+            model=str(model.absolute()),
+            recipe=alone(prepared.request.recipe, prepared, index),
+            out=out,
+            resume=False,
+            strict=False,
+            speed=False,
+            as_shipped=False,
+        )
+        seen = prepared.calibration
+        if seen is not None:
+            seen = replace(seen, ids=few_of(seen.ids, max(samples, 1)))
+        scoring = replace(prepared.scoring, ids=few_of(prepared.scoring.ids, 1), pairs=None)
+        stages = Stages("open")
+        subject = TransformerSubject(prepare(request, whole=False, seen=(seen, scoring)))
+        with Build.open(out, subject.fingerprint(), resume=False) as build:
+            make(subject.work(build, self.progress, stages), stages)
+        taken: _Taken = {}
+        for stage in stages.end():
+            if stage.name in _REHEARSED:
+                cpu, wall = taken.get(stage.name, (0.0, 0.0))
+                taken[stage.name] = (cpu + stage.cpu_seconds, wall + stage.seconds)
+        return taken
+
+    @contextlib.contextmanager
+    def _room(self, out: Path) -> Iterator[Path]:
+        """A folder beside where the bundle will be; gone at the end."""
+        parent = next((folder for folder in out.absolute().parents if folder.is_dir()), Path())
+        try:
+            home = Path(tempfile.mkdtemp(dir=parent, prefix=f".{out.name}-rehearsal-"))
+        except OSError as problem:
+            raise not_writable(out, problem) from None
+        try:
+            yield home
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+
+    def _look_through(self, prepared: Prepared) -> None:
+        """Weights of the other blocks, as many as there is time for: NaN, infinity, files cut short."""
+        weights, end = prepared.original.weights, time.perf_counter() + _LOOKING
+        names = list(weights.entries)
+        for done, name in enumerate(names):
+            if time.perf_counter() > end:
+                line = f"{len(names) - done} of {len(names)} tensors were not looked through; a compile does so first"
+                self.findings.append(Finding("weights-unseen", line, fails=False))
+                return
+            before = len(self.findings)
+            with self._noting():
+                weights.read(name)
+            if len(self.findings) > before:
+                if any(finding == self.findings[-1] for finding in self.findings[:-1]):
+                    self.findings.pop()  # the block had it already
+                return
+
+    def _demand_room(self, expected: Compiling, out: Path) -> None:
+        """Disk for the bundle and for the float model, and memory."""
+        with self._noting():
+            demand_disk(expected, out)
+        cache = content.cache_dir()
+        home = next((folder for folder in (cache, *cache.parents) if folder.is_dir()), Path())
+        if expected.disk.cache > (free := shutil.disk_usage(home).free):
+            line = f"{home}: {words.size(free)} are free, the float model takes {words.size(expected.disk.cache)}"
+            self.findings.append(Finding("disk-space", f"{line}: speed would not be measured", fails=False))
+        limit, free = machine.memory_limit(), machine.memory_available() + _resident()
+        need = f"it takes about {words.size(expected.peak)} ({expected.at_peak})"
+        if expected.peak > limit:
+            line = f"{need}, this process may have {words.size(limit)}"
+            self.findings.append(Finding("out-of-memory", f"out-of-memory: {line}; fewer --set calibration.samples"))
+        elif expected.peak > free:
+            line = f"{need}, {words.size(free)} are free now"
+            self.findings.append(Finding("memory-short", f"memory-short: {line}", fails=False))
+
+
+def _largest(prepared: Prepared) -> int:
+    """The block with the most weights to quantize; of all its weights, where nothing is quantized."""
+    names, layers = prepared.stream.block_names, prepared.layers
+
+    def size(block: str) -> tuple[int, int]:
+        inside = {name: n * k for name, (n, k) in layers.inside.items() if name.startswith(f"{block}.")}
+        return sum(n for name, n in inside.items() if name in layers.schemes), sum(inside.values())
+
+    return max(range(len(names)), key=lambda index: size(names[index]))
+
+
+# stage -> (processor seconds, seconds by the wall clock)
+_Taken = dict[str, tuple[float, float]]
+
+
+def _multiplied(runs: Sequence[tuple[int, _Taken]], sequences: int, share: float) -> dict[str, float]:
+    """Seconds of the whole: those of the block, in a straight line through what it took on (sequences, seconds), times
+    how much larger all blocks are.
+    """
+    (few, first), (many, last) = runs[0], runs[-1]
+    seconds = {}
+    for stage, (_, wall) in last.items():
+        slope = max(wall - first[stage][1], 0.0) / (many - few) if many > few and stage == "quantize" else 0.0
+        seconds[stage] = share * (wall + slope * (sequences - many))
+    return seconds
+
+
+def _as_cut(whole: CompileSpec, index: int, sequences: int) -> CompileSpec:
+    """The compile of one block alone, with the vocabulary that is kept."""
+    model = whole.architecture
+    vocabulary = model.head.N if model.head is not None else model.vocabulary
+    model = replace(model, layers=[model.layers[index]])
+    if vocabulary and vocabulary > ROWS:
+        head = replace(model.head, N=ROWS) if model.head is not None else None
+        model = replace(model, embeddings=max(model.embeddings - (vocabulary - ROWS) * model.hidden, 0), head=head)
+    return replace(whole, architecture=model, sequences=sequences, scored=whole.scored_length, timed=False)
+
+
+def _corrected(expected: Compiling, alone: CompileSpec, own: int | None) -> dict[str, float]:
+    """Peaks of the whole: where the block's was measured, by as much as it was over what sizes say of it."""
+    if own is None:
+        return dict(expected.memory)
+    reckoned = [peak for part, peak in peaks(alone).items() if part.partition(" ")[0] in ("open", "begin", *_REHEARSED)]
+    return {part: peak + own - max(reckoned) for part, peak in expected.memory.items()}
+
+
+def _resident() -> int:
+    """Bytes that this process has now: what it may use again."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+# --- a model of one block --------------------------------------------------------------------------------------------
+
+
+def cut(prepared: Prepared, index: int, folder: Path) -> None:
+    """Write the model of block `index` alone.
+
+    Args:
+        prepared: of the whole model; its weights are read here, those of the block and a few others.
+
+    Raises:
+        InputError: `weights-nonfinite`, `weights-truncated`; `block-not-alone`, where the config of one layer makes
+            another block.
+    """
+    from safetensors.torch import save_file
+
+    from quantkit.model.streaming.stream import StreamedModel
+
+    source = prepared.original
+    # passes that change the whole model do so with the cut one as well
+    stream = StreamedModel(source) if prepared.stream.transforms else prepared.stream
+    folder.mkdir(parents=True)
+    for path, name in carried(source.path, code=source.trust_remote_code):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+    config = _config(source.config, index, len(stream.block_names))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = dict(_tensors(stream, index, _vocabulary(source.config)))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _demand_same_block(prepared, index, folder)
+
+
+def alone(recipe: Recipe, prepared: Prepared, index: int) -> Recipe:
+    """The recipe for block `index` as the only one: its layers are stored as they will be in the whole model."""
+    layers, before = prepared.layers, prepared.stream.block_names[index]
+    default = recipe.scheme.weights
+    overrides = []
+    for name in layers.inside:
+        if not name.startswith(f"{before}."):
+            continue
+        scheme = layers.schemes.get(name)
+        if default is not None and scheme != default:
+            stored = None if scheme is None else scheme.model_dump(mode="json")
+            overrides.append(Override(match=renamed(name, before), weights=stored))
+    if layers.head is not None and layers.schemes[layers.head] != default:
+        overrides.append(Override(match="lm_head", weights=layers.schemes[layers.head].model_dump(mode="json")))
+    keep = [each for each in recipe.keep if each in ("embeddings", "lm_head", "norms")]
+    # by which a layer is what its number says
+    plain = recipe.scheme.model_copy(update={"mixture": None})
+    return recipe.model_copy(update={"overrides": overrides, "keep": keep, "scheme": plain})
+
+
+def renamed(name: str, block: str) -> str:
+    """A name inside a block as it is where that block is number 0."""
+    return f"{block.rpartition('.')[0]}.0{name.removeprefix(block)}"
+
+
+def _config(config: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:
+    """With one layer; what is listed by layer keeps the entry of that one."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        inner = isinstance(value, dict) and key.endswith("_config")
+        listed = isinstance(value, list) and len(value) == count > 1
+        found[key] = _config(value, index, count) if inner else [value[index]] if listed else value
+    for key in _COUNTS:
+        if found.get(key) == count:
+            found[key] = 1
+    if isinstance(found.get(_DENSE_FIRST), int):
+        found[_DENSE_FIRST] = int(index < found[_DENSE_FIRST])
+    if isinstance(config.get(_DENSE_LISTED), list):
+        found[_DENSE_LISTED] = [0] if index in config[_DENSE_LISTED] else []
+    if isinstance(found.get("vocab_size"), int):
+        found["vocab_size"] = min(ROWS, found["vocab_size"])
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(found.get(key), int) and found[key] >= ROWS:
+            found[key] = 0
+    return found
+
+
+def _vocabulary(config: Mapping[str, Any]) -> int:
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else 0
+
+
+def _tensors(stream: StreamedModel, index: int, vocabulary: int) -> Iterator[tuple[str, Tensor]]:
+    """What the cut model stores, each tensor of the files once."""
+    block, seen = stream.block_names[index], set()
+    weights = stream.source.weights
+    for name, file in stream.files.items():
+        inside = name.startswith(f"{block}.")
+        if file in seen or (not inside and name.startswith(f"{stream.path}.")):
+            continue
+        seen.add(file)
+        value = (
+            weights.beginning(file, ROWS) if not inside and weights.entries[file].shape[:1] == (vocabulary,) else None
+        )
+        yield renamed(name, block) if inside else name, weights.read(file) if value is None else value
+
+
+def _demand_same_block(prepared: Prepared, index: int, folder: Path) -> None:
+    from quantkit.model.source.open import open_model
+    from quantkit.model.streaming.stream import StreamedModel
+
+    mine = prepared.stream.blocks[index]
+    theirs = StreamedModel(open_model(str(folder.absolute()), trust_remote_code=None, hashed=False)).blocks[0]
+    shapes = [{name: tuple(value.shape) for name, value in block.named_parameters()} for block in (mine, theirs)]
+    if shapes[0] != shapes[1] or type(mine) is not type(theirs):
+        raise InputError(
+            "block-not-alone",
+            where=prepared.stream.block_names[index],
+            value="a config of one layer makes another block",
+            rule="a block is rehearsed as the only one of a model",
+        )
+
+
+def few_of(ids: Tensor, samples: int) -> Tensor:
+    """Ids of the first sequences, in the vocabulary that is kept."""
+    return ids[:samples].remainder(ROWS)

@@ -1,1 +1,0 @@
-"""The recipe on one block, first: what fails later fails now."""

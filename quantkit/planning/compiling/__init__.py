@@ -1,1 +1,0 @@
-"""What a compile takes: seconds, memory and disk, from sizes alone."""
