@@ -38,7 +38,7 @@ def alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Alias:
     write_gguf(package / "tiny.gguf", tiny("llama", vocab_size=len(vocabulary())))
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    return replace(ALIASES[SMOLLM2], name="tiny", source=Packaged("a_model_package", "a-model-package==1", "tiny.gguf"))
+    return replace(ALIASES[SMOLLM2], name="tiny", source=Packaged("a_model_package", "tiny.gguf", "a-model-package==1"))
 
 
 @pytest.fixture
