@@ -103,14 +103,17 @@ class Alias:
 
 def _alias(name: str, stated: dict[str, Any]) -> Alias:
     """Make an alias of its entry in `aliases.yaml`."""
-    licence, preprocess, source = stated["licence"], stated.pop("preprocess", None), stated.pop("packaged", None)
-    joined = stated.pop("joined", None)
-    how = Preprocess(**preprocess) if preprocess else None
-    convert = {
-        "gguf": convert_gguf,
-        "network": partial(convert_network, network=name, licence=licence, preprocess=how),
-        "folder": partial(copy_folder, licence=licence),
-    }[stated.pop("convert")]
+    licence, source, joined = stated["licence"], stated.pop("packaged", None), stated.pop("joined", None)
+    how = Preprocess(**pre) if (pre := stated.pop("preprocess", None)) else None
+    convert: Callable[[Path, Path], None]
+    match stated.pop("convert"):
+        case "network":
+            assert how is not None
+            convert = partial(convert_network, network=name, licence=licence, preprocess=how)
+        case "folder":
+            convert = partial(copy_folder, licence=licence)
+        case _:
+            convert = convert_gguf
     file = (
         Packaged(**source)
         if source
