@@ -19,7 +19,7 @@ import numpy as np
 from harness.record import record, show, verdicts
 
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timed_rows import latency_row
+from quantkit.measurement.timing.rows import latency_row
 from quantkit.measurement.verdict import MeasuredFormat, verdict
 from quantkit.stats.abba import compare
 from quantkit.stats.noise import Noise

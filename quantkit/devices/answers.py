@@ -20,8 +20,8 @@ from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.clocks import Clocks
-from quantkit.measurement.timing.rounds import TimedPart, TimedRound
-from quantkit.measurement.timing.schedule import Turns, Visit
+from quantkit.measurement.timing.rounds import TimedRound
+from quantkit.measurement.timing.schedule import Timing, Visit
 
 # that a line holds: of a stretch of positions ten for each, of up to 25 bytes; of samples
 POSITIONS, NUMBERS = 1024, 40_000
@@ -147,7 +147,7 @@ class ShapeTimes(_Answer):
 
 
 class PartTimes(_Answer):
-    """One shape in one round: see `measurement.timing.rounds.TimedPart`; `seconds` and `skipped` as in `ShapeTimes`."""
+    """One shape in one round: see `measurement.timing.schedule.Timing`; `seconds` and `skipped` as in `ShapeTimes`."""
 
     seconds: dict[Name, list[list[list[Taken]]]] = Field(default_factory=dict, max_length=2)
     visit: Visit | None = None
@@ -173,7 +173,7 @@ class RoundTimes(_Answer):
         """As it was taken; when each step began is not in it."""
         parts = []
         for part in found.parts:
-            times = {} if part.turns is None else {side: each.tolist() for side, each in part.turns.seconds.items()}
+            times = {side: each.tolist() for side, each in part.seconds.items()}
             parts.append(PartTimes(seconds=times, visit=part.visit, skipped=part.skipped))
         return cls(parts=tuple(parts), took=found.seconds, before=before, after=after)
 
@@ -187,13 +187,12 @@ class RoundTimes(_Answer):
             ):
                 raise invalid(where, "times that do not fit together")
             times = {side: np.array(each) for side, each in part.seconds.items()}
-            turns = None if part.skipped else Turns(times, times, [], (blocks,))
-            parts.append(TimedPart(turns, part.visit, part.skipped))
+            parts.append(Timing(times, rounds=(blocks,), visit=part.visit, skipped=part.skipped))
         return TimedRound(parts, self.took)
 
 
 class ProductTimes(_Answer):
-    """One variant of a linear at one batch: see `measurement.operators.products.TakenTimes`.
+    """One variant of a linear at one batch: see `measurement.operators.products.TimedVariant`.
 
     Args:
         linear: its number among those of the job.

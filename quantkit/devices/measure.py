@@ -38,7 +38,8 @@ from quantkit.measurement.operators.ceilings import joined, write_graphs
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing import latency
 from quantkit.measurement.timing.clocks import Between, settings_of
-from quantkit.measurement.timing.latency_rows import explained
+from quantkit.measurement.timing.rows import Side, explained
+from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Timing
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.measurement.timing.speed import memory_row
 from quantkit.passes import decision
@@ -265,8 +266,10 @@ class _Measuring:
             limits = joined(limits, after)
         rows = latency.judged(
             [_timing(answers, shape, counted=not self.side.on_gpu) for shape in shapes],
-            latency.Side(sides.ours, self.ours.subject, sides.resident_bytes),
-            latency.Side(sides.theirs, self.theirs.subject),
+            {
+                SUBJECT: Side(sides.ours, self.ours.subject, sides.resident_bytes),
+                BASELINE: Side(sides.theirs, self.theirs.subject),
+            },
             limits,
             runtime=self.runtime,
             settings={**sides.settings, "cores": about.cores},
@@ -281,14 +284,17 @@ class _Measuring:
         return rows, threads if type(threads) is int and threads > 0 else about.cores
 
 
-def _timing(answers: CollectedCells, shape: jobs.ShapeCell, *, counted: bool) -> latency.ShapeTiming:
+def _timing(answers: CollectedCells, shape: jobs.ShapeCell, *, counted: bool) -> Timing:
     """The times of one shape, if they fit together; `counted`: see `Between.of`. Raises InputError `answer-invalid`."""
     found: ShapeTimes = answers.one(ShapeTimes, shape.cell)
-    timing = latency.ShapeTiming(Shape(shape.kind, shape.batch, shape.size))
     if not found.skipped:
-        found.demand_whole({latency.SUBJECT, latency.BASELINE}, f"{answers.on}, {shape.cell}")
-    timing.given(found.seconds, found.rounds, found.skipped)
+        found.demand_whole({SUBJECT, BASELINE}, f"{answers.on}, {shape.cell}")
     state = Between.of(found.before, found.after, counted=counted)
-    timing.flags = ["throttled"] if state.throttled else []
-    timing.settings = settings_of(found.before, found.after)
-    return timing
+    return Timing(
+        {} if found.skipped else {side: np.asarray(times) for side, times in found.seconds.items()},
+        rounds=tuple(found.rounds),
+        shape=Shape(shape.kind, shape.batch, shape.size),
+        skipped=found.skipped,
+        settings=settings_of(found.before, found.after),
+        flags=("throttled",) if state.throttled else (),
+    )

@@ -17,7 +17,8 @@ from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
 from quantkit.measurement.timing.clocks import Between
-from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, SIDES, RoundsJob, Taken, joined
+from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, SIDES, RoundsJob, joined
+from quantkit.measurement.timing.schedule import Timing
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.pipeline.finished.against import config_of
 from quantkit.pipeline.progress import Progress
@@ -38,7 +39,7 @@ class DeviceTimer:
         self._link, self._ready = link, ready
         self.device = link.name
 
-    def __call__(self, job: RoundsJob, report: Report) -> list[Taken]:
+    def __call__(self, job: RoundsJob, report: Report) -> list[Timing]:
         """Raw times of both. Raises InputError: `emulated`; what the device answers, those of the link."""
         sides = {CANDIDATE: Path(job.candidate), BASELINE: Path(job.baseline)}
         files = {side: _files(path) for side, path in sides.items()}
@@ -72,11 +73,12 @@ class DeviceTimer:
         if not LEAST <= len(rounds) <= MOST:
             raise invalid(self.device, f"{len(rounds)} rounds")
         try:
-            taken = joined(job.shapes, [each.round({*SIDES}, self.device) for each in rounds])
+            parts = joined([each.round({*SIDES}, self.device) for each in rounds])
+            taken = [replace(timing, shape=shape) for shape, timing in zip(job.shapes, parts, strict=True)]
         except ValueError:
             raise invalid(self.device, "rounds that do not fit together") from None
-        throttled = _throttled(rounds)
-        return [replace(each, throttled=throttled) for each in taken]
+        flags = ("throttled",) if _throttled(rounds) else ()
+        return [replace(timing, flags=flags) for timing in taken]
 
 
 def _throttled(rounds: Sequence[RoundTimes]) -> bool:

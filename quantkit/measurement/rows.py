@@ -185,6 +185,11 @@ class Row(_Part):
     data: Data | None = None
     flags: list[str] = Field(default_factory=list)
 
+    @classmethod
+    def seconds(cls, name: str, value: float | None, **others: Any) -> Row:
+        """Give a row of a time, by default the median of several; less is better."""
+        return cls(name=name, value=value, **{"unit": "s", "stat": "median", "better": "lower", **others})
+
     @field_validator("name")
     @classmethod
     def _known_name(cls, value: str) -> str:

@@ -250,7 +250,7 @@ def for_target(request: Request, asked: LayerSpec) -> tuple[Request, dict[str, s
     Args:
         asked: the layers of the model.
     """
-    from quantkit.measurement.timing.graphs import compared
+    from quantkit.measurement.timing.speed import compared
 
     trial = partial(compared, threads=machine.cores()) if runs_here(request.target) else None
     steps: list[ExportStep] = []

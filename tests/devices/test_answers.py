@@ -21,7 +21,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.accuracy.positions import Accuracy
 from quantkit.measurement.timing.anew import Task, measure
 from quantkit.measurement.timing.clocks import Clocks
-from quantkit.measurement.timing.schedule import Turns
+from quantkit.measurement.timing.schedule import Timing
 from quantkit.stats.deciding.slowdown import BURST
 
 SHAPE = ShapeCell(kind="decode", batch=1, size=16)
@@ -38,7 +38,7 @@ def answered(cell: str, *rows: Any) -> CollectedCells:
 
 def test_times_are_taken_as_they_are() -> None:
     assert np.array_equal(
-        _timing(answered("decode-1-16", TIMES), SHAPE, counted=True).parts[0].seconds["subject"], np.array(SIDE)
+        _timing(answered("decode-1-16", TIMES), SHAPE, counted=True).seconds["subject"], np.array(SIDE)
     )
 
 
@@ -134,7 +134,7 @@ def test_a_round_of_a_night_is_a_line() -> None:
     sides = ("candidate", "baseline", "release")
     blocks = night.most(len(sides))
     times = {side: np.full((blocks, 2, BURST), 1764107543.1234567 / 3) for side in sides}
-    turns = Turns(times, times, [sides] * blocks, (blocks,))
+    turns = Timing(times, times, [sides] * blocks, (blocks,))
     row = {"cell": "round-0", "rows": [{"round": 0, "state": {}, "turns": turns.as_dict()}]}
     assert LINE / 2 < len(json.dumps({"n": 1 << 30, "kind": "row", **row})) < LINE
     task = Task({"candidate": "x"}, "onnxruntime", 1, 2, None, 1.0, 0, most=3)

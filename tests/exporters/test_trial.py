@@ -14,7 +14,7 @@ from quantkit import machine
 from quantkit.exporters import LayerSpec
 from quantkit.exporters.onnx.exporter import EXPORT
 from quantkit.exporters.onnx.integers import trial
-from quantkit.measurement.timing.graphs import compared
+from quantkit.measurement.timing.speed import compared
 from quantkit.scheme import WeightScheme
 from quantkit.stats.abba import Comparison, compare
 from quantkit.target import Target

@@ -11,7 +11,7 @@ import zoo
 from exported import export
 
 from quantkit.exporters.gguf.exporter import EXPORT
-from quantkit.measurement.timing.file_cost import cost_of_file
+from quantkit.measurement.timing.speed import cost_of_file
 from quantkit.runtimes.llama_cpp.session import AttentionSizes
 from quantkit.scheme import WeightScheme
 

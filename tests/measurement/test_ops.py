@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from quantkit.measurement.operators.products import SweepPlan, TimedVariant
 from quantkit.measurement.operators.rows import ALL
 from quantkit.measurement.operators.tax import StepCost, captured_gain
 from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.schedule import Timing
 from quantkit.planning.model.shapes import LinearShape
 
 
@@ -32,15 +34,15 @@ def test_each_variant_is_timed_against_the_baseline_at_each_batch() -> None:
     assert [(each.M, each.variant) for each in timed] == [(M, v) for M in (1, 8, 64) for v in ("float32", "int4")]
     for each in timed:
         if each.variant == "int4":
-            assert each.found.ratio == pytest.approx(1e-3 / falling(each.M), rel=0.02)
-            low, high = each.found.ratio_ci95
-            assert low < each.found.ratio < high
-            assert each.found.n >= 16
+            assert each.times.ratio == pytest.approx(1e-3 / falling(each.M), rel=0.02)
+            low, high = each.times.ratio_ci95
+            assert low < each.times.ratio < high
+            assert each.times.n >= 16
 
 
 def test_a_step_of_several_products_is_counted_once_each() -> None:
     (_, one), (_, many) = sweep(TWO, (1,)), sweep(TWO, (1,), products=16)
-    assert many.found.quantiles["p50"] == pytest.approx(one.found.quantiles["p50"], rel=0.02)
+    assert many.times.quantiles["p50"] == pytest.approx(one.times.quantiles["p50"], rel=0.02)
 
 
 def test_what_cannot_run_is_skipped_with_its_flag_and_the_rest_goes_on() -> None:
@@ -144,7 +146,7 @@ def test_a_model_is_the_sum_of_its_linears_as_often_as_they_occur() -> None:
 
 def test_a_model_with_a_linear_that_was_not_timed_has_no_sum() -> None:
     timed = sweep(TWO, (1,), (UP, DOWN))
-    timed[1].found, timed[1].skipped = None, "too-slow"
+    timed[1] = replace(timed[1], times=None, timing=Timing(skipped="too-slow"))
     (row,) = [each for each in named(rows_of(timed, "m"), "latency.op", ALL) if each.settings["variant"] == "int4"]
     assert row.value is None
     assert row.flags == ["incomplete", "too-slow"]
@@ -185,4 +187,4 @@ def test_onnx_runtime_times_what_is_right_and_nothing_else(monkeypatch: pytest.M
     timed = ops.measure(bench, [linear], "float32", ["int4.g32.level4"], SweepPlan((1, 2), 0.05, rounds=2))
     for row in rows_of(timed):
         assert json.loads(row.line())["schema"] == 1
-    assert all(each.found for each in timed)
+    assert all(each.times for each in timed)

@@ -16,13 +16,12 @@ from quantkit.measurement.timing.rounds import (
     LEAST,
     MOST,
     RoundsJob,
-    Taken,
     in_rounds,
     joined,
     run,
     take,
 )
-from quantkit.measurement.timing.schedule import Array, Step, Turns
+from quantkit.measurement.timing.schedule import Array, Step, Timing
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.stats.deciding.decision import decide
 from quantkit.stats.deciding.slowdown import BLOCKS, slowdown
@@ -71,7 +70,9 @@ class Side:
         return step
 
 
-def timed(slower: float, *, seconds: float = 0.01, budget: float = 20.0, **options: str) -> tuple[list[Taken], Machine]:
+def timed(
+    slower: float, *, seconds: float = 0.01, budget: float = 20.0, **options: str
+) -> tuple[list[Timing], Machine]:
     machine = Machine()
     loads = {
         CANDIDATE: machine.load("candidate", slower * seconds, **options),
@@ -80,19 +81,13 @@ def timed(slower: float, *, seconds: float = 0.01, budget: float = 20.0, **optio
     return take(loads, [STEP, PROMPT], seconds=budget, clock=machine), machine
 
 
-def turns_of(taken: Taken) -> Turns:
-    assert taken.turns is not None
-    return taken.turns
-
-
-def sides(taken: Taken) -> tuple[Array, Array]:
-    seconds = turns_of(taken).seconds
-    return seconds[CANDIDATE], seconds[BASELINE]
+def sides(taken: Timing) -> tuple[Array, Array]:
+    return taken.seconds[CANDIDATE], taken.seconds[BASELINE]
 
 
 def test_both_are_loaded_anew_in_every_round_in_an_order_that_is_drawn() -> None:
     (step, _), machine = timed(1.0)
-    turns = turns_of(step)
+    turns = step
     rounds = len(turns.rounds)
     assert LEAST <= rounds <= MOST
     pairs = list(zip(machine.loads[::2], machine.loads[1::2], strict=True))
@@ -107,11 +102,9 @@ def test_both_are_loaded_anew_in_every_round_in_an_order_that_is_drawn() -> None
 @pytest.mark.parametrize(("slower", "answer"), [(1.0, "same"), (1.1, "worse"), (1 / 1.1, "better")])
 def test_what_is_slower_is_found_by_the_test_of_every_night(slower: float, answer: str) -> None:
     found, _ = timed(slower)
-    evidence = [slowdown(*sides(each), rounds=turns_of(each).rounds, margin=0.05) for each in found]
+    evidence = [slowdown(*sides(each), rounds=each.rounds, margin=0.05) for each in found]
     assert [each.answer for each in decide(evidence)] == [answer] * 2
-    assert [each.groups for each in evidence] == [len(turns_of(each).rounds) for each in found], (
-        "rounds are what is resampled"
-    )
+    assert [each.groups for each in evidence] == [len(each.rounds) for each in found], "rounds are what is resampled"
 
 
 @pytest.mark.parametrize(("refuses", "cut"), [("", 1), ("", 8), ("", 13), ("out-of-memory", 3)])
@@ -130,8 +123,8 @@ def test_who_breaks_off_goes_on_with_the_next_round_as_if_nothing_had_been(refus
     rest = [*in_rounds(loads, [STEP, PROMPT], seconds=50.0, clock=other, done=first)]
     assert len(first) + len(rest) == len(whole) > 13
     assert other.loads == machine.loads
-    step, prompt = joined([STEP, PROMPT], [*first, *rest])
-    assert turns_of(step).order == [each for found in whole for each in found.parts[0].turns.order]  # type: ignore[union-attr]
+    step, prompt = joined([*first, *rest])
+    assert step.order == [each for found in whole for each in found.parts[0].order]
     assert prompt.skipped == refuses
     # and what was settled in the first round stays
     assert len({part.visit for found in (*first, *rest) for part in found.parts[:1]}) == 1
@@ -139,31 +132,31 @@ def test_who_breaks_off_goes_on_with_the_next_round_as_if_nothing_had_been(refus
 
 def test_a_round_is_shorter_where_there_is_no_time_and_never_less_than_a_block() -> None:
     (step, prompt), _ = timed(1.0, seconds=1.0, budget=1.0)
-    assert turns_of(step).rounds == turns_of(prompt).rounds == (1,) * LEAST
+    assert step.rounds == prompt.rounds == (1,) * LEAST
     assert sides(step)[0].shape == (LEAST, 2, 1), "what takes long is timed once a visit"
 
 
 def test_what_takes_microseconds_is_run_several_times_and_told_as_one() -> None:
     (step, _), _ = timed(1.0, seconds=2e-5, budget=60.0)
-    assert len(turns_of(step).rounds) == MOST
+    assert len(step.rounds) == MOST
     assert np.median(sides(step)[0]) == pytest.approx(2e-5, rel=0.05)
 
 
 def test_a_shape_that_does_not_fit_is_left_out_and_said() -> None:
     (step, prompt), _ = timed(1.0, refuses="out-of-memory")
-    assert (prompt.skipped, prompt.turns, step.skipped) == ("out-of-memory", None, "")
-    assert Taken.read(prompt.as_dict()).skipped == "out-of-memory"
+    assert (prompt.skipped, dict(prompt.seconds), step.skipped) == ("out-of-memory", {}, "")
+    assert Timing.read(prompt.as_dict()).skipped == "out-of-memory"
     with pytest.raises(InputError, match="onnx-unreadable"):
         timed(1.0, refuses="onnx-unreadable")
 
 
 def test_times_survive_the_way_between_processes() -> None:
     (step, _), _ = timed(1.0)
-    again = Taken.read(json.loads(json.dumps(step.as_dict())))
-    assert (again.shape, turns_of(again).rounds) == (step.shape, turns_of(step).rounds)
+    again = Timing.read(json.loads(json.dumps(step.as_dict())))
+    assert (again.shape, again.rounds) == (step.shape, step.rounds)
     for there, here in zip(sides(again), sides(step), strict=True):
         np.testing.assert_array_equal(there, here)
-    assert [*turns_of(again).steps()] == [*turns_of(step).steps()]
+    assert [*again.steps()] == [*step.steps()]
 
 
 def test_the_shapes_of_a_plan() -> None:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from quantkit.measurement.timing.schedule import Turns, Visit, interleave, runs_of
+from quantkit.measurement.timing.schedule import Timing, Visit, interleave, runs_of
 
 
 class FakeClock:
@@ -82,10 +82,10 @@ def test_rounds_are_joined_in_order_and_survive_the_way_between_processes():
     sides = {name: clock.step(name, 1.0 + (name == "B"), log) for name in "AB"}
     generator = np.random.default_rng(3)
     parts = [interleave(sides, blocks=(n, n), seconds=0, generator=generator, clock=clock) for n in (2, 3)]
-    both = Turns.joined(parts)
+    both = Timing.joined(parts)
     assert both.rounds == (2, 3)
     assert [side for side, *_ in both.steps()] == log
-    again = Turns.read(json.loads(json.dumps(both.as_dict())))
+    again = Timing.read(json.loads(json.dumps(both.as_dict())))
     assert [*again.steps()] == [*both.steps()]
     assert again.rounds == both.rounds
     alone = both.of("B")

@@ -21,8 +21,8 @@ from quantkit.calibrate.tokens.ids import load_tokens
 from quantkit.errors import InputError
 from quantkit.measurement.compared import Compared, DecidedCell
 from quantkit.measurement.rows import Row, read_rows, write_rows
-from quantkit.measurement.timing.rounds import RoundsJob, Taken
-from quantkit.measurement.timing.schedule import Turns
+from quantkit.measurement.timing.rounds import RoundsJob
+from quantkit.measurement.timing.schedule import Timing
 from quantkit.pipeline.compare.compare import Margins, compare_bundles
 from quantkit.pipeline.compare.sides import open_sides
 from quantkit.report.compare import words
@@ -439,14 +439,14 @@ class Timer:
         self.ratio = ratio
         self.jobs: list[RoundsJob] = []
 
-    def __call__(self, job: RoundsJob, progress: object = None) -> list[Taken]:
+    def __call__(self, job: RoundsJob, progress: object = None) -> list[Timing]:
         self.jobs.append(job)
         generator = np.random.default_rng(job.seed)
         found = []
         for shape in job.shapes:
             ours, theirs = 0.01 * generator.lognormal(0.0, 0.005, (2, 24, 2, 2))
             seconds = {"candidate": self.ratio(shape.batch) * ours, "baseline": theirs}
-            found.append(Taken(shape, Turns(seconds, seconds, [["candidate", "baseline"]] * 24, (4,) * 6)))
+            found.append(Timing(seconds, seconds, [["candidate", "baseline"]] * 24, (4,) * 6, shape=shape))
         return found
 
 

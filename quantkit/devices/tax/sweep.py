@@ -30,13 +30,14 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters.onnx import single_op as single
 from quantkit.measurement.operators.ceilings import LARGE_CACHE, joined, write_graphs
 from quantkit.measurement.operators.onnxruntime import cost_of
-from quantkit.measurement.operators.products import RanSide, TakenTimes, TimedVariant, compared, demand_any
+from quantkit.measurement.operators.products import RanSide, TimedVariant, demand_any
 from quantkit.measurement.operators.rows import ALL
 from quantkit.measurement.operators.run import SweepJob, rows_of_cpu
 from quantkit.measurement.operators.sources import SMALL, RandomProducts, file_of
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.clocks import Between, settings_of
+from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Timing
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.tax.question import Question
 from quantkit.planning.model.shapes import LinearShape
@@ -202,8 +203,8 @@ class DeviceSweep:
         for n, linear in enumerate(linears):
             for M in job.batches:
                 for variant in (job.baseline, *job.variants):
-                    taken = _taken(found[n, M, variant], self._costs[linear, variant])
-                    timed.append(compared(linear, taken, job.seed + len(timed)))
+                    taken = _taken(linear, found[n, M, variant], self._costs[linear, variant])
+                    timed.append(taken.compared(job.seed + len(timed)))
         demand_any(timed, job.baseline)
         return timed
 
@@ -212,19 +213,11 @@ def _is_small(linear: LinearShape) -> bool:
     return (linear.K, linear.N) == (SMALL.K, SMALL.N)
 
 
-def _taken(one: ProductTimes, cost: StepCost) -> TakenTimes:
+def _taken(linear: LinearShape, one: ProductTimes, cost: StepCost) -> TimedVariant:
     side = RanSide(cost, one.products, one.resident_bytes, one.settings) if one.prepared else None
-    return TakenTimes(
-        one.M,
-        one.variant,
-        side,
-        np.array(one.ours) if one.ours else None,
-        np.array(one.theirs) if one.theirs else None,
-        one.rounds,
-        one.skipped,
-        one.hot,
-        one.quantizing,
-    )
+    seconds = {SUBJECT: np.array(one.ours), BASELINE: np.array(one.theirs)} if one.ours else {}
+    timing = Timing(seconds, rounds=one.rounds, skipped=one.skipped)
+    return TimedVariant(linear, one.M, one.variant, side, timing, hot=one.hot, quantizing=one.quantizing)
 
 
 def _there(row: Row, about: DeviceFacts, clocks: dict[Any, Any], slow: set[tuple[int, int]]) -> Row:

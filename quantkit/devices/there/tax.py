@@ -9,11 +9,11 @@ from typing import Any
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import CeilingSamples, ProductTimes, dumped
 from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
-from quantkit.measurement.operators.products import SweepPlan, TakenTimes, take
+from quantkit.measurement.operators.products import SweepPlan, TimedVariant, take
 from quantkit.measurement.operators.run import CpuLimits
 from quantkit.measurement.operators.sources import SMALL, StoredProducts
 from quantkit.measurement.timing.clocks import Clocks, of_cpu
-from quantkit.measurement.timing.schedule import Array
+from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Array
 from quantkit.planning.model.shapes import LinearShape
 from quantkit.runtimes import child
 
@@ -67,7 +67,7 @@ def tax(data: Mapping[str, Any], caller: child.Caller) -> None:
 
 
 def _cells(
-    number: int, taken: list[TakenTimes], before: Clocks, after: Clocks
+    number: int, taken: list[TimedVariant], before: Clocks, after: Clocks
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(name, rows), each of them small enough for a line."""
     for M in dict.fromkeys(one.M for one in taken):
@@ -77,7 +77,7 @@ def _cells(
             yield f"{jobs.LINEAR}{number}-{M}-{some[0].variant}", [_row(number, one, before, after) for one in some]
 
 
-def _row(number: int, one: TakenTimes, before: Clocks, after: Clocks) -> dict[str, Any]:
+def _row(number: int, one: TimedVariant, before: Clocks, after: Clocks) -> dict[str, Any]:
     side = one.side
     return dumped(
         ProductTimes(
@@ -88,9 +88,9 @@ def _row(number: int, one: TakenTimes, before: Clocks, after: Clocks) -> dict[st
             products=1 if side is None else side.products,
             resident_bytes=None if side is None else side.resident_bytes,
             settings={} if side is None else dict(side.settings),
-            ours=_listed(one.ours),
-            theirs=_listed(one.theirs),
-            rounds=one.rounds,
+            ours=_listed(one.timing.seconds.get(SUBJECT)),
+            theirs=_listed(one.timing.seconds.get(BASELINE)),
+            rounds=one.timing.rounds,
             skipped=one.skipped,
             hot=one.hot,
             quantizing=one.quantizing,

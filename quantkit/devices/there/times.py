@@ -18,6 +18,7 @@ from quantkit.measurement.operators import ceilings
 from quantkit.measurement.timing import latency, speed
 from quantkit.measurement.timing import rounds as raw
 from quantkit.measurement.timing.clocks import Clocks, of_cpu
+from quantkit.measurement.timing.schedule import BASELINE, SUBJECT
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.runtimes import child, load_runtime
 
@@ -49,10 +50,16 @@ def measure(data: Mapping[str, Any], caller: child.Caller) -> None:
     for number, shape in enumerate(left):
         share = max(end - time.monotonic(), 1e-3) / (len(left) - number)
         at = 1 - (len(left) - number) / len(work.shapes)
-        timing, before = latency.ShapeTiming(Shape(**shape.model_dump())), on.clocks()
+        before = on.clocks()
         plan = replace(asked, seconds=share)
-        latency.take([timing], ours, theirs, plan, lambda part, words, at=at: caller.at(at, words))  # type: ignore[misc]
-        found = ShapeTimes.model_validate({**timing.as_dict(), "before": before, "after": on.clocks()})
+        sides = {BASELINE: theirs, SUBJECT: ours}
+        one = [Shape(**shape.model_dump())]
+        (timing,) = latency.take(one, sides, plan, lambda part, words, at=at: caller.at(at, words))  # type: ignore[misc]
+        seconds = {side: times.tolist() for side, times in timing.seconds.items()}
+        clocks = {"before": before, "after": on.clocks()}
+        found = ShapeTimes.model_validate(
+            {"seconds": seconds, "rounds": timing.rounds, "skipped": timing.skipped, **clocks}
+        )
         caller.row({"cell": shape.cell, "rows": [dumped(found)]})
     caller.at(1.0, "ceilings")
     _tell(caller, done, "ceilings-after", limits)

@@ -19,10 +19,22 @@ import numpy as np
 
 from quantkit.errors import InputError
 from quantkit.measurement.operators.tax import StepCost
-from quantkit.measurement.timing.schedule import Array, Clock, Step, Turns, Visit, interleave, timed, undisturbed, warm
+from quantkit.measurement.timing.schedule import (
+    BASELINE,
+    SUBJECT,
+    Array,
+    Clock,
+    Step,
+    Timing,
+    Visit,
+    interleave,
+    timed,
+    undisturbed,
+    warm,
+)
 from quantkit.planning.model.shapes import LinearShape
 from quantkit.runtimes.child import Report
-from quantkit.stats.abba import Comparison, compare
+from quantkit.stats.abba import Comparison
 
 # blocks of four visits a cell and round, at most; at least one, or two of short steps
 _BLOCKS = 60
@@ -117,35 +129,6 @@ class RanSide:
 
 
 @dataclass(frozen=True)
-class TakenTimes:
-    """Raw times of one variant of one shape at one batch, each of one product in seconds.
-
-    Args:
-        M: rows of the activation.
-        variant: its name.
-        side: what ran; None where it could not be prepared.
-        ours: [blocks, 2, burst]; None where it was skipped.
-        theirs: of the baseline, in the same blocks.
-        rounds: blocks of each.
-        skipped: the flag why.
-        hot: with the weight in the cache.
-        quantizing: of quantizing x alone.
-        raw: of its twin, with the same loads and without decoding.
-    """
-
-    M: int
-    variant: str
-    side: RanSide | None = None
-    ours: Array | None = None
-    theirs: Array | None = None
-    rounds: tuple[int, ...] = ()
-    skipped: str = ""
-    hot: float | None = None
-    quantizing: float | None = None
-    raw: float | None = None
-
-
-@dataclass
 class TimedVariant:
     """One variant of one shape at one batch. Times are of one product.
 
@@ -154,8 +137,8 @@ class TimedVariant:
         M: rows of the activation.
         variant: its name.
         side: what ran; None where it could not be prepared.
-        found: against the baseline; None where it was skipped.
-        skipped: the flag why.
+        timing: of it, `SUBJECT`, and of the float product, `BASELINE`, in the same blocks.
+        times: what that says; None where it was skipped, or until somebody compares it.
         hot: seconds with the weight in the cache.
         quantizing: seconds of quantizing x alone.
         raw: seconds of its twin, with the same loads and without decoding.
@@ -165,11 +148,20 @@ class TimedVariant:
     M: int
     variant: str
     side: RanSide | None = None
-    found: Comparison | None = None
-    skipped: str = ""
+    timing: Timing = field(default_factory=Timing)
+    times: Comparison | None = None
     hot: float | None = None
     quantizing: float | None = None
     raw: float | None = None
+
+    @property
+    def skipped(self) -> str:
+        """The flag why there are no times."""
+        return self.timing.skipped
+
+    def compared(self, seed: int) -> TimedVariant:
+        """Compare with the baseline. Raises MissingDependency: scipy is not installed."""
+        return replace(self, times=self.timing.compared(SUBJECT, BASELINE, seed))
 
 
 @dataclass
@@ -177,7 +169,7 @@ class _Cell:
     M: int
     visit: Visit | None = None  # settled in the first round
     slow: set[str] = field(default_factory=set)
-    taken: dict[str, list[Turns]] = field(default_factory=dict)  # with the baseline's of the same palindromes
+    taken: dict[str, list[Timing]] = field(default_factory=dict)  # with the baseline's of the same palindromes
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -215,7 +207,7 @@ def measure(
 
         share = plan.seconds / (len(linears) * len(plan.batches) or 1)
         for taken in take(bench, linear, baseline, variants, plan, seconds=share, progress=report, clock=clock):
-            found.append(compared(linear, taken, plan.seed + len(found)))
+            found.append(taken.compared(plan.seed + len(found)))
     demand_any(found, baseline)
     return found
 
@@ -238,7 +230,7 @@ def take(
     seconds: float,
     progress: Report,
     clock: Clock = time.perf_counter,
-) -> list[TakenTimes]:
+) -> list[TimedVariant]:
     """Raw times of one shape: what needs no more than NumPy.
 
     Args:
@@ -258,7 +250,7 @@ def take(
     if baseline not in usable:
         # nothing of this shape can be compared; the other shapes can
         flag = str(sides.get(baseline, "absent"))
-        return [TakenTimes(M, name, skipped=flag) for M in plan.batches for name in names]
+        return [TimedVariant(linear, M, name, timing=Timing(skipped=flag)) for M in plan.batches for name in names]
     cells = [_Cell(M) for M in plan.batches]
     known: dict[str, tuple[int, float]] = {}
     generator = np.random.default_rng([plan.seed, linear.K, linear.N])
@@ -272,29 +264,11 @@ def take(
     for cell in cells:
         progress(1.0, f"{linear.label}, batch {cell.M}: weights in the cache")
         for name in names:
-            one, side = _of_cell(name, sides, cell, baseline, parts[name]), usable.get(name)
-            if one.ours is not None and side is not None and (step := side.hot(cell.M)) is not None:
+            one, side = _of_cell(linear, name, sides, cell, baseline, parts[name]), usable.get(name)
+            if not one.skipped and side is not None and (step := side.hot(cell.M)) is not None:
                 one = replace(one, hot=_hot(step, clock))
             found.append(one)
     return found
-
-
-def compared(linear: LinearShape, taken: TakenTimes, seed: int) -> TimedVariant:
-    """What raw times say. Raises MissingDependency: scipy is not installed."""
-    found = None
-    if taken.ours is not None and taken.theirs is not None:
-        found = compare(taken.ours, taken.theirs, rounds=taken.rounds, seed=seed)
-    return TimedVariant(
-        linear,
-        taken.M,
-        taken.variant,
-        taken.side,
-        found,
-        skipped=taken.skipped,
-        hot=taken.hot,
-        quantizing=taken.quantizing,
-        raw=taken.raw,
-    )
 
 
 def _visit(
@@ -337,7 +311,7 @@ def _visit(
     apart = [[baseline, name] for name in steps if name in cell.slow]
     for names in (*apart, together):
         left = max(end - clock(), 0.0)
-        turns = interleave(
+        timing = interleave(
             {name: steps[name] for name in names},
             blocks=(cell.visit.burst, _BLOCKS),
             seconds=left if names is together else _SHARE * left,
@@ -347,7 +321,7 @@ def _visit(
         )
         for name in names:
             if name != baseline or names is together:
-                cell.taken.setdefault(name, []).append(turns.of(name, baseline))
+                cell.taken.setdefault(name, []).append(timing.of(name, baseline))
 
 
 def _expected(known: tuple[int, float] | None, M: int) -> float:
@@ -359,28 +333,34 @@ def _expected(known: tuple[int, float] | None, M: int) -> float:
 
 
 def _of_cell(
-    name: str, sides: Mapping[str, Runnable | str], cell: _Cell, baseline: str, parts: tuple[str, str]
-) -> TakenTimes:
-    """What was taken of one variant in one cell; `parts` name its quantizer and its twin."""
+    linear: LinearShape,
+    name: str,
+    sides: Mapping[str, Runnable | str],
+    cell: _Cell,
+    baseline: str,
+    parts: tuple[str, str],
+) -> TimedVariant:
+    """Give what was taken of one variant in one cell; `parts` name its quantizer and its twin."""
     side = sides[name]
     if isinstance(side, str):
-        return TakenTimes(cell.M, name, skipped=side)
+        return TimedVariant(linear, cell.M, name, timing=Timing(skipped=side))
     ran = RanSide.of(side, cell.M)
     skipped = cell.skipped.get(name, "") or cell.skipped.get(baseline, "")
     if skipped or name not in cell.taken:
-        return TakenTimes(cell.M, name, ran, skipped=skipped or "not-measured")
+        return TimedVariant(linear, cell.M, name, ran, Timing(skipped=skipped or "not-measured"))
 
-    def times(which: str, of: str) -> Array:
+    def times(which: str, taken: Timing) -> Array:
         """Of one product."""
         runs = sides[which]
         assert not isinstance(runs, str)
-        found: Array = Turns.joined(cell.taken[of]).seconds[which] / runs.products(cell.M)
-        return found
+        result: Array = taken.seconds[which] / runs.products(cell.M)
+        return result
 
-    quantizing, raw = (float(np.median(times(each, each))) if each in cell.taken else None for each in parts)
-    rounds = Turns.joined(cell.taken[name]).rounds
-    ours, theirs = (times(each, name) for each in (name, baseline))
-    return TakenTimes(cell.M, name, ran, ours, theirs, rounds, quantizing=quantizing, raw=raw)
+    joined = {key: Timing.joined(cell.taken[key]) for key in (name, *parts) if key in cell.taken}
+    quantizing, raw = (float(np.median(times(part, joined[part]))) if part in joined else None for part in parts)
+    own = joined[name]
+    timing = replace(own, seconds={SUBJECT: times(name, own), BASELINE: times(baseline, own)}, began={}, order=())
+    return TimedVariant(linear, cell.M, name, ran, timing, quantizing=quantizing, raw=raw)
 
 
 def _hot(step: Step, clock: Clock) -> float:

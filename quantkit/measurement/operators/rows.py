@@ -20,7 +20,7 @@ from typing import Any
 from quantkit.measurement.operators.products import TimedVariant
 from quantkit.measurement.operators.tax import Limits, Shape, StepCost, ideal_sum
 from quantkit.measurement.rows import Baseline, Device, Operation, Row
-from quantkit.measurement.timed_rows import Fields, Point, break_even_row, latency_row, tax_row
+from quantkit.measurement.timing.rows import Fields, Point, break_even_row, latency_row, tax_row
 from quantkit.stats.abba import Interval, summed, summed_spread
 from quantkit.stats.deciding.speedup import SpeedUp
 
@@ -85,7 +85,7 @@ def _shape(m: float) -> Shape:
 
 
 def _rows(timed: TimedVariant, setting: Setting) -> list[Row]:
-    linear, found, side = timed.linear, timed.found, timed.side
+    linear, found, side = timed.linear, timed.times, timed.side
     common = setting.common(timed.variant) | {"batch": timed.M}
     settings: dict[str, Any] = {"threads": setting.threads, "variant": timed.variant}
     settings |= dict(side.settings) if side is not None else {}
@@ -196,7 +196,7 @@ def _break_even(curve: Sequence[Sequence[TimedVariant]], setting: Setting, *, la
         flags += [reason] if reason else []
     points = []
     for group in curve:
-        comparisons = [each.found for each in group if each.found is not None]
+        comparisons = [each.times for each in group if each.times is not None]
         if len(comparisons) == len(group):
             ratio, interval, draws = _summed(group)
             n = min(found.n for found in comparisons)
@@ -209,7 +209,7 @@ def _break_even(curve: Sequence[Sequence[TimedVariant]], setting: Setting, *, la
 
 def _summed(group: Sequence[TimedVariant]) -> tuple[float, Interval, Any]:
     """(ratio, interval, draws) of the linears of one batch, each as often as it occurs."""
-    found = [each.found for each in group if each.found is not None]
+    found = [each.times for each in group if each.times is not None]
     if len(found) == 1:
         return found[0].ratio, found[0].ratio_ci95, found[0].draws
     return summed(found, [each.linear.count for each in group])
@@ -217,7 +217,7 @@ def _summed(group: Sequence[TimedVariant]) -> tuple[float, Interval, Any]:
 
 def _spread(group: Sequence[TimedVariant]) -> float:
     """The A/A spread of the linears of one batch, each as often as it occurs."""
-    timed = [(each.found, each.linear.count) for each in group if each.found is not None]
+    timed = [(each.times, each.linear.count) for each in group if each.times is not None]
     return summed_spread([found for found, _ in timed], [count for _, count in timed])
 
 
@@ -241,11 +241,11 @@ def _sum(group: Sequence[TimedVariant], setting: Setting, model: str) -> list[Ro
     settings: dict[str, Any] = {"threads": setting.threads, "variant": first.variant, "model": model}
     settings |= {"linears": sum(each.linear.count for each in group)}
     common = setting.common(first.variant) | {"batch": first.M}
-    missing = [each for each in group if each.found is None or each.side is None]
+    missing = [each for each in group if each.times is None or each.side is None]
     if missing:
         flags = ["incomplete", *dict.fromkeys(each.skipped for each in missing)]
         return [_absent(Operation(layer=ALL, M=first.M), flags, settings, common)]
-    parts = [(each, each.found, each.side, each.linear.count) for each in group if each.found and each.side]
+    parts = [(each, each.times, each.side, each.linear.count) for each in group if each.times and each.side]
     time_s = sum(n * found.quantiles["p50"] for _, found, _, n in parts)
     hp_s = sum(n * found.baseline["p50"] for _, found, _, n in parts)
     ci95 = tuple(sum(n * found.ci95[i] for _, found, _, n in parts) for i in (0, 1))

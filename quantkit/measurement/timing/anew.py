@@ -86,7 +86,7 @@ def measure(task: Task, load: Callable[[str], Step], look: Callable[[], Clocks])
             done, after = (task.blocks * number // task.rounds for number in (turn, turn + 1))
             blocks = (min(after - done, task.most),) * 2
         before = look()
-        turns = interleave(
+        timing = interleave(
             {side: steps[side] for side in sides},
             blocks=blocks,
             seconds=(task.seconds or 0.0) / task.rounds,
@@ -94,7 +94,7 @@ def measure(task: Task, load: Callable[[str], Step], look: Callable[[], Clocks])
             visit=visit,
         )
         state = Between.of(before, look(), counted=not task.gpu)
-        yield {"round": turn, "state": asdict(state), "turns": turns.as_dict()}
+        yield {"round": turn, "state": asdict(state), "turns": timing.as_dict()}
         steps.clear()
         gc.collect()
 

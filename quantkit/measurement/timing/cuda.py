@@ -29,7 +29,7 @@ from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import saved_bytes
 from quantkit.measurement.timing.latency import LoadedSides, TimedSide, measure
-from quantkit.measurement.timing.latency_rows import explained
+from quantkit.measurement.timing.rows import explained
 from quantkit.measurement.timing.schedule import Step
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.model.structure.sizes import positions

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from quantkit.errors import InputError
-from quantkit.measurement.timing.schedule import Clock, Turns, Visit, interleave, runs_of, warm
+from quantkit.measurement.timing.schedule import Clock, Timing, Visit, interleave, runs_of, warm
 from quantkit.measurement.timing.shapes import TOO_LARGE, Shape, Timeable
 from quantkit.measurement.timing.speed import RUNTIME, demand, demand_room, opened, samples_of
 from quantkit.runtimes import child
@@ -55,62 +55,19 @@ class RoundsJob:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The times of one shape.
-
-    Args:
-        shape: which.
-        turns: of `CANDIDATE` and `BASELINE`; None where it does not fit.
-        skipped: why it has no times: `out-of-memory`, `prompt-too-long` or `shape-unsupported`; empty else.
-        throttled: whether the processor lowered its clock meanwhile, where somebody looked.
-    """
-
-    shape: Shape
-    turns: Turns | None = None
-    skipped: str = ""
-    throttled: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Of what JSON has."""
-        turns = None if self.turns is None else self.turns.as_dict()
-        return {"shape": asdict(self.shape), "turns": turns, "skipped": self.skipped}
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Taken:
-        """The opposite of `as_dict`."""
-        turns = None if data["turns"] is None else Turns.read(data["turns"])
-        return cls(Shape(**data["shape"]), turns, data["skipped"])
-
-
-@dataclass(frozen=True)
-class TimedPart:
-    """One shape in one round.
-
-    Args:
-        turns: of `CANDIDATE` and `BASELINE`; None where it does not fit.
-        visit: how they were laid out.
-        skipped: as `Taken` has it.
-    """
-
-    turns: Turns | None = None
-    visit: Visit | None = None
-    skipped: str = ""
-
-
-@dataclass(frozen=True)
 class TimedRound:
     """One round.
 
     Args:
-        parts: of each shape, in their order.
+        parts: of each shape, in their order; of `CANDIDATE` and `BASELINE`.
         seconds: that it took, with both loads.
     """
 
-    parts: Sequence[TimedPart]
+    parts: Sequence[Timing]
     seconds: float
 
 
-def run(job: RoundsJob, progress: Report | None = None) -> list[Taken]:
+def run(job: RoundsJob, progress: Report | None = None) -> list[Timing]:
     """Time both, in a process of their own.
 
     Raises:
@@ -120,22 +77,17 @@ def run(job: RoundsJob, progress: Report | None = None) -> list[Taken]:
     demand(job.runtimes)
     demand_room([Path(side) for side in (job.candidate, job.baseline)])
     remedy = "try smaller batches: --batch 1,2,4"
-    return [Taken.read(row) for row in child.run(_time, asdict(job), progress, remedy=remedy)]
+    return [Timing.read(row) for row in child.run(_time, asdict(job), progress, remedy=remedy)]
 
 
-def take(loads: Mapping[str, Callable[[], Timeable]], shapes: Sequence[Shape], **how: Any) -> list[Taken]:
+def take(loads: Mapping[str, Callable[[], Timeable]], shapes: Sequence[Shape], **how: Any) -> list[Timing]:
     """Time what functions load; see the module, and `in_rounds` for how."""
-    return joined(shapes, [*in_rounds(loads, shapes, **how)])
+    return joined([*in_rounds(loads, shapes, **how)])
 
 
-def joined(shapes: Sequence[Shape], rounds: Sequence[TimedRound]) -> list[Taken]:
-    """What all rounds say of each shape: one that did not fit into one of them has no times."""
-    taken = []
-    for shape, parts in zip(shapes, zip(*(each.parts for each in rounds), strict=True), strict=True):
-        skipped = next((part.skipped for part in parts if part.skipped), "")
-        turns = None if skipped else Turns.joined([part.turns for part in parts if part.turns is not None])
-        taken.append(Taken(shape, turns, skipped))
-    return taken
+def joined(rounds: Sequence[TimedRound]) -> list[Timing]:
+    """Join all rounds of each shape: one that did not fit into one of them has no times."""
+    return [Timing.joined(parts) for parts in zip(*(turn.parts for turn in rounds), strict=True)]
 
 
 def in_rounds(
@@ -158,9 +110,12 @@ def in_rounds(
         progress: told the share that is done, and what is being done.
         clock: seconds, rising.
     """
-    timings = [_Timing(shape, [each.parts[i] for each in done]) for i, shape in enumerate(shapes)]
+    cells = [_Cell(shape, done[0].parts[i] if done else None) for i, shape in enumerate(shapes)]
+    for turn_done in done:
+        for cell, part in zip(cells, turn_done.parts, strict=True):
+            cell.skipped = cell.skipped or part.skipped
     turn, last = len(done), done[-1].seconds if done else 0.0
-    spent = sum(each.seconds for each in done)
+    spent = sum(turn_done.seconds for turn_done in done)
     while turn < LEAST or (turn < MOST and spent + last < seconds):
         began = clock()
         # of each round its own: what a round draws does not go by whether somebody broke off before it
@@ -169,34 +124,31 @@ def in_rounds(
         loaded = {side: loads[side]() for side in drawn}
         models = {side: loaded.pop(side) for side in loads}
         parts = []
-        for i, timing in enumerate(timings):
+        for i, cell in enumerate(cells):
             if progress is not None:
-                rounds, passed = (turn + i / len(timings)) / LEAST, (spent + clock() - began) / seconds
-                progress(min(rounds, passed, 1.0), f"round {turn + 1}, {timing.shape.words}")
-            parts.append(timing.round(models, seconds / LEAST / len(timings), generator, clock))
+                rounds, passed = (turn + i / len(cells)) / LEAST, (spent + clock() - began) / seconds
+                progress(min(rounds, passed, 1.0), f"round {turn + 1}, {cell.shape.words}")
+            parts.append(cell.round(models, seconds / LEAST / len(cells), generator, clock))
         models.clear()
         last = clock() - began
         turn, spent = turn + 1, spent + last
         yield TimedRound(parts, last)
 
 
-class _Timing:
+class _Cell:
     """One shape as it is timed; how its rounds are laid out is settled in the first."""
 
-    def __init__(self, shape: Shape, done: Sequence[TimedPart]) -> None:
-        self.shape = shape
-        self.skipped = next((part.skipped for part in done if part.skipped), "")
-        self.visit: Visit | None = None
-        self.blocks = 0
-        if done and done[0].turns is not None:
-            self.visit, (self.blocks,) = done[0].visit, done[0].turns.rounds
+    def __init__(self, shape: Shape, first: Timing | None) -> None:
+        self.shape, self.skipped = shape, ""
+        self.visit = first.visit if first else None
+        self.blocks = sum(first.rounds) if first else 0
 
     def round(
         self, models: Mapping[str, Timeable], share: float, generator: np.random.Generator, clock: Clock
-    ) -> TimedPart:
-        """At most `BLOCKS` blocks, fewer where they would take longer than `share` seconds; none of what is skipped."""
+    ) -> Timing:
+        """Take at most `BLOCKS` blocks, fewer where they would take longer than `share` seconds."""
         if self.skipped:
-            return TimedPart(skipped=self.skipped)
+            return Timing(shape=self.shape, skipped=self.skipped)
         try:
             steps = {side: self.shape.step(model) for side, model in models.items()}
             seconds = [warm(step, clock) for step in steps.values()]
@@ -204,29 +156,23 @@ class _Timing:
             if problem.code not in TOO_LARGE:
                 raise
             self.skipped = problem.code
-            return TimedPart(skipped=self.skipped)
+            return Timing(shape=self.shape, skipped=self.skipped)
         if self.visit is None:
             self.visit = Visit.fitting(max(seconds), runs=runs_of(max(seconds)))
             self.blocks = min(max(int(share / self.visit.block(seconds)), 1), BLOCKS)
-        turns = interleave(
-            steps,
-            blocks=(self.blocks, self.blocks),
-            seconds=0.0,
-            generator=generator,
-            visit=self.visit,
-            clock=clock,
-        )
-        return TimedPart(turns, self.visit)
+        blocks = (self.blocks, self.blocks)
+        how: dict[str, Any] = {"generator": generator, "visit": self.visit, "clock": clock}
+        return replace(interleave(steps, blocks=blocks, seconds=0.0, **how), shape=self.shape)
 
 
 def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
     """What the child does."""
-    job = RoundsJob(**{**data, "shapes": [Shape(**each) for each in data["shapes"]]})
+    job = RoundsJob(**{**data, "shapes": [Shape(**shape) for shape in data["shapes"]]})
     samples = samples_of(job.samples)
     ours, theirs = job.runtimes
     loads = {
         CANDIDATE: lambda: opened(job.candidate, samples, job.threads, ours),
         BASELINE: lambda: opened(job.baseline, samples, job.threads, theirs),
     }
-    for each in take(loads, job.shapes, seconds=job.seconds, seed=job.seed, progress=caller.at):
-        caller.row(each.as_dict())
+    for timing in take(loads, job.shapes, seconds=job.seconds, seed=job.seed, progress=caller.at):
+        caller.row(timing.as_dict())

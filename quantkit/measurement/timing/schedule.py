@@ -14,14 +14,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.measurement.timing.shapes import Shape
+from quantkit.stats.abba import Comparison, compare
+
 Array = NDArray[Any]
+# the sides of a comparison
+SUBJECT, BASELINE = "subject", "baseline"
 # a step that returns a float says itself how many seconds it took, by the clock of its device
 Step = Callable[[], object]
 Clock = Callable[[], float]
@@ -30,7 +35,6 @@ Clock = Callable[[], float]
 SHORT = 0.05
 # what takes less is run several times in a row, seconds
 SHORTEST = 1e-3
-_TIMES = ("seconds", "began")
 
 
 @dataclass(frozen=True)
@@ -49,47 +53,69 @@ class Visit:
 
     @classmethod
     def fitting(cls, longest: float, *, runs: int = 1) -> Visit:
-        """For steps of at most so many seconds."""
+        """Lay out a visit for steps of at most so many seconds."""
         return cls(2, 1, runs) if longest < SHORT else cls(1, 0, runs)
 
     def block(self, seconds: Sequence[float]) -> float:
-        """Seconds of a block whose sides' steps take so long."""
+        """Tell the seconds of a block whose sides' steps take so long."""
         return max(2 * (self.burst + self.settle) * self.runs * sum(seconds), 1e-9)
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
-    """What was timed, in the order in which it was taken.
+class Timing:
+    """What was timed of some sides in turns, in the order in which it was taken; or why nothing was.
 
     Args:
         seconds: side -> [blocks, 2, burst] of one step.
-        began: side -> the same: when each began, seconds since 1970.
+        began: the same, when each step began, seconds since 1970; empty where nobody kept that.
         order: of each block the sides as they were visited, and then in reverse.
         rounds: blocks of each round.
+        visit: how a side's turn was laid out, where that is known.
+        shape: what was timed; None of a step without one.
+        skipped: why there are no times: `out-of-memory`, `prompt-too-long`, `shape-unsupported`; empty else.
+        settings: of its rows, besides those of the run: clocks and warmth meanwhile.
+        flags: of its rows: `throttled`.
     """
 
-    seconds: Mapping[str, Array]
-    began: Mapping[str, Array]
-    order: Sequence[Sequence[str]]
-    rounds: tuple[int, ...]
+    seconds: Mapping[str, Array] = field(default_factory=dict)
+    began: Mapping[str, Array] = field(default_factory=dict)
+    order: Sequence[Sequence[str]] = ()
+    rounds: tuple[int, ...] = ()
+    visit: Visit | None = None
+    shape: Shape | None = None
+    skipped: str = ""
+    settings: Mapping[str, str | bool | int | float | None] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
 
     @classmethod
-    def joined(cls, parts: Sequence[Turns]) -> Turns:
-        """Rounds of the same sides, one after another."""
-        return cls(
-            {side: np.concatenate([part.seconds[side] for part in parts]) for side in parts[0].seconds},
-            {side: np.concatenate([part.began[side] for part in parts]) for side in parts[0].began},
-            [order for part in parts for order in part.order],
-            tuple(blocks for part in parts for blocks in part.rounds),
-        )
+    def joined(cls, parts: Sequence[Timing]) -> Timing:
+        """Join rounds of the same sides, one after another; one that was skipped has no times at all."""
+        if skipped := next((part for part in parts if part.skipped), None):
+            return skipped
+        first, order = parts[0], [order for part in parts for order in part.order]
+        seconds = {side: np.concatenate([part.seconds[side] for part in parts]) for side in first.seconds}
+        began = {side: np.concatenate([part.began[side] for part in parts]) for side in first.began}
+        rounds = tuple(blocks for part in parts for blocks in part.rounds)
+        return replace(first, seconds=seconds, began=began, order=order, rounds=rounds)
 
-    def of(self, *sides: str) -> Turns:
-        """The times of some sides alone."""
+    def of(self, *sides: str) -> Timing:
+        """Keep the times of some sides alone."""
         seconds, began = ({side: times[side] for side in sides} for times in (self.seconds, self.began))
         return replace(self, seconds=seconds, began=began)
 
+    def compared(self, subject: str, baseline: str, seed: int = 0) -> Comparison | None:
+        """Compare two sides; None where there are no times.
+
+        Raises:
+            ValueError: fewer than two blocks.
+            MissingDependency: scipy is not installed.
+        """
+        if self.skipped or subject not in self.seconds:
+            return None
+        return compare(self.seconds[subject], self.seconds[baseline], rounds=self.rounds, seed=seed)
+
     def steps(self) -> Iterator[tuple[str, int, int, float, float]]:
-        """(side, block, position in the block, seconds, when it began) of every step, in the order they were taken."""
+        """Give (side, block, position in the block, seconds, when it began) of every step, in the order of time."""
         for block, order in enumerate(self.order):
             for place, side in enumerate([*order, *order[::-1]]):
                 visit, burst = int(place >= len(order)), self.seconds[side].shape[2]
@@ -98,15 +124,25 @@ class Turns:
                     yield side, block, place * burst + i, taken, began
 
     def as_dict(self) -> dict[str, Any]:
-        """Of what JSON has."""
-        times = {name: {side: found.tolist() for side, found in getattr(self, name).items()} for name in _TIMES}
-        return {**times, "order": [*map(list, self.order)], "rounds": list(self.rounds)}
+        """Give what JSON holds of it."""
+        seconds, began = ({side: x.tolist() for side, x in times.items()} for times in (self.seconds, self.began))
+        parts = {"visit": self.visit and asdict(self.visit), "shape": self.shape and asdict(self.shape)}
+        told = {**parts, "skipped": self.skipped, "settings": dict(self.settings), "flags": list(self.flags)}
+        order, rounds = [*map(list, self.order)], list(self.rounds)
+        times = {"seconds": seconds, "began": began, "order": order, "rounds": rounds}
+        return {**times, **{name: value for name, value in told.items() if value}}
 
     @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Turns:
-        """The opposite of `as_dict`."""
-        seconds, began = ({side: np.asarray(found) for side, found in data[name].items()} for name in _TIMES)
-        return cls(seconds, began, data["order"], tuple(data["rounds"]))
+    def read(cls, data: Mapping[str, Any]) -> Timing:
+        """Read what `as_dict` gave."""
+        known: dict[str, Any] = dict(data)
+        for name in ("seconds", "began"):
+            known[name] = {side: np.asarray(times) for side, times in known.get(name, {}).items()}
+        for name, kind in (("visit", Visit), ("shape", Shape)):
+            known[name] = kind(**known[name]) if known.get(name) else None
+        for name in ("rounds", "flags"):
+            known[name] = tuple(known.get(name, ()))
+        return cls(**known)
 
 
 def interleave(
@@ -117,8 +153,8 @@ def interleave(
     generator: np.random.Generator,
     visit: Visit | None = None,
     clock: Clock = time.perf_counter,
-) -> Turns:
-    """One round: the fewest blocks that are asked for, then more while there is time.
+) -> Timing:
+    """Take one round: the fewest blocks that are asked for, then more while there is time.
 
     Args:
         sides: what to time, one or more.
@@ -150,15 +186,15 @@ def interleave(
                     times.append(timed(step, clock) / visit.runs)
                 began[side][-1].append(begins)
                 taken[side][-1].append(times)
-    arrays = [{side: np.array(found) for side, found in each.items()} for each in (taken, began)]
-    return Turns(arrays[0], arrays[1], orders, (len(orders),))
+    seconds_of, began_of = ({side: np.array(x) for side, x in times.items()} for times in (taken, began))
+    return Timing(seconds_of, began_of, orders, (len(orders),), visit)
 
 
 def unnamed(steps: Sequence[Step], **how: Any) -> list[Array]:
-    """`interleave` of sides without names: the seconds of each, [blocks, 2, burst]."""
+    """Interleave sides without names: the seconds of each, [blocks, 2, burst]."""
     sides = {str(number): step for number, step in enumerate(steps)}
-    turns = interleave(sides, **how)
-    return [turns.seconds[side] for side in sides]
+    timing = interleave(sides, **how)
+    return [timing.seconds[side] for side in sides]
 
 
 def warm(step: Step, clock: Clock = time.perf_counter) -> float:

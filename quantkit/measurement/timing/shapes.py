@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from quantkit.measurement.timing.schedule import Step
-
+_Step = Callable[[], object]
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 1024)
 PREFILLS = (64, 256, 1024)
@@ -19,11 +18,11 @@ class Timeable(Protocol):
     """A loaded model, ready to run. Both raise InputError for a shape that does not fit: `out-of-memory` for this
     machine, `prompt-too-long` for this model, `shape-unsupported` for this engine."""
 
-    def decode(self, batch: int, context: int) -> Step:
+    def decode(self, batch: int, context: int) -> _Step:
         """One prepared decode step with `context` tokens in the cache; each call repeats the same step."""
         ...
 
-    def prefill(self, batch: int, tokens: int) -> Step:
+    def prefill(self, batch: int, tokens: int) -> _Step:
         """One prepared prefill of `tokens` tokens a sequence; each call repeats it."""
         ...
 
@@ -67,7 +66,7 @@ class Shape:
         """For progress and errors."""
         return f"{self.kind}, batch {self.batch}, {'context' if self.kind == 'decode' else 'tokens'} {self.size}"
 
-    def step(self, model: Timeable) -> Step:
+    def step(self, model: Timeable) -> _Step:
         """Prepared. Raises InputError: the model's."""
         return (model.decode if self.kind == "decode" else model.prefill)(self.batch, self.size)
 

@@ -10,10 +10,13 @@ tokens, and all that it reads of a sample comes at once.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +24,34 @@ import numpy as np
 
 from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
+from quantkit.exporters.gguf.types import FLOATS
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Baseline, Device, Row
-from quantkit.measurement.timing.file_cost import cost_of_file
 from quantkit.measurement.timing.latency import TimedSide, measure
-from quantkit.measurement.timing.schedule import Array, Step
+from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Array, Step, Visit, interleave, runs_of, warm
 from quantkit.measurement.timing.shapes import Timeable, TimingPlan
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.llama_cpp.session import MODEL as GGUF
-from quantkit.runtimes.llama_cpp.session import LlamaModel
+from quantkit.runtimes.llama_cpp.session import AttentionSizes, LlamaModel
 from quantkit.runtimes.onnxruntime.open import open_graph
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 from quantkit.runtimes.openvino.open import MODEL as XML
 from quantkit.runtimes.openvino.open import WEIGHTS
 from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
+from quantkit.stats.abba import Comparison
 
 RUNTIME, LLAMA, OPENVINO = "onnxruntime", "llama_cpp", "openvino"
 # of the step that shows that an export runs
 _TOKENS = 8
 _BATCH, _CONTEXT = 1, 128
+# of a GGUF file: its table and its head; bytes of a number of its cache
+_TABLE, _HEAD = "token_embd.weight", "output.weight"
+_CACHE_BYTES = 2.0
 _EXTRA = {RUNTIME: "onnx", "quantkit_cpu": "onnx", LLAMA: "gguf", OPENVINO: "openvino"}
 _PACKAGES = {LLAMA: "llama_cpp", OPENVINO: "openvino"}
+# two graphs: the fewest and the most blocks; seconds after which none begins
+_BLOCKS, _SECONDS = (8, 40), 3.0
 _REMEDY = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
 
 
@@ -213,6 +222,36 @@ def memory_row(
     )
 
 
+def compared(
+    subject: bytes, baseline: bytes, feeds: Mapping[str, Array], threads: int, *, seconds: float = _SECONDS
+) -> Comparison:
+    """Run two graphs with the same inputs in turns in ONNX Runtime: how many times as fast `subject` is.
+
+    Args:
+        subject, baseline: models, whole.
+        feeds: of both.
+        threads: of one operator.
+        seconds: about how long it takes.
+
+    Raises:
+        InputError: `onnx-unreadable`.
+        MissingDependency: onnxruntime, scipy.
+    """
+    steps: dict[str, Step] = {}
+    with tempfile.TemporaryDirectory(prefix="quantkit-trial-") as place:
+        for name, model in ((SUBJECT, subject), (BASELINE, baseline)):
+            path = Path(place) / f"{name}.onnx"
+            path.write_bytes(model)
+            steps[name] = partial(open_graph(path, threads).run, None, dict(feeds))
+    longest = max(warm(step) for step in steps.values())
+    visit = Visit.fitting(longest, runs=runs_of(longest))
+    generator = np.random.default_rng(0)
+    timing = interleave(steps, blocks=_BLOCKS, seconds=seconds, generator=generator, visit=visit)
+    times = timing.compared(SUBJECT, BASELINE)
+    assert times is not None
+    return times
+
+
 # --- in the child ----------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +410,51 @@ def _cost_of_graph(part: SpeedSide, graph: Samples | None, samples: Mapping[str,
         flops_per_token=2.0 * graph.macs,
         io_bytes_per_token=read + 4.0 * graph.outputs,
         compute="int8" if part.format == "int8" else "fp32",
+    )
+
+
+def cost_of_file(path: Path, sizes: AttentionSizes, form: str) -> StepCost:
+    """Give what a step of a GGUF file must move and compute, from its tensors, without loading them.
+
+    llama.cpp rounds the inputs of a product to 8 bits where the weight has codes, so such a file computes in integers;
+    keys and values are kept in float16.
+
+    Args:
+        sizes: of attention.
+        form: how rows call the format of its weights.
+
+    Raises:
+        MissingDependency: gguf.
+    """
+    with MissingDependency.unless_found("gguf", extra="gguf", purpose="measuring speed"):
+        import gguf
+    from quantkit.model.source.gguf import demand_lengths
+
+    read: dict[str, float] = {}
+    products: dict[str, int] = {}  # matrices: elements
+    floats = set()
+    for name, (shape, number) in demand_lengths(path).items():
+        kind, elements = gguf.GGMLQuantizationType(number), math.prod(shape)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        read[name] = elements / block * size
+        if len(shape) > 1:
+            products[name] = elements
+            floats |= {name} if kind.name in FLOATS.values() else set()
+    if _HEAD in read:  # of a table of its own a token reads one row
+        del read[_TABLE], products[_TABLE]
+    head_flops = 2.0 * products.get(_HEAD, products.get(_TABLE, 0))
+    inside = sum(elements for name, elements in products.items() if name not in (_HEAD, _TABLE))
+    return StepCost(
+        form,
+        sum(read.values()),
+        2 * _CACHE_BYTES * sizes.layers * sizes.kv_heads * sizes.head_dim,
+        2.0 * inside,
+        4.0 * sizes.layers * sizes.heads * sizes.head_dim,
+        head_flops=head_flops,
+        io_bytes_per_token=4.0 * sizes.vocabulary,
+        float_bytes=sum(read[name] for name in floats & read.keys()),
+        float_head_flops=head_flops if floats & {_HEAD, _TABLE} & products.keys() else 0.0,
+        compute="fp32" if products.keys() <= floats else "int8",
     )
 
 

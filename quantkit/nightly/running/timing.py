@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.measurement.timing import clocks
 from quantkit.measurement.timing.anew import CANDIDATE, Task, measure
-from quantkit.measurement.timing.schedule import Step, Turns
+from quantkit.measurement.timing.schedule import Step, Timing
 from quantkit.measurement.timing.speed import samples_of
 from quantkit.nightly.config import TimeBudget
 from quantkit.nightly.store.records import Side
@@ -75,8 +75,8 @@ def times(rows: Iterable[Mapping[str, Any]]) -> CellTimes:
 
 def iterations(row: Mapping[str, Any]) -> list[Iteration]:
     """The steps of one round, as whoever timed it tells it."""
-    turns = Turns.read(row["turns"])
-    return [Iteration(side, row["round"], *step, **row["state"]) for side, *step in turns.steps()]  # type: ignore[arg-type]
+    timing = Timing.read(row["turns"])
+    return [Iteration(side, row["round"], *step, **row["state"]) for side, *step in timing.steps()]  # type: ignore[arg-type]
 
 
 def _place(task: Task) -> str:

@@ -16,8 +16,8 @@ from quantkit.errors import InputError
 from quantkit.measurement.compared import How, Quantity
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import rounds
-from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob, Taken
-from quantkit.measurement.timing.schedule import Visit
+from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob
+from quantkit.measurement.timing.schedule import Timing, Visit
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.measurement.verdict import speed_up
 from quantkit.pipeline import verdict
@@ -51,7 +51,7 @@ class RoundsTimer(Protocol):
 
     device: str
 
-    def __call__(self, job: RoundsJob, report: Report) -> list[Taken]:
+    def __call__(self, job: RoundsJob, report: Report) -> list[Timing]:
         """Of all shapes. Raises InputError: those of `timing.rounds.run`."""
         ...
 
@@ -60,7 +60,7 @@ class _Here:
     def __init__(self) -> None:
         self.device = str(machine.device().get("name"))
 
-    def __call__(self, job: RoundsJob, report: Report) -> list[Taken]:
+    def __call__(self, job: RoundsJob, report: Report) -> list[Timing]:
         return rounds.run(job, report)
 
 
@@ -80,7 +80,7 @@ class BundleTiming:
     runtime: str = verdict.RUNTIME
     timer: RoundsTimer = field(default_factory=_Here)
 
-    def run(self, progress: Progress, shapes: Sequence[Shape] | None = None) -> list[Taken]:
+    def run(self, progress: Progress, shapes: Sequence[Shape] | None = None) -> list[Timing]:
         """Times of all shapes; of some, in another order and in their share of the seconds.
 
         Raises:
@@ -179,7 +179,7 @@ def _reader(bundle: Bundle, asked: str | None = None) -> tuple[Path, str, int]:
 
 
 def of_run(
-    taken: Sequence[Taken], margin: float, runtime: str = verdict.RUNTIME, device: str | None = None
+    taken: Sequence[Timing], margin: float, runtime: str = verdict.RUNTIME, device: str | None = None
 ) -> tuple[list[Quantity], list[str]]:
     """What raw times say, by the same test as every night's; and which shapes have none.
 
@@ -188,18 +188,20 @@ def of_run(
     """
     device = device or machine.device().get("name")
     found, notes = [], []
-    for each in taken:
-        if each.turns is None:
-            notes.append(f"{each.shape.words}: not timed ({each.skipped})")
+    for timing in taken:
+        assert timing.shape is not None
+        shape, words = timing.shape, timing.shape.words
+        if timing.skipped:
+            notes.append(f"{words}: not timed ({timing.skipped})")
             continue
-        if each.throttled:
-            notes.append(f"{each.shape.words}: the processor lowered its clock meanwhile; cool it, and time it again")
-        ours, theirs = (each.turns.seconds[side] for side in (CANDIDATE, BASELINE))
-        evidence = slowdown(ours, theirs, rounds=each.turns.rounds, margin=margin, where=each.shape.words)
+        if "throttled" in timing.flags:
+            notes.append(f"{words}: the processor lowered its clock meanwhile; cool it, and time it again")
+        ours, theirs = (timing.seconds[side] for side in (CANDIDATE, BASELINE))
+        evidence = slowdown(ours, theirs, rounds=timing.rounds, margin=margin, where=words)
         found.append(
             Quantity(
                 what="latency",
-                name=each.shape.name,
+                name=shape.name,
                 # of each block the fastest step, as the ratio has it
                 a=float(np.median(theirs.min(axis=(1, 2)))),
                 b=float(np.median(ours.min(axis=(1, 2)))),
@@ -208,8 +210,8 @@ def of_run(
                 evidence=evidence,
                 n=ours.size,
                 runtime=runtime,
-                batch=each.shape.batch,
-                shape=each.shape.sizes,
+                batch=shape.batch,
+                shape=shape.sizes,
                 device=device,
             )
         )
