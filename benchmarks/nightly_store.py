@@ -6,7 +6,7 @@
 
 The store is drawn, not measured (`harness/year.py`): 10 models, 5 recipes, 2 targets, 4 batches; raw times as many as
 the default budget takes, 320 a cell and night; 200 items a side of each of the 100 builds; four respects decided. Its
-files are those that `Store.compact` leaves. Each question is asked in a process that has asked once before; the fastest
+file is the one that nights leave. Each question is asked in a process that has asked once before; the fastest
 of five counts, since what other programs do can only make it longer.
 
 1. Questions: under 1 second each.
@@ -31,7 +31,7 @@ from harness.record import record, show, verdicts
 from harness.year import STEPS, synthesise
 
 from quantkit.nightly.page import write
-from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store import Store
 
 TRIES = 5
 SECOND, WEIGHT, OPENED = 1.0, 5e6, 2.0
@@ -142,7 +142,7 @@ def main() -> int:
             synthesise(store, count=options.cells, nights=options.nights)
         generated = None if there else time.perf_counter() - began
         shutil.rmtree(site, ignore_errors=True)
-        size = sum(path.stat().st_size for path in store.rglob("*.parquet"))
+        size = sum(path.stat().st_size for path in store.iterdir())
         asked, written, drawn = questions(store), page(store, site), opened(site)
     columns = {"what": "", "first": "first time, s:.2f", "seconds": "then, s:.2f", "cpu": "processor, s:.2f"}
     show(f"a store of {options.cells} cells and {options.nights} nights, {size / 1e6:.0f} MB", asked, columns)

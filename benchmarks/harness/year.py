@@ -1,8 +1,7 @@
-"""A store of many nights whose answers are drawn, not measured: as large as a real one, in the store's own files.
+"""A store of many nights whose answers are drawn, not measured: as large as a real one, in the store's own file.
 
 Most cells stay what they are, night after night, and half of them are measured against the very same bundle. Some get
-slower and stay so until somebody repairs them; builds fail; a machine is away; a runtime is updated. Each night lies in
-whole files, as `Store.compact` leaves them.
+slower and stay so until somebody repairs them; builds fail; a machine is away; a runtime is updated.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from quantkit.nightly.store import files
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import (
+from quantkit.nightly.records import (
     Item,
     Night,
     NightCell,
@@ -31,6 +28,7 @@ from quantkit.nightly.store.records import (
     schema,
     to_table,
 )
+from quantkit.nightly.store import Store
 from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS
 
 MODELS = ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]
@@ -67,7 +65,10 @@ def synthesise(path: Path, *, count: int, nights: int, steps: int = STEPS, items
     store = Store.open(path, create=True)
     year = _Year(cells(count), nights, np.random.default_rng(seed))
     for number in range(nights):
-        year.write(path, number, steps, items)
+        with store._writing() as database:
+            for kind, table in year.night(number, steps, items).items():
+                database.register("drawn", table)
+                database.execute(f"INSERT INTO {kind.table} FROM drawn")
     return store
 
 
@@ -99,24 +100,19 @@ class _Year:
             self.state[targets == generator.choice(list(TARGETS)), night] = "missing"
         self.updated = sorted(generator.choice(nights, min(nights, 4), replace=False).tolist())
 
-    def write(self, root: Path, number: int, steps: int, items: int) -> None:
+    def night(self, number: int, steps: int, items: int) -> dict[type[Record], pa.Table]:
         started = FIRST + timedelta(days=number)
         name = f"{started:%Y%m%dT%H%M%SZ}-{number:06x}"
         matrix = tuple(self.keys.tolist())
         row = Night(name, started, f"{number:040x}", hashlib.sha256(b"year").hexdigest(), "builder-1", matrix)
-        data = files.pack(Night, to_table(Night, [row]))
-        files.put(files.folder(root, Night.table, name) / f"{files.digest(data)}.parquet", data)
         done = self.state[:, number] == "done"
-        self._whole(root, Time, name, self._times(name, number, np.flatnonzero(done), steps, started.timestamp()))
-        self._whole(root, Item, name, self._items(name, np.unique(self.build_of[done]), items))
-        self._whole(root, Result, name, self._results(name, number, done))
-        data = files.pack(StoredDecision, self._decisions(name, number, done))
-        files.put(files.folder(root, StoredDecision.table, name) / f"000001-{files.digest(data)}.parquet", data)
-
-    def _whole(self, root: Path, kind: type[Record], name: str, table: pa.Table) -> None:
-        replaces = [f"{files.key(key, 1)}-{'0' * 16}" for key in self.keys]
-        data = files.pack(kind, table, replaces)
-        files.put(files.folder(root, kind.table, name) / f"{files.WHOLE}{files.digest(data)}.parquet", data)
+        return {
+            Night: to_table(Night, [row]),
+            Time: self._times(name, number, np.flatnonzero(done), steps, started.timestamp()),
+            Item: self._items(name, np.unique(self.build_of[done]), items),
+            Result: self._results(name, number, done),
+            StoredDecision: self._decisions(name, number, done),
+        }
 
     def _times(self, name: str, number: int, done: Array, steps: int, start: float) -> pa.Table:
         each = np.arange(steps)

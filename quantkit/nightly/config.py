@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field
 
 from quantkit.content import Closed, is_path, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
-from quantkit.nightly.store.records import HERE, SEPARATOR, BaselineKind, NightCell
+from quantkit.nightly.records import HERE, SEPARATOR, BaselineKind, NightCell
 from quantkit.stats.deciding.decision import ALPHA
 from quantkit.stats.deciding.slowdown import BLOCKS, MARGIN, ROUNDS
 

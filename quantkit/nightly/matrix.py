@@ -11,7 +11,7 @@ from quantkit.content import is_path
 from quantkit.devices import named
 from quantkit.errors import InputError
 from quantkit.model.source.alias import ALIASES, unknown_model
-from quantkit.nightly.store.records import HERE, ON, NightCell
+from quantkit.nightly.records import HERE, ON, NightCell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
 from quantkit.planning import support
 

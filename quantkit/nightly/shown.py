@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.nightly.gating.gate import Gated, count, title
-from quantkit.nightly.store.parquet import QueryRows
-from quantkit.nightly.store.records import Result, StoredDecision, What
-from quantkit.nightly.store.write import plain
+from quantkit.nightly.records import Result, StoredDecision, What
+from quantkit.nightly.store import QueryRows, plain
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from quantkit.nightly import shown
-from quantkit.nightly.store.parquet import QueryRows, Store
-from quantkit.nightly.store.records import Night, NightCell, Result, StoredDecision
+from quantkit.nightly.records import Night, NightCell, Result, StoredDecision
+from quantkit.nightly.store import QueryRows, Store
 
 NIGHT = "20260101T030000Z-000001"
 CELL = NightCell("tiny", "a", "cpu-x86", "onnxruntime", 1)
@@ -119,41 +119,25 @@ def test_it_is_written_as_csv_or_json(store: Store, quantkit: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("written", "code"),
-    [
-        ('{"schema": 2, "quantkit": "9.0.0"}', "store-newer"),
-        ('{"schema": ', "store-invalid"),
-        (None, "store-missing"),
-    ],
+    ("name", "code"),
+    [("store.json", "store-invalid"), ("nights.duckdb", "store-invalid"), (None, "store-missing")],
+    ids=["Parquet", "damaged", "missing"],
 )
 def test_a_store_that_cannot_be_read_is_left_as_it_is(
-    written: str | None, code: str, store: Store, quantkit: Any
+    name: str | None, code: str, store: Store, quantkit: Any, tmp_path: Path
 ) -> None:
-    place = store.path / "store.json"
-    place.unlink()
-    if written is not None:
-        place.write_text(written)
+    store.file.unlink()
+    if name is not None:
+        (store.path / name).write_text('{"schema": 1}')
     before = sorted(store.path.rglob("*"))
-    ran = quantkit("nightly", "query", "decisions", "--store", store.path)
+    config = tmp_path / "n.yaml"
+    ran = quantkit("nightly", "query", "decisions", config, "--store", store.path)
     assert ran.code == 2
     assert ran.err.startswith(f"error: [{code}] {store.path}")
     assert sorted(store.path.rglob("*")) == before
-
-
-def test_what_was_passed_over_is_said(store: Store, quantkit: Any) -> None:
-    (damaged,) = (store.path / "results").rglob("*.parquet")
-    damaged.write_bytes(damaged.read_bytes()[:50])
-    ran = quantkit("nightly", "query", "SELECT count(*) AS n FROM results", "--store", store.path, "--json")
-    assert ran.envelope["result"]["rows"] == [{"n": 0}]
-    (warning,) = ran.envelope["warnings"]
-    assert str(damaged) in warning
-    # and where the question is wrong, beside that
-    ran = quantkit("nightly", "query", "SELECT nothing FROM results", "--store", store.path)
-    assert ran.code == 2
-    assert "[query-invalid]" in ran.err
-    wrapped = ran.out.replace("\n", "")
-    assert damaged.name in wrapped
-    assert "damaged" in wrapped
+    if name == "store.json":
+        remedy = f"`mv {store.path} {store.path}.parquet && quantkit nightly run {config}` makes a new one"
+        assert remedy in " ".join(ran.err.split())
 
 
 def test_rows_that_are_too_wide_stand_under_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,3 +228,26 @@ def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
     out = quantkit("nightly", "run", config).out
     assert "model smollm2-135m, recipe rtn-int4, target cpu-x86, runtime onnxruntime" in out
     assert "failed" in out and "SIGKILL" in out and "1 min" in out
+
+
+def test_the_remedy_of_a_store_of_parquet_files_makes_a_new_one(
+    config: Path, quantkit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.nightly.executors import local
+    from quantkit.nightly.running.jobs import JobOutcome
+
+    class Failing:
+        def ready(self) -> None: ...
+
+        def run(self, jobs: Any, work: Any, progress: Any) -> Any:
+            return (JobOutcome(job, "failed", {"code": "process-died"}) for job in jobs)
+
+    monkeypatch.setattr(local, "Local", Failing)
+    (config.parent / "kept").mkdir()
+    (config.parent / "kept" / "store.json").write_text('{"schema": 1, "quantkit": "0.1.0"}')
+    remedy = quantkit("nightly", "run", config, "--json").envelope["error"]["remedy"]
+    move, _, run = remedy.split("`")[1].partition(" && quantkit ")
+    subprocess.run(move.split(), check=True)
+    ran = quantkit(*run.split())
+    assert ran.code == 0, ran.err
+    assert [path.name for path in (config.parent / "kept").iterdir()] == ["nights.duckdb"]

@@ -31,8 +31,8 @@ from quantkit.devices.job import At, Done, Failed, Found, Note
 from quantkit.devices.reached import reach
 from quantkit.devices.ssh.link import SSHLink
 from quantkit.measurement.rows import Row
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import NightCell
+from quantkit.nightly.records import NightCell
+from quantkit.nightly.store import Store
 from quantkit.pipeline import Request, compile_model
 from quantkit.recipe import Recipe
 

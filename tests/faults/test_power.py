@@ -124,9 +124,7 @@ def test_after_a_power_cut_the_work_is_done_again(name: str, tmp_path: Path, mon
     monkeypatch.setattr(os, "fsync", os.fstat)
     rng = random.Random(0)
     assert len(recorder.moments) > 2
-    # of work that takes long, a few moments
-    every = max(1, len(recorder.moments) // 6) if work.faults else 1
-    for moment, (durable, there) in list(enumerate(recorder.moments))[::every]:
+    for moment, (durable, there) in enumerate(recorder.moments):
         for number, lost in enumerate((1.0, 0.0, *(4 * [0.5]))):
             place = tmp_path / f"{moment}-{number}"
             cut(durable, there, lost, place, rng)

@@ -23,13 +23,11 @@ class Work:
         prepare: what has to be there before.
         act: does it; a second time goes on, or does it anew.
         left: what is there when it is done: the same after any fault.
-        faults: that are tried; none: all.
     """
 
     prepare: Callable[[Path], object]
     act: Callable[[Path], object]
     left: Callable[[Path], Any]
-    faults: frozenset[str] = frozenset()
 
 
 def _bundle(folder: Path) -> Bundle:
@@ -76,26 +74,6 @@ def _kept(folder: Path) -> Any:
     return (folder / "cache" / "kept" / "file").read_bytes()
 
 
-def _night(folder: Path) -> None:
-    from nightly import conftest as small
-
-    from quantkit.nightly.store.parquet import Store
-
-    store = Store.open(folder / "store", create=True)
-    store.begin(small.night())
-    for cell in small.CELLS[:1]:
-        store.commit(small.result(cell), small.times(cell))
-
-
-def _stored(folder: Path) -> Any:
-    from nightly import conftest as small
-
-    from quantkit.nightly.store.parquet import Store
-
-    store = Store.open(folder / "store")
-    return store.results(), [store.times(small.FIRST, cell.key) for cell in small.CELLS[:1]]
-
-
 def _rows(folder: Path) -> None:
     from quantkit.measurement.rows import write_rows
 
@@ -115,7 +93,6 @@ WORK = {
     "put": Work(_bundle, _put, _whole),
     "export": Work(_bundle, _add, _whole),
     "cache": Work(lambda folder: None, _cache, _kept),
-    "night": Work(lambda folder: None, _night, _stored, frozenset({"killed"})),
     "rows": Work(lambda folder: None, _rows, lambda folder: (folder / "rows.jsonl").read_bytes()),
     "answer": Work(lambda folder: None, _tune, lambda folder: (folder / "front.json").read_bytes()),
 }

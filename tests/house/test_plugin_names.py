@@ -20,7 +20,6 @@ OTHER_WORDS = {
     ("quantkit.measurement.timing.anew", "round"): "that column",
     ("quantkit.devices.there.night", "round"): "that column",
     ("quantkit.nightly.running.timing", "round"): "that column",
-    ("quantkit.nightly.store.compact", "round"): "that column",
     ("quantkit.planning.matrix", "tensorrt"): "a runtime, with what people call it",
     ("quantkit.planning.matrix", "openvino"): "a runtime, with what people call it",
     ("quantkit.planning.model.configs", "onnx"): "a folder of a bundle",

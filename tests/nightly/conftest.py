@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Item, Night, NightCell, Result, StoredDecision, Time
+from quantkit.nightly.records import Item, Night, NightCell, Result, StoredDecision, Time
+from quantkit.nightly.store import Store
 
 FIRST, SECOND, THIRD = (f"202601{day:02d}T030000Z-{day:06x}" for day in (1, 2, 3))
 CELLS = tuple(NightCell("tiny", recipe, "cpu-x86", "onnxruntime", batch) for recipe in ("a", "b") for batch in (1, 8))
@@ -46,10 +46,6 @@ def fill(store: Store, name: str = FIRST, cells: tuple[NightCell, ...] = CELLS) 
     for cell in cells:
         assert store.commit(result(cell, name), times(cell, name), items(cell, name) if cell.batch == 1 else ())
     store.decide(name, [decision(cell, name) for cell in cells])
-
-
-def files(store: Store, table: str, name: str = FIRST) -> list[Path]:
-    return sorted((store.path / table / f"night={name}").glob("*.parquet"))
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.timing import anew
 from quantkit.nightly.config import Nightly
+from quantkit.nightly.records import Night, Result, Time
 from quantkit.nightly.running import bundles, timing
 from quantkit.nightly.running.build import build, request_of, why_not_here
 from quantkit.nightly.running.bundles import Bundles, inputs_sha256
 from quantkit.nightly.running.jobs import BuildJob
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Night, Result, Time
+from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 from quantkit.target import Target
 

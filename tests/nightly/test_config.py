@@ -14,8 +14,8 @@ import yaml
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
 from quantkit.nightly.config import BaselineChoice, Nightly
+from quantkit.nightly.records import NightCell
 from quantkit.nightly.running import expect
-from quantkit.nightly.store.records import NightCell
 
 ONNX = "export=[{onnx: {dialect: onnxruntime}}]"
 SHIPPED = Path(__file__).parents[2] / "docs" / "nightly" / "nightly.yaml"

@@ -14,8 +14,8 @@ from quantkit.errors import InputError
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.gating.decide import Judged, decide_night, judge
 from quantkit.nightly.gating.evidence import FIRST as NEW
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Item, NightCell, Result, StoredDecision, Time
+from quantkit.nightly.records import Item, NightCell, Result, StoredDecision, Time
+from quantkit.nightly.store import Store
 from quantkit.stats.deciding.slowdown import BLOCKS, ROUNDS
 
 from .conftest import CELLS, FIRST, SECOND, night

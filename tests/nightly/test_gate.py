@@ -15,8 +15,8 @@ from quantkit import cli
 from quantkit.errors import GateError, Inconclusive, InputError
 from quantkit.nightly.gating import files as gate_files
 from quantkit.nightly.gating.gate import Gated, error, gate
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import NightCell, StoredDecision
+from quantkit.nightly.records import NightCell, StoredDecision
+from quantkit.nightly.store import Store
 
 from .conftest import CELLS, FIRST, SECOND, decision, fill, night, result
 
@@ -98,8 +98,8 @@ def test_a_night_that_is_not_there_or_whose_row_is_gone_is_an_error(store: Store
     with pytest.raises(InputError, match=f"night-missing.*{SECOND}.*the last is {FIRST}"):
         gate(store, SECOND)
     fill(store, SECOND)
-    (row,) = (store.path / "nights" / f"night={SECOND}").glob("*.parquet")
-    row.write_bytes(b"torn")
+    with store._writing() as database:
+        database.execute("DELETE FROM nights WHERE night = $1", [SECOND])
     # not yesterday's answer in its place
     with pytest.raises(InputError, match=f"night-damaged.*{SECOND}"):
         gate(Store.open(store.path))

@@ -6,8 +6,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from quantkit.nightly.store import records
-from quantkit.nightly.store.records import NIGHT_ID, Item, Night, NightCell, Record, Result, StoredDecision, Time
+from quantkit.nightly import records
+from quantkit.nightly.records import NIGHT_ID, Item, Night, NightCell, Record, Result, StoredDecision, Time
 
 CELL = NightCell("smollm2-135m", "awq-int4", "cpu-x86", "onnxruntime", 8)
 NIGHT = "20260102T030405Z-3f2a81"
@@ -52,15 +52,6 @@ def test_no_rows_have_the_same_schema(kind: type[Record]) -> None:
     table = records.to_table(kind, [])
     assert table.schema == records.schema(kind)
     assert records.from_table(kind, table) == []
-
-
-def test_what_may_be_null_says_so() -> None:
-    found = {each.name: (str(each.type), each.nullable) for each in records.schema(Result)}
-    assert found["state"] == ("string", False)
-    assert found["batch"] == ("int64", False)
-    assert found["error"] == ("string", True)
-    assert found["flags"] == ("list<item: string>", False)
-    assert str(records.schema(Night).field("started").type) == "timestamp[us, tz=UTC]"
 
 
 @pytest.mark.parametrize("change", [{"batch": "eight"}, {"seconds": "long"}, {"flags": (1,)}])

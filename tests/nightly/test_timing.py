@@ -16,8 +16,8 @@ from quantkit.measurement.timing.anew import Task, measure
 from quantkit.measurement.timing.clocks import Clocks
 from quantkit.nightly.config import TimeBudget
 from quantkit.nightly.gating.evidence import paired
+from quantkit.nightly.records import Time
 from quantkit.nightly.running.timing import Iteration, iterations, task_of
-from quantkit.nightly.store.records import Time
 from quantkit.stats.deciding.slowdown import BURST, SETTLE
 
 from .conftest import CELLS, FIRST

@@ -13,7 +13,7 @@ from quantkit.cli.options import Json
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
-    from quantkit.nightly.store.parquet import Store
+    from quantkit.nightly.store import Store
 
 Config = Annotated[Path, typer.Argument(metavar="nightly.yaml", help="What is compared, and where results are.")]
 StorePath = Annotated[
@@ -164,12 +164,12 @@ def page(
 def _store(config: Path, store: Path | None) -> Store:
     """The store that is meant."""
     from quantkit.nightly.config import Nightly
-    from quantkit.nightly.store.parquet import Store
+    from quantkit.nightly.store import Store
 
     if store is None:
         named = Nightly.load(config, look=False)
         store = named.at(named.store)
-    return Store.open(store)
+    return Store.open(store, config=config)
 
 
 HELP = "Compare what you compile, every night."

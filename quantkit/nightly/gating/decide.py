@@ -17,8 +17,8 @@ from quantkit.errors import InputError
 from quantkit.nightly.config import Nightly, NightMargins, builds
 from quantkit.nightly.gating import evidence as ask
 from quantkit.nightly.gating.evidence import NightComparison, Thing
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Answer, Item, Night, NightCell, Result, StoredDecision, Time, What
+from quantkit.nightly.records import Answer, Item, Night, NightCell, Result, StoredDecision, Time, What
+from quantkit.nightly.store import Store
 from quantkit.report.kit import words
 from quantkit.stats.deciding import decision as stats
 
@@ -71,8 +71,6 @@ class _Decided:
 
 def decide_night(store: Store, night: str, config: Nightly) -> Judged:
     """Decide a night on what the store has of it.
-
-    Reads a build at a time; of a large night that is faster on a compacted store.
 
     Raises:
         InputError: `night-missing`.

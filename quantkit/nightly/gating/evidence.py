@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.nightly.config import NightMargins
-from quantkit.nightly.store.records import Answer, Item, Result, Side, Time, What
+from quantkit.nightly.records import Answer, Item, Result, Side, Time, What
 from quantkit.stats.clustered import clusters_of
 from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
 from quantkit.stats.deciding.evidence import Evidence

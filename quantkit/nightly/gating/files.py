@@ -22,7 +22,7 @@ from quantkit import limits
 from quantkit.bundle.disk import write_atomic, writing
 from quantkit.nightly.config import builds
 from quantkit.nightly.gating.gate import Gated, count, title
-from quantkit.nightly.store.records import Answer, NightCell, StoredDecision
+from quantkit.nightly.records import Answer, NightCell, StoredDecision
 from quantkit.report.kit import words
 
 # GitHub refuses a step's summary of more than a megabyte

@@ -16,9 +16,8 @@ from typing import Any
 
 from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError
 from quantkit.nightly.gating.evidence import is_first
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Answer, Night, NightCell, Result, StoredDecision
-from quantkit.nightly.store.write import plain
+from quantkit.nightly.records import Answer, Night, NightCell, Result, StoredDecision
+from quantkit.nightly.store import Store, plain
 from quantkit.report.kit import words
 
 ALARMS: tuple[Answer, ...] = ("failed", "worse")

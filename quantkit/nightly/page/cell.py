@@ -12,7 +12,7 @@ from quantkit.nightly.page import charts, say
 from quantkit.nightly.page.detail import Detail, Environment
 from quantkit.nightly.page.drawing import Chart
 from quantkit.nightly.page.history import ANSWERS, SAME, WHATS, History, parts
-from quantkit.nightly.store.records import Result, StoredDecision
+from quantkit.nightly.records import Result, StoredDecision
 from quantkit.report.kit import words
 from quantkit.stats.changes import changes
 

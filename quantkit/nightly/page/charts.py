@@ -12,7 +12,7 @@ from markupsafe import Markup
 from quantkit.nightly.page import drawing, say
 from quantkit.nightly.page.drawing import TALL, Chart, Label, Scale
 from quantkit.nightly.page.history import ANSWERS, NONE
-from quantkit.nightly.store.records import What
+from quantkit.nightly.records import What
 from quantkit.report.kit import words
 from quantkit.stats.changes import Change
 

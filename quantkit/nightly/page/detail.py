@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from quantkit.nightly.page.history import History
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Result, StoredDecision
+from quantkit.nightly.records import Result, StoredDecision
+from quantkit.nightly.store import Store
 
 Array = Any
 # flipped items of each direction, and errors, that a page shows

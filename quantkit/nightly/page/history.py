@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import NIGHT_ID, Answer, Night, NightCell, What
+from quantkit.nightly.records import NIGHT_ID, Answer, Night, NightCell, What
+from quantkit.nightly.store import Store
 from quantkit.report.kit import words
 
 Array = Any

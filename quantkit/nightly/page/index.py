@@ -28,7 +28,7 @@ from quantkit.nightly.page.history import (
     History,
     parts,
 )
-from quantkit.nightly.store.records import NightCell, What
+from quantkit.nightly.records import NightCell, What
 from quantkit.report.kit import words
 
 Array = Any

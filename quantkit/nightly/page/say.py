@@ -6,7 +6,7 @@ import math
 from datetime import UTC
 
 from quantkit.nightly.page.history import ANSWERS
-from quantkit.nightly.store.records import NIGHT_ID, Night, NightCell, What
+from quantkit.nightly.records import NIGHT_ID, Night, NightCell, What
 from quantkit.report.kit import words
 
 TITLES: dict[What, str] = {

@@ -22,7 +22,7 @@ from quantkit._version import __version__
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
 from quantkit.nightly.page import cell, detail, history, index, say
-from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store import Store
 from quantkit.report.kit import shell, words
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from quantkit.bundle import Bundle, Manifest
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, QuantkitError
 from quantkit.nightly.config import Nightly
+from quantkit.nightly.records import BaselineKind, NightCell, Result, Side
 from quantkit.nightly.running.bundles import Bundles
-from quantkit.nightly.store.records import BaselineKind, NightCell, Result, Side
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.measurement.timing.anew import CANDIDATE
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.gating.evidence import UNLOADABLE
+from quantkit.nightly.records import Item, NightCell, Result, Side, Time
 from quantkit.nightly.running import items, there, timing
 from quantkit.nightly.running.against import Against, against
 from quantkit.nightly.running.bundles import Bundles
 from quantkit.nightly.running.items import Answered
 from quantkit.nightly.running.jobs import BuildJob
 from quantkit.nightly.running.timing import CellTimes, task_of
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Item, NightCell, Result, Side, Time
+from quantkit.nightly.store import Store
 from quantkit.pipeline.finished.keep import export_of
 from quantkit.pipeline.graphs.remeasure import holds_graph
 from quantkit.pipeline.progress import Overall, Progress

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
 from quantkit.nightly.config import Nightly, builds
-from quantkit.nightly.store.records import NightCell
+from quantkit.nightly.records import NightCell
 from quantkit.stats.deciding.slowdown import BURST, SETTLE
 
 if TYPE_CHECKING:

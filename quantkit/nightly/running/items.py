@@ -23,7 +23,7 @@ from quantkit.measurement.compared import WordFlip
 from quantkit.measurement.rows import read_rows
 from quantkit.measurement.timing.anew import CANDIDATE
 from quantkit.nightly.gating.evidence import UNSCORED
-from quantkit.nightly.store.records import Side
+from quantkit.nightly.records import Side
 from quantkit.pipeline.compare.scores import demand_one_text
 from quantkit.pipeline.compare.sides import BundleSide as Compared
 from quantkit.pipeline.compare.words import flips, scored_text

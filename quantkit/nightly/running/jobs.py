@@ -24,7 +24,7 @@ from quantkit import content
 from quantkit.bundle import disk
 from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.model.full_memory import is_out_of_memory
-from quantkit.nightly.store.records import NightCell
+from quantkit.nightly.records import NightCell
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.runtimes import child
 

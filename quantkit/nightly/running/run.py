@@ -1,6 +1,6 @@
 """A night: its builds are run, what they commit is decided, what alarmed is run again, and decided for good.
 
-    begin -> a job a build -> decide -> again those with cells that alarmed, all loaded anew -> decide -> compact
+    begin -> a job a build -> decide -> again those with cells that alarmed, all loaded anew -> decide
 
 All that is known is in the store, so a night that is killed at any moment goes on with the cells that are missing:
 `resume` takes the last night of the same file, by its hash, that has any. Nothing resumes by itself: tonight's run is
@@ -24,12 +24,11 @@ from quantkit.devices import named
 from quantkit.errors import InputError, Stopped
 from quantkit.nightly.config import Nightly, builds
 from quantkit.nightly.gating.decide import decide_night
+from quantkit.nightly.records import Night, NightCell, Result, StoredDecision, night_id
 from quantkit.nightly.running.build import build
 from quantkit.nightly.running.bundles import Bundles
 from quantkit.nightly.running.jobs import BuildJob, Executor, Work
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Night, NightCell, Result, StoredDecision, night_id
-from quantkit.nightly.store.write import plain
+from quantkit.nightly.store import Store, plain
 from quantkit.pipeline.progress import Progress
 
 # last nights whose bundles are kept, whatever was decided of them
@@ -106,7 +105,7 @@ def run_night(
     began, progress = time.monotonic(), progress or Progress()
     place = Path(path).expanduser().absolute()
     config = Nightly.load(place)
-    store = Store.open(config.at(config.store), create=True)
+    store = Store.open(config.at(config.store), create=True, config=path)
     executor.ready()
     night = _resumed(store, config, place) if resume else _begun(store, config, place, only)
     cells = [NightCell.of(key) for key in night.matrix if only is None or fnmatchcase(key, only)]
@@ -116,8 +115,6 @@ def run_night(
     running = _Running(store, config, place, night, executor, work, progress)
     try:
         running.attempt(1, cells)
-        # a large night is decided much faster on one file a table
-        store.compact()
         judged = decide_night(store, night.night, config)
         if judged.repeat:
             progress.note(f"{len(judged.repeat)} of the times alarmed, and are taken once more")
@@ -127,7 +124,6 @@ def run_night(
         store.decide(night.night, judged.decisions)
     except (KeyboardInterrupt, Stopped) as problem:
         raise _stopped(problem, store, night, place) from None
-    store.compact()
     _prune(store, config)
     # of two attempts the second
     last = {each.cell: each for each in store.results(night.night)}

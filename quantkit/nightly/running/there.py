@@ -25,8 +25,8 @@ from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.measurement.doctor import demand_architecture
 from quantkit.measurement.size import folder_of
 from quantkit.measurement.timing.anew import Task
+from quantkit.nightly.records import Side
 from quantkit.nightly.running.timing import CellTimes, times
-from quantkit.nightly.store.records import Side
 from quantkit.pipeline.finished.keep import export_of
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph
 from quantkit.pipeline.progress import Progress

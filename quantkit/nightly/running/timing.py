@@ -12,7 +12,7 @@ from quantkit.measurement.timing.anew import CANDIDATE, Task, measure
 from quantkit.measurement.timing.schedule import Step, Timing
 from quantkit.measurement.timing.speed import samples_of
 from quantkit.nightly.config import TimeBudget
-from quantkit.nightly.store.records import Side
+from quantkit.nightly.records import Side
 from quantkit.runtimes import child
 
 

@@ -13,9 +13,9 @@ import pytest
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import Stopped
 from quantkit.nightly.executors.local import Local
+from quantkit.nightly.records import NightCell
 from quantkit.nightly.running.jobs import BuildJob, JobOutcome
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import NightCell
+from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 
 from .. import fake_work

@@ -15,13 +15,13 @@ import pytest
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
 from quantkit.nightly.executors.ray import Ray
+from quantkit.nightly.records import NightCell
 from quantkit.nightly.running.jobs import BuildJob
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import NightCell
+from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 
 from .. import fake_work
-from ..conftest import FIRST, files, night
+from ..conftest import FIRST, night
 
 pytestmark = pytest.mark.slow
 _OF_A_NODE = {"object_store_memory": 80 * 2**20, "num_cpus": 1, "resources": {"cpu-x86": 1}}
@@ -74,7 +74,7 @@ def test_every_cell_is_committed_once_though_a_node_dies(cluster: Any, tmp_path:
     (missing,) = [each.error for each in outcomes if each.state == "missing"]
     assert missing is not None and missing["code"] == "no-machine" and "h100" in missing["value"]
     assert store.committed(FIRST) == {each.key for each in (*cells, on_pi5)}
-    assert len(files(store, "results")) == len(cells) + 1
+    assert len(store.results()) == len(cells) + 1
     lines = [line.split() for line in log.read_text().splitlines()]
     assert {tuple(line[3:]) for line in lines if line[0] == on_pi5.build} == {("near-pi5", "ssh://pi@pi5")}
     assert {line[3] for line in lines if line[0] != on_pi5.build} == {"None"}

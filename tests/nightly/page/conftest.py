@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from quantkit.nightly.page import Written, write
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Item, NightCell, StoredDecision
+from quantkit.nightly.records import Item, NightCell, StoredDecision
+from quantkit.nightly.store import Store
 
 from ..conftest import FIRST, SECOND, THIRD, night, result
 from ..planted import timed

@@ -10,8 +10,8 @@ import pytest
 
 from quantkit.nightly.page import detail, history
 from quantkit.nightly.page.detail import Detail
-from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Item, NightCell
+from quantkit.nightly.records import Item, NightCell
+from quantkit.nightly.store import Store
 
 from ..conftest import CELLS, FIRST, SECOND, THIRD, night, result
 from ..planted import timed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from quantkit.nightly.page import history
 from quantkit.nightly.page.history import ANSWERS, NONE
-from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store import Store
 
 from ..conftest import CELLS, FIRST, SECOND, THIRD, fill, night, result
 from .conftest import AWAY, BROKEN, FINE, HOSTILE, NOW, RETIRED, SLOW
@@ -54,7 +53,8 @@ def test_what_was_measured_and_not_decided_waits(store: Store) -> None:
 
 def test_a_night_whose_own_row_is_gone_keeps_its_answers(store: Store) -> None:
     fill(store)
-    shutil.rmtree(store.path / "nights")
+    with store._writing() as database:
+        database.execute("DELETE FROM nights")
     found = history.read(store)
     assert answers(found, CELLS[0].key) == ["same"]
     assert found.nights[0].started == datetime(2026, 1, 1, 3, tzinfo=UTC)

@@ -12,9 +12,9 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.nightly.page import Written, index, write
-from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store import Store
 
-from ..conftest import CELLS, FIRST, SECOND, THIRD, files, fill, night, result
+from ..conftest import CELLS, FIRST, SECOND, THIRD, fill, night, result
 from .conftest import AWAY, BROKEN, EVIL, FINE, HOSTILE, RETIRED, SLOW, Page, decided, done
 
 
@@ -157,15 +157,6 @@ def test_a_store_without_nights(store: Store, tmp_path: Path) -> None:
     written = write(store, tmp_path / "site")
     assert written.verdict == "No night has run yet"
     assert (tmp_path / "site/index.html").exists()
-
-
-def test_a_damaged_file_is_passed_over_and_named_on_the_page(store: Store, tmp_path: Path) -> None:
-    fill(store)
-    damaged = files(store, "results")[0]
-    damaged.write_bytes(b"PAR1 nothing PAR1")
-    written = write(store, tmp_path / "site")
-    assert any(damaged.name in warning for warning in written.warnings)
-    assert damaged.name in Page(written.path).text
 
 
 def test_somebody_s_own_page_is_not_written_over(store: Store, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The rows of the store: one frozen dataclass a table, and their Arrow schemas, which follow from the annotations.
+"""The rows of the store: one frozen dataclass a table, their columns as annotated.
 
 A cell is model x recipe x target x runtime x batch. Cells that differ in their batch alone share one compile and one
 measurement of accuracy: a build. Both are named by a key, their parts joined by `|`:
@@ -7,10 +7,7 @@ measurement of accuracy: a build. Both are named by a key, their parts joined by
     smollm2-135m|awq-int4|cpu-x86|onnxruntime|8         cell, at batch 8
     smollm2-135m|awq-int4|cpu-arm|onnxruntime@pi5|8     the same on another machine
 
-    str, int, float, bool   string, int64, float64, bool; `| None` may be null
-    datetime                timestamp in microseconds, UTC
-    tuple[str, ...]         list<string>
-    Mapping                 string that holds JSON
+A `Mapping` is a column of text that holds JSON, a tuple a list of texts, a time a timestamp in microseconds, UTC.
 """
 
 from __future__ import annotations
@@ -267,67 +264,57 @@ class StoredDecision(Record):
 
 
 TABLES: tuple[type[Record], ...] = (Night, Result, Time, Item, StoredDecision)
-# table -> column -> annotation, in order
-_COLUMNS: dict[str, dict[str, Any]] = {
-    kind.table: {name: hint for name, hint in typing.get_type_hints(kind).items() if name != "table"} for kind in TABLES
-}
+# table -> column -> `str`, `tuple`, `Mapping`, ..., in order
+_COLUMNS: dict[str, dict[str, Any]] = {}
+
+
+def _columns(kind: type[Record]) -> dict[str, Any]:
+    if kind.table not in _COLUMNS:
+        hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name != "table"}
+        _COLUMNS[kind.table] = {name: _core(hint) for name, hint in hints.items()}
+    return _COLUMNS[kind.table]
+
+
+def _core(annotation: Any) -> Any:
+    parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
+    if types.NoneType in typing.get_args(annotation):
+        return _core(parts[0])
+    origin = typing.get_origin(annotation)
+    return str if origin is Literal else origin or annotation
 
 
 def schema(kind: type[Record]) -> Any:
-    """The `pyarrow.Schema` of a table."""
-    import pyarrow as pa
-
-    fields = []
-    for name, annotation in _COLUMNS[kind.table].items():
-        core, nullable = _core(annotation)
-        fields.append(pa.field(name, _arrow(core), nullable=nullable))
-    return pa.schema(fields)
-
-
-def to_table(kind: type[RowKind], rows: Iterable[RowKind]) -> Any:
-    """Rows as a `pyarrow.Table`. Raises `pyarrow.ArrowInvalid` for a value of another type."""
-    import pyarrow as pa
-
-    taken = list(rows)
-    columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in taken] for name in _COLUMNS[kind.table]}
-    for name in _documents(kind):
-        columns[name] = [None if value is None else _json(value) for value in columns[name]]
-    return pa.table(columns, schema=schema(kind))
-
-
-def from_table(kind: type[RowKind], table: Any) -> list[RowKind]:
-    """The rows of a `pyarrow.Table`, in order."""
-    names = list(_COLUMNS[kind.table])
-    columns: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in names}
-    for name, annotation in _COLUMNS[kind.table].items():
-        if _core(annotation)[0] is tuple:
-            columns[name] = [tuple(value) for value in columns[name]]
-    for name in _documents(kind):
-        columns[name] = [None if value is None else json.loads(value) for value in columns[name]]
-    return [kind(**dict(zip(names, values, strict=True))) for values in zip(*columns.values(), strict=True)]
-
-
-def _documents(kind: type[Record]) -> list[str]:
-    """The columns that hold JSON."""
-    return [name for name, annotation in _COLUMNS[kind.table].items() if _core(annotation)[0] is Mapping]
-
-
-def _core(annotation: Any) -> tuple[Any, bool]:
-    """(`str`, `tuple`, `Mapping`, ..., whether it may be None)."""
-    parts = typing.get_args(annotation)
-    if types.NoneType in parts:
-        return _core(next(part for part in parts if part is not types.NoneType))[0], True
-    origin = typing.get_origin(annotation)
-    return (str if origin is Literal else origin or annotation), False
-
-
-def _arrow(core: Any) -> Any:
+    """Return the `pyarrow.Schema` of a table."""
     import pyarrow as pa
 
     plain = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), Mapping: pa.string()}
     plain |= {tuple: pa.list_(pa.string()), datetime: pa.timestamp("us", tz="UTC")}
-    return plain[core]
+    return pa.schema([(name, plain[core]) for name, core in _columns(kind).items()])
 
 
-def _json(value: Mapping[str, Any]) -> str:
+def to_table(kind: type[RowKind], rows: Iterable[RowKind]) -> Any:
+    """Make a `pyarrow.Table` of rows. Raises `pyarrow.ArrowInvalid` for a value of another type."""
+    import pyarrow as pa
+
+    columns = list(_columns(kind).items())
+    stored = [{name: _stored(getattr(row, name), core) for name, core in columns} for row in rows]
+    return pa.Table.from_pylist(stored, schema=schema(kind))
+
+
+def from_table(kind: type[RowKind], table: Any) -> list[RowKind]:
+    """Read the rows of a `pyarrow.Table`, in order."""
+    rows = zip(*(table.column(name).to_pylist() for name in _columns(kind)), strict=True)
+    cores = list(_columns(kind).values())
+    return [kind(*(_loaded(value, core) for value, core in zip(row, cores, strict=True))) for row in rows]
+
+
+def _stored(value: Any, core: Any) -> Any:
+    if core is not Mapping or value is None:
+        return value
     return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, default=str)
+
+
+def _loaded(value: Any, core: Any) -> Any:
+    if value is None:
+        return None
+    return tuple(value) if core is tuple else json.loads(value) if core is Mapping else value

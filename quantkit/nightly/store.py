@@ -1,0 +1,531 @@
+"""The store of nights: one DuckDB file in a folder of its own.
+
+    nights.duckdb       the tables of `records`, and `about`: the schema's number and the version that made it
+    nights.duckdb.wal   what a killed process had committed; DuckDB itself takes it in
+
+A cell's result is committed on its own, in one transaction, and once: a killed night loses no more than the cell it was
+at, and two runs at once share the work. A file is open only while something is asked or written, so that several
+processes take turns: many read at once, one writes. Names of nights sort by their start.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from quantkit import limits
+from quantkit._version import __version__
+from quantkit.bundle.disk import disk_full, fsync, is_disk_full, is_left_over, writing
+from quantkit.errors import InputError, MissingDependency, did_you_mean
+from quantkit.nightly.records import (
+    NIGHT_ID,
+    TABLES,
+    Item,
+    Night,
+    Result,
+    RowKind,
+    StoredDecision,
+    Time,
+    from_table,
+    schema,
+    to_table,
+)
+
+SCHEMA = 2
+FILE = "nights.duckdb"
+# of a store before that: a folder of Parquet files
+_OLD = "store.json"
+_WAIT_SECONDS = 30.0
+_SHOWN = 300
+Got = TypeVar("Got")
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """The answer of a query.
+
+    Args:
+        columns: their names, in order; a name that comes twice is numbered.
+        rows: their values, as Python's.
+    """
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the rows by column."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return `columns` and `rows` as JSON has them: NaN is null, a time its ISO 8601."""
+        return {"columns": list(self.columns), "rows": plain(self.as_dicts())}
+
+
+class Store:
+    """Open one with `Store.open`.
+
+    Args:
+        path: its folder.
+        warnings: what is odd, once each.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path / FILE
+        self.warnings: list[str] = []
+
+    @classmethod
+    def open(cls, path: str | Path, *, create: bool = False, config: str | Path = "nightly.yaml") -> Store:
+        """Open a store.
+
+        Args:
+            create: make it where there is none.
+            config: the `nightly.yaml` that names it, for errors.
+
+        Raises:
+            InputError: `store-missing`, `store-invalid` (no store, one of Parquet files, or a damaged one),
+                `store-newer`, `store-locked`, `file-unwritable`.
+        """
+        store = cls(Path(path).expanduser())
+        if (store.path / _OLD).exists():
+            raise InputError(
+                "store-invalid",
+                where=str(store.path),
+                value=f"a folder of Parquet files ({_OLD}), as earlier versions wrote it",
+                rule=f"a store is one DuckDB file, {FILE}",
+                remedy=f"`mv {store.path} {store.path}.parquet && quantkit nightly run {config}` makes a new one",
+            )
+        if create and not store.file.exists():
+            store._create()
+        if not store.file.exists():
+            remedy = "check the path, or run a night first"
+            raise InputError("store-missing", where=str(store.path), value=f"no {FILE} there", remedy=remedy)
+        store._check()
+        return store
+
+    def _create(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            names = [path.name for path in self.path.iterdir()]
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise InputError("file-unwritable", where=str(self.path), value=reason, remedy="check the path") from None
+        if others := [name for name in names if not is_left_over(name) and FILE not in name]:
+            value, rule = f"holds {others[0]}, but no {FILE}", "a store has a folder of its own"
+            remedy = "choose an empty folder"
+            raise InputError("store-invalid", where=str(self.path), value=value, rule=rule, remedy=remedy)
+        with self._writing() as database:
+            if database.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = 'about'").fetchone():
+                return
+            for kind in TABLES:
+                database.register("empty", schema(kind).empty_table())
+                database.execute(f"CREATE TABLE {kind.table} AS FROM empty")
+            database.execute("CREATE TABLE about AS SELECT $1 AS schema, $2 AS quantkit", [SCHEMA, __version__])
+
+    def _check(self) -> None:
+        """Refuse a store of another schema."""
+        rows = self._reading("FROM about", {}, lambda batches: [row for batch in batches for row in batch.to_pylist()])
+        if rows[0]["schema"] > SCHEMA:
+            raise InputError(
+                "store-newer",
+                where=str(self.path),
+                value=f"schema {rows[0]['schema']}, of quantkit {rows[0]['quantkit']}",
+                rule=f"this quantkit {__version__} reads schemas up to {SCHEMA}",
+                remedy="install that version; the store is as it was",
+            )
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def begin(self, night: Night) -> Night:
+        """Write down that a night begins. One that has begun already stays as it is, and is returned.
+
+        Where a night of the store started later, the clock has gone back, and a warning says so.
+        """
+        _demand(NIGHT_ID.fullmatch(night.night) is not None, f"a name like {NIGHT_ID.pattern}, got {night.night!r}")
+        with self._writing() as database:
+            known = {name for (name,) in database.execute("SELECT night FROM nights").fetchall()}
+            if night.night not in known:
+                _insert(database, Night, [night])
+        if later := [name for name in known if name > night.night]:
+            warning = (
+                f"the clock says {night.night}, but {max(later)} is in the store; nights sort by the time they state, "
+                "so this one comes before it"
+            )
+            self.warnings += [] if warning in self.warnings else [warning]
+        return next(row for row in self.nights() if row.night == night.night)
+
+    def commit(self, result: Result, times: Iterable[Time] = (), items: Iterable[Item] = ()) -> bool:
+        """Write one attempt at one cell, whole or not at all.
+
+        Args:
+            items: of its build; give them with the first of its cells alone.
+
+        Returns:
+            False where this attempt was committed before; then nothing is written.
+
+        Raises:
+            ValueError: rows of another night, cell, build or attempt.
+            InputError: `store-locked`, `file-unwritable`.
+            Stopped: `disk-full`.
+        """
+        times, items = list(times), list(items)
+        _demand(NIGHT_ID.fullmatch(result.night) is not None, f"a night's name, got {result.night!r}")
+        attempt, of_build = (result.night, result.cell, result.attempt), (result.night, result.build, result.attempt)
+        _demand(all((row.night, row.cell, row.attempt) == attempt for row in times), f"times of {attempt}")
+        _demand(all((row.night, row.build, row.attempt) == of_build for row in items), f"items of {of_build}")
+        with self._writing() as database:
+            sql = "SELECT 1 FROM results WHERE night = $1 AND cell = $2 AND attempt = $3"
+            if database.execute(sql, list(attempt)).fetchone():
+                return False
+            _insert(database, Time, times)
+            _insert(database, Item, items)
+            _insert(database, Result, [result])
+        return True
+
+    def decide(self, night: str, decisions: Iterable[StoredDecision]) -> None:
+        """Write what was decided of a night: all of it, in place of what was decided of it before."""
+        decisions = list(decisions)
+        _demand(NIGHT_ID.fullmatch(night) is not None, f"a night's name, got {night!r}")
+        _demand(all(row.night == night for row in decisions), f"decisions of {night}")
+        with self._writing() as database:
+            database.execute("DELETE FROM decisions WHERE night = $1", [night])
+            _insert(database, StoredDecision, decisions)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """A connection whose statements are one transaction; no other process has the file meanwhile."""
+        duckdb = _duckdb()
+        try:
+            with self._opened(read_only=False) as database:
+                database.execute("BEGIN")
+                yield database
+                database.execute("COMMIT")
+        except duckdb.Error as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: Exception) -> Exception:
+        text = _line(error)
+        full = OSError(28, text) if "No space left" in text else error
+        if is_disk_full(full):
+            return disk_full(self.path, full)
+        if "Permission denied" in text or "Read-only file system" in text or "Cannot open file" in text:
+            remedy = "check the folder's permissions"
+            return InputError("file-unwritable", where=str(self.path), value=text, remedy=remedy)
+        return self._damaged(text)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def nights(self) -> list[Night]:
+        """Read all nights, in the order of their names."""
+        return self._rows(Night, "FROM nights ORDER BY night")
+
+    def results(self, night: str | None = None) -> list[Result]:
+        """Read the results of one night or of all, every attempt, by night, cell and attempt."""
+        return self._rows(Result, f"FROM results {_of(night)} ORDER BY night, cell, attempt", night=night)
+
+    def times(self, night: str, cell: str | None = None) -> list[Time]:
+        """Read the iterations of one cell, or of all cells of a night, in the order in which they were taken."""
+        where = f"{_of(night)} AND ($cell IS NULL OR cell = $cell)"
+        order = "ORDER BY cell, attempt, round, block, position, began"
+        return self._rows(Time, f"FROM times {where} {order}", night=night, cell=cell)
+
+    def items(self, night: str, build: str | None = None) -> list[Item]:
+        """Read the items of one build, or of all builds of a night."""
+        where = f"{_of(night)} AND ($build IS NULL OR build = $build)"
+        return self._rows(Item, f"FROM items {where} ORDER BY build, attempt, item, side", night=night, build=build)
+
+    def decisions(self, night: str | None = None) -> list[StoredDecision]:
+        """Read the decisions of one night or of all."""
+        return self._rows(StoredDecision, f"FROM decisions {_of(night)} ORDER BY night, cell, what", night=night)
+
+    def committed(self, night: str, attempt: int = 1) -> set[str]:
+        """Return the keys of the cells that have a result of that attempt, whatever it is."""
+        sql = "SELECT cell FROM results WHERE night = $night AND attempt = $attempt"
+        return {cell for (cell,) in self.query(sql, night=night, attempt=attempt).rows}
+
+    def accepted(self, before: str | None = None, cells: Sequence[str] | None = None) -> dict[str, Result]:
+        """Return of each cell the last result that was done, decided on, and in no respect found worse or failed.
+
+        Args:
+            before: a night; it and later ones do not count.
+            cells: keys of those that are asked for; None is all that there are.
+        """
+        rows = self._rows(Result, _ACCEPTED, before=before, cells=None if cells is None else list(cells))
+        return {row.cell: row for row in rows}
+
+    def query(self, sql: str, **values: Any) -> QueryRows:
+        """Answer a query. It reads the tables and nothing else, and writes nothing.
+
+        Args:
+            sql: one statement, in DuckDB's dialect, or a table's name; `$name` is a parameter.
+
+        Raises:
+            InputError: `query-invalid`, `query-failed`, `over-limit`.
+        """
+        table = self.arrow(_statement(sql), **values)
+        # by position: two columns may have one name
+        columns = [column.to_pylist() for column in table.columns]
+        return QueryRows(_numbered(table.column_names), list(zip(*columns, strict=True)) if columns else [])
+
+    def arrow(self, sql: str, **values: Any) -> Any:
+        """Answer a query with a `pyarrow.Table`: for many rows, which take long to make into Python's own."""
+        import pyarrow as pa
+
+        return self._reading(sql, values, lambda batches: pa.Table.from_batches(list(batches)))
+
+    def export(self, what: str, out: str | Path) -> int:
+        """Write a table, or the answer of a query, into a file; return the number of rows.
+
+        Args:
+            what: a table's name, or a query.
+            out: `.csv`, or `.json` (an array with an object a row). NaN and infinity, which JSON has not, become null.
+
+        Raises:
+            InputError: `query-invalid`, `query-failed`, `file-unwritable`, `usage` for another suffix.
+        """
+        place = Path(out).expanduser()
+        if place.suffix not in _FORMATS:
+            remedy = did_you_mean(place.suffix, _FORMATS)
+            raise InputError("usage", where=str(out), value=f"suffix {place.suffix!r}", remedy=remedy)
+        return self._reading(_statement(what), {}, lambda batches: _export(place, batches))
+
+    def _rows(self, kind: type[RowKind], sql: str, **values: Any) -> list[RowKind]:
+        return from_table(kind, self.arrow(sql, **{name: value for name, value in values.items() if f"${name}" in sql}))
+
+    def _reading(self, sql: str, values: dict[str, Any], use: Callable[[Iterator[Any]], Got]) -> Got:
+        """Return what `use` makes of the answer's batches, of which the first is empty and tells the columns."""
+        duckdb = _duckdb()
+        wrong: tuple[type[Exception], ...] = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
+        wrong += (duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException)
+        wrong += (duckdb.InvalidInputException,)
+        damaged = (duckdb.IOException, duckdb.SerializationException, duckdb.FatalException, duckdb.InternalException)
+        late: threading.Timer | None = None
+        try:
+            with self._opened(read_only=True) as database:
+                late = threading.Timer(limits.SECONDS.most, database.interrupt)
+                late.daemon = True
+                late.start()
+                return use(_batches(duckdb, database, sql, values))
+        except duckdb.InterruptException:
+            raise limits.SECONDS.exceeded(sql[:_SHOWN]) from None
+        except wrong as error:
+            remedy = f"`DESCRIBE TABLE` names columns; {_TABLES}"
+            raise InputError("query-invalid", where=sql[:_SHOWN], value=_line(error), remedy=remedy) from None
+        except damaged as error:
+            raise self._damaged(_line(error)) from None
+        except duckdb.Error as error:
+            if "Corrupt database file" in str(error):
+                raise self._damaged(_line(error)) from None
+            remedy = "ask for less at once"
+            raise InputError("query-failed", where=sql[:_SHOWN], value=_line(error), remedy=remedy) from None
+        finally:
+            if late is not None:
+                late.cancel()
+
+    @contextmanager
+    def _opened(self, *, read_only: bool) -> Iterator[Any]:
+        """A connection; another process that has the file is waited for."""
+        duckdb = _duckdb()
+        until = time.monotonic() + _WAIT_SECONDS
+        while True:
+            try:
+                # nothing is spilled: a query that needs more memory than there is says so
+                database = duckdb.connect(self.file, read_only=read_only, config={"temp_directory": ""})
+                break
+            except (duckdb.IOException, duckdb.ConnectionException) as error:
+                if "Could not set lock" not in str(error) and not isinstance(error, duckdb.ConnectionException):
+                    raise
+                if time.monotonic() > until:
+                    raise InputError(
+                        "store-locked",
+                        where=str(self.path),
+                        value=f"another process has had it for {_WAIT_SECONDS:.0f} s",
+                        rule="one process writes at a time, and alone",
+                        remedy="wait for it or end it; the lock goes with the process",
+                    ) from None
+                time.sleep(0.02)
+        try:
+            database.execute("SET GLOBAL timezone = 'UTC'")
+            if read_only:
+                database.execute("SET GLOBAL enable_external_access = false")
+                database.execute("SET lock_configuration = true")
+            yield database
+        finally:
+            database.close()
+
+    def _damaged(self, value: str) -> InputError:
+        rule, remedy = "it is a whole DuckDB file", "restore it from a copy, or move it away and begin anew"
+        return InputError("store-invalid", where=str(self.file), value=value, rule=rule, remedy=remedy)
+
+
+# of a cell's last night whose decisions let it pass the last attempt
+_ACCEPTED = """
+WITH passed AS (
+    SELECT night, cell FROM decisions WHERE $before IS NULL OR night < $before
+    GROUP BY night, cell HAVING NOT bool_or(answer IN ('worse', 'failed'))
+), last AS (
+    SELECT cell, max(struct_pack(night := night, attempt := attempt)) AS which
+    FROM results JOIN passed USING (night, cell)
+    WHERE state = 'done' AND ($cells::VARCHAR[] IS NULL OR cell IN (SELECT unnest($cells::VARCHAR[]))) GROUP BY cell
+)
+SELECT results.* FROM results JOIN last ON results.cell = last.cell AND results.night = last.which.night
+    AND results.attempt = last.which.attempt ORDER BY results.cell
+"""
+_TABLES = f"tables: {', '.join(kind.table for kind in TABLES)}"
+
+
+def _of(night: str | None) -> str:
+    return "" if night is None else "WHERE night = $night"
+
+
+def _statement(what: str) -> str:
+    """A table's name as a query; a query stays one."""
+    return f"FROM {what}" if what in {kind.table for kind in TABLES} else what
+
+
+def _duckdb() -> Any:
+    """`duckdb`; MissingDependency without it or pyarrow."""
+    try:
+        import duckdb
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency(error.name or "duckdb", extra="nightly", purpose="the store of nights") from None
+    return duckdb
+
+
+def _insert(database: Any, kind: type[RowKind], rows: Sequence[RowKind]) -> None:
+    if rows:
+        database.register("taken", to_table(kind, rows))
+        database.execute(f"INSERT INTO {kind.table} FROM taken")
+        database.unregister("taken")
+
+
+def _batches(duckdb: Any, database: Any, sql: str, values: dict[str, Any]) -> Iterator[Any]:
+    """The answer as `pyarrow.RecordBatch`es. Raises InputError `query-invalid`, `over-limit`."""
+    import pyarrow as pa
+
+    statements = database.extract_statements(sql)
+    kinds = duckdb.StatementType
+    # a pivot counts as several
+    if len(statements) != 1 or statements[0].type not in (kinds.SELECT, kinds.EXPLAIN, kinds.MULTI):
+        value = f"found {', '.join(statement.type.name for statement in statements) or 'nothing'}"
+    elif (writes := _writes(duckdb, sql)) is not None:
+        # DuckDB shuts all files but the database's own, which an explained `COPY` would write over
+        value = f"found {writes}"
+    else:
+        reader = database.sql(sql, params=values or None).to_arrow_reader()
+        yield pa.RecordBatch.from_pylist([], schema=reader.schema)
+        size = 0
+        for batch in reader:
+            size += batch.nbytes
+            limits.UNPACKED.demand(size, sql[:_SHOWN])
+            yield batch
+        return
+    rule = "one statement that reads: SELECT, FROM, WITH, PIVOT, DESCRIBE, SUMMARIZE, EXPLAIN"
+    raise InputError("query-invalid", where=sql[:_SHOWN], value=value, rule=rule, remedy=_TABLES)
+
+
+def _writes(duckdb: Any, sql: str) -> str | None:
+    """The first keyword of a statement within a statement that writes a file; quoted names are none."""
+    data = sql.encode()
+    for start, kind in duckdb.tokenize(sql):
+        word = data[start : start + 6].decode(errors="replace").upper()
+        if kind == duckdb.token_type.keyword and word.startswith(("COPY", "EXPORT")):
+            return "COPY" if word.startswith("COPY") else "EXPORT"
+    return None
+
+
+def _line(error: Exception) -> str:
+    """DuckDB's message, without the picture of where."""
+    return " ".join(str(error).split("\n\nLINE ")[0].split())[:_SHOWN]
+
+
+def _demand(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"the store takes {rule}")
+
+
+def _numbered(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of which none comes twice: a, a_2, ..."""
+    taken: list[str] = []
+    for name in names:
+        tries = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 3))]
+        taken.append(next(one for one in tries if one not in taken))
+    return tuple(taken)
+
+
+def _export(out: Path, batches: Iterator[Any]) -> int:
+    """Write batches, of which the first tells the columns, into a file, whole or not at all."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        with writing(out):
+            with temporary.open("wb") as stream:
+                count = _FORMATS[out.suffix](stream, batches)
+            fsync(temporary)
+            temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def _csv(stream: IO[bytes], batches: Iterator[Any]) -> int:
+    """Lists and the like become JSON, null an empty field."""
+    import pyarrow as pa
+    from pyarrow.csv import CSVWriter
+
+    count, writer = 0, None
+    for batch in batches:
+        flat = pa.RecordBatch.from_arrays([_flat(column) for column in batch.columns], names=batch.schema.names)
+        writer = writer or CSVWriter(stream, flat.schema)
+        writer.write_batch(flat)
+        count += batch.num_rows
+    if writer is not None:
+        writer.close()
+    return count
+
+
+def _flat(column: Any) -> Any:
+    """A column that CSV has: numbers, times and text as they are."""
+    import pyarrow as pa
+
+    if not (pa.types.is_nested(column.type) or pa.types.is_binary(column.type) or pa.types.is_interval(column.type)):
+        return column
+    values = [plain(value) for value in column.to_pylist()]
+    texts = [json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value for value in values]
+    return pa.array(texts, type=pa.string())
+
+
+def _json(stream: IO[bytes], batches: Iterator[Any]) -> int:
+    """An array, an object a line."""
+    count = 0
+    stream.write(b"[")
+    for batch in batches:
+        for row in batch.to_pylist():
+            text = json.dumps(plain(row), ensure_ascii=False, allow_nan=False)
+            stream.write(f"{',' if count else ''}\n{text}".encode())
+            count += 1
+    stream.write(b"\n]\n")
+    return count
+
+
+_FORMATS: dict[str, Callable[[IO[bytes], Iterator[Any]], int]] = {".csv": _csv, ".json": _json}
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: NaN and infinity become null, times ISO 8601, the rest its text."""
+    if isinstance(value, dict):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -1,1 +1,0 @@
-"""The store of nights: append-only Parquet files, and DuckDB over them."""
