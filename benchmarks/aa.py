@@ -24,7 +24,7 @@ from harness.record import record, show, verdicts
 
 from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
 from quantkit.measurement.timing.schedule import Visit, unnamed
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 from quantkit.stats.abba import Comparison, compare
 
 LINEAR = LinearShape(name="product", K=256, N=256)

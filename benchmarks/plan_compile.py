@@ -32,9 +32,9 @@ from harness.random_model import make
 from harness.record import RESULTS, record, show, verdicts
 
 from quantkit import machine as host
+from quantkit.model.sizes import configs
 from quantkit.model.source.open import open_model
 from quantkit.planning.compiling import MEMORY, SCORED, predict
-from quantkit.planning.model import shipped as shipped_models
 
 COLUMNS = {
     "recipe": "recipe",
@@ -259,7 +259,7 @@ def learn(options: argparse.Namespace) -> int:
 def predicted(options: argparse.Namespace) -> int:
     """Compile smollm2-135m and set what was predicted beside it."""
     place = Path(tempfile.mkdtemp(prefix="plan-compile-"))
-    config, rows = shipped_models.read(MODEL).config, []
+    config, rows = configs.shipped(MODEL).config, []
     # opened once, so that its conversion is in no compile
     run(quantkit("compile", MODEL, "--dry-run", "--json"), env=environment(QUANTKIT_CACHE=str(place / "cache")))
     for recipe in options.recipes:

@@ -23,8 +23,8 @@ from harness.record import record, show, verdicts
 
 from quantkit.bundle import Bundle
 from quantkit.measurement.size import folder_of, weight_bytes
-from quantkit.planning.model import configs
-from quantkit.planning.model.storage import storage
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.storage import storage
 from quantkit.recipe import Recipe
 
 MODEL, LIMIT = "smollm2-135m", 0.005

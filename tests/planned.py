@@ -7,11 +7,11 @@ from typing import Any
 
 from quantkit import content
 from quantkit.errors import InputError
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.architecture import Architecture, Attention
 from quantkit.planning.bound import roofline
 from quantkit.planning.bound.forecast import TimedStep
 from quantkit.planning.bound.roofline import Cache, ModelStep, RooflineProduct
-from quantkit.planning.model import configs
-from quantkit.planning.model.architecture import Architecture, Attention
 from quantkit.planning.outlook import (
     Outlook,
     PlannedBatch,

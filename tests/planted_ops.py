@@ -15,7 +15,7 @@ from quantkit.measurement.operators.products import SweepPlan
 from quantkit.measurement.operators.rows import Setting
 from quantkit.measurement.operators.tax import Limits, StepCost
 from quantkit.measurement.rows import Row
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 
 READ, FP32, INT8, LAUNCH = 10e9, 100e9, 400e9, 8e-6
 LIMITS = Limits(READ, {"fp32": FP32, "int8": INT8})

@@ -27,8 +27,8 @@ from quantkit.calibrate.sets import image_sources
 from quantkit.calibrate.tokens import sources
 from quantkit.errors import InputError
 from quantkit.model.preprocess import Preprocess
+from quantkit.model.sizes import configs
 from quantkit.model.source.open import open_model
-from quantkit.planning.model import configs
 from quantkit.recipe import Recipe
 from quantkit.runtimes.text import Tokenizer
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import lsq_linear
 
+from quantkit.model.sizes import configs
 from quantkit.pipeline.blocks.score import CONFIRMING
 from quantkit.planning.compiling import SCORED, WHOLE, CompileSpec, described, held
-from quantkit.planning.model import configs
 from quantkit.recipe import Recipe
 
 Row = Mapping[str, Any]

@@ -15,12 +15,12 @@ from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters import reader
 from quantkit.model.device import AUTO, CPU, ComputeDevice, absent, demand_name, present
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
 from quantkit.pipeline.baseline import place
 from quantkit.pipeline.request import runs_here
 from quantkit.planning.compiling import CompileSpec, Compiling, described, predict, timed
 from quantkit.planning.device_fit import USABLE, Fit, fit
-from quantkit.planning.model import configs
-from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
 from quantkit.report.kit import words
 from quantkit.runtimes import load_runtime
 from quantkit.target import Target

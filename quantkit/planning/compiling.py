@@ -31,10 +31,9 @@ from typing import Any
 from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.formats import stored_bits
-from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
-from quantkit.planning.model.assigned import assign_sizes
-from quantkit.planning.model.storage import table_bytes
-from quantkit.planning.model.stored import LAYOUTS
+from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
+from quantkit.model.sizes.assigned import assign_sizes
+from quantkit.model.sizes.storage import LAYOUTS, table_bytes
 from quantkit.plugins import Stores
 from quantkit.recipe import ExportStep, PassStep, Recipe
 from quantkit.scheme import WeightScheme

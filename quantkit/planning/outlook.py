@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import QuantkitError
+from quantkit.model.sizes.architecture import Architecture
 from quantkit.planning.bound.forecast import Served, TimedStep
 from quantkit.planning.compiling import Compiling
-from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.serving.cost import Bill
 from quantkit.planning.serving.load import Load
 from quantkit.planning.serving.traffic import Traffic

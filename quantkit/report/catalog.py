@@ -14,8 +14,8 @@ from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
 from quantkit.exporters import load_exporter
 from quantkit.formats import load_format
+from quantkit.model.sizes import configs
 from quantkit.passes import load_pass
-from quantkit.planning.model import configs, shipped
 from quantkit.report.kit import words
 
 _UNMEASURED = "not measured; `quantkit doctor --write` does it"
@@ -120,7 +120,7 @@ def _models() -> dict[str, str]:
             state = f"not installed: {error.remedy.split(' (')[0]}"
         about = ", ".join(filter(None, (alias.kind, alias.was, alias.licence)))
         found[name] = f"{about}; {state}"
-    sizes = {name: f"{about}; sizes alone" for name, about in shipped.summaries().items()}
+    sizes = {name: f"{about}; sizes alone" for name, about in configs.shipped_summaries().items()}
     return {**found, **{name: about for name, about in sizes.items() if name not in found}}
 
 
@@ -149,7 +149,7 @@ def _summary(path: Path) -> str:
 def _model_names() -> list[str]:
     from quantkit.model.source.alias import ALIASES
 
-    return sorted({*ALIASES, *shipped.names()})
+    return sorted({*ALIASES, *configs.shipped_names()})
 
 
 _NAMES: dict[str, Callable[[], list[str]]] = {
@@ -346,7 +346,7 @@ def _model(name: str) -> CatalogEntry:
 
 def _sizes(name: str) -> CatalogEntry:
     """A model of which only the config ships."""
-    given, model = shipped.read(name), configs.read(name)
+    given, model = configs.shipped(name), configs.read(name)
     facts = [("kind", model.kind), ("parameters", f"{model.parameters:,}")]
     if model.active_parameters != model.parameters:
         facts.append(("active", f"{model.active_parameters:,} of them for each token"))

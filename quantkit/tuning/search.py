@@ -22,11 +22,11 @@ from quantkit.errors import InputError
 from quantkit.exporters import reader
 from quantkit.formats import stored_bits
 from quantkit.lazy import torch
+from quantkit.model.sizes.storage import WIDTHS
 from quantkit.model.source.alias import demand_no_graph
 from quantkit.passes import decision
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, default_out, demand_model
-from quantkit.planning.model.stored import WIDTHS
 from quantkit.report.kit import words
 from quantkit.tuning import answer, front, store, timings
 from quantkit.tuning.answer import RECIPE

@@ -26,8 +26,8 @@ from quantkit.exporters.gguf.types import TYPES, type_of
 from quantkit.exporters.gguf.writer import StoredTensor, file_type
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format
+from quantkit.model.sizes import configs
 from quantkit.model.source.open import open_model
-from quantkit.planning.model import configs
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -484,7 +484,7 @@ def _read_rows(folder: Path) -> None:
 
 
 def _plan(folder: Path) -> None:
-    from quantkit.planning.model import configs
+    from quantkit.model.sizes import configs
 
     configs.read(str(folder))
 

@@ -22,7 +22,7 @@ OTHER_WORDS = {
     ("quantkit.nightly.running.timing", "round"): "that column",
     ("quantkit.planning.matrix", "tensorrt"): "a runtime, with what people call it",
     ("quantkit.planning.matrix", "openvino"): "a runtime, with what people call it",
-    ("quantkit.planning.model.configs", "onnx"): "a folder of a bundle",
+    ("quantkit.model.sizes.configs", "onnx"): "a folder of a bundle",
     ("quantkit.bundle.manifest", "onnx"): "a folder of a bundle, and a file's role",
     ("quantkit.report.bundle.card", "onnx"): "a file's role",
     ("quantkit.report.bundle.card", "gguf"): "a file's role",

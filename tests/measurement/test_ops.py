@@ -17,7 +17,7 @@ from quantkit.measurement.operators.rows import ALL
 from quantkit.measurement.operators.tax import StepCost, captured_gain
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.schedule import Timing
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 
 
 def rows_of(timed: list[TimedVariant], model: str = "") -> list[Row]:

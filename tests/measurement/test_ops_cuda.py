@@ -22,7 +22,7 @@ from quantkit.measurement.operators.cuda import BASELINE, CudaBench, check_shape
 from quantkit.measurement.operators.products import SweepPlan, measure
 from quantkit.measurement.operators.rows import Setting
 from quantkit.measurement.operators.tax import Limits
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 
 LINEAR = LinearShape(name="up", K=128, N=32)
 DEVICE = GpuDevice("cpu", dry=True)

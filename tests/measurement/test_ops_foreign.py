@@ -18,8 +18,8 @@ from quantkit.measurement.operators.cuda import BASELINE, CudaBench
 from quantkit.measurement.operators.products import SweepPlan, measure
 from quantkit.measurement.operators.rows import Setting
 from quantkit.measurement.operators.tax import Limits
+from quantkit.model.sizes.shapes import LinearShape
 from quantkit.pipeline.tax.tax import TaxAnswer
-from quantkit.planning.model.shapes import LinearShape
 
 LINEAR = LinearShape(name="up", K=256, N=128)
 NAMES = list(foreign.known())

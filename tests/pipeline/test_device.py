@@ -48,8 +48,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sizes(**changes: Any) -> CompileSpec:
+    from quantkit.model.sizes import configs
     from quantkit.planning.compiling import described
-    from quantkit.planning.model import configs
 
     found = described(configs.read("llama-3-8b"), Recipe.load("gptq-int4"))
     return replace(found, **changes)

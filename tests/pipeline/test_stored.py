@@ -9,8 +9,8 @@ import pytest
 
 from quantkit.bundle import Bundle
 from quantkit.measurement.size import folder_of, weight_bytes
-from quantkit.planning.model import configs
-from quantkit.planning.model.storage import Storage, storage
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.storage import Storage, storage
 from quantkit.recipe import Recipe
 
 

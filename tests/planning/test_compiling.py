@@ -8,9 +8,9 @@ import pytest
 
 from quantkit.content import names
 from quantkit.errors import InputError
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.architecture import Architecture, Attention, BlockShapes, Matrix
 from quantkit.planning.compiling import CompileSpec, chunk_size, copies, described, disk, fitted, held, predict, shared
-from quantkit.planning.model import configs
-from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
 from quantkit.recipe import Recipe
 
 HIDDEN, WIDE, LENGTH = 64, 128, 32

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.model import configs, shipped
-from quantkit.planning.model.decoders import FAMILIES
-from quantkit.planning.model.encoders import TEXT, VISION
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.families import FAMILIES, TEXT, VISION
 
 BASE = {
     "hidden_size": 64,
@@ -162,18 +161,18 @@ def test_what_is_taken_for_absent_keys_is_what_transformers_takes(name: str) -> 
     assert bool(theirs.get("tie_word_embeddings")) == family.tied
 
 
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", configs.shipped_names())
 def test_shipped_configs_are_those_of_the_model_that_transformers_builds(name: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    given = shipped.read(name).config
+    given = configs.shipped(name).config
     config = CONFIG_MAPPING[given["model_type"]](**{k: v for k, v in given.items() if k != "architectures"})
     assert configs.read(name).parameters == stored(built(config, given["architectures"][0]))
 
 
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", configs.shipped_names())
 def test_shipped_configs_add_up_to_what_is_published(name: str) -> None:
-    published = shipped.read(name).published
+    published = configs.shipped(name).published
     found = configs.read(name).parameters
     if published.digits is None:
         assert found == published.parameters
@@ -200,7 +199,7 @@ def test_experts_are_called_as_a_compile_calls_them() -> None:
 
 
 def test_the_text_part_of_several_modalities() -> None:
-    text = {k: v for k, v in shipped.read("gemma-3-27b").config.items() if k not in ("dtype", "tie_word_embeddings")}
+    text = {k: v for k, v in configs.shipped("gemma-3-27b").config.items() if k not in ("dtype", "tie_word_embeddings")}
     whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16"}
     found = configs.from_config({**whole, "text_config": text, "vision_config": {"hidden_size": 1152}}, "x")
     assert found.parameters == configs.read("gemma-3-27b").parameters
@@ -232,7 +231,7 @@ def test_what_a_config_leaves_open_is_said() -> None:
     assert head.assumed == ("a language model: LlamaForSequenceClassification is not",)
     quantized = configs.from_config({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "x")
     assert "quantized already" in quantized.assumed[0]
-    bert = {**shipped.read("bert-base").config, "architectures": ["BertForSomething"]}
+    bert = {**configs.shipped("bert-base").config, "architectures": ["BertForSomething"]}
     assert configs.from_config(bert, "x").assumed == (
         "BertForSomething counted as BertModel: what it has after its blocks is not known",
     )
@@ -324,12 +323,12 @@ def test_the_hub_is_read_from_its_cache_alone(tmp_path: Path, monkeypatch: pytes
 def test_nothing_heavy_is_imported_to_read_store_and_hold_a_model() -> None:
     code = """
 import sys
-from quantkit.planning.model import configs, shipped
+from quantkit.model.sizes import configs
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.bound.roofline import RooflineProduct
-from quantkit.planning.model.storage import storage
+from quantkit.model.sizes.storage import storage
 from quantkit.recipe import Recipe
-models = {name: configs.read(name) for name in shipped.names()}
+models = {name: configs.read(name) for name in configs.shipped_names()}
 found = storage(models["deepseek-v3"], Recipe.load("awq-int4"))
 products = [RooflineProduct(each.matrix, each.bytes, each.format, "fp16") for each in (*found.linears, found.head)]
 card = Footprint(models["deepseek-v3"], products, cache_of(None, "bfloat16"), 2, False, taken_by("vllm", "gpu"), 80e9)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.architecture import Architecture
+from quantkit.model.sizes.storage import storage
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.bound.roofline import RooflineProduct
-from quantkit.planning.model import configs
-from quantkit.planning.model.architecture import Architecture
-from quantkit.planning.model.storage import storage
 from quantkit.recipe import Recipe
 from quantkit.scheme import CacheScheme
 
@@ -69,9 +69,9 @@ def test_llama_3_8b_takes_128_kib_a_token() -> None:
 
 
 def test_the_table_has_every_shipped_model() -> None:
-    from quantkit.planning.model import shipped
+    from quantkit.model.sizes import configs
 
-    assert set(PER_TOKEN) == set(shipped.names())
+    assert set(PER_TOKEN) == set(configs.shipped_names())
 
 
 def test_windows_cap_the_cache() -> None:
@@ -204,9 +204,9 @@ def test_encoders_have_no_cache_and_are_bounded_by_activations() -> None:
 
 
 def test_a_decoder_without_its_head_is_an_encoder_and_keeps_nothing() -> None:
-    from quantkit.planning.model import shipped
+    from quantkit.model.sizes import configs
 
-    config = {**shipped.read("qwen3-0.6b").config, "architectures": ["Qwen3Model"]}
+    config = {**configs.shipped("qwen3-0.6b").config, "architectures": ["Qwen3Model"]}
     assert footprint(configs.from_config(config, "embedder")).cache_bytes(8, 512) == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.planning.model import shipped
+from quantkit.model.sizes import configs
 from quantkit.planning.serving.prices import STALE, Prices
 
 DATED = {"date": "2026-01-02", "source": "a page"}
@@ -38,7 +38,7 @@ def test_what_ships_is_dated_sourced_and_of_what_quantkit_knows() -> None:
     assert all(each.date and each.source for each in every if each.known)
     assert any(not each.known for each in found.cloud), "what nobody published is there to be filled in"
     assert {each.device for each in (*found.cloud, *found.owned)} <= set(content.names("export"))
-    assert {each.model for each in found.api} <= set(shipped.names())
+    assert {each.model for each in found.api} <= set(configs.shipped_names())
     rates = [each.per_device for each in found.rented("h100")]
     assert len(rates) >= 3
     assert rates == sorted(rates)

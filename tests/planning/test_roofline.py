@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quantkit.model.sizes.architecture import Architecture, Attention, BlockShapes, Matrix
 from quantkit.planning.bound.roofline import (
     Bound,
     Cache,
@@ -15,7 +16,6 @@ from quantkit.planning.bound.roofline import (
     looked_at,
     reached,
 )
-from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
 from quantkit.target import Target
 
 FULL = Attention("full", heads=4, kv_heads=2, head_dim=8, value_dim=8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quantkit.formats import stored_bits
+from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
 from quantkit.planning.bound.roofline import compute_type, products
-from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Target
 

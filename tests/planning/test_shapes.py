@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.model import shapes, shipped
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes import configs, shapes
+from quantkit.model.sizes.shapes import LinearShape
 
 # of the models' own config.json
 CONFIGS = {
@@ -46,7 +46,7 @@ def test_shipped_lists_add_up_to_the_model(name: str) -> None:
 
 
 def test_models_with_experts_have_no_one_batch_for_all_linears() -> None:
-    assert set(SIZES) <= set(shapes.names()) < set(shipped.names())
+    assert set(SIZES) <= set(shapes.names()) < set(configs.shipped_names())
     with pytest.raises(InputError, match=r"config-unknown.*experts.*--shape"):
         shapes.shipped("mixtral-8x7b")
 

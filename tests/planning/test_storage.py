@@ -15,8 +15,8 @@ import zoo
 from quantkit import content
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.planning.model import configs
-from quantkit.planning.model.storage import Storage, storage
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.storage import Storage, storage
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 
@@ -182,7 +182,7 @@ def test_a_tied_head_in_a_graph_is_a_table_or_codes_of_its_own() -> None:
 
 def test_blocks_of_matmulnbits_are_those_of_the_exporter() -> None:
     from quantkit.exporters.onnx.nbits import block_size
-    from quantkit.planning.model.stored import _block
+    from quantkit.model.sizes.storage import _block
 
     for group in (16, 32, 48, 64, 96, 128, 256, 512):
         scheme = WeightScheme(format="int4", granularity="group", group=group)

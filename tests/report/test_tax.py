@@ -13,7 +13,7 @@ import pytest
 from quantkit.bundle import Verdict
 from quantkit.errors import InputError
 from quantkit.measurement.operators.run import SweepJob
-from quantkit.planning.model import shapes
+from quantkit.model.sizes import shapes
 from quantkit.report.kit import shell
 from quantkit.report.kit.screen import write
 from quantkit.report.tax import page as tax_page

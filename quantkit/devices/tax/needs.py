@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quantkit.measurement.operators.products import copies
 from quantkit.measurement.operators.sources import ProductSource
 from quantkit.measurement.operators.tax import StepCost
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 
 # in the file, in the session, and packed for its kernel: as the bench that runs them has it
 _TIMES = 3

@@ -38,9 +38,9 @@ from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.clocks import Between, settings_of
 from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Timing
+from quantkit.model.sizes.shapes import LinearShape
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.tax.question import Question
-from quantkit.planning.model.shapes import LinearShape
 from quantkit.runtimes.child import Report
 
 # number of a linear, M, variant -> what it took

@@ -14,7 +14,7 @@ from quantkit.measurement.operators.run import CpuLimits
 from quantkit.measurement.operators.sources import SMALL, StoredProducts
 from quantkit.measurement.timing.clocks import Clocks, of_cpu
 from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Array
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 from quantkit.runtimes import child
 
 # variants in one line: with all their times they are a third of what a line may be

@@ -21,9 +21,9 @@ from quantkit.exporters.checkpoint import reload, unpacked
 from quantkit.exporters.checkpoint.writer import Writer
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
+from quantkit.model.sizes.assigned import padded
 from quantkit.model.source import converted
 from quantkit.passes import decision
-from quantkit.planning.model.assigned import padded
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ class OpenvinoOptions(Closed):
         shape: for one shape alone, as an NPU wants it: sequences of an encoder and tokens of each; samples of a graph.
     """
 
-    # what `planning/model/storage.py` asks of a graph: here it is always so
+    # what `model/sizes/storage.py` asks of a graph: here it is always so
     embedding: ClassVar = "float"
     prefill: ClassVar = "same"
     weight_codes: ClassVar = "int8"

@@ -6,7 +6,7 @@ NVIDIA TensorRT documentation, "Working with Quantized Types"; what 1.7.1 of Ten
 from __future__ import annotations
 
 from quantkit.errors import InputError
-from quantkit.planning.model.assigned import padded
+from quantkit.model.sizes.assigned import padded
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # formats of weights that `network/weights.py` stores

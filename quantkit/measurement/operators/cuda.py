@@ -33,7 +33,7 @@ from quantkit.measurement.operators import foreign
 from quantkit.measurement.operators.products import Runnable
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.schedule import Step
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 
 RUNTIME = "torch"
 BASELINE = "bfloat16"

@@ -22,7 +22,7 @@ from quantkit.measurement.cuda.sides import inputs
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.schedule import Step
 from quantkit.model import layouts
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 from quantkit.scheme import WeightScheme
 
 # of a product's size: what rounding inputs to 8 bits by another rule may change, and 16 bits

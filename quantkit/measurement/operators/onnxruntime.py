@@ -27,7 +27,7 @@ from quantkit.measurement.operators.products import Runnable, copies
 from quantkit.measurement.operators.sources import SMALL, ProductSource, RandomProducts
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.schedule import Array, Step
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 
 if TYPE_CHECKING:
     import onnxruntime

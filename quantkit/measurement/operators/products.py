@@ -32,7 +32,7 @@ from quantkit.measurement.timing.schedule import (
     undisturbed,
     warm,
 )
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 from quantkit.runtimes.child import Report
 from quantkit.stats.abba import Comparison
 

@@ -22,7 +22,7 @@ from quantkit.measurement.operators.products import Bench, SweepPlan, TimedVaria
 from quantkit.measurement.operators.rows import Setting, rows
 from quantkit.measurement.operators.tax import Limits
 from quantkit.measurement.rows import Row
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 

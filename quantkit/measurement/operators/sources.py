@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quantkit.exporters.onnx import single_op as single
 from quantkit.exporters.onnx.single_product import SingleProduct
-from quantkit.planning.model.shapes import LinearShape
+from quantkit.model.sizes.shapes import LinearShape
 
 if TYPE_CHECKING:
     import torch

@@ -26,11 +26,11 @@ from quantkit.content import cache_dir, read_yaml
 from quantkit.errors import InputError, QuantkitError, unknown_name
 from quantkit.kinds import Kind
 from quantkit.model.preprocess import Preprocess
+from quantkit.model.sizes import configs
 from quantkit.model.source.gguf import convert_gguf
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.packaged import FilePart, Joined, convert_network, copy_folder, fetch
 from quantkit.model.source.weights import disk_errors
-from quantkit.planning.model import shipped
 
 _CONVERTER = 2  # raised when the conversion changes, so that old folders are not taken for new ones
 
@@ -150,7 +150,7 @@ def demand_no_graph(ref: str, recipe: str = "int8-network") -> None:
 
 def unknown_model(name: str, where: str = "") -> InputError:
     """The error for a bare word that is no alias: of a model whose sizes alone are known, and of any other."""
-    if name not in shipped.names():
+    if name not in configs.shipped_names():
         error = unknown_name("model", name, ALIASES, where=where)
         remedy = f"{error.remedy}; a folder is written ./{name}, a hub model hf:org/name"
         return InputError(error.code, where=where, value=error.value, remedy=remedy)
@@ -160,7 +160,7 @@ def unknown_model(name: str, where: str = "") -> InputError:
         value=f"{name} is known by its sizes alone",
         rule="a compile reads weights",
         remedy=f"`quantkit plan {name}` needs none; weights are opened from a folder (./{name}) or the hub"
-        + (f" (hf:{found[0]})" if (found := re.search(r"[\w.-]+/[\w.-]+", shipped.read(name).source)) else ""),
+        + (f" (hf:{found[0]})" if (found := re.search(r"[\w.-]+/[\w.-]+", configs.shipped(name).source)) else ""),
     )
 
 

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.bundle import Decision, WeightsEntry, decision
+from quantkit.model.sizes.assigned import AS_ASKED, ASKED, EXPERTS_KEPT, FLOATS, FLOATS_LIMIT, ROUTER
 from quantkit.passes import NOTE
-from quantkit.planning.model.assigned import AS_ASKED, ASKED, EXPERTS_KEPT, FLOATS, FLOATS_LIMIT, ROUTER
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -1,4 +1,4 @@
-"""The linears of a model, and which of them is stored how (`planning/model/assigned.py`)."""
+"""The linears of a model, and which of them is stored how (`model/sizes/assigned.py`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quantkit.bundle import Decision, LayerEntry
 from quantkit.exporters import LayerSpec
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
+from quantkit.model.sizes.assigned import assign, takes_head
 from quantkit.model.structure import experts
 from quantkit.model.structure.traced import is_linear, weight_of
 from quantkit.pipeline.blocks.accounting import no_product
-from quantkit.planning.model.assigned import assign, takes_head
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 

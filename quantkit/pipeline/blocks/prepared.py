@@ -18,6 +18,7 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError, one
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model.device import CPU, ComputeDevice
+from quantkit.model.sizes.assigned import EXPERTS, EXPERTS_KEPT, UNTIED, takes_head
 from quantkit.model.source import code
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.structure.kinds import model_graph
@@ -26,7 +27,6 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, default_out, for_target, with_own_runtime
-from quantkit.planning.model.assigned import EXPERTS, EXPERTS_KEPT, UNTIED, takes_head
 from quantkit.planning.readers import caveats, spelt_out, with_remedy
 from quantkit.planning.support import demand_kind
 from quantkit.plugins.outside import demand_returned

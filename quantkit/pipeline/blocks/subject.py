@@ -26,6 +26,7 @@ from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.accuracy.purpose import TextResults
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
+from quantkit.model.sizes.assigned import takes_head
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks.accounting import account
 from quantkit.pipeline.blocks.confirm import KL, OUTPUT
@@ -42,7 +43,6 @@ from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import try_to_time
 from quantkit.planning.bound import efficiency
 from quantkit.planning.compiling import WHOLE, Compiling, timed
-from quantkit.planning.model.assigned import takes_head
 from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime
 

@@ -13,6 +13,7 @@ from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean, one
 from quantkit.model.device import AUTO, CPU
+from quantkit.model.sizes.assigned import ROLES
 from quantkit.passes import NOTE, decision, pass_of
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.mixed import Mixed
@@ -23,7 +24,6 @@ from quantkit.pipeline.graphs import engine as graph_engine
 from quantkit.pipeline.graphs.exported_module import located
 from quantkit.pipeline.graphs.measure import SampleCost, cost
 from quantkit.pipeline.request import Request, default_out
-from quantkit.planning.model.assigned import ROLES
 from quantkit.planning.readers import graph_schemes
 from quantkit.planning.support import ask, demand_kind
 from quantkit.recipe import ExportStep, Recipe

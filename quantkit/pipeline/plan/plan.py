@@ -14,6 +14,10 @@ from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.model.device import CPU
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.architecture import Architecture
+from quantkit.model.sizes.assigned import Assigned, assign_sizes
+from quantkit.model.sizes.storage import Storage, storage
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.plan.candidates import Chosen, choose, float_of, labels
 from quantkit.pipeline.request import runs_here, this_machine
@@ -23,10 +27,6 @@ from quantkit.planning.bound.forecast import Served, TimedStep
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.bound.roofline import FLOATS, WIDTH, Cache, ModelStep, compute_type, products
 from quantkit.planning.compiling import Compiling
-from quantkit.planning.model import configs
-from quantkit.planning.model.architecture import Architecture
-from quantkit.planning.model.assigned import Assigned, assign_sizes
-from quantkit.planning.model.storage import Storage, storage
 from quantkit.planning.outlook import (
     Outlook,
     PlannedBatch,

@@ -8,8 +8,8 @@ from typing import Any
 
 from quantkit import content, machine, plugins
 from quantkit.errors import InputError, did_you_mean, unknown_name
+from quantkit.model.sizes.shapes import LinearShapes
 from quantkit.pipeline.request import this_machine
-from quantkit.planning.model.shapes import LinearShapes
 from quantkit.target import Target
 
 RUNTIME = "onnxruntime"

@@ -10,8 +10,8 @@ from typing import Any
 from quantkit import content, machine
 from quantkit.errors import InputError, MissingDependency
 from quantkit.kernels import GPUS, too_old
+from quantkit.model.sizes.shapes import LinearShapes
 from quantkit.pipeline.tax.cpu import absent
-from quantkit.planning.model.shapes import LinearShapes
 from quantkit.target import Target
 
 RUNTIME = "torch"

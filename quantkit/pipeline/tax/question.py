@@ -12,12 +12,12 @@ from quantkit import content, limits
 from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, did_you_mean, unknown_name
+from quantkit.model.sizes import configs, shapes
+from quantkit.model.sizes.shapes import LinearShapes
 from quantkit.model.source.alias import ALIASES
 from quantkit.pipeline.tax.cpu import Processor, demand_runtime
 from quantkit.pipeline.tax.cuda import Graphics
 from quantkit.pipeline.tax.ways import BundleWays, ways
-from quantkit.planning.model import shapes, shipped
-from quantkit.planning.model.shapes import LinearShapes
 from quantkit.target import Target
 
 DEVICES = ("cpu", "cuda")
@@ -165,7 +165,7 @@ def _shapes(asked: Question) -> LinearShapes:
     if asked.model is None:
         return shapes.typed(asked.shapes)
     if not content.is_path(asked.model):
-        if asked.model in shipped.names():
+        if asked.model in configs.shipped_names():
             return shapes.shipped(asked.model)
         if asked.model.startswith("hf:"):
             remedy = "name its config.json, a folder with its weights, or --shape KxN"

@@ -14,7 +14,7 @@ from quantkit.bundle import Bundle
 from quantkit.exporters.onnx.integers.prefill import ROWS
 from quantkit.measurement.operators.rows import ALL
 from quantkit.measurement.rows import Row
-from quantkit.planning.model.shapes import LinearShapes
+from quantkit.model.sizes.shapes import LinearShapes
 from quantkit.report.kit import words
 
 # what `exporters/onnx/integers/products.py` does by token

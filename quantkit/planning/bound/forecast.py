@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from quantkit.model.sizes.architecture import Architecture
 from quantkit.planning.bound import efficiency, roofline, steps
 from quantkit.planning.bound.efficiency import Efficiency, ProductQuery, Sample
 from quantkit.planning.bound.roofline import Bound, Cache, ModelStep, Op, RooflineProduct
-from quantkit.planning.model.architecture import Architecture
 from quantkit.target import ComputeType, Target
 
 # a share of the bound that has no efficiency, up to which the others speak for the whole

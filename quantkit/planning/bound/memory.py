@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from quantkit.formats import load_format
+from quantkit.model.sizes.architecture import Architecture, Attention, BlockShapes, Matrix
+from quantkit.model.sizes.storage import WIDTHS
 from quantkit.planning.bound.roofline import Cache, RooflineProduct
-from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
-from quantkit.planning.model.stored import WIDTHS
 from quantkit.scheme import CacheScheme
 
 # tokens of prompts that servers run at once, unless they are told otherwise

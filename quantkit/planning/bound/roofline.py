@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from quantkit.formats import stored_bits
+from quantkit.model.sizes.architecture import Architecture, Attention, Matrix
 from quantkit.planning.bound import steps
-from quantkit.planning.model.architecture import Architecture, Attention, Matrix
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import ComputeType, Stored, Target
 

@@ -13,8 +13,8 @@ from quantkit.errors import MissingDependency
 from quantkit.measurement.accuracy.labelled.sets import NOTHING
 from quantkit.measurement.accuracy.positions import standard_error
 from quantkit.measurement.rows import Row
+from quantkit.model.sizes.assigned import FLOATS_LIMIT
 from quantkit.model.source.alias import ALIASES
-from quantkit.planning.model.assigned import FLOATS_LIMIT
 from quantkit.report.kit import shares, words
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}

@@ -12,7 +12,7 @@ from quantkit import plugins
 from quantkit.bundle import CodeEntry, Manifest
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
-from quantkit.planning.model.assigned import EXPERTS, EXPERTS_KEPT
+from quantkit.model.sizes.assigned import EXPERTS, EXPERTS_KEPT
 from quantkit.scheme import WeightScheme
 
 PROMPT = "The capital of France is"

@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Sequence
 
 from quantkit import content
+from quantkit.model.sizes.architecture import Architecture
 from quantkit.model.source.alias import ALIASES
 from quantkit.planning.bound.forecast import TimedStep
-from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedMemory, PlannedRecipe, Rate, Workload
 from quantkit.report.kit import words
 from quantkit.report.kit.parts import Sheet

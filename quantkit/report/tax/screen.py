@@ -11,7 +11,7 @@ from rich.text import Text
 
 from quantkit.bundle import Verdict
 from quantkit.measurement.rows import Row
-from quantkit.planning.model.shapes import LinearShapes
+from quantkit.model.sizes.shapes import LinearShapes
 from quantkit.report.bundle import curves, figures
 from quantkit.report.bundle.curves import CurvePoint, Series
 from quantkit.report.kit import words

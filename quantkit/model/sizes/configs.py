@@ -4,6 +4,8 @@ llama-3-8b             a shipped config (`quantkit list models`); the models tha
 ./folder, ./config.json   a Hugging Face folder, or the file itself
 ./bundle               the config of the checkpoint in it
 hf:org/name[@revision] what lies in the hub's own cache; nothing is fetched
+
+The configs that ship: figures of `config.json` of well-known models, one YAML each in `shipped_configs/`.
 """
 
 from __future__ import annotations
@@ -12,18 +14,18 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from quantkit import limits
 from quantkit.bundle.manifest import MANIFEST, Manifest
-from quantkit.content import is_path
+from quantkit.content import Closed, is_path, read_yaml, validated
 from quantkit.errors import InputError, MissingDependency, one, unknown_name
-from quantkit.planning.model import shipped
-from quantkit.planning.model.architecture import Architecture
-from quantkit.planning.model.decoders import FAMILIES, assumed_family, decoder
-from quantkit.planning.model.encoders import TEXT, VISION, text_encoder, vision_encoder
-from quantkit.planning.model.figures import Figures
+from quantkit.model.sizes.architecture import Architecture, Figures
+from quantkit.model.sizes.families import FAMILIES, TEXT, VISION, assumed_family, decoder, text_encoder, vision_encoder
 
 CONFIG = "config.json"
 # one after another: no model nests deeper than a text part in a model of several modalities
@@ -42,11 +44,11 @@ def read(reference: str) -> Architecture:
         return from_config(_parsed(_cached(reference)), reference[3:].partition("@")[0].rpartition("/")[2])
     if is_path(reference):
         return _from_path(Path(reference).expanduser())
-    if reference not in shipped.names():
-        error = unknown_name("model", reference, shipped.names())
+    if reference not in shipped_names():
+        error = unknown_name("model", reference, shipped_names())
         rule = "plan reads config.json: a shipped one, or the one of a folder"
         raise InputError(error.code, value=error.value, rule=rule, remedy=f"{error.remedy}; a folder is ./{reference}")
-    return from_config(shipped.read(reference).config, reference)
+    return from_config(shipped(reference).config, reference)
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Architecture:
@@ -190,3 +192,56 @@ def _parsed(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError("config-invalid", where=str(path), value=one(type(found).__name__), rule="it is an object")
     return found
+
+
+# --- the configs that ship: figures of `config.json` of well-known models ---------------------------------------------
+
+FOLDER = Path(__file__).parent / "shipped_configs"
+
+
+class Published(Closed):
+    """Published sizes.
+
+    Args:
+        parameters: all of them.
+        digits: how many of them are significant; None for an exact count.
+        source: who says so.
+    """
+
+    parameters: int = Field(gt=0)
+    digits: int | None = Field(default=None, gt=0)
+    source: str
+
+
+class ShippedModel(Closed):
+    """A file of `models/`.
+
+    Args:
+        published: its parameters, by others.
+        config: of its `config.json`, what sizes follow from.
+    """
+
+    schema_: Annotated[Literal[1], Field(alias="schema")]
+    summary: str
+    source: str
+    published: Published
+    config: dict[str, Any]
+
+
+@cache
+def shipped_names() -> tuple[str, ...]:
+    """All that ship."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+
+
+def shipped_summaries() -> dict[str, str]:
+    """Name -> what it is."""
+    return {name: shipped(name).summary for name in shipped_names()}
+
+
+def shipped(name: str) -> ShippedModel:
+    """One of them. Raises InputError (`unknown-model`, with a did-you-mean)."""
+    if name not in shipped_names():
+        raise unknown_name("model", name, shipped_names())
+    path = FOLDER / f"{name}.yaml"
+    return validated(ShippedModel, read_yaml(path), where=str(path), code="model-invalid")

@@ -1,6 +1,6 @@
 """The linears of a model as shapes: `[N, K]` with how often each occurs. Torch-free, no weights are read.
 
-From a shipped config (`quantkit/planning/model/shipped_configs/NAME.yaml`), from a `config.json`, from the names and
+From a shipped config (`quantkit/model/sizes/shipped_configs/NAME.yaml`), from a `config.json`, from the names and
 shapes of stored tensors, or typed in as KxN. A linear computes `y = x Wᵀ`, x [M, K], W [N, K].
 """
 
@@ -15,9 +15,8 @@ from pydantic import Field
 
 from quantkit.content import Closed
 from quantkit.errors import InputError, unknown_name
-from quantkit.planning.model import configs
-from quantkit.planning.model import shipped as shipped_models
-from quantkit.planning.model.architecture import Architecture
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.architecture import Architecture
 
 _TYPED = re.compile(r"(\d+)[x×](\d+)", re.IGNORECASE)
 _EMBEDDINGS = re.compile(r"embed|\bwte\b|\bwpe\b|position|token_type|norm", re.IGNORECASE)
@@ -66,18 +65,18 @@ class LinearShapes:
 
 def names() -> list[str]:
     """The shipped models whose linears each see all tokens of a batch: those without experts."""
-    return [name for name in shipped_models.names() if not _has_experts(_architecture(name))]
+    return [name for name in configs.shipped_names() if not _has_experts(_architecture(name))]
 
 
 def shipped(name: str) -> LinearShapes:
     """The linears of a shipped model. Raises InputError `unknown-model`, with a did-you-mean."""
-    if name not in shipped_models.names():
+    if name not in configs.shipped_names():
         raise unknown_name("model", name, names())
-    return _of(_architecture(name), shipped_models.read(name).source)
+    return _of(_architecture(name), configs.shipped(name).source)
 
 
 def _architecture(name: str) -> Architecture:
-    return configs.from_config(shipped_models.read(name).config, name)
+    return configs.from_config(configs.shipped(name).config, name)
 
 
 def typed(texts: Iterable[str]) -> LinearShapes:
