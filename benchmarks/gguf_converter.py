@@ -68,7 +68,7 @@ def ours(folder: Path, out: Path, floats: str) -> None:
     from quantkit.model.streaming.stream import StreamedModel
 
     stream = StreamedModel(open_model(str(folder)))
-    EXPORT.export(out, Values(stream, {}, lambda *_, **__: None), {"floats": floats})
+    EXPORT.export(out, Values(stream, {}, lambda *_, **__: None), EXPORT.Options(floats=floats))
 
 
 def compared(mine: Path, theirs: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     from quantkit.exporters import load_exporter
+    from quantkit.exporters.values import Values
     from quantkit.formats import load_format
     from quantkit.model import finished
     from quantkit.model.finished import Finished
@@ -57,7 +58,8 @@ def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
             module.weight.data.copy_(form.dequantize(tensors[name]))
     finished.save(folder / "codes", tensors, {})
     results = Finished([folder / "codes"], dict.fromkeys(tensors, how))
-    load_exporter("checkpoint").write(folder, source, stream, results, {"layout": layout})
+    checkpoint, values = load_exporter("checkpoint"), Values.of_results(source, stream, results)
+    checkpoint.export(folder / "model", values, checkpoint.Options(layout=layout))
     return model
 
 

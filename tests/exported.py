@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantkit.bundle import Check
 from quantkit.exporters.checkpoint.exporter import EXPORT
+from quantkit.exporters.values import Values
 from quantkit.formats import QuantTensor, load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
@@ -19,6 +20,25 @@ from quantkit.model.streaming.stream import StreamedModel
 from quantkit.scheme import WeightScheme
 
 ASYMMETRIC = {"granularity": "group", "group": 32, "symmetric": False}
+
+
+def write_as(
+    exporter: Any, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Any
+) -> Any:
+    """Export into a bundle's folder."""
+    values = Values.of_results(source, stream, results)
+    return exporter.export(bundle / exporter.place, values, exporter.Options(**options))
+
+
+def check_as(
+    exporter: Any, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Any, **how: Any
+) -> list[Check]:
+    """Hold what was exported against what was decided."""
+    values = Values.of_results(source, stream, results)
+    found: list[Check] = exporter.check(
+        bundle, values, options if options is None else exporter.Options(**options), **how
+    )
+    return found
 
 
 def scheme(form: str = "int4", **fields: Any) -> WeightScheme:
@@ -67,7 +87,7 @@ class Exported:
         return self.folder / "model"
 
     def check(self, **settings: Any) -> list[Check]:
-        return EXPORT.check(self.folder, self.source, self.stream, self.results, self.options, **settings)
+        return check_as(EXPORT, self.folder, self.source, self.stream, self.results, self.options, **settings)
 
     def weight(self, linear: str) -> Tensor:
         return self.source.weights.read(self.stream.files[f"{linear}.weight"])
@@ -95,7 +115,7 @@ def export(path: Path, folder: Path, schemes: Any, *, head: bool = False, **opti
     folder.mkdir()
     finished.save(file, tensors, changed)
     exported = Exported(folder, source, stream, Finished([file], chosen), options)
-    EXPORT.write(folder, source, stream, exported.results, options)
+    write_as(EXPORT, folder, source, stream, exported.results, options)
     return exported
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from exported import check_as, write_as
 from torch import Tensor, nn
 
 from quantkit.bundle import Bundle, Check, Decision, Manifest, ModelEntry, SourceEntry, content_sha256, inventory, seal
@@ -64,7 +65,7 @@ class Small:
         return self.folder / "onnx"
 
     def check(self) -> dict[str, Check]:
-        found = self.exporter.check(self.folder, self.source, self.stream, self.results, self.options)
+        found = check_as(self.exporter, self.folder, self.source, self.stream, self.results, self.options)
         return {check.name: check for check in found}
 
     def load(self, **settings: Any) -> Any:
@@ -200,7 +201,7 @@ def export(
     out = folder / "bundle"
     out.mkdir()
     with traced_once(name, changes or {}):
-        decisions = exporter.write(out, source, stream, results, options)
+        decisions = write_as(exporter, out, source, stream, results, options)
     return Small(out, model, source, stream, results, options, decisions, exporter)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,11 +23,6 @@ from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.exporters.values import Values
 from quantkit.runtimes import Headed
-
-if TYPE_CHECKING:
-    from quantkit.model.finished import Finished
-    from quantkit.model.source.open import Source
-    from quantkit.model.streaming.stream import StreamedModel
 
 Array = NDArray[Any]
 _ROWS, _PROMPT, _STEPS, _PADDED = 2, 12, 4, 5
@@ -50,12 +45,8 @@ class RunningExport(Protocol):
         """An encoder's last hidden states for ids [B, S]."""
 
 
-def decided(
-    bundle: Path, source: Source | None, stream: StreamedModel | None, results: Finished | None
-) -> Values | None:
-    """What an export was to hold: of a compile, else of a finished bundle's checkpoint; None where there is neither."""
-    if source is not None and stream is not None and results is not None:
-        return Values.of_results(source, stream, results)
+def decided(bundle: Path) -> Values | None:
+    """Read what an export of a finished bundle was to hold from its checkpoint; None where there are no codes."""
     if not (bundle / "model" / "config.json").is_file():
         return None
     try:

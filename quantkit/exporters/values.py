@@ -42,6 +42,8 @@ class Values:
         quantized: linear -> its codes; with `codes=False` all else of it, and their shape.
         run_time: how inputs are quantized as the model runs; `stream` does without.
         before: a parameter as it was before it was quantized, in the basis of the codes, float32; None of a bundle.
+        given, finished: what it is made of in a compile: the source's model, and what the passes decided; None of a
+            bundle.
     """
 
     stream: StreamedModel
@@ -49,6 +51,8 @@ class Values:
     quantized: Callable[..., QuantTensor]
     run_time: RunTime = field(default_factory=RunTime)
     before: Callable[[str], Tensor] | None = None
+    given: StreamedModel | None = None
+    finished: Finished | None = None
 
     @property
     def skeleton(self) -> nn.Module:
@@ -106,7 +110,7 @@ class Values:
         def before(name: str) -> Tensor:
             return stream.value(stream.rest(), name) if stream.transforms else stream.tensor(name)
 
-        return cls(dense, results.schemes, results.quantized, how, before)
+        return cls(dense, results.schemes, results.quantized, how, before, stream, results)
 
     @classmethod
     def of_bundle(cls, path: Path) -> Values:

@@ -22,6 +22,7 @@ from quantkit.bundle.disk import alone, fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
 from quantkit.exporters import load_exporter
 from quantkit.pipeline.gates import demand
+from quantkit.recipe import ExportStep
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def place(source: Source, exporter: str, options: Mapping[str, Any]) -> Path:
     key = {
         "quantkit": __version__,
         "source": source.sha256,
-        "options": dict(load_exporter(exporter).for_floats(options)),
+        "options": _options(exporter, options).model_dump(mode="json", exclude_unset=True),
         "versions": {name: versions.get(name) for name in _PACKAGES},
         "exporter": _code(exporter),
     }
@@ -82,6 +83,7 @@ def _is_there(folder: Path) -> bool:
 
 
 def _make(folder: Path, source: Source, exporter: str, options: Mapping[str, Any]) -> None:
+    from quantkit.exporters.values import Values
     from quantkit.model.finished import Finished
     from quantkit.model.streaming.stream import StreamedModel
 
@@ -91,18 +93,23 @@ def _make(folder: Path, source: Source, exporter: str, options: Mapping[str, Any
     need = 4 * sum(entry.bytes for entry in source.weights.entries.values()) // _width(source.dtype)
     if shutil.disk_usage(home).free < 1.1 * need:
         raise OSError(errno.ENOSPC, f"it takes {words.size(need)}, which are not free")
-    writer = load_exporter(exporter)
-    options = writer.for_floats(options)
+    writer, chosen = load_exporter(exporter), _options(exporter, options)
     with tempfile.TemporaryDirectory(dir=home, prefix=f"{folder.name}-") as temporary:
         build = Path(temporary) / "bundle"
         build.mkdir()
-        stream, nothing = StreamedModel(source), Finished([], {})
-        writer.write(build, source, stream, nothing, options)
+        values = Values.of_results(source, StreamedModel(source), Finished([], {}))
+        writer.export(build / writer.place, values, chosen)
         # where all of a model need not be in memory to be checked, it is not
-        checks = writer.check(build, source, stream, nothing, options, blocks=1)
+        checks = writer.check(build, values, chosen, blocks=1)
         demand(checks, "please report it", of="float baseline")
         fsync_tree(build)
         cached.put(build, folder)
+
+
+def _options(exporter: str, options: Mapping[str, Any]) -> Any:
+    """Those of a quantized model's export, as the float model's has them."""
+    step = ExportStep(name=exporter, options=dict(options))
+    return load_exporter(exporter).for_floats(step.settings)
 
 
 def _width(dtype: str) -> int:

@@ -256,8 +256,8 @@ def for_target(request: Request, asked: LayerSpec) -> tuple[Request, dict[str, s
     steps: list[ExportStep] = []
     said: dict[str, str] = {}
     for step in request.recipe.export:
-        options, reason = load_exporter(step.name).for_target(step.options, request.target, asked, trial)
-        steps.append(step.model_copy(update={"options": dict(options)}))
+        changes, reason = load_exporter(step.name).for_target(step.settings, request.target, asked, trial)
+        steps.append(step.model_copy(update={"options": {**step.options, **changes}}))
         said |= {step.name: reason} if reason else {}
     return replace(request, recipe=request.recipe.model_copy(update={"export": steps})), said
 

@@ -22,6 +22,7 @@ from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict
 from quantkit.model.structure.sizes import positions
 from quantkit.passes import decision
+from quantkit.recipe import ExportStep
 from quantkit.report.on_devices import DeviceRows
 from quantkit.runtimes import load_runtime
 from quantkit.target import Target
@@ -126,7 +127,11 @@ def try_to_time(
 
 def float_format(exporter: str, options: Mapping[str, Any]) -> str:
     """What the weights of the float model are in, as an exporter makes it to be timed against."""
-    return str(load_exporter(exporter).for_floats(options).get("floats", "float32"))
+    return str(getattr(load_exporter(exporter).for_floats(_settings(exporter, options)), "floats", "float32"))
+
+
+def _settings(exporter: str, options: Mapping[str, Any] | None) -> Any:
+    return ExportStep(name=exporter, options=dict(options or {})).settings
 
 
 def context_of(folder: Path) -> int:
@@ -302,7 +307,7 @@ def _setting(runtime: str, exports: Sequence[Mapping[str, Any]], target: Target,
     """Of what is exported for the runtime that is timed, how prompts are made faster; "" where it has no way."""
     for name, options in (each for step in exports for each in step.items()):
         exporter = load_exporter(name)
-        if runtime in exporter.runtimes and (found := exporter.for_prompts(options or {}, target, layers)):
+        if runtime in exporter.runtimes and (found := exporter.for_prompts(_settings(name, options), target, layers)):
             return found
     return ""
 

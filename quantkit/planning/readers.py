@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.kinds import Kind
 from quantkit.recipe import ExportStep, Recipe
-from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import State, Stored, Target
 
 ORDER: tuple[State, ...] = ("native", "emulated", "absent")
@@ -29,16 +29,11 @@ ORDER: tuple[State, ...] = ("native", "emulated", "absent")
 class _Exporter(plugins.ExporterFacts, Protocol):
     """What a plan asks of an exporter; see `quantkit.exporters.Exporter`."""
 
-    def holds(
-        self,
-        options: Mapping[str, Any],
-        runtime: str,
-        weights: Mapping[str, WeightScheme],
-        activations: Mapping[str, ActivationScheme],
-        cache: CacheScheme | None,
-    ) -> State: ...
+    def spec(self, **known: Any) -> Any: ...
 
-    def caveat(self, options: Mapping[str, Any], runtime: str) -> str: ...
+    def holds(self, options: Any, runtime: str, asked: Any) -> State: ...
+
+    def caveat(self, options: Any, runtime: str) -> str: ...
 
 
 _EXPORTERS: plugins.Kind[_Exporter] = plugins.Kind("exporters")
@@ -91,7 +86,7 @@ def readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
         InputError: that of the first export that none of the target's runtimes can read.
     """
     steps = exports(recipe, kind)
-    read = [step for step in steps if set(plugins.EXPORTERS.load(step.name).runtimes) & set(target.runtimes)]
+    read = [step for step in steps if set(_EXPORTERS.load(step.name).runtimes) & set(target.runtimes)]
     found: list[Reader] = []
     problems: list[tuple[str, InputError]] = []
     for step in read or steps:
@@ -151,7 +146,7 @@ def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = Non
     for step in recipe.export:
         exporter = _EXPORTERS.load(step.name)
         for runtime in exporter.runtimes:
-            said = exporter.caveat(step.options, runtime)
+            said = exporter.caveat(step.settings, runtime)
             if not said or runtime not in (target.runtimes if runtimes is None else runtimes):
                 continue
             try:
@@ -235,7 +230,9 @@ def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationSche
 @cache
 def _graph() -> ExportStep:
     """What a float graph becomes where its recipe builds no engine of it."""
-    return ExportStep(name=next(name for name in _EXPORTERS.shipped() if _EXPORTERS.load(name).stores == "graph"))
+    return ExportStep(
+        name=next(name for name in plugins.EXPORTERS.shipped() if _EXPORTERS.load(name).stores == "graph")
+    )
 
 
 def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: _Exporter) -> None:
@@ -258,7 +255,9 @@ def _read_by(recipe: Recipe, step: ExportStep, exporter: _Exporter, target: Targ
     inputs = {place: fed for place, _, fed in _schemes(recipe) if fed is not None}
     left: State = "native"
     if step is not _graph():  # whose own rules are `graph_schemes`
-        left = exporter.holds(step.options, runtime, weights, inputs, recipe.scheme.kv_cache)
+        left = exporter.holds(
+            step.settings, runtime, exporter.spec(schemes=weights, activations=inputs, cache=recipe.scheme.kv_cache)
+        )
     taken = []
     for each in stored:
         use = target.use(each, runtime)

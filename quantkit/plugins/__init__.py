@@ -245,15 +245,32 @@ Stores = Literal["tensors", "file", "graph", "engine"]
 
 
 class ExporterFacts(Protocol):
-    """What an exporter declares; `quantkit.exporters.Exporter` says what each of these means."""
+    """What an exporter declares; `quantkit.exporters.Exporter` says what it does.
+
+    Attributes:
+        name: as in recipes; the folder's name.
+        runtimes: that read what it writes.
+        fuses: whether it gains from linears that are stored as one.
+        moves: whether it holds inputs whose channels are moved before they are quantized.
+        adds: whether it exports a finished bundle's checkpoint, too.
+        place: the folder of a bundle that it writes.
+        reads_graphs: whether it exports a finished bundle's graph, too: `add_graph`, `check_graph`.
+        builds: whether something is compiled from what was written and checked: `build`.
+        classes: of transformers that it writes models of; none: any.
+        stores: what becomes of a model: plans count its bytes and its checks by that.
+        Options: closed pydantic model of its options.
+    """
 
     name: str
     runtimes: tuple[str, ...]
-    fuses: bool
-    moves: bool
+    fuses: bool = False
+    moves: bool = False
+    adds: bool = False
+    place: str = ""
+    reads_graphs: bool = False
+    builds: bool = False
+    classes: Collection[str] = ()
     stores: Stores
-    place: str
-    classes: Collection[str]
     Options: type[BaseModel]
 
 

@@ -147,6 +147,11 @@ class ExportStep(Closed):
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def settings(self) -> Any:
+        """The options as the exporter takes them: its `Options`."""
+        return plugins.EXPORTERS.load(self.name).Options(**self.options)
+
 
 class Gates(Closed):
     """What must hold for the result to be accepted. Names end in `_max` or `_min`.

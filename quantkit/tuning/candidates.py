@@ -191,7 +191,7 @@ def with_weights(recipe: Recipe, scheme: WeightScheme) -> Recipe:
 
 def _accept(prepared: Prepared, layers: Layers, schemes: Mapping[str, WeightScheme]) -> None:
     for step in prepared.request.recipe.export:
-        load_exporter(step.name).accepts(step.options, LayerSpec(schemes, layers.plain, layers.padded(), layers.tied))
+        load_exporter(step.name).accepts(step.settings, LayerSpec(schemes, layers.plain, layers.padded(), layers.tied))
 
 
 def _together(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import SCHEMES, by_name, export, llama, scheme
+from exported import SCHEMES, by_name, check_as, export, llama, scheme, write_as
 from safetensors.torch import load_file
 from zoo import shrink
 
@@ -220,13 +220,13 @@ def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:
     ]
     for schemes, plain, padded, reason in refused:
         with pytest.raises(InputError, match=f"layout-unsupported.*{reason}"):
-            EXPORT.accepts({}, LayerSpec(schemes, plain, padded))
-        EXPORT.accepts({"layout": "dense"}, LayerSpec(schemes, plain, padded))
-    EXPORT.accepts({}, LayerSpec({"a": scheme()}, {"a"}, []))
+            EXPORT.accepts(EXPORT.Options(), LayerSpec(schemes, plain, padded))
+        EXPORT.accepts(EXPORT.Options(layout="dense"), LayerSpec(schemes, plain, padded))
+    EXPORT.accepts(EXPORT.Options(), LayerSpec({"a": scheme()}, {"a"}, []))
     hindered = LayerSpec({"a": scheme()}, {"a"}, [], obstacles=[Obstacle("a", "it has a strange name")])
     with pytest.raises(InputError, match=r"layout-unsupported.*strange name"):
-        EXPORT.accepts({}, hindered)
-    EXPORT.accepts({"layout": "dense"}, hindered)
+        EXPORT.accepts(EXPORT.Options(), hindered)
+    EXPORT.accepts(EXPORT.Options(layout="dense"), hindered)
     with pytest.raises(ValueError, match="layout"):
         EXPORT.Options(layout="packed")
     with pytest.raises(ValueError, match="Extra inputs"):
@@ -240,13 +240,13 @@ def test_dense_equals_the_source_where_nothing_was_decided(tmp_path: Path) -> No
     for number, options in enumerate([{}, {"layout": "dense"}]):
         out = tmp_path / f"out{number}"
         out.mkdir()
-        EXPORT.write(out, source, stream, Finished([], {}), options)
+        write_as(EXPORT, out, source, stream, Finished([], {}), options)
         for shard in source.weights.shards:
             before, after = load_file(path / shard), load_file(out / "model" / shard)
             assert before.keys() == after.keys()
             assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)
         assert json.loads((out / "model/config.json").read_text()) == json.loads((path / "config.json").read_text())
-        assert all(check.ok for check in EXPORT.check(out, source, stream, Finished([], {}), options))
+        assert all(check.ok for check in check_as(EXPORT, out, source, stream, Finished([], {}), options))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
@@ -288,7 +288,7 @@ def test_what_loading_cuts_is_written_as_it_is_then_called(tmp_path: Path, layou
     assert {f"layers.0.self_attn.{each}_proj{suffix}" for each in "qkv"} < stored.keys()
     assert not any("Wqkv" in name for name in stored)
     assert all(check.ok for check in exported.check())
-    taken = EXPORT.write(exported.folder, exported.source, exported.stream, exported.results, exported.options)
+    taken = write_as(EXPORT, exported.folder, exported.source, exported.stream, exported.results, exported.options)
     assert [each.code for each in taken if each.code == "converted-names"] == ["converted-names"]
 
 

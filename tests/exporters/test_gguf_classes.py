@@ -91,7 +91,7 @@ def made(tmp_path: Path, merging_tokenizer: Any) -> Any:
 )
 def test_refused_before_work(made: Any, kind: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=rf"layout-unsupported.*{said}"):
-        EXPORT.accepts({}, LayerSpec(source=open_model(str(made(kind, changes)))))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec(source=open_model(str(made(kind, changes)))))
 
 
 @needed
@@ -122,9 +122,9 @@ def difference(folder: Path, place: Path) -> float:
     from quantkit.runtimes import load_runtime
 
     source = open_model(str(folder))
-    EXPORT.accepts({}, LayerSpec(source=source))
+    EXPORT.accepts(EXPORT.Options(), LayerSpec(source=source))
     values = Values.of_results(source, StreamedModel(source), Finished([], {}))
-    EXPORT.export(place / "b" / "gguf", values, {"floats": "float32"})
+    EXPORT.export(place / "b" / "gguf", values, EXPORT.Options(floats="float32"))
     ids = np.random.default_rng(0).integers(0, 256, (1, 40))
     model = load_runtime("llama_cpp").open(place / "b", 1)
     found = model.run(model.state(1, 40), ids)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from exported import Exported, by_name, export, scheme
+from exported import Exported, by_name, check_as, export, scheme, write_as
 
 from quantkit import machine
 from quantkit.errors import InputError
@@ -65,12 +65,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) ->
 
 def written(source: Path, folder: Path, how: Any, options: dict[str, Any], **more: Any) -> Exported:
     made = export(source, folder, how, layout="dense", **more)
-    EXPORT.write(folder, made.source, made.stream, made.results, options)
+    write_as(EXPORT, folder, made.source, made.stream, made.results, options)
     return made
 
 
 def checks(made: Exported, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    return by_name(EXPORT.check(made.folder, made.source, made.stream, made.results, options))
+    return by_name(check_as(EXPORT, made.folder, made.source, made.stream, made.results, options))
 
 
 def file_of(made: Exported) -> Path:
@@ -169,7 +169,7 @@ def test_what_the_file_holds_is_what_transformers_computes_with(
     )
     with torch.no_grad():
         wanted = theirs(ids).logits
-    found = EXPORT.held(values, options).running().answers(ids).all()
+    found = EXPORT.held(values, EXPORT.Options(**options)).running().answers(ids).all()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
     decided = values.running().answers(ids).all()
     assert float((decided - wanted).abs().max() / wanted.abs().max()) > 1e-2
@@ -178,7 +178,7 @@ def test_what_the_file_holds_is_what_transformers_computes_with(
 def test_an_embedding_that_256_does_not_divide_falls_back(tmp_path: Path, sources: Callable[[str], Path]) -> None:
     options = {**FLOAT, "embedding": {"format": "q4_k"}}
     made = export(sources("llama"), tmp_path / "out", WeightScheme(format="q4_0"), layout="dense")
-    (taken,) = EXPORT.write(made.folder, made.source, made.stream, made.results, options)
+    (taken,) = write_as(EXPORT, made.folder, made.source, made.stream, made.results, options)
     assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", "q5_0")
     assert "256 does not divide its width 64: 5.5 bits a weight, not 4.5" in taken.reason
     kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
@@ -225,15 +225,15 @@ def test_what_the_file_says(tmp_path: Path, sources: Callable[[str], Path]) -> N
 )
 def test_other_schemes_are_refused(how: WeightScheme, said: str) -> None:
     with pytest.raises(InputError, match=f"layout-unsupported.*q_proj.*{said}"):
-        EXPORT.accepts({}, LayerSpec({"q_proj": how}))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec({"q_proj": how}))
 
 
 def test_inputs_and_padding_are_refused() -> None:
     how = WeightScheme(format="q8_0")
     with pytest.raises(InputError, match="activations in int8"):
-        EXPORT.accepts({}, LayerSpec({"a": how}, activations={"a": ActivationScheme(format="int8")}))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec({"a": how}, activations={"a": ActivationScheme(format="int8")}))
     with pytest.raises(InputError, match="its last group is filled up"):
-        EXPORT.accepts({}, LayerSpec({"a": how}, padded=["a"]))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec({"a": how}, padded=["a"]))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_an_unknown_architecture_is_refused_before_work(tmp_path: Path, merging_
     merging_tokenizer.save_pretrained(tmp_path / "olmo")
     source = open_model(str(tmp_path / "olmo"))
     with pytest.raises(InputError, match=r"layout-unsupported.*OlmoForCausalLM.*LlamaForCausalLM"):
-        EXPORT.accepts({}, LayerSpec(source=source))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec(source=source))
 
 
 def test_a_tokenizer_that_llama_cpp_cannot_hold_is_refused(sources: Callable[[str], Path], tmp_path: Path) -> None:
@@ -269,10 +269,10 @@ def test_a_tokenizer_that_llama_cpp_cannot_hold_is_refused(sources: Callable[[st
     stated = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**stated, "model": {"type": "Unigram", "vocab": []}}))
     with pytest.raises(InputError, match=r"gguf-tokenizer.*Unigram"):
-        EXPORT.accepts({}, LayerSpec(source=open_model(str(folder))))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec(source=open_model(str(folder))))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="tokenizer-damaged"):
-        EXPORT.accepts({}, LayerSpec(source=open_model(str(folder))))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec(source=open_model(str(folder))))
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
@@ -457,7 +457,7 @@ def test_a_table_of_no_whole_blocks_stays_in_floats(tmp_path: Path, merging_toke
         lambda name: WeightScheme(format="q4_0") if name.endswith(narrow) else None,
         layout="dense",
     )
-    (taken,) = EXPORT.write(made.folder, made.source, made.stream, made.results, options)
+    (taken,) = write_as(EXPORT, made.folder, made.source, made.stream, made.results, options)
     assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", "float16")
     assert "32 does not divide its width 48: 16 bits a weight, not 4.5" in taken.reason
     kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
@@ -481,7 +481,7 @@ def test_a_token_beyond_the_table_is_refused_before_work(sources: Callable[[str]
     stated["added_tokens"].append({**stated["added_tokens"][0], "id": 300, "content": "<extra>"})
     (folder / "tokenizer.json").write_text(json.dumps(stated))
     with pytest.raises(InputError, match=r"gguf-tokenizer.*id 300.*260 rows"):
-        EXPORT.accepts({}, LayerSpec(source=open_model(str(folder))))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec(source=open_model(str(folder))))
 
 
 def test_a_tokenizer_that_leaves_spaces_out_has_a_decision(sources: Callable[[str], Path], tmp_path: Path) -> None:
@@ -531,7 +531,7 @@ def test_tokens_of_sentencepiece(tmp_path: Path, first: bool) -> None:
     found.save_pretrained(tmp_path / "m")
     zoo.tiny("llama", vocab_size=len(found)).save_pretrained(tmp_path / "m")
     made = export(tmp_path / "m", tmp_path / "out", None, layout="dense")
-    taken = EXPORT.write(made.folder, made.source, made.stream, made.results, FLOAT)
+    taken = write_as(EXPORT, made.folder, made.source, made.stream, made.results, FLOAT)
     assert [each.code for each in taken] == (["tokens-differ"] if first else [])
     values = Values.of_results(made.source, made.stream, made.results)
     assert check._tokens(file_of(made), values, spaced=first).ok
@@ -547,13 +547,13 @@ def test_tokens_beyond_the_table_are_left_out_of_sentencepiece(tmp_path: Path, b
     tokenizer.save_pretrained(tmp_path / "m")
     zoo.tiny("llama", vocab_size=rows).save_pretrained(tmp_path / "m")
     source = open_model(str(tmp_path / "m"))
-    EXPORT.accepts({}, LayerSpec(source=source))
+    EXPORT.accepts(EXPORT.Options(), LayerSpec(source=source))
     made = export(tmp_path / "m", tmp_path / "out", None, layout="dense")
-    (taken,) = EXPORT.write(made.folder, made.source, made.stream, made.results, FLOAT)
+    (taken,) = write_as(EXPORT, made.folder, made.source, made.stream, made.results, FLOAT)
     assert taken.code == "tokens-beyond" and str(taken.model_dump(by_alias=True)["from"]).startswith("<image0>")
     held = gguf.GGUFReader(file_of(made)).fields["tokenizer.ggml.tokens"].contents()
     assert held == [words[number] for number in range(rows)]
     tokenizer.eos_token = "<image0>"
     tokenizer.save_pretrained(tmp_path / "m")
     with pytest.raises(InputError, match=rf"gguf-tokenizer.*a token has the id {rows}.*has {rows} rows"):
-        EXPORT.accepts({}, LayerSpec(source=open_model(str(tmp_path / "m"))))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec(source=open_model(str(tmp_path / "m"))))

@@ -57,8 +57,8 @@ def exported(tmp_path: Path) -> Exported:
         values = Values.of_results(stream.source, stream, results)
         bundle = tmp_path / "-".join([name, *map(str, options.values())])
         with small_onnx.traced_once(name, CHANGES):
-            taken = EXPORT.export(bundle / "onnx", values, options)
-        for each in check(bundle, stream.source, stream, results):
+            taken = EXPORT.export(bundle / "onnx", values, EXPORT.Options(**options))
+        for each in check(bundle / "onnx", values):
             assert each.ok, each
         return bundle, values, [each.code for each in taken]
 
@@ -163,8 +163,8 @@ def test_an_accuracy_level_reaches_both_ways(exported: Exported) -> None:
     assert not np.allclose(found[None], found[0], atol=1e-5)
 
 
-def test_bytes_that_are_not_the_codes_are_found(exported: Exported, tmp_path: Path) -> None:
-    bundle, _, _ = exported("llama", prefill="int8")
+def test_bytes_that_are_not_the_codes_are_found(exported: Exported) -> None:
+    bundle, values, _ = exported("llama", prefill="int8")
     path = bundle / "onnx" / "model.onnx"
     model = onnx.load(str(path))
     tensor = next(each for each in model.graph.initializer if each.name.endswith(".bytes"))
@@ -172,14 +172,12 @@ def test_bytes_that_are_not_the_codes_are_found(exported: Exported, tmp_path: Pa
     array[0, 0] ^= 16
     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     onnx.save_model(model, str(path), save_as_external_data=True, location="model.onnx.data", size_threshold=1024)
-    stream = StreamedModel(open_model(str(tmp_path / "llama")))
-    results = Finished([tmp_path / "llama.codes"], dict.fromkeys(linears(stream), SCHEME))
-    wrong = [each.name for each in check(bundle, stream.source, stream, results) if not each.ok]
+    wrong = [each.name for each in check(bundle / "onnx", values) if not each.ok]
     assert wrong == ["onnx.bytes"]
 
 
 def test_caches_that_prompts_hand_on_are_held_too(exported: Exported, tmp_path: Path) -> None:
-    bundle, _, _ = exported("llama", prefill="int8")
+    bundle, values, _ = exported("llama", prefill="int8")
     path = bundle / "onnx" / "model.onnx"
     model = onnx.load(str(path), load_external_data=False)
     node = next(each for each in model.graph.node if each.op_type == "If")
@@ -187,9 +185,7 @@ def test_caches_that_prompts_hand_on_are_held_too(exported: Exported, tmp_path: 
     attention = next(each for each in branch.node if each.op_type == "GroupQueryAttention")
     attention.output[1], attention.output[2] = attention.output[2], attention.output[1]
     path.write_bytes(model.SerializeToString())
-    stream = StreamedModel(open_model(str(tmp_path / "llama")))
-    results = Finished([tmp_path / "llama.codes"], dict.fromkeys(linears(stream), SCHEME))
-    assert "reload.many" in [each.name for each in check(bundle, stream.source, stream, results) if not each.ok]
+    assert "reload.many" in [each.name for each in check(bundle / "onnx", values) if not each.ok]
 
 
 def test_what_has_no_second_way_says_so(exported: Exported) -> None:
@@ -202,10 +198,10 @@ def test_what_has_no_second_way_says_so(exported: Exported) -> None:
 def test_how_prompts_multiply_follows_the_target(isa: list[str], way: str) -> None:
     target = Target.load("cpu-x86")
     target = target.model_copy(update={"arch": target.arch.model_copy(update={"isa": isa})})
-    options, said = EXPORT.for_target({"prefill": "auto"}, target, LayerSpec())
+    options, said = EXPORT.for_target(EXPORT.Options(prefill="auto"), target, LayerSpec())
     assert options["prefill"] == way
     assert said.endswith("and was not timed")
-    assert EXPORT.for_target({"prefill": "same"}, target, LayerSpec()) == ({"prefill": "same"}, "")
+    assert EXPORT.for_target(EXPORT.Options(prefill="same"), target, LayerSpec()) == ({}, "")
 
 
 def test_faster_prompts_are_offered_where_the_target_and_the_codes_have_them() -> None:
@@ -218,8 +214,8 @@ def test_faster_prompts_are_offered_where_the_target_and_the_codes_have_them() -
     def layers(form: str, **more: Any) -> list[LayerEntry]:
         return [LayerEntry(name="x", shape=[8, 8], scheme={"format": form}, bits_per_weight=4.0, **more)]
 
-    assert EXPORT.for_prompts({}, fast, layers("int4")) == "onnx.prefill=int8"
-    assert EXPORT.for_prompts({}, slow, layers("int4")) == ""
-    assert EXPORT.for_prompts({"prefill": "int8"}, fast, layers("int4")) == ""
-    assert EXPORT.for_prompts({}, fast, layers("int2")) == ""
-    assert EXPORT.for_prompts({}, fast, layers("int8", activations={"format": "int8"})) == ""
+    assert EXPORT.for_prompts(EXPORT.Options(), fast, layers("int4")) == "onnx.prefill=int8"
+    assert EXPORT.for_prompts(EXPORT.Options(), slow, layers("int4")) == ""
+    assert EXPORT.for_prompts(EXPORT.Options(prefill="int8"), fast, layers("int4")) == ""
+    assert EXPORT.for_prompts(EXPORT.Options(), fast, layers("int2")) == ""
+    assert EXPORT.for_prompts(EXPORT.Options(), fast, layers("int8", activations={"format": "int8"})) == ""

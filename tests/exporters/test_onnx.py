@@ -13,12 +13,14 @@ import pytest
 import small_onnx
 import torch
 import zoo
+from exported import write_as
 from reference import plain_matmulnbits
 from small_onnx import EXPORT, TEXT, Small, expected, export, relative, scheme
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec
+from quantkit.exporters.values import Values
 from quantkit.model.finished import Finished
 from quantkit.scheme import WeightScheme
 
@@ -335,15 +337,17 @@ def test_two_exports_are_the_same_bytes(tmp_path: Path, small: Any) -> None:
         "import sys; from pathlib import Path; import torch; torch.set_num_threads(1)\n"
         "from quantkit.exporters.onnx.exporter import EXPORT; from quantkit.model.source.open import open_model\n"
         "from quantkit.model.streaming.stream import StreamedModel; from quantkit.model.finished import Finished\n"
+        "from quantkit.exporters.values import Values\n"
         "source = open_model(sys.argv[1])\n"
-        "EXPORT.write(Path(sys.argv[2]), source, StreamedModel(source), Finished([], {}), {})\n"
+        "values = Values.of_results(source, StreamedModel(source), Finished([], {}))\n"
+        "EXPORT.export(Path(sys.argv[2]) / 'onnx', values, EXPORT.Options())\n"
     )
     found = small("llama")
     (tmp_path / "there").mkdir()
     arguments = [sys.executable, "-c", program, str(found.folder.parent / "source"), str(tmp_path / "there")]
     subprocess.run(arguments, check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "7"})
     (tmp_path / "here").mkdir()
-    EXPORT.write(tmp_path / "here", found.source, found.stream, Finished([], {}), {})
+    write_as(EXPORT, tmp_path / "here", found.source, found.stream, Finished([], {}), {})
     first, second = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in (tmp_path / "here", tmp_path / "there")
@@ -401,14 +405,14 @@ def test_what_the_dialect_cannot_hold_is_refused_before_any_work() -> None:
         (scheme(granularity="group", group=8), "groups of 8"),
     ):
         with pytest.raises(InputError, match=reason) as caught:
-            EXPORT.accepts({}, LayerSpec({"good": scheme(), "a.linear": how}, set(), []))
+            EXPORT.accepts(EXPORT.Options(), LayerSpec({"good": scheme(), "a.linear": how}, set(), []))
         assert (caught.value.code, caught.value.where) == ("layout-unsupported", "a.linear")
         assert caught.value.remedy
     for how in (scheme(), scheme("int8", granularity="tensor"), scheme(granularity="group", group=48)):
-        EXPORT.accepts({"accuracy_level": 0, "merge": False}, LayerSpec({"a": how}, set(), ["a"]))
+        EXPORT.accepts(EXPORT.Options(accuracy_level=0, merge=False), LayerSpec({"a": how}, set(), ["a"]))
     for options in ({"dialect": "tensorrt"}, {"accuracy_level": 2}, {"accuracylevel": 4}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            EXPORT.accepts(options, LayerSpec())
+            EXPORT.accepts(EXPORT.Options(**options), LayerSpec())
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +422,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(MissingDependency, match=r"onnxscript.*pip install 'quantkit\["):
-        EXPORT.accepts({}, LayerSpec())
+        EXPORT.accepts(EXPORT.Options(), LayerSpec())
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +434,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Small]:
     found = export(tmp_path_factory.mktemp("finished"), "llama", scheme())
     folder = tmp_path_factory.mktemp("finished") / "b"
     folder.mkdir()
-    load_exporter("checkpoint").write(folder, found.source, found.stream, found.results, {})
+    write_as(load_exporter("checkpoint"), folder, found.source, found.stream, found.results, {})
     layers = [
         LayerEntry(name=name, shape=[1, 1], scheme=how.model_dump(), bits_per_weight=4.5)
         for name, how in found.results.schemes.items()
@@ -441,7 +445,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Small]:
 def test_a_finished_bundle_s_export_is_the_same_file(tmp_path: Path, finished: tuple[Bundle, Small]) -> None:
     bundle, found = finished
     with small_onnx.traced_once("llama", {}):
-        EXPORT.add(bundle.path, tmp_path / "onnx", {})
+        EXPORT.export(tmp_path / "onnx", Values.of_bundle(bundle.path), EXPORT.Options())
     for name in ("model.onnx", "model.onnx.data", "genai_config.json"):
         assert (tmp_path / "onnx" / name).read_bytes() == (found.onnx / name).read_bytes(), name
     assert "quantization_config" not in json.loads((tmp_path / "onnx/config.json").read_text())
@@ -454,14 +458,14 @@ def test_a_bundle_that_has_no_codes_is_refused(tmp_path: Path, finished: tuple[B
     (tmp_path / "none").mkdir()
     small_onnx.bundle(tmp_path / "none")
     with pytest.raises(InputError) as caught:
-        EXPORT.add(tmp_path / "none", tmp_path / "onnx", {})
+        EXPORT.export(tmp_path / "onnx", Values.of_bundle(tmp_path / "none"), EXPORT.Options())
     assert caught.value.code == "bundle-without-checkpoint"
     (tmp_path / "dense").mkdir()
     dense = {"layout": "dense"}
-    load_exporter("checkpoint").write(tmp_path / "dense", found.source, found.stream, found.results, dense)
+    write_as(load_exporter("checkpoint"), tmp_path / "dense", found.source, found.stream, found.results, dense)
     small_onnx.bundle(tmp_path / "dense", layers=bundle.manifest.layers)
     with pytest.raises(InputError) as caught:
-        EXPORT.add(tmp_path / "dense", tmp_path / "onnx", {})
+        EXPORT.export(tmp_path / "onnx", Values.of_bundle(tmp_path / "dense"), EXPORT.Options())
     assert caught.value.code == "bundle-dense"
     assert not (tmp_path / "onnx").exists()
 
@@ -480,5 +484,5 @@ def test_a_full_disk_stops_safely(tmp_path: Path, small: Any, monkeypatch: pytes
     found = small("llama")
     (tmp_path / "b").mkdir()
     with small_onnx.traced_once("llama", {}), pytest.raises(Stopped) as caught:
-        EXPORT.write(tmp_path / "b", found.source, found.stream, Finished([], {}), {})
+        write_as(EXPORT, tmp_path / "b", found.source, found.stream, Finished([], {}), {})
     assert caught.value.code == "disk-full"

@@ -156,7 +156,7 @@ def test_what_it_cannot_take_is_refused_before_any_work(
 ) -> None:
     given = {"model.x": inputs} if inputs else {}
     with pytest.raises(InputError) as caught:
-        EXPORT.accepts(options, LayerSpec({"model.x": schemes}, activations=given, cache=cache))
+        EXPORT.accepts(EXPORT.Options(**options), LayerSpec({"model.x": schemes}, activations=given, cache=cache))
     assert caught.value.code == code and says in caught.value.line() and "\n" not in caught.value.line()
 
 
@@ -208,8 +208,8 @@ def test_a_network_s_codes_stay_and_are_multiplied_in_bytes(tmp_path: Path) -> N
     path = tmp_path / "model.onnx"
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
     with pytest.raises(InputError, match="static shapes"):
-        EXPORT.add_graph(path, tmp_path / "npu", {"device": "NPU"})
-    EXPORT.add_graph(path, tmp_path / "openvino", {"shape": (2,)})
+        EXPORT.add_graph(path, tmp_path / "npu", EXPORT.Options(device="NPU"))
+    EXPORT.add_graph(path, tmp_path / "openvino", EXPORT.Options(shape=(2,)))
     feed = {"x": draw.normal(size=(2, 3, 16, 16)).astype(np.float32)}
     assert {each.name: each.ok for each in EXPORT.check_graph(path, tmp_path / "openvino", feed)} == {
         "openvino.codes": True,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import SCHEMES, Exported, by_name, export, llama, scheme
+from exported import SCHEMES, Exported, by_name, export, llama, scheme, write_as
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def test_missing_and_unexpected_tensors_are_found(tmp_path: Path, tiny: Path) ->
     checks = _spoil(exported, lambda tensors: tensors.pop("model.layers.0.input_layernorm.weight"))
     assert not checks["reload.transformers"].ok
     assert "missing" in checks["reload.transformers"].where
-    EXPORT.write(exported.folder, exported.source, exported.stream, exported.results, {})
+    write_as(EXPORT, exported.folder, exported.source, exported.stream, exported.results, {})
     checks = _spoil(exported, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.ones(96)}))
     assert "unexpected" in checks["reload.transformers"].where
 

@@ -237,7 +237,8 @@ def test_a_growing_cache_gives_the_same(tmp_path: Path) -> None:
 )
 def test_weights_that_tensorrt_cannot_hold_are_refused(fields: dict[str, Any], word: str, remedy: str) -> None:
     with pytest.raises(InputError) as caught:
-        EXPORT.accepts({"sm": "8.9"}, LayerSpec({"a.down": WeightScheme(**fields)}, shapes={"a.down": (64, 96)}))
+        asked = LayerSpec({"a.down": WeightScheme(**fields)}, shapes={"a.down": (64, 96)})
+        EXPORT.accepts(EXPORT.Options(sm="8.9"), asked)
     assert caught.value.code == "layout-unsupported"
     assert word in str(caught.value.value)
     assert remedy in str(caught.value.remedy)
@@ -257,33 +258,34 @@ def test_a_format_that_a_gpu_does_not_hold_is_refused_before_any_work(form: str,
     pytest.importorskip("tensorrt_rtx")
     schemes = {"a": SCHEMES[form]}
     if ok:
-        EXPORT.accepts({"sm": sm}, LayerSpec(schemes, shapes={"a": (64, 64)}))
+        EXPORT.accepts(EXPORT.Options(sm=sm), LayerSpec(schemes, shapes={"a": (64, 64)}))
         return
     with pytest.raises(InputError, match=f"for SM {sm}") as caught:
-        EXPORT.accepts({"sm": sm}, LayerSpec(schemes, shapes={"a": (64, 64)}))
+        EXPORT.accepts(EXPORT.Options(sm=sm), LayerSpec(schemes, shapes={"a": (64, 64)}))
     assert "scheme.weights.format=int" in str(caught.value.remedy)
 
 
 def test_inputs_scaled_as_the_model_runs_are_refused() -> None:
     with pytest.raises(InputError, match="granularity=tensor"):
-        EXPORT.accepts({"sm": "8.9"}, LayerSpec(activations={"a": ActivationScheme(format="int8")}))
+        EXPORT.accepts(EXPORT.Options(sm="8.9"), LayerSpec(activations={"a": ActivationScheme(format="int8")}))
     with pytest.raises(InputError, match="one fixed scale a layer"):
-        EXPORT.accepts({"sm": "8.9"}, LayerSpec(cache=CacheScheme(format="fp8_e4m3", granularity="head")))
+        EXPORT.accepts(EXPORT.Options(sm="8.9"), LayerSpec(cache=CacheScheme(format="fp8_e4m3", granularity="head")))
     with pytest.raises(InputError, match=r"tensorrt\.cache=grown"):
-        EXPORT.accepts({"sm": "8.9"}, LayerSpec(cache=CacheScheme(format="fp8_e4m3")))
+        EXPORT.accepts(EXPORT.Options(sm="8.9"), LayerSpec(cache=CacheScheme(format="fp8_e4m3")))
     with pytest.raises(InputError, match="with zero points"):
-        EXPORT.accepts({"sm": "8.9", "cache": "grown"}, LayerSpec(cache=CacheScheme(format="int8", symmetric=False)))
-    EXPORT.accepts({"sm": "8.9", "cache": "grown"}, LayerSpec(cache=CacheScheme(format="fp8_e4m3")))
+        asked = LayerSpec(cache=CacheScheme(format="int8", symmetric=False))
+        EXPORT.accepts(EXPORT.Options(sm="8.9", cache="grown"), asked)
+    EXPORT.accepts(EXPORT.Options(sm="8.9", cache="grown"), LayerSpec(cache=CacheScheme(format="fp8_e4m3")))
 
 
 def test_what_tensorrt_rtx_has_not_is_refused() -> None:
     with pytest.raises(InputError, match=r"tensorrt\.hardware_compatible=false"):
-        EXPORT.accepts({"sm": "8.9", "hardware_compatible": True}, LayerSpec())
+        EXPORT.accepts(EXPORT.Options(sm="8.9", hardware_compatible=True), LayerSpec())
 
 
 def test_experts_are_refused() -> None:
     with pytest.raises(InputError, match="mixture of experts"):
-        EXPORT.accepts({"sm": "8.9"}, LayerSpec(merged={"layers.0.experts"}))
+        EXPORT.accepts(EXPORT.Options(sm="8.9"), LayerSpec(merged={"layers.0.experts"}))
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -329,7 +331,7 @@ def test_it_builds_without_a_gpu(tmp_path: Path, name: str, form: str) -> None:
     pytest.importorskip("tensorrt_rtx")
     activations = STATIC["int8"] if form == "int8" else None
     made = network(tmp_path, name, SCHEMES[form], engine=True, sm="8.9", activations=activations)
-    EXPORT.build(made.folder, made.options)
+    EXPORT.build(made.folder, EXPORT.Options(**made.options))
     folder = made.folder / "engine"
     record = json.loads((folder / "sm89.json").read_text())
     assert record["bytes"] == (folder / "sm89.engine").stat().st_size
@@ -344,7 +346,7 @@ def test_two_heads_of_one_token_build(tmp_path: Path, cache: str) -> None:
     few = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
     made = network(tmp_path, engine=True, sm="8.9", cache=cache, changes=few)
     assert all(check.ok for check in made.check().values())
-    EXPORT.build(made.folder, made.options)
+    EXPORT.build(made.folder, EXPORT.Options(**made.options))
     assert (made.folder / "engine" / "sm89.engine").is_file()
 
 
@@ -374,7 +376,7 @@ def test_a_gpu_that_the_library_does_not_list_is_refused(ready: Path, tmp_path: 
         _engine.build(job(ready, tmp_path / "x.engine", sm=["9.0"]))
     assert "8.9" in str(caught.value.value)
     with pytest.raises(InputError, match="sm-unsupported"):
-        EXPORT.accepts({"sm": "9.0"}, LayerSpec())
+        EXPORT.accepts(EXPORT.Options(sm="9.0"), LayerSpec())
 
 
 def test_a_build_that_takes_too_long_is_given_up(ready: Path, tmp_path: Path) -> None:

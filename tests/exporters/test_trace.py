@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from exported import check_as, write_as
 from small_onnx import EXPORT, copied, expected, relative
 from torch import nn
 
@@ -41,8 +42,8 @@ def exported(folder: Path, model: nn.Module) -> tuple[Any, Any, list[Any]]:
     model.save_pretrained(folder / "m")  # type: ignore[operator]
     source = open_model(str(folder / "m"))
     stream = StreamedModel(source)
-    decisions = EXPORT.write(folder, source, stream, Finished([], {}), {})
-    checks = EXPORT.check(folder, source, stream, Finished([], {}), {})
+    decisions = write_as(EXPORT, folder, source, stream, Finished([], {}), {})
+    checks = check_as(EXPORT, folder, source, stream, Finished([], {}), {})
     return OnnxModel(folder / "onnx", threads=1), {check.name: check for check in checks}, decisions
 
 

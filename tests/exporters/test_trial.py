@@ -65,7 +65,7 @@ def test_a_timing_decides_on_the_machine_at_hand(ratio: float, way: str) -> None
         assert b"MatMulNBits" in baseline
         return timed(ratio)
 
-    options, said = EXPORT.for_target({"prefill": "auto"}, fast, ASKED, stopped)
+    options, said = EXPORT.for_target(EXPORT.Options(prefill="auto"), fast, ASKED, stopped)
     assert options["prefill"] == way
     assert f"{ratio:.2f} times as fast" in said
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from zoo import _MIXTURE, MIXTURES
 
 from quantkit.exporters import LayerSpec
 from quantkit.exporters.checkpoint.exporter import EXPORT
-from quantkit.exporters.checkpoint.unpacked import names
+from quantkit.exporters.checkpoint.writer import Writer
+from quantkit.exporters.checkpoint.writer import unpacked_names as names
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
@@ -72,7 +74,8 @@ def written(model: str, folder: Path, layout: str, dtype: torch.dtype = torch.fl
     plain = {"schema": 1, "name": "x", "summary": "x", "passes": ["rtn"], "export": ["checkpoint"], "keep": ["lm_head"]}
     recipe = Recipe.model_validate({**plain, "scheme": {"weights": FORMS[layout]}, **changes})
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
-    config = EXPORT.writer(source, stream, Decided(dict(layers.schemes)), {"layout": layout}).quantization
+    values: Any = SimpleNamespace(given=stream, finished=Decided(dict(layers.schemes)))
+    config = Writer.of(values, EXPORT.Options(layout=layout).found).quantization
     packed = {stream.files[f"{linear}.weight"].removesuffix(".weight") for linear in layers.schemes}
     table = stream.files["model.embed_tokens.weight"]
     with safe_open(folder / "model.safetensors", framework="pt") as stored:
@@ -137,7 +140,7 @@ def test_a_fused_linear_of_several_kinds_is_said_before_any_work(changed: str) -
     target = Target.load("cpu-x86")
 
     def said(schemes: dict[str, WeightScheme]) -> str:
-        return EXPORT.for_target({}, target, LayerSpec(schemes, shapes=shapes))[1]
+        return EXPORT.for_target(EXPORT.Options(), target, LayerSpec(schemes, shapes=shapes))[1]
 
     assert said(dict.fromkeys(linears, four)) == ""
     assert said({**dict.fromkeys(linears[:3], four), linears[3]: eight}) == ""

@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 import zoo
+from exported import write_as
 from small_onnx import EXPORT, Small, expected, export, kept, relative, traced_once
 from test_check_onnx import spoil  # type: ignore[import-not-found]
 from test_dialect_ort import Graph, dense, run, weights  # type: ignore[import-not-found]
@@ -254,7 +255,7 @@ REFUSED = [
 def test_what_has_no_integer_kernel_is_refused(how: dict[str, Any], weights: WeightScheme, message: str) -> None:
     activations = {"a.linear": ActivationScheme.model_validate(how)}
     with pytest.raises(InputError, match=rf"a\.linear.*{message}") as caught:
-        EXPORT.accepts({}, LayerSpec({"a.linear": weights}, activations=activations))
+        EXPORT.accepts(EXPORT.Options(), LayerSpec({"a.linear": weights}, activations=activations))
     assert caught.value.code == "layout-unsupported"
 
 
@@ -263,7 +264,7 @@ def test_of_an_input_that_is_not_quantized_nothing_changes(tmp_path: Path) -> No
     small = export(tmp_path, "bert", WEIGHTS, activations=inputs("fixed"))
     small.results.activations = {n: each for n, each in small.results.activations.items() if "layer.0" not in n}
     with traced_once("bert", {}):
-        EXPORT.write(small.folder, small.source, small.stream, small.results, {})
+        write_as(EXPORT, small.folder, small.source, small.stream, small.results, {})
     kinds = Counter(node.op_type for node in small.proto().graph.node)
     assert (kinds["MatMulNBits"], kinds["MatMulIntegerToFloat"]) == (4, 8)
     assert all(check.ok for check in small.check().values())

@@ -52,24 +52,25 @@ class Listing(Exporter):
     name = "listing"
     runtimes = ("slow",)
     stores = "tensors"
+    place = "listing"
     Options = Closed
 
     def accepts(self, options, asked):
         """Everything."""
 
-    def holds(self, options, runtime, weights, activations, cache):
+    def holds(self, options, runtime, asked):
         """Nothing of it but the names."""
         return "emulated"
 
-    def write(self, bundle, source, stream, results, options):
+    def export(self, folder, values, options):
         """One file."""
-        (bundle / "listing").mkdir()
-        (bundle / "listing" / "names.txt").write_text("\\n".join(sorted(results.schemes)))
+        folder.mkdir()
+        (folder / "names.txt").write_text("\\n".join(sorted(values.schemes)))
         return []
 
-    def check(self, bundle, source=None, stream=None, results=None, options=None, *, inputs=None, blocks=None):
+    def check(self, bundle, values=None, options=None, *, inputs=None, blocks=None):
         """As many names as there are layers."""
-        missing = len(results.schemes) - len((bundle / "listing" / "names.txt").read_text().split())
+        missing = len(values.schemes) - len((bundle / "listing" / "names.txt").read_text().split())
         return [Check(name="listing.names", value=missing, limit=0, ok=missing == 0)]
 
 

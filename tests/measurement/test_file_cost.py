@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import zoo
-from exported import export
+from exported import export, write_as
 
 from quantkit.exporters.gguf.exporter import EXPORT
 from quantkit.measurement.timing.speed import cost_of_file
@@ -27,7 +27,7 @@ def test_it_is_what_the_parameters_are(name: str, form: str, tmp_path: Path, mer
     merging_tokenizer.save_pretrained(tmp_path / "m")
     how = None if form == "float32" else WeightScheme(format=form)
     made = export(tmp_path / "m", tmp_path / "b", how, layout="dense")
-    EXPORT.write(made.folder, made.source, made.stream, made.results, {"floats": "float32"})
+    write_as(EXPORT, made.folder, made.source, made.stream, made.results, {"floats": "float32"})
     path = made.folder / "gguf" / "model.gguf"
     found = cost_of_file(path, SIZES, form)
     tied = name == "llama-tied"

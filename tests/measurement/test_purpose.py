@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from exported import check_as, write_as
 from safetensors.torch import save_file
 
 from quantkit.bundle import Bundle
@@ -319,8 +320,9 @@ def test_a_graph_has_the_head_of_its_class(
     expected = torch.stack(found[:2], dim=-1) if "start_logits" in found else found.logits
     for place, runs in (("onnx", OnnxModel), ("openvino", OpenvinoModel)):
         export = load_exporter(place)
-        assert export.write(tmp_path, source, stream, nothing, {}) == []
-        (check,) = [each for each in export.check(tmp_path, source, stream, nothing, {}) if "reload" in each.name]
+        assert write_as(export, tmp_path, source, stream, nothing, {}) == []
+        checks = check_as(export, tmp_path, source, stream, nothing, {})
+        (check,) = [each for each in checks if "reload" in each.name]
         assert check.ok
         # padding has no meaning
         logits = torch.from_numpy(runs(tmp_path / place, threads=1).logits(ids.numpy(), mask.numpy()))
@@ -333,7 +335,8 @@ def test_a_head_that_no_graph_has_is_a_decision(tmp_path: Path) -> None:
     for name, why in (("BertForMaskedLM", "of words"), ("BertForMultipleChoice", "cannot be traced")):
         model(name).save_pretrained(tmp_path / name)
         source = open_model(str(tmp_path / name))
-        (taken,) = load_exporter("onnx").write(tmp_path / name, source, StreamedModel(source), Finished([], {}), {})
+        stream, nothing = StreamedModel(source), Finished([], {})
+        (taken,) = write_as(load_exporter("onnx"), tmp_path / name, source, stream, nothing, {})
         assert taken.code == "head-left-out" and why in taken.reason
         assert not OnnxModel(tmp_path / name / "onnx", threads=1).headed
 

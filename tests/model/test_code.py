@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from quantkit.errors import InputError
 from quantkit.exporters.carried import carry
-from quantkit.exporters.checkpoint import loading
+from quantkit.exporters.checkpoint import reload
 from quantkit.model.source import code, pretrained
 from quantkit.model.source.open import open_model, open_written
 
@@ -69,8 +69,8 @@ def test_trusted_code_goes_along_and_plain_transformers_runs_it(options: dict[st
     theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, local_files_only=True)
     assert "transformers_modules" in type(theirs).__module__
     # it is trusted by what it is: no one is asked again
-    assert loading.model_class(out).__name__ == type(theirs).__name__
-    ours, problem = loading.loaded(loading.model_class(out), out, None, [])
+    assert reload.class_of(out).__name__ == type(theirs).__name__
+    ours, problem = reload.loaded(reload.class_of(out), out, None, [])
     assert not problem and "transformers_modules" in type(ours).__module__
     ids = torch.arange(8)[None]
     with torch.no_grad():

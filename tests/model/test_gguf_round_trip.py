@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from exported import quantize
+from exported import quantize, write_as
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from quantkit import machine
@@ -52,7 +52,7 @@ def saved(folder: Path, model: Any, tokenizer: Any) -> Path:
 def exported(folder: Path, floats: str = "float32") -> Path:
     """The file that our exporter writes of a folder."""
     values = Values(StreamedModel(open_model(str(folder))), {}, lambda *_, **__: None)
-    EXPORT.export(folder.parent / "gguf", values, {"floats": floats})
+    EXPORT.export(folder.parent / "gguf", values, EXPORT.Options(floats=floats))
     return (folder.parent / "gguf" / "model.gguf").rename(folder.parent / "file.gguf")
 
 
@@ -121,7 +121,7 @@ def test_every_type_opens(tmp_path: Path, merging_tokenizer: Any, floats: str) -
     finished.save(tmp_path / "block.safetensors", tensors, {})
     source = open_model(str(folder))
     results = Finished([tmp_path / "block.safetensors"], schemes)
-    EXPORT.write(tmp_path, source, StreamedModel(source), results, {"floats": floats})
+    write_as(EXPORT, tmp_path, source, StreamedModel(source), results, {"floats": floats})
     back = open_model(str((tmp_path / "gguf" / "model.gguf").rename(tmp_path / "file.gguf")))
     assert set(types.values()) == set(TYPES) and "requantizing" in back.notes[0]
     for name, tensor in tensors.items():

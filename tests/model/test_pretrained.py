@@ -11,7 +11,7 @@ import pytest
 import zoo
 
 from quantkit.errors import InputError
-from quantkit.exporters.checkpoint import loading
+from quantkit.exporters.checkpoint import reload
 from quantkit.model.source import pretrained
 from quantkit.pipeline.compare import words
 from quantkit.runtimes.torch import classes
@@ -56,7 +56,7 @@ def hostile(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
         pretrained.tokenizer,
         classes.described,
         words._loaded,
-        lambda folder: loading.config_of(folder, None),
+        lambda folder: reload.config_of(folder, None),
         lambda folder: RUNTIME.load(_Bundle(folder)),
     ],
     ids=["config", "tokenizer", "runtime", "compare", "check", "load"],

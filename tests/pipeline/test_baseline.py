@@ -38,10 +38,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def write(self: object, build: Path, *_: object) -> None:
         written.append(build)
-        (build / "onnx").mkdir()
-        (build / "onnx" / "model.onnx").write_text("graph")
+        build.mkdir()
+        (build / "model.onnx").write_text("graph")
 
-    monkeypatch.setattr(type(EXPORT), "write", write)
+    monkeypatch.setattr(type(EXPORT), "export", write)
     monkeypatch.setattr(type(EXPORT), "check", lambda *_, **__: [])
     return written
 
@@ -108,14 +108,14 @@ def test_the_code_that_is_hashed_is_all_of_the_exporter_s() -> None:
 
 def test_two_at_once_make_one(source: Source, quick: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     inside, may_go = threading.Event(), threading.Event()
-    write = type(EXPORT).write
+    write = type(EXPORT).export
 
     def slow(self: Any, build: Path, *rest: object) -> None:
         inside.set()
         assert may_go.wait(20)
         write(self, build, *rest)
 
-    monkeypatch.setattr(type(EXPORT), "write", slow)
+    monkeypatch.setattr(type(EXPORT), "export", slow)
     found: list[Path] = []
     both = [threading.Thread(target=lambda: found.append(float_export(source, "onnx", OPTIONS))) for _ in range(2)]
     both[0].start()
@@ -167,7 +167,7 @@ def test_a_full_disk_is_wrong_input_and_not_a_stop(
     if when == "before":
         monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     else:
-        monkeypatch.setattr(type(EXPORT), "write", full)
+        monkeypatch.setattr(type(EXPORT), "export", full)
     with pytest.raises(InputError, match=r"disk-space.*QUANTKIT_CACHE"):
         float_export(source, "onnx", OPTIONS)
     assert not baseline.place(source, "onnx", OPTIONS).exists()

@@ -290,7 +290,8 @@ def test_what_llama_quantize_makes_of_the_same_floats(
     from quantkit.model.streaming.stream import StreamedModel
 
     source = open_model(str(model))
-    EXPORT.export(tmp_path, Values.of_results(source, StreamedModel(source), Finished([], {})), {"floats": "float32"})
+    values = Values.of_results(source, StreamedModel(source), Finished([], {}))
+    EXPORT.export(tmp_path, values, EXPORT.Options(floats="float32"))
 
     def made(kind: int, squares: dict[str, Any]) -> dict[str, Any]:
         entry = llama_cpp.llama_model_imatrix_data

@@ -156,12 +156,12 @@ def test_a_tied_head_and_a_checkpoint_are_refused_before_any_work(tmp_path: Path
     _, layers = laid(tmp_path / "model", overrides=[])
     for options in ({}, {"layout": "dense"}):
         with pytest.raises(InputError) as caught:
-            EXPORT.accepts(options, layers.asked())
+            EXPORT.accepts(EXPORT.Options(**options), layers.asked())
         assert (caught.value.code, caught.value.where) == ("layout-unsupported", "lm_head")
         assert "lm_head" in caught.value.remedy
     zoo.tiny("llama").save_pretrained(tmp_path / "untied")  # type: ignore[operator]
     _, layers = laid(tmp_path / "untied", overrides=[])
-    EXPORT.accepts({}, layers.asked())
+    EXPORT.accepts(EXPORT.Options(), layers.asked())
 
 
 def test_a_head_is_solved_on_what_the_quantized_blocks_put_out(

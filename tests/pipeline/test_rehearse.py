@@ -135,7 +135,7 @@ def test_an_export_that_cannot_be_made(folder: Path, tmp_path: Path, monkeypatch
     def fails(*_: Any) -> None:
         raise RuntimeError("an operator that nobody has")
 
-    monkeypatch.setattr("quantkit.exporters.checkpoint.exporter.Checkpoint.write", fails)
+    monkeypatch.setattr("quantkit.exporters.checkpoint.exporter.Checkpoint.export", fails)
     rehearsal = rehearsed(folder, tmp_path)
     (finding,) = rehearsal.findings
     assert finding.code == "rehearsal-failed" and "an operator that nobody has" in finding.line

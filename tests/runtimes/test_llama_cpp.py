@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from exported import export
+from exported import export, write_as
 
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters.gguf.exporter import EXPORT
@@ -41,9 +41,9 @@ def written(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) ->
     for name in ("float32", "float16", "q8_0", "q4_k"):
         how = None if name.startswith("float") else WeightScheme(format=name)
         made = export(place / "m", place / name, how, layout="dense")
-        EXPORT.write(made.folder, made.source, made.stream, made.results, options(name))
+        write_as(EXPORT, made.folder, made.source, made.stream, made.results, options(name))
         values = Values.of_results(made.source, made.stream, made.results)
-        found[name] = made.folder, EXPORT.held(values, options(name))
+        found[name] = made.folder, EXPORT.held(values, EXPORT.Options(**options(name)))
     return found
 
 

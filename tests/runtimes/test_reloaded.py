@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from exported import write_as
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -38,7 +39,8 @@ def export(model: nn.Module, folder: Path, scheme: Any, **options: Any) -> Path:
         schemes[name] = chosen
     finished.save(folder / "block", tensors, {})
     (folder / "bundle").mkdir()
-    load_exporter("checkpoint").write(folder / "bundle", source, stream, Finished([folder / "block"], schemes), options)
+    results = Finished([folder / "block"], schemes)
+    write_as(load_exporter("checkpoint"), folder / "bundle", source, stream, results, options)
     return folder / "bundle" / "model"
 
 

@@ -88,7 +88,7 @@ def export_on(
     exporter = load_exporter(to, where="--to")
     options = _options(exporter, bundle, changes, about, name)
     # what this machine lacks does not matter, but what no engine can hold does
-    exporter.accepts({**options.model_dump(), "engine": False}, LayerSpec())
+    exporter.accepts(options.model_copy(update={"engine": False}), LayerSpec())
     if not engines.has_network(bundle, to):
         bundle = export_bundle(bundle, to, [*changes, "engine=false"], dry_run=dry_run, progress=progress).bundle
     bundle.demand_writable()

@@ -16,9 +16,9 @@ from pydantic import field_validator
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
-from quantkit.exporters import Exporter, LayerSpec, Trial
-from quantkit.exporters.checkpoint import reload, unpacked
-from quantkit.exporters.checkpoint.writer import Writer
+from quantkit.exporters import Exporter, LayerSpec, Trial, unheld
+from quantkit.exporters.checkpoint import reload
+from quantkit.exporters.checkpoint.writer import Writer, torn
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.model.sizes.assigned import padded
@@ -29,10 +29,7 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.model.finished import Finished
-    from quantkit.model.source.open import Source
-    from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+    from quantkit.exporters.values import Values
     from quantkit.target import State, Target
 
 
@@ -72,124 +69,78 @@ class Checkpoint(Exporter):
     stores = "tensors"
     Options = CheckpointOptions
 
-    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
+    def accepts(self, options: CheckpointOptions, asked: LayerSpec) -> None:
         """Refuse, before any work, what the layout cannot hold."""
-        schemes = asked.schemes
+        schemes, layout = asked.schemes, options.found
         for linear in asked.tied:
-            raise InputError(
-                "layout-unsupported",
-                where=linear,
-                value="is quantized and shares its weight with the embedding, which is not",
-                rule="transformers stores tied weights once, as one or the other",
-                remedy="--set 'keep=[embeddings, lm_head]', or leave `checkpoint` out of `export`",
+            raise unheld(
+                linear,
+                "is quantized and shares its weight with the embedding, which is not",
+                "transformers stores tied weights once, as one or the other",
+                "--set 'keep=[embeddings, lm_head]', or leave `checkpoint` out of `export`",
             )
-        layout = CheckpointOptions(**options).found
-        chosen = CheckpointOptions(**options).layout if schemes else DENSE
-        run_time.refuse(asked.activations, asked.cache, chosen, all(scheme.symmetric for scheme in schemes.values()))
+        symmetric = all(scheme.symmetric for scheme in schemes.values())
+        run_time.refuse(asked.activations, asked.cache, options.layout if schemes else DENSE, symmetric)
         for linear in sorted(set(asked.merged) & set(asked.activations))[:1]:
-            raise InputError(
-                "layout-unsupported",
-                where=linear,
-                value="belongs to a mixture of experts",
-                rule="transformers merges experts while it loads them, and leaves their inputs alone",
-                remedy="an override for the experts with `activations: null`",
-            )
+            rule = "transformers merges experts while it loads them, and leaves their inputs alone"
+            remedy = "an override for the experts with `activations: null`"
+            raise unheld(linear, "belongs to a mixture of experts", rule, remedy)
         if layout is None or not schemes:
             return
-        demand_loadable(CheckpointOptions(**options).layout, schemes, asked.merged, asked.partly)
+        demand_loadable(options.layout, schemes, asked.merged, asked.partly)
         for obstacle in asked.obstacles:
             if obstacle.hinders(schemes, layout.libraries):
-                raise InputError(
-                    "layout-unsupported",
-                    where=obstacle.where,
-                    value=obstacle.why,
-                    rule="what is written, plain transformers loads",
-                    remedy=(
-                        "" if obstacle.always else "an override that leaves it in high precision (weights: null), or "
-                    )
-                    + _DENSE,
-                )
+                override = "an override that leaves it in high precision (weights: null), or "
+                remedy = ("" if obstacle.always else override) + _DENSE
+                raise unheld(obstacle.where, obstacle.why, "what is written, plain transformers loads", remedy)
         for linear, scheme in schemes.items():
             if linear in asked.padded:
                 raise padded(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)
             if linear not in asked.plain:
-                raise InputError(
-                    "layout-unsupported",
-                    where=linear,
-                    value="its weight is stored [K, N]",
-                    rule="it packs torch.nn.Linear",
-                    remedy=_DENSE,
-                )
+                raise unheld(linear, "its weight is stored [K, N]", "it packs torch.nn.Linear", _DENSE)
         layout.accepts(schemes, asked.shapes)
 
-    def holds(
-        self,
-        options: Mapping[str, Any],
-        runtime: str,
-        weights: Mapping[str, WeightScheme],
-        activations: Mapping[str, ActivationScheme],
-        cache: CacheScheme | None,
-    ) -> State:
+    def holds(self, options: CheckpointOptions, runtime: str, asked: LayerSpec) -> State:
         """Floats are stored in `dense`; vLLM has kernels for some of what a layout stores. See `Exporter`."""
-        chosen = CheckpointOptions(**options)
-        if chosen.found is None:
-            return "emulated" if weights else "native"
-        for place, scheme in weights.items() if runtime == "vllm" else ():
-            if not chosen.found.served(scheme):
-                raise InputError(
-                    "layout-unsupported",
-                    where=place,
-                    value=f"{scheme.format} by {scheme.granularity}{f' of {scheme.group}' if scheme.group else ''}",
-                    rule=f"vLLM has no kernel for it in the layout {chosen.layout}",
-                    remedy="transformers loads it",
-                )
+        layout = options.found
+        if layout is None:
+            return "emulated" if asked.schemes else "native"
+        for place, scheme in asked.schemes.items() if runtime == "vllm" else ():
+            if not layout.served(scheme):
+                value = f"{scheme.format} by {scheme.granularity}{f' of {scheme.group}' if scheme.group else ''}"
+                rule = f"vLLM has no kernel for it in the layout {options.layout}"
+                raise unheld(place, value, rule, "transformers loads it")
         return "native"
 
     def for_target(
-        self, options: Mapping[str, Any], target: Target, asked: LayerSpec, trial: Trial | None = None
+        self, options: CheckpointOptions, target: Target, asked: LayerSpec, trial: Trial | None = None
     ) -> tuple[Mapping[str, Any], str]:
-        """Keep the options; warn where vLLM would refuse what transformers loads."""
+        """Warn where vLLM would refuse what transformers loads."""
         kinds = {name: (scheme, asked.activations.get(name)) for name, scheme in asked.schemes.items()}
-        split = unpacked.torn(kinds, asked.shapes) if CheckpointOptions(**options).found is not None else ""
-        if not split:
-            return options, ""
-        return options, f"vLLM does not load it: its {split} is made of several linears, which are not stored alike"
+        split = torn(kinds, asked.shapes) if options.found is not None else ""
+        why = f"vLLM does not load it: its {split} is made of several linears, which are not stored alike"
+        return {}, why if split else ""
 
-    def caveat(self, options: Mapping[str, Any], runtime: str) -> str:
-        """What a runtime needs beside itself to read the export, or does otherwise than is stored; "" where nothing."""
-        found = CheckpointOptions(**options).found
-        return found.serving if found is not None and runtime == "vllm" else ""
+    def caveat(self, options: CheckpointOptions, runtime: str) -> str:
+        """See `Exporter`."""
+        return options.found.serving if options.found is not None and runtime == "vllm" else ""
 
-    def writer(self, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]) -> Writer:
-        """Prepare an export."""
-        from quantkit.model.structure.traced import is_linear, is_transposed
-
-        modules = dict(stream.skeleton.named_modules())
-        linears = {name: is_transposed(module) for name, module in modules.items() if is_linear(module)}
-        embedding = stream.skeleton.get_input_embeddings()  # type: ignore[operator]
-        table = next((f"{name}.weight" for name, module in modules.items() if module is embedding), "")
-        attention = run_time.attention_of(stream.blocks[0]) if results.cache is not None else ""
-        layout = CheckpointOptions(**options).found
-        return Writer(source, results, stream.files, linears, table, layout, stream.block_names, attention)
-
-    def write(
-        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
-    ) -> list[Decision]:
+    def export(self, folder: Path, values: Values, options: CheckpointOptions) -> list[Decision]:
         """Write `model/` of a bundle; the decisions say who checks it.
 
         Raises:
             InputError: `scale-inexact`, `layout-unsupported`.
             Stopped: `disk-full`.
         """
-        writer = self.writer(source, stream, results, options)
-        writer.write(bundle / "model")
+        writer = Writer.of(values, options.found)
+        writer.write(folder)
         taken = []
-        if run_time.expands_at_load(bundle / "model") and results.cache is not None:
+        if run_time.expands_at_load(folder) and writer.finished.cache is not None:
             reason = (
                 "transformers expands packed weights as it loads them, and then leaves the cache alone; vLLM does not"
             )
             taken.append(decision("checkpoint", "cache-elsewhere", "scheme.kv_cache", reason))
-        if any(isinstance(entry, converted.ConvertedTensor) for entry in source.weights.entries.values()):
+        if any(isinstance(entry, converted.ConvertedTensor) for entry in writer.source.weights.entries.values()):
             taken.append(decision("checkpoint", "converted-names", "model/", converted.NOTE))
         absent = layouts.missing(writer.layout) if writer.layout is not None else []
         if not absent:
@@ -203,17 +154,15 @@ class Checkpoint(Exporter):
     def check(
         self,
         bundle: Path,
-        source: Source | None = None,
-        stream: StreamedModel | None = None,
-        results: Finished | None = None,
-        options: Mapping[str, Any] | None = None,
+        values: Values | None = None,
+        options: CheckpointOptions | None = None,
         *,
         inputs: Mapping[str, torch.Tensor] | None = None,
         blocks: int | None = None,
     ) -> list[Check]:
         """Load what was written in other people's code and hold it against the codes that were decided on.
 
-        Without `source` the expected values are our own reading of the stored codes. By default the outputs of all
+        Without `values` the expected ones are our own reading of the stored codes. By default the outputs of all
         layers of a small model are compared, of two of a large one.
 
         Returns:
@@ -223,18 +172,18 @@ class Checkpoint(Exporter):
         Raises:
             InputError: it is not a bundle.
         """
-        if source is None or stream is None or results is None:
+        if values is None:
             return reload.check_bundle(Path(bundle), inputs=inputs, blocks=blocks)
-        writer = self.writer(source, stream, results, options or {})
+        writer = Writer.of(values, (options or CheckpointOptions()).found)
         wanted = reload.Expected(
-            names=list(source.weights.entries),
+            names=list(writer.source.weights.entries),
             read=writer.expected,
             layout=writer.layout,
             packed=writer.packed,
-            leftover=[name for name in source.weights.entries if name not in set(writer.files.values())],
+            leftover=[name for name in writer.source.weights.entries if name not in set(writer.files.values())],
             run_time=writer.run_time,
         )
-        return reload.check(bundle / "model", wanted, inputs=inputs, blocks=blocks)
+        return reload.check(bundle / self.place, wanted, inputs=inputs, blocks=blocks)
 
 
 def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Collection[str], partly: bool) -> None:
@@ -271,13 +220,8 @@ def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Co
 
 
 def _refusal(where: str, value: str, remedy: str) -> InputError:
-    return InputError(
-        "layout-unsupported",
-        where=where,
-        value=value,
-        rule="transformers expands packed experts without zero points, of a single scheme, and all of them",
-        remedy=f"{remedy}, or {_DENSE}",
-    )
+    rule = "transformers expands packed experts without zero points, of a single scheme, and all of them"
+    return unheld(where, value, rule, f"{remedy}, or {_DENSE}")
 
 
 EXPORT = Checkpoint()

@@ -16,26 +16,29 @@ and all other tensors are compared as well (`reload.own_reader`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import machine
+from quantkit import limits, machine
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import InputError, QuantkitError
-from quantkit.exporters.checkpoint import loading
+from quantkit.exporters.checkpoint.writer import loading_dtype
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import against, split
 from quantkit.model import layouts, run_time
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
-from quantkit.model.source import pretrained
+from quantkit.model.source import code, pretrained
 from quantkit.model.source.hashes import in_order
-from quantkit.model.source.open import in_float32, open_written, parameter_names, quiet_loading
-from quantkit.model.source.weights import Weights
+from quantkit.model.source.open import in_float32, model_class_of, open_written, parameter_names, quiet_loading
+from quantkit.model.source.weights import Weights, strict_json
 from quantkit.model.structure.names import same
+from quantkit.model.structure.sizes import cut_config, positions
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ FEW = 2
 _COPIES, _SHARE = 3, 0.75
 # tensors that are compared at once at most, and how often each is in memory meanwhile
 _AT_ONCE, _COMPARED = 16, 8
+_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 # what stands for the logits where it does not
 APART = "reload.tensors"
 
@@ -128,8 +132,8 @@ def check_bundle(
         return []
     weights = Weights.open(folder)
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in bundle.manifest.layers}
-    config = loading.config_json(folder)
-    dtype = loading.loading_dtype(config, bundle.manifest.model.source.dtype)
+    config = config_json(folder)
+    dtype = loading_dtype(config, bundle.manifest.model.source.dtype)
     quantization = config.get("quantization_config")
     how = run_time.read(quantization, schemes, weights.entries, weights.read)
     if quantization is None or run_time.weights_are_dense(quantization):
@@ -176,18 +180,18 @@ def reload(
 
     cached = wanted.run_time.cache is not None
     with quiet_loading():
-        model_class = loading.model_class(folder)
+        own = class_of(folder)
         forgets = run_time.expands_at_load(folder)
         try:
             leftover = [*wanted.leftover, *(run_time.PARTS if forgets else ())]
-            loaded, problem = loading.loaded(model_class, folder, blocks, leftover)
+            model, problem = loaded(own, folder, blocks, leftover)
             if problem:
                 return _judge("reload.transformers", None, problem)
-            inputs = inputs or loading.batch(loaded.config)
-            dtype = loaded.dtype
-            found = loading.logits(in_float32(loaded), inputs, cached=cached)
-            classes = {name: type(module) for name, module in loaded.named_modules()}
-            del loaded
+            inputs = inputs or batch(model.config)
+            dtype = model.dtype
+            found = logits(in_float32(model), inputs, cached=cached)
+            classes = {name: type(module) for name, module in model.named_modules()}
+            del model
         except QuantkitError:
             raise
         except Exception as trouble:  # whatever another library makes of a file that is wrong
@@ -196,11 +200,11 @@ def reload(
             return _judge(
                 "reload.transformers", None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}"
             )
-        state = {name: wanted.read(name) for name in wanted.names if blocks is None or loading.block_of(name) < blocks}
+        state = {name: wanted.read(name) for name in wanted.names if blocks is None or block_of(name) < blocks}
         reference, info = pretrained.network(
-            model_class,
+            own,
             None,
-            config=loading.config_of(folder, blocks, dense=True),
+            config=config_of(folder, blocks, dense=True),
             state_dict=state,
             dtype=dtype,
             output_loading_info=True,
@@ -211,11 +215,11 @@ def reload(
             return _judge("reload.transformers", None, f"missing {sorted(info['missing_keys'])[0]}")
         if not forgets:
             _quantize_at_run_time(reference, wanted.run_time)
-        expected = loading.logits(reference, inputs, cached=cached)
+        expected = logits(reference, inputs, cached=cached)
         off, limit = _difference(found, expected), LIMIT
         if wanted.layout is not None and wanted.layout.kernels:
-            own = [name for name, module in reference.named_modules() if type(module) is not classes[name]]
-            rounded = loading.logits(kernel_limit.rounding(reference, own), inputs, cached=cached)
+            replaced = [name for name, module in reference.named_modules() if type(module) is not classes[name]]
+            rounded = logits(kernel_limit.rounding(reference, replaced), inputs, cached=cached)
             off = kernel_limit.departure(found, expected)
             limit += kernel_limit.DEPARTURES * kernel_limit.departure(rounded, expected)
     del reference
@@ -281,7 +285,7 @@ def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: la
 
 def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected, sizes: Mapping[str, int]) -> Check:
     """`reload.LIBRARY`: every packed linear, expanded by the library's own code; `reload.own_reader`: all tensors."""
-    quantization = loading.config_json(folder).get("quantization_config") or {}
+    quantization = config_json(folder).get("quantization_config") or {}
     dense = {f"{prefix}.weight": prefix for prefix in wanted.packed}
     expansion = layout.expansion(quantization, wanted.read(next(iter(dense))).dtype)
 
@@ -376,3 +380,83 @@ def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme
         rule="the manifest lists every quantized layer",
         remedy="make the bundle again",
     )
+
+
+def block_of(name: str) -> int:
+    """The number of the block that a tensor belongs to; -1 outside of blocks."""
+    found = _NUMBER.search(name)
+    return int(found.group(1)) if found else -1
+
+
+def config_json(folder: Path) -> dict[str, Any]:
+    """The content of config.json. Raises InputError `config-invalid`."""
+    return strict_json(limits.read(folder / "config.json"), "config.json", "config-invalid")
+
+
+def class_of(folder: Path) -> Any:
+    """The checkpoint's class: transformers' own, or one in trusted code. Raises InputError `remote-code`."""
+    return model_class_of(config_json(folder), folder, str(folder), code.is_trusted(folder))
+
+
+def config_of(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
+    """The config, cut to the first blocks; `dense` without the quantization."""
+    config = pretrained.config(folder)
+    if dense and hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if blocks is not None:
+        cut_config(config, blocks)
+        _cut_targets(getattr(config, "quantization_config", None), blocks)
+    return config
+
+
+def _cut_targets(quantization: Any, blocks: int) -> None:
+    """Leave out what config groups name of later blocks: the library warns of each linear that it does not find."""
+    if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
+        return
+    groups = quantization["config_groups"]
+    for name, group in list(groups.items()):
+        group["targets"] = [target for target in group["targets"] if block_of(target) < blocks]
+        if not group["targets"]:
+            del groups[name]
+
+
+def loaded(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:
+    """The model as plain transformers loads it, and what is wrong with its keys."""
+    options = {"config": config_of(folder, blocks), "dtype": "auto", "output_loading_info": True}
+    model, info = pretrained.network(model_class, folder, **options)
+    unexpected = {
+        name
+        for name in info["unexpected_keys"]
+        if (blocks is None or block_of(name) < blocks)
+        and not any(name.endswith(other) if other.startswith(".") else same(name, other) for other in leftover)
+    }
+    for kind, names in (
+        ("missing", info["missing_keys"]),
+        ("unexpected", unexpected),
+        ("mismatched", info["mismatched_keys"]),
+    ):
+        if names:
+            return model, f"{len(names)} {kind} keys, first {sorted(str(name) for name in names)[0]}"
+    return model, ""
+
+
+def batch(config: Any) -> dict[str, torch.Tensor]:
+    """Two sequences of 24 tokens, always the same."""
+    import torch
+
+    inner = config.get_text_config()
+    length = min(24, positions(config.to_dict()) or 24)
+    ids = torch.arange(2 * length).mul(7919).remainder(inner.vocab_size).reshape(2, length)
+    return {"input_ids": ids}
+
+
+def logits(model: Any, inputs: Mapping[str, torch.Tensor], *, cached: bool) -> torch.Tensor:
+    """Logits; without a cache, unless it is one that quantizes: not every class can fill one that was cut to a few
+    layers."""
+    import torch
+
+    from quantkit.model.streaming.calls import uncached
+
+    with torch.no_grad(), nullcontext() if cached else uncached(model):
+        found: torch.Tensor = model.eval()(**inputs)[0]
+    return found.float()

@@ -2,28 +2,39 @@
 
 The shards are the source's: same names, same tensors in each, so that what was in one file stays in one file. Each is
 written with one tensor in memory.
+
+A config says once how linears are stored; whoever loads it takes a module for one of them unless a list leaves it out
+(`unpacked_names`). Modules are not called alike everywhere: some linears are one in vLLM, a layer's experts are a
+module `experts` there whatever the files call them, and a router is a linear where transformers has a parameter. So it
+names
+
+    what the files and the class call it        model.layers.0.mlp.gate
+    the linear that vLLM makes of several       model.layers.0.self_attn.qkv_proj
+    a layer's experts, and all inside           model.layers.0.mlp.experts, re:(.*\\.)?layers\\.0\\.mlp(\\..*)?$
+
+of which compressed-tensors, transformers and vLLM (0.32, `find_matching_patterns`) understand all three.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.exporters.carried import carry
-from quantkit.exporters.checkpoint import loading, unpacked
 from quantkit.model import run_time
-from quantkit.model.layouts import Header, Layout
+from quantkit.model.layouts import REGEX, Header, Layout
 from quantkit.model.run_time import RunTime
 from quantkit.model.source.weights import INDEX, SINGLE, dtype_name, torch_dtype, write_json, write_safetensors
 
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.exporters.values import Decided
+    from quantkit.exporters.values import Decided, Values
     from quantkit.model.finished import Finished
     from quantkit.model.source.open import Source
     from quantkit.scheme import WeightScheme
@@ -52,6 +63,20 @@ class Writer:
     stored_as: Layout | None
     blocks: Sequence[str] = ()
     attention: str = ""
+
+    @classmethod
+    def of(cls, values: Values, stored_as: Layout | None) -> Writer:
+        """Of a compile."""
+        from quantkit.model.structure.traced import is_linear, is_transposed
+
+        stream, finished = values.given, values.finished
+        assert stream is not None and finished is not None
+        modules = dict(stream.skeleton.named_modules())
+        linears = {name: is_transposed(module) for name, module in modules.items() if is_linear(module)}
+        embedding = stream.skeleton.get_input_embeddings()  # type: ignore[operator]
+        table = next((f"{name}.weight" for name, module in modules.items() if module is embedding), "")
+        attention = run_time.attention_of(stream.blocks[0]) if finished.cache is not None else ""
+        return cls(stream.source, finished, stream.files, linears, table, stored_as, stream.block_names, attention)
 
     @cached_property
     def run_time(self) -> RunTime:
@@ -98,7 +123,7 @@ class Writer:
     @property
     def dtype(self) -> torch.dtype:
         """What the model is loaded in."""
-        return loading.loading_dtype(self.source.config, self.source.dtype)
+        return loading_dtype(self.source.config, self.source.dtype)
 
     @property
     def shards(self) -> list[str]:
@@ -122,7 +147,7 @@ class Writer:
             # a convolution over time of each channel alone is no matrix, and no experts
             if len(entry.shape) > 1 and entry.name != self.files.get(self.table) and prefix not in self.stored:
                 left[prefix] = len(entry.shape) if min(entry.shape[-2:]) > 1 else 2
-        return unpacked.names(left, {*self.finished.schemes, *self.stored})
+        return unpacked_names(left, {*self.finished.schemes, *self.stored})
 
     def headers(self, shard: str) -> list[Header]:
         """What a shard will hold, in the source's order."""
@@ -225,3 +250,106 @@ class _Producer:
 
 def _size(header: Header) -> int:
     return math.prod(header[2]) * torch_dtype(header[1]).itemsize
+
+
+def loading_dtype(config: Mapping[str, Any], stored: str) -> torch.dtype:
+    """The dtype that transformers loads in by default: what the config says, else what the weights are stored in."""
+    import torch
+
+    name = str(config.get("dtype") or config.get("torch_dtype") or stored).removeprefix("torch.")
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else getattr(torch, stored)  # type: ignore[no-any-return]
+
+
+# vLLM's linear -> those of the files that it is made of: what its models have in common (`packed_modules_mapping`)
+FUSED = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("qkv_proj", ("query", "key", "value")),
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("gate_up_proj", ("w1", "w3")),
+    ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
+    ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
+    ("in_proj_ba", ("in_proj_b", "in_proj_a")),
+)
+EXPERTS = "experts"
+_ONE_EXPERT = re.compile(rf"(.*\.{EXPERTS})\.\d+\.")
+_PLACE = re.compile(r"(?:^|.*?\.)([^.]+\.\d+(?:\.|$).*)")
+
+
+def unpacked_names(matrices: Mapping[str, int], packed: Set[str]) -> list[str]:
+    """Everything that a list of what is not packed has to name.
+
+    Args:
+        matrices: module or parameter of two dimensions or more that stays in floats -> how many it has.
+        packed: linears that are packed.
+    """
+    owners = {path for name in packed for path in _above(name)}
+    found = dict.fromkeys(matrices)
+    found |= {fused: None for fused, parts in _groups({*matrices, *packed}) if packed.isdisjoint(parts)}
+    for name, dimensions in matrices.items():
+        for module in _experts(name, dimensions, owners):
+            found |= {module: None, REGEX + _inside(module, packed): None}
+    return list(found)
+
+
+def torn(kinds: Mapping[str, object], linears: Collection[str]) -> str:
+    """The first linear that vLLM would make of several that are stored in several ways; "" where there is none.
+
+    Args:
+        kinds: linear -> how it is stored; those that stay in floats are missing.
+        linears: all of them.
+    """
+    for fused, parts in _groups(linears):
+        if any(kinds.get(part) != kinds.get(parts[0]) for part in parts):
+            return fused
+    return ""
+
+
+def _groups(linears: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """(the linear that vLLM makes of them, those of the files), of several that there are."""
+    owners = dict.fromkeys(linear.rpartition(".")[0] for linear in linears)
+    for owner in owners:
+        if _ONE_EXPERT.match(f"{owner}."):
+            continue
+        for fused, leaves in FUSED:
+            parts = [f"{owner}.{leaf}" for leaf in leaves if f"{owner}.{leaf}" in linears]
+            if len(parts) > 1:
+                yield f"{owner}.{fused}", parts
+
+
+def _experts(name: str, dimensions: int, owners: Set[str]) -> tuple[str, ...]:
+    """The module that holds a layer's experts in vLLM, and the outermost one around it in which nothing is packed,
+    where routers are that have other names there; none for what is no part of experts that stay in floats.
+
+    Args:
+        owners: modules in which something is packed.
+    """
+    one = _ONE_EXPERT.match(name)
+    if one is None and dimensions != 3:
+        return ()
+    before, inside, _ = f"{name}.".partition(f".{EXPERTS}.")
+    held = f"{before if inside else name.rpartition('.')[0]}.{EXPERTS}"
+    path = held if inside else name
+    if path in owners:
+        return ()
+    while (owner := path.rpartition(".")[0]) not in owners and not owner.rpartition(".")[2].isdigit():
+        path = owner
+    return held, path
+
+
+def _inside(module: str, packed: Set[str]) -> str:
+    """A pattern for a module and all in it, from the block's number on, where that means nothing else: vLLM may have
+    other names in front of it."""
+    place = _PLACE.match(module)
+    pattern = rf"(.*\.)?{re.escape(place[1])}(\..*)?$" if place else ""
+    if not place or any(re.match(pattern, linear) for linear in packed):
+        return rf"{re.escape(module)}(\..*)?$"
+    return pattern
+
+
+def _above(name: str) -> Iterator[str]:
+    """The modules that a linear is in, and itself; the model is ""."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

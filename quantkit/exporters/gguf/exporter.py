@@ -21,9 +21,6 @@ from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     from quantkit.exporters.values import Values
-    from quantkit.model.finished import Finished
-    from quantkit.model.source.open import Source
-    from quantkit.model.streaming.stream import StreamedModel
     from quantkit.scheme import ActivationScheme, CacheScheme
     from quantkit.target import State
 
@@ -61,16 +58,15 @@ class Gguf(Exporter):
     classes = tuple(KNOWN)
     Options = GgufOptions
 
-    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
+    def accepts(self, options: GgufOptions, asked: LayerSpec) -> None:
         """Refuse, before any work, what the file cannot hold.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer; `gguf-tokenizer`.
             MissingDependency: gguf.
         """
-        chosen = GgufOptions(**options)
         demand_package()
-        _refuse(asked.schemes, asked.activations, asked.cache, chosen.embedding)
+        _refuse(asked.schemes, asked.activations, asked.cache, options.embedding)
         for linear in asked.padded:
             raise InputError(
                 "layout-unsupported",
@@ -89,27 +85,19 @@ class Gguf(Exporter):
             found = architecture_of(source.architecture, config, source.ref)
             names_of((name for name, _ in source.skeleton().named_parameters()), found, config, source.ref)
             demand_held(source)
-            _demand_reach(asked, chosen.high(source.dtype), chosen.embedding)
+            _demand_reach(asked, options.high(source.dtype), options.embedding)
 
-    def holds(
-        self,
-        options: Mapping[str, Any],
-        runtime: str,
-        weights: Mapping[str, WeightScheme],
-        activations: Mapping[str, ActivationScheme],
-        cache: CacheScheme | None,
-    ) -> State:
+    def holds(self, options: GgufOptions, runtime: str, asked: LayerSpec) -> State:
         """See `Exporter`."""
-        _refuse(weights, activations, cache, GgufOptions(**options).embedding)
+        _refuse(asked.schemes, asked.activations, asked.cache, options.embedding)
         return "native"
 
-    def for_floats(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def for_floats(self, options: GgufOptions) -> GgufOptions:
         """The floats that llama.cpp multiplies fastest in here: bfloat16 where the processor does, else float16."""
-        asked = GgufOptions(**options).floats
-        fastest = "bfloat16" if _BFLOAT16 & machine.cpu_flags() else "float16"
-        return {"floats": fastest if asked == "auto" else asked}
+        fastest: Any = "bfloat16" if _BFLOAT16 & machine.cpu_flags() else "float16"
+        return GgufOptions(floats=fastest if options.floats == "auto" else options.floats)
 
-    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+    def export(self, folder: Path, values: Values, options: GgufOptions) -> list[Decision]:
         """Write the file.
 
         Raises:
@@ -124,7 +112,7 @@ class Gguf(Exporter):
         taken: list[Decision] = content.decisions()
         return taken
 
-    def held(self, values: Values, options: Mapping[str, Any]) -> Values:
+    def held(self, values: Values, options: GgufOptions) -> Values:
         """See `Exporter`: the table is rounded, and floats are the file's."""
         found: Values = _content(values, options).held
         return found
@@ -132,10 +120,8 @@ class Gguf(Exporter):
     def check(
         self,
         bundle: Path,
-        source: Source | None = None,
-        stream: StreamedModel | None = None,
-        results: Finished | None = None,
-        options: Mapping[str, Any] | None = None,
+        values: Values | None = None,
+        options: GgufOptions | None = None,
         *,
         inputs: Mapping[str, Any] | None = None,
         blocks: int | None = None,
@@ -151,11 +137,11 @@ class Gguf(Exporter):
         from quantkit.exporters.check import decided
         from quantkit.exporters.gguf.check import check, check_alone, read_options
 
-        values = decided(bundle, source, stream, results)
+        values = values or decided(bundle)
         if values is None:
             return check_alone(bundle / FOLDER / MODEL)
-        chosen = options if options is not None else read_options(bundle / FOLDER / MODEL)
-        return check(bundle / FOLDER / MODEL, _content(values, chosen), blocks)
+        options = options or GgufOptions(**read_options(bundle / FOLDER / MODEL))
+        return check(bundle / FOLDER / MODEL, _content(values, options), blocks)
 
 
 def demand_package() -> None:
@@ -164,11 +150,10 @@ def demand_package() -> None:
         import gguf  # noqa: F401
 
 
-def _content(values: Values, options: Mapping[str, Any]) -> Any:
+def _content(values: Values, options: GgufOptions) -> Any:
     from quantkit.exporters.gguf.writer import Content
 
-    chosen = GgufOptions(**options)
-    return Content(values, chosen.high(values.source.dtype), chosen.embedding)
+    return Content(values, options.high(values.source.dtype), options.embedding)
 
 
 def _refuse(

@@ -11,36 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 
 from quantkit.bundle import Check
 from quantkit.errors import InputError
-from quantkit.exporters.check import counted, decided, judged, prompt, worst
+from quantkit.exporters.check import counted, judged, prompt, worst
 from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, Storage, with_ends
 from quantkit.exporters.onnx.integers import check as check_w8a8
 from quantkit.exporters.onnx.integers import check_prefill
 from quantkit.exporters.values import Values
-from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxModel
-
-if TYPE_CHECKING:
-    from quantkit.model.finished import Finished
-    from quantkit.model.source.open import Source
-    from quantkit.model.streaming.stream import StreamedModel
+from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 
 LIMIT = 1e-4
 DOMAINS = {"", "ai.onnx", "com.microsoft"}
 
 
-def check(bundle: Path, source: Source | None, stream: StreamedModel | None, results: Finished | None) -> list[Check]:
-    """All checks of `onnx/` of a bundle; the numbers only if the file is sound."""
-    folder = bundle / FOLDER
+def check(folder: Path, values: Values | None) -> list[Check]:
+    """All checks of `onnx/` of a bundle; the numbers only if the file is sound, and there are values to hold it to."""
     found = sound(folder)
-    if not all(each.ok for each in found):
-        return found
-    values = decided(bundle, source, stream, results)
-    if values is None:
+    if values is None or not all(each.ok for each in found):
         return found
     values = with_ends(values, *_stored(folder))
     error, where = numbers(folder, values)

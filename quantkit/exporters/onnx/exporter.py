@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
     from quantkit.exporters.onnx.nbits import WeightsByName
     from quantkit.exporters.values import Values
-    from quantkit.model.finished import Finished
-    from quantkit.model.source.open import Source
-    from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
     from quantkit.target import State, Target
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
@@ -84,14 +80,13 @@ class Onnx(Exporter):
     place = FOLDER
     Options = OnnxOptions
 
-    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
+    def accepts(self, options: OnnxOptions, asked: LayerSpec) -> None:
         """Refuse, before any work, what the dialect cannot hold.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer; `attention-unsupported`.
             MissingDependency: onnx, onnx-ir, onnxscript or onnxruntime.
         """
-        OnnxOptions(**options)
         demand_packages("an ONNX export")
         asked.demand_graph(self.name)
         refuse(asked.schemes, asked.activations, asked.cache)
@@ -102,37 +97,30 @@ class Onnx(Exporter):
             config = pretrained.config(source.path, trust=source.trust_remote_code)
             refuse_heads(config.get_text_config(decoder=True), source.ref)
 
-    def holds(
-        self,
-        options: Mapping[str, Any],
-        runtime: str,
-        weights: Mapping[str, WeightScheme],
-        activations: Mapping[str, ActivationScheme],
-        cache: CacheScheme | None,
-    ) -> State:
+    def holds(self, options: OnnxOptions, runtime: str, asked: LayerSpec) -> State:
         """See `Exporter`."""
-        refuse(weights, activations, cache)
+        refuse(asked.schemes, asked.activations, asked.cache)
         return "native"
 
     def for_target(
-        self, options: Mapping[str, Any], target: Target, asked: LayerSpec, trial: Trial | None = None
+        self, options: OnnxOptions, target: Target, asked: LayerSpec, trial: Trial | None = None
     ) -> tuple[Mapping[str, Any], str]:
         """`prefill: auto`, by what the target's processor has and, where it is this machine, by a timing of both ways.
 
         `int8` against the processor's advice is said.
         """
-        chosen, fast = OnnxOptions(**options), _fast_of(target)
-        if chosen.prefill == "same" or (chosen.prefill == "int8" and fast):
-            return options, ""
-        if chosen.prefill == "int8":
+        fast = _fast_of(target)
+        if options.prefill == "same" or (options.prefill == "int8" and fast):
+            return {}, ""
+        if options.prefill == "int8":
             saturates = "without VNNI x86 processors saturate where they multiply signed bytes"
-            return options, f"prompts multiply in integers, and the target has none of {', '.join(_BYTES)}: {saturates}"
+            return {}, f"prompts multiply in integers, and the target has none of {', '.join(_BYTES)}: {saturates}"
         faster, why = fast != "", f"the target has {fast or 'none of ' + ', '.join(_BYTES)}, and was not timed"
         if fast and trial is not None:
             from quantkit.exporters.onnx.integers.trial import block_of, feeds, graphs
 
             if linears := block_of(asked):
-                made = graphs(linears, chosen.accuracy_level)
+                made = graphs(linears, options.accuracy_level)
                 found = trial(made["prompts"], made["steps"], feeds(linears, _TRIED))
                 low, high = found.ratio_ci95
                 faster = low > 1
@@ -141,20 +129,20 @@ class Onnx(Exporter):
                 )
                 why += f" ({low:.2f} to {high:.2f})"
         way = "in integers of 8 bits" if faster else "as steps do"
-        return {**options, "prefill": "int8" if faster else "same"}, f"prompts multiply {way}: {why}"
+        return {"prefill": "int8" if faster else "same"}, f"prompts multiply {way}: {why}"
 
-    def for_prompts(self, options: Mapping[str, Any], target: Target, layers: Sequence[LayerEntry]) -> str:
+    def for_prompts(self, options: OnnxOptions, target: Target, layers: Sequence[LayerEntry]) -> str:
         """`prefill: int8`, where the target gains by it and it is not asked for yet."""
         from quantkit.exporters.onnx.integers.prefill import expandable
 
         taken = [layer for layer in layers if layer.activations is None and expandable(str(layer.scheme["format"]))]
-        return "onnx.prefill=int8" if _fast_of(target) and taken and OnnxOptions(**options).prefill == "same" else ""
+        return "onnx.prefill=int8" if _fast_of(target) and taken and options.prefill == "same" else ""
 
-    def for_floats(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def for_floats(self, options: OnnxOptions) -> OnnxOptions:
         """Without what is about codes."""
-        return {name: value for name, value in options.items() if name not in ("accuracy_level", "weight_codes")}
+        return OnnxOptions(**options.model_dump(exclude_unset=True, exclude={"accuracy_level", "weight_codes"}))
 
-    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+    def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
         """Trace, rewrite, and write everything.
 
         Raises:
@@ -175,23 +163,23 @@ class Onnx(Exporter):
         from quantkit.runtimes.onnxruntime.ways import PROMPT_BYTES, STEP_BYTES
         from quantkit.runtimes.onnxruntime.ways import ROWS as PROMPT_ROWS
 
-        chosen, source = OnnxOptions(**options), values.source
+        source = values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"
         context = context_of(source.config)
-        stored, taken = ends(values, chosen.embedding, chosen.head_rows)
+        stored, taken = ends(values, options.embedding, options.head_rows)
         weights, traced = replace(dialect_weights(values), ends=stored), trace(values.skeleton, kind)
         settings: dict[str, Any] = {
-            "accuracy_level": chosen.accuracy_level,
+            "accuracy_level": options.accuracy_level,
             "positions": context,
-            "merge": chosen.merge,
-            "codes": chosen.weight_codes,
+            "merge": options.merge,
+            "codes": options.weight_codes,
         }
         prompts = None
         many = many_rows(weights, values.stream.head or "")
         why = "an encoder has no steps: all its rows go one way" if kind != "decoder" else ""
         why = why or ("inputs are quantized: products multiply in integers already" if values.inputs else "")
         why = why or ("no product has codes of 4 or 8 bits" if many.linears == weights.linears else "")
-        asked = chosen.prefill == "int8" or (chosen.prefill == "auto" and _fast(machine.isa_features()) != "")
+        asked = options.prefill == "int8" or (options.prefill == "auto" and _fast(machine.isa_features()) != "")
         if asked and why:
             taken.append(decision("onnx", "prefill-same", MODEL, why, "int8", "same"))
         elif asked:
@@ -205,9 +193,9 @@ class Onnx(Exporter):
             {
                 "quantkit.kind": kind,
                 "quantkit.context": str(context),
-                "quantkit.accuracy_level": str(_level(values, chosen)),
-                **({} if stored.table is None else {TABLE: chosen.embedding}),
-                **({} if stored.rows is None else {HEAD_ROWS: str(chosen.head_rows)}),
+                "quantkit.accuracy_level": str(_level(values, options)),
+                **({} if stored.table is None else {TABLE: options.embedding}),
+                **({} if stored.rows is None else {HEAD_ROWS: str(options.head_rows)}),
                 **work(model),
             }
         )
@@ -226,10 +214,8 @@ class Onnx(Exporter):
     def check(
         self,
         bundle: Path,
-        source: Source | None = None,
-        stream: StreamedModel | None = None,
-        results: Finished | None = None,
-        options: Mapping[str, Any] | None = None,
+        values: Values | None = None,
+        options: OnnxOptions | None = None,
         *,
         inputs: Mapping[str, Any] | None = None,
         blocks: int | None = None,
@@ -243,9 +229,10 @@ class Onnx(Exporter):
             steps with the cache, and of a batch padded on the left).
         """
         demand_packages("an ONNX export")
+        from quantkit.exporters.check import decided
         from quantkit.exporters.onnx.check import check
 
-        return check(bundle, source, stream, results)
+        return check(bundle / FOLDER, values or decided(bundle))
 
 
 def _fast(isa: Sequence[str]) -> str:

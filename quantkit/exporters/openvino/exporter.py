@@ -23,10 +23,6 @@ from quantkit.runtimes.openvino.open import FOLDER, MODEL
 
 if TYPE_CHECKING:
     from quantkit.exporters.values import Values
-    from quantkit.model.finished import Finished
-    from quantkit.model.source.open import Source
-    from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
     from quantkit.target import State
 
 
@@ -63,7 +59,7 @@ class OpenvinoExporter(Exporter):
     place = FOLDER
     Options = OpenvinoOptions
 
-    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
+    def accepts(self, options: OpenvinoOptions, asked: LayerSpec) -> None:
         """Refuse, before any work, what OpenVINO or the device cannot take.
 
         Raises:
@@ -72,31 +68,23 @@ class OpenvinoExporter(Exporter):
         """
         from quantkit.exporters.onnx.exporter import demand_packages
 
-        chosen = OpenvinoOptions(**options)
         library()
         demand_packages("an OpenVINO export")
         asked.demand_graph(self.name)
-        refuse(asked.schemes, asked.activations, asked.cache, chosen.device)
+        refuse(asked.schemes, asked.activations, asked.cache, options.device)
         if asked.source is not None:
-            refuse_shape(asked.source.kind, chosen.device, chosen.shape)
+            refuse_shape(asked.source.kind, options.device, options.shape)
 
-    def holds(
-        self,
-        options: Mapping[str, Any],
-        runtime: str,
-        weights: Mapping[str, WeightScheme],
-        activations: Mapping[str, ActivationScheme],
-        cache: CacheScheme | None,
-    ) -> State:
+    def holds(self, options: OpenvinoOptions, runtime: str, asked: LayerSpec) -> State:
         """See `Exporter`."""
-        refuse(weights, activations, cache, OpenvinoOptions(**options).device)
+        refuse(asked.schemes, asked.activations, asked.cache, options.device)
         return "native"
 
-    def for_floats(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def for_floats(self, options: OpenvinoOptions) -> OpenvinoOptions:
         """Without what is about codes."""
-        return {name: value for name, value in options.items() if name != "accuracy_level"}
+        return OpenvinoOptions(**options.model_dump(exclude_unset=True, exclude={"accuracy_level"}))
 
-    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+    def export(self, folder: Path, values: Values, options: OpenvinoOptions) -> list[Decision]:
         """Trace, rewrite, let OpenVINO read it, and write everything.
 
         Raises:
@@ -119,9 +107,9 @@ class OpenvinoExporter(Exporter):
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
 
-        chosen, source = OpenvinoOptions(**options), values.source
+        source = values.source
         decoder = source.kind == "decoder"
-        refuse_shape(source.kind, chosen.device, chosen.shape)
+        refuse_shape(source.kind, options.device, options.shape)
         kind = "decoder" if decoder else "encoder"
         traced = trace(values.skeleton, kind, positions=decoder)
         graph = OpenvinoDialect(traced, dialect_weights(values)).apply()
@@ -135,12 +123,12 @@ class OpenvinoExporter(Exporter):
             nibbles_around_zero(model)
             if decoder:
                 model = with_state(model)
-            if chosen.shape:
-                fixed(model, chosen.shape)
+            if options.shape:
+                fixed(model, options.shape)
             notes = {
                 "kind": kind,
-                "device": chosen.device,
-                "accuracy_level": chosen.accuracy_level if values.schemes and not values.inputs else 0,
+                "device": options.device,
+                "accuracy_level": options.accuracy_level if values.schemes and not values.inputs else 0,
                 "context": context_of(source.config),
                 "vocabulary": int(source.config.get("vocab_size", 2)),
                 "cache_bytes": sum(
@@ -154,7 +142,7 @@ class OpenvinoExporter(Exporter):
         carry(source, folder)
         return traced.decisions(self.name)
 
-    def add_graph(self, graph: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
+    def add_graph(self, graph: Path, folder: Path, options: OpenvinoOptions) -> list[Decision]:
         """See `Exporter`.
 
         Raises:
@@ -162,14 +150,13 @@ class OpenvinoExporter(Exporter):
         """
         from quantkit.exporters.openvino.model import converted, fixed, signed, write
 
-        chosen = OpenvinoOptions(**options)
-        refuse_shape("network", chosen.device, chosen.shape)
+        refuse_shape("network", options.device, options.shape)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             model = converted(signed(graph, Path(beside)))
-        if chosen.shape:
-            fixed(model, chosen.shape)
-        write(model, folder / MODEL, {"kind": "network", "device": chosen.device})
+        if options.shape:
+            fixed(model, options.shape)
+        write(model, folder / MODEL, {"kind": "network", "device": options.device})
         return []
 
     def check_graph(self, graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Check]:
@@ -181,10 +168,8 @@ class OpenvinoExporter(Exporter):
     def check(
         self,
         bundle: Path,
-        source: Source | None = None,
-        stream: StreamedModel | None = None,
-        results: Finished | None = None,
-        options: Mapping[str, Any] | None = None,
+        values: Values | None = None,
+        options: OpenvinoOptions | None = None,
         *,
         inputs: Mapping[str, Any] | None = None,
         blocks: int | None = None,
@@ -200,7 +185,7 @@ class OpenvinoExporter(Exporter):
         from quantkit.exporters.check import decided
         from quantkit.exporters.openvino.check import check
 
-        values = decided(bundle, source, stream, results)
+        values = values or decided(bundle)
         return [] if values is None else check(bundle / FOLDER, values)
 
 

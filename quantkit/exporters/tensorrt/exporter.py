@@ -32,10 +32,6 @@ from quantkit.target import Profile, State
 if TYPE_CHECKING:
     from quantkit.exporters.tensorrt.network.dialect import CacheScales
     from quantkit.exporters.values import Values
-    from quantkit.model.finished import Finished
-    from quantkit.model.source.open import Source
-    from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 
 class TensorrtOptions(Closed):
@@ -83,92 +79,79 @@ class TensorrtExporter(Exporter):
     builds = True
     Options = TensorrtOptions
 
-    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
+    def accepts(self, options: TensorrtOptions, asked: LayerSpec) -> None:
         """Refuse, before any work, what TensorRT cannot hold.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer; `sm-unsupported`, `gpu-absent`.
             MissingDependency: onnx, onnx-ir, onnxscript, onnxruntime or the library.
         """
-        chosen = TensorrtOptions(**options)
         asked.demand_graph(self.name)
-        _refuse(chosen, asked.schemes, asked.activations, asked.cache, asked.shapes)
-        if chosen.sm is not None:
+        _refuse(options, asked)
+        if options.sm is not None:
             forms = {scheme.format: linear for linear, scheme in asked.schemes.items()}
             forms |= {inputs.format: linear for linear, inputs in asked.activations.items()}
             if asked.cache is not None:
                 forms.setdefault(asked.cache.format, "scheme.kv_cache")
             for form, linear in forms.items():
-                refuse_gpu(linear, form, chosen.library, chosen.sm)
-        _demand(chosen)
+                refuse_gpu(linear, form, options.library, options.sm)
+        _demand(options)
 
-    def holds(
-        self,
-        options: Mapping[str, Any],
-        runtime: str,
-        weights: Mapping[str, WeightScheme],
-        activations: Mapping[str, ActivationScheme],
-        cache: CacheScheme | None,
-    ) -> State:
+    def holds(self, options: TensorrtOptions, runtime: str, asked: LayerSpec) -> State:
         """See `Exporter`."""
-        _refuse(TensorrtOptions(**options), weights, activations, cache, {})
+        _refuse(options, asked)
         return "native"
 
-    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+    def export(self, folder: Path, values: Values, options: TensorrtOptions) -> list[Decision]:
         """Write the network; `build` follows when it was checked.
 
         Raises:
             InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`.
             Stopped: `disk-full`.
         """
-        chosen = TensorrtOptions(**options)
         kind = "decoder" if values.source.kind == "decoder" else "encoder"
-        profiles, cut = fitted(chosen.profiles, kind=kind, context=context_of(values.source.config))
+        profiles, cut = fitted(options.profiles, kind=kind, context=context_of(values.source.config))
         decisions = [decision("tensorrt", NOTE, FOLDER, words) for words in cut]
-        decisions += write_network(folder, values, chosen, profiles)
-        if not chosen.engine:
+        decisions += write_network(folder, values, options, profiles)
+        if not options.engine:
             reason = "engine: false; `quantkit export BUNDLE --to tensorrt` builds it where the GPU is"
             decisions.append(decision("tensorrt", NOTE, FOLDER, reason))
         return decisions
 
-    def parser(self, options: Mapping[str, Any]) -> Library | None:
+    def parser(self, options: TensorrtOptions) -> Library | None:
         """The library whose parser says without a GPU what it takes; None where the engine is built elsewhere.
 
         Raises:
             MissingDependency: the library, where it is to build one.
         """
-        chosen = TensorrtOptions(**options)
         try:
-            library = load(chosen.library)
+            library = load(options.library)
         except MissingDependency:
-            if chosen.engine:
+            if options.engine:
                 raise
             return None
         return library if library.ahead_of_time else None
 
-    def capabilities(self, options: Mapping[str, Any]) -> list[str]:
-        """Compute capabilities that the chosen library builds for ahead of time; [] where it builds on the GPU."""
-        return load(TensorrtOptions(**options).library).capabilities()
+    def capabilities(self, options: TensorrtOptions) -> list[str]:
+        """Compute capabilities that the options library builds for ahead of time; [] where it builds on the GPU."""
+        return load(options.library).capabilities()
 
-    def build(self, bundle: Path, options: Mapping[str, Any], progress: BuildReport | None = None) -> dict[str, str]:
+    def build(self, bundle: Path, options: TensorrtOptions, progress: BuildReport | None = None) -> dict[str, str]:
         """Build the engine of a network that was checked.
 
         Raises:
             InputError: `network-unsupported`, `build-failed`, `timeout`, `sm-unsupported`.
         """
-        chosen = TensorrtOptions(**options)
-        if not chosen.engine:
+        if not options.engine:
             return {}
-        made = build_engine(bundle / FOLDER, chosen, progress)
+        made = build_engine(bundle / FOLDER, options, progress)
         return {f"{FOLDER}/{name}": sha256 for name, sha256 in made.items()}
 
     def check(
         self,
         bundle: Path,
-        source: Source | None = None,
-        stream: StreamedModel | None = None,
-        results: Finished | None = None,
-        options: Mapping[str, Any] | None = None,
+        values: Values | None = None,
+        options: TensorrtOptions | None = None,
         *,
         inputs: Mapping[str, Any] | None = None,
         blocks: int | None = None,
@@ -181,22 +164,17 @@ class TensorrtExporter(Exporter):
         from quantkit.exporters.check import decided
         from quantkit.exporters.tensorrt.network.check import check
 
-        values = decided(bundle, source, stream, results)
+        values = values or decided(bundle)
         return [] if values is None else check(bundle / FOLDER / NETWORK, values)
 
 
-def _refuse(
-    options: TensorrtOptions,
-    weights: Mapping[str, WeightScheme],
-    activations: Mapping[str, ActivationScheme],
-    cache: CacheScheme | None,
-    shapes: Mapping[str, tuple[int, int]],
-) -> None:
+def _refuse(options: TensorrtOptions, asked: LayerSpec) -> None:
     """Refuse what no network for TensorRT can hold, on any GPU. Raises InputError `layout-unsupported`."""
-    for linear, scheme in weights.items():
-        refuse_weights(linear, scheme, shapes[linear][1] if linear in shapes else None)
-    for linear, inputs in activations.items():
+    for linear, scheme in asked.schemes.items():
+        refuse_weights(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)
+    for linear, inputs in asked.activations.items():
         refuse_inputs(linear, inputs)
+    cache = asked.cache
     if cache is None:
         return
     refuse_cache(cache)

@@ -109,14 +109,14 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
             `format-unsupported`, `nothing-to-quantize`, `layout-unsupported`; `export-unknown`, one that the recipe has
             not.
     """
-    steps = {step.name: step.options for step in recipe.export}
+    steps = {step.name: step for step in recipe.export}
     chosen = export or next(iter(steps))
     if chosen not in steps:
         raise InputError("export-unknown", where=recipe.name, value=chosen, rule=f"it exports {', '.join(steps)}")
     exporter = plugins.EXPORTERS.load(chosen)
     _refuse_class(architecture, chosen, exporter.classes)
     linears, head, assigned = _laid_over(architecture, recipe)
-    options: Any = exporter.Options(**steps[chosen])
+    options = steps[chosen].settings
     if exporter.stores == "graph":
         _refuse_experts(architecture)
         found = _graph(architecture, recipe, linears, head, options)

@@ -237,7 +237,7 @@ def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
     problems: list[InputError] = []
     for step in recipe.export:
         try:
-            load_exporter(step.name).accepts(step.options, asked)
+            load_exporter(step.name).accepts(step.settings, asked)
         except InputError as problem:
             problems.append(problem)
     if not problems:

@@ -165,7 +165,7 @@ def _dense(prepared: Prepared, build: Build, step: ExportStep) -> StreamedModel:
     from quantkit.exporters.values import Values
 
     values = Values.of_results(prepared.source, prepared.stream, results(prepared, build))
-    return prepared.placed(load_exporter(step.name).held(values, step.options).running())
+    return prepared.placed(load_exporter(step.name).held(values, step.settings).running())
 
 
 def _scored(progress: Progress, number: int, count: int, done: float) -> None:

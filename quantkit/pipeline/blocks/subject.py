@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit import machine
 from quantkit.bundle import (
@@ -45,6 +45,9 @@ from quantkit.planning.bound import efficiency
 from quantkit.planning.compiling import WHOLE, Compiling, timed
 from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime
+
+if TYPE_CHECKING:
+    from quantkit.exporters.values import Values
 
 # a checkpoint whose tensors were compared, but no logits
 UNRUN = "reload-not-run"
@@ -165,14 +168,12 @@ class BlocksWork:
 
     def export(self) -> list[Decision]:
         """Every export, from what was committed."""
-        stored, steps = results(self.prepared, self.build), self.request.recipe.export
-        taken: list[Decision] = []
-        stream = self.prepared.on_processor()
+        steps, taken = self.request.recipe.export, list[Decision]()
         for number, step in enumerate(steps):
             self.progress.at("export", number / len(steps), step.name)
             before = time.process_time()
             exporter = load_exporter(step.name)
-            taken += exporter.write(self.build.bundle, self.prepared.source, stream, stored, step.options) or []
+            taken += exporter.export(self.build.bundle / exporter.place, self._decided, step.settings) or []
             if exporter.stores == "tensors":
                 self.quantize_cpu += time.process_time() - before
         self.progress.at("export", 1.0)
@@ -181,16 +182,10 @@ class BlocksWork:
     def check(self) -> tuple[list[Check], list[Decision]]:
         """Load every export again in somebody else's library and compare; a mismatch ends the compile."""
         checks: list[Check] = []
-        stored, stream = results(self.prepared, self.build), self.prepared.on_processor()
         for step in self.request.recipe.export:
             self.progress.at("check", 0.0, f"reloading the {step.name}")
             checks += load_exporter(step.name).check(
-                self.build.bundle,
-                self.prepared.source,
-                stream,
-                stored,
-                step.options,
-                blocks=self._fitting_blocks(),
+                self.build.bundle, self._decided, step.settings, blocks=self._fitting_blocks()
             )
         self.progress.at("check", 1.0)
         demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
@@ -205,7 +200,7 @@ class BlocksWork:
             if exporter.builds:
                 self.stages.begin("build")
                 made |= exporter.build(
-                    self.build.bundle, step.options, lambda share, words: self.progress.at("build", share, words)
+                    self.build.bundle, step.settings, lambda share, words: self.progress.at("build", share, words)
                 )
         notes = engine.notes(self.build.bundle, made)
         looked = of_exports(request.recipe.export, self.build.bundle, self.layers, made, strict=request.strict)
@@ -264,6 +259,14 @@ class BlocksWork:
     def request(self) -> Request:
         """As it is compiled."""
         return self.prepared.request
+
+    @cached_property
+    def _decided(self) -> Values:
+        """What was committed, as exporters take it."""
+        from quantkit.exporters.values import Values
+
+        prepared = self.prepared
+        return Values.of_results(prepared.source, prepared.on_processor(), results(prepared, self.build))
 
     def _fitting_blocks(self) -> int:
         """How many blocks plain transformers may have in memory at once: all of a small model, else as many as the

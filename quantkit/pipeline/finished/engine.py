@@ -59,9 +59,7 @@ def notes(bundle: Path, built: Iterable[str]) -> list[Decision]:
     return found
 
 
-def add_engine(
-    bundle: Bundle, exporter: Any, options: Mapping[str, Any], progress: Progress
-) -> tuple[Bundle, str, list[Decision]]:
+def add_engine(bundle: Bundle, exporter: Any, options: Any, progress: Progress) -> tuple[Bundle, str, list[Decision]]:
     """Build and put in.
 
     Returns:
@@ -84,7 +82,7 @@ def add_engine(
             raise InputError(
                 "engine-missing",
                 where="engine",
-                value=options.get("engine"),
+                value=options.engine,
                 rule="the bundle has the network; what can be added is an engine",
                 remedy="leave out engine=false",
             )

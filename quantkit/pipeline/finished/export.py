@@ -122,9 +122,11 @@ def export_bundle(
             rule="an export that is made from a checkpoint",
             remedy=did_you_mean("onnx", [name for name in plugins.EXPORTERS.names() if name != to]),
         )
+    from quantkit.exporters.values import Values
     from quantkit.model.source.open import open_written
 
     options = options_of(exporter, changes, bundle)
+    chosen = exporter.Options(**options)
     manifest = bundle.manifest
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
     activations = {
@@ -145,7 +147,7 @@ def export_bundle(
             source=source,
             stacked=usage.experts(manifest),
         )
-        exporter.accepts(options, asked)
+        exporter.accepts(chosen, asked)
         _demand_codes(bundle)
     place = folder_of(to)
     bundle.demand_free(place)
@@ -161,9 +163,9 @@ def export_bundle(
         beside = Path(temporary)
         progress.at("export", 0.0, to)
         if graph:
-            decisions = exporter.add_graph(file_of(bundle), beside / place, options)
+            decisions = exporter.add_graph(file_of(bundle), beside / place, chosen)
         else:
-            decisions = exporter.add(bundle.path, beside / place, options)
+            decisions = exporter.export(beside / place, Values.of_bundle(bundle.path), chosen)
         # the check reads the expected values from the checkpoint
         for name in ("model", "manifest.json") if not graph else ():
             (beside / name).symlink_to((bundle.path / name).resolve())
@@ -171,7 +173,7 @@ def export_bundle(
         checks = exporter.check_graph(file_of(bundle), beside / place, samples) if graph else exporter.check(beside)
         demand(checks, "the export is not what the checkpoint is; nothing was added. Please report it")
         if exporter.builds:
-            built = exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
+            built = exporter.build(beside, chosen, lambda share, words: progress.at("build", share, words))
             decisions = [*decisions, *engine.notes(beside, built)]
         recipe = {**manifest.recipe, "export": [*manifest.recipe.get("export", []), {to: options}]}
         added = bundle.add_content(
@@ -198,12 +200,13 @@ def _one_engine_more(
 ) -> Exported:
     """The network is there already: an engine of it for this GPU, or for the one that was asked for."""
     options = engine_options(bundle, exporter, changes)
-    exporter.accepts(options, LayerSpec())
+    chosen = exporter.Options(**options)
+    exporter.accepts(chosen, LayerSpec())
     bundle.demand_writable()
     bundle.demand_intact(f"{folder_of(exporter.name)}/network")  # other engines may be of other machines
     if dry_run:
         return Exported(bundle, exporter.name, [], [], dry_run=True)
-    added, path, notes = engine.add_engine(bundle, exporter, options, progress)
+    added, path, notes = engine.add_engine(bundle, exporter, chosen, progress)
     return Exported(added, exporter.name, [], notes, engine=path)
 
 
@@ -211,7 +214,7 @@ def engine_options(bundle: Bundle, exporter: Any, changes: Sequence[str]) -> dic
     """Options of an engine that is built from a bundle's network: for this GPU, where nobody asked for another."""
     options = options_of(exporter, changes, bundle)
     asked = {change.partition("=")[0] for change in changes}
-    return engine.here(options, dict.fromkeys(asked), exporter.capabilities(options))
+    return engine.here(options, dict.fromkeys(asked), exporter.capabilities(exporter.Options(**options)))
 
 
 def _demand_codes(bundle: Bundle) -> None:

@@ -51,13 +51,13 @@ def takes(
     """
     weights, activations = recipe.scheme.weights, recipe.scheme.activations
     exporter = load_exporter(EXPORT)
-    library = TENSORRT.parser(step.options)
+    library = TENSORRT.parser(step.settings)
     _demand_known(graph, library)
-    if step.options.get("type", "float16") != "float16":
+    if step.settings.type != "float16":
         raise InputError(
             "layout-unsupported",
             where="tensorrt.type",
-            value=step.options["type"],
+            value=step.settings.type,
             rule="a graph becomes a network in float16: nothing here computes convolutions in bfloat16 to check it by",
             remedy="--set tensorrt.type=float16",
         )
@@ -70,7 +70,7 @@ def takes(
             remedy="--recipe int8-tensorrt; `keep` names what stays in 16 bits",
         )
     if weights is None:
-        exporter.accepts(step.options, LayerSpec())
+        exporter.accepts(step.settings, LayerSpec())
         _demand_read(graph, library)
         return [], []
     sides = {weights.format.replace("int7", "int8"), activations.format if activations else ""}
@@ -95,7 +95,7 @@ def takes(
         shapes={site.name: site.matrix().shape for site in found},
         activations=dict.fromkeys(names, activations) if activations is not None else {},
     )
-    exporter.accepts(step.options, asked)
+    exporter.accepts(step.settings, asked)
     _demand_read(graph, library)
     return found, decisions
 

@@ -51,7 +51,7 @@ class Network:
         recipe = prepared.request.recipe
         step = wanted(recipe)
         assert step is not None
-        self.options, self.weights, self.activations = step.options, recipe.scheme.weights, recipe.scheme.activations
+        self.options, self.weights, self.activations = step.settings, recipe.scheme.weights, recipe.scheme.activations
         self.sites = {site.name: site for site in prepared.sites}
         self.decisions: list[Decision] = []
         self.pairs: dict[str, float] = {}
@@ -97,9 +97,8 @@ class Network:
 
     def notes(self) -> list[Decision]:
         """What a reader of the figures has to know."""
-        library = self.options.get("library", "tensorrt_rtx")
-        why = load_runtime(library).why_not_here()
-        if not self.options.get("engine", True):
+        why = load_runtime(self.options.library).why_not_here()
+        if not self.options.engine:
             why = "none was built (engine: false)"
         reason = f"not run: {why or 'engines of graphs are not run yet'}; scored is its network, in ONNX Runtime"
         return [decision("measure", NOTE, FOLDER, reason)]

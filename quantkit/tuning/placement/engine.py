@@ -96,7 +96,7 @@ def autotune(
     journal = content.cache_dir() / "tune" / f"qdq-{name}.jsonl"
 
     def build(beside: Path) -> EngineModel | LoadedGraph:
-        built = exporter.build(beside, options)
+        built = exporter.build(beside, exporter.Options(**options))
         return runtime.open_graph(beside, built=built) if graph else runtime.open(beside, built=built)
 
     groups = pairs.groups(network)

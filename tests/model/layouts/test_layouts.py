@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from exported import check_as, write_as
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -134,7 +135,7 @@ def export(path: Path, folder: Path, name: str, how: WeightScheme) -> tuple[Any,
     finished.save(folder / "block", tensors, {})
     results = Finished([folder / "block"], dict.fromkeys(tensors, how))
     (folder / "bundle").mkdir()
-    taken = EXPORT.write(folder / "bundle", origin, stream, results, {"layout": name})
+    taken = write_as(EXPORT, folder / "bundle", origin, stream, results, {"layout": name})
     return (folder / "bundle", origin, stream, results, {"layout": name}), tensors, taken
 
 
@@ -159,7 +160,7 @@ def in_half_precision() -> bool:
 def test_others_load_what_was_meant(tmp_path: Path, source: Path, name: str, fields: dict[str, Any]) -> None:
     how, layout = WeightScheme(**fields), layouts.load(name)
     arguments, tensors, taken = export(source, tmp_path, name, how)
-    checks = {check.name: check for check in EXPORT.check(*arguments)}
+    checks = {check.name: check for check in check_as(EXPORT, *arguments)}
     assert all(check.ok for check in checks.values()), checks
     ids = zoo.ids(2, 12)
     with torch.no_grad():
@@ -193,7 +194,7 @@ def test_where_the_library_is_missing_our_reader_covers_every_tensor(
     monkeypatch.setattr(layouts.importlib.util, "find_spec", lambda name: None if name in absent else real(name))
     arguments, _, taken = export(source, tmp_path, "bitsandbytes", WeightScheme(format="nf4"))
     assert "pip install bitsandbytes" in taken[0].reason
-    checks = EXPORT.check(*arguments)
+    checks = check_as(EXPORT, *arguments)
     assert [check.name for check in checks][-1] == "reload.own_reader"
     assert checks[-1].value == 0
     # norms and embeddings are no part of the layout, and are compared all the same
@@ -203,7 +204,7 @@ def test_where_the_library_is_missing_our_reader_covers_every_tensor(
     stored = load_file(path)
     stored["model.norm.weight"] *= 1.01
     save_file(stored, path, metadata={"format": "pt"})
-    wrong = EXPORT.check(*arguments)[-1]
+    wrong = check_as(EXPORT, *arguments)[-1]
     assert not wrong.ok
     assert wrong.where == "model.norm"
 
