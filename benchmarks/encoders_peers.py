@@ -45,7 +45,7 @@ from quantkit.model.source.open import Source, open_model
 from quantkit.pipeline.baseline import float_export
 from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.stats.abba import compare
-from quantkit.stats.proportion import wilson
+from quantkit.stats.shares import wilson
 
 ALIAS, MODEL = "minilm-l6", "model.onnx"
 CALIBRATED, LONGEST = 300, 128

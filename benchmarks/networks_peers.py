@@ -40,7 +40,7 @@ from quantkit.measurement.accuracy.labelled.share import difference_interval, sh
 from quantkit.measurement.timing.schedule import unnamed
 from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.stats.abba import compare
-from quantkit.stats.mcnemar import mcnemar
+from quantkit.stats.shares import mcnemar
 
 METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 SURE = 0.3

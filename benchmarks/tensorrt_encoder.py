@@ -21,7 +21,7 @@ from harness.record import record, show, verdicts
 import quantkit
 from quantkit.calibrate.sets.pairs import load_pairs
 from quantkit.model.source.open import open_model
-from quantkit.stats.proportion import wilson
+from quantkit.stats.shares import wilson
 
 ALIAS, TARGET, LONGEST = "minilm-l6", "rtx-4090", 128
 NETWORK = "export=[{tensorrt: {engine: false}}]"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.measurement.timing.speed import SpeedSide
     from quantkit.model.source.open import Source
-    from quantkit.stats.deciding.speedup import SpeedUp
+    from quantkit.stats.deciding.apart import SpeedUp
 
 RUNTIME = "onnxruntime"
 # that read the same file, the one that everybody has first

@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import MissingDependency
 from quantkit.stats.bootstrap import draws
-from quantkit.stats.clustered import student
+from quantkit.stats.clustered import special, student
 
 Array = NDArray[Any]
 Interval = tuple[float, float]
@@ -212,11 +211,7 @@ def resampled_groups(blocks: int, rounds: Sequence[int] = ()) -> Array:
 
 def _tail(groups: int) -> float:
     """The share of draws to leave on each side, so that so few groups cover 95 %."""
-    try:
-        from scipy.special import ndtr
-    except ImportError:
-        raise MissingDependency("scipy", extra="onnx", purpose="a bootstrap interval") from None
-    return float(ndtr(-student(0.95, groups - 1) * (groups / (groups - 1)) ** 0.5))
+    return float(special().ndtr(-student(0.95, groups - 1) * (groups / (groups - 1)) ** 0.5))
 
 
 def _of_sorted(times: Array, share: float) -> Array:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import MissingDependency
+from quantkit.stats.clustered import special
 
 Array = NDArray[Any]
 
@@ -112,10 +112,7 @@ def _bca(drawn: Array, point: float, without: Array, level: float) -> Array:
         without: [clusters], of all but one each.
         level: of the interval.
     """
-    try:
-        from scipy.special import ndtr, ndtri
-    except ImportError:
-        raise MissingDependency("scipy", extra="compile", purpose="a bootstrap interval") from None
+    ndtr, ndtri = special().ndtr, special().ndtri
     below = ((drawn < point).mean() + (drawn <= point).mean()) / 2
     bias = ndtri(np.clip(below, 0.5 / drawn.size, 1 - 0.5 / drawn.size))
     spread = without.mean() - without

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import MissingDependency
+from quantkit.stats.clustered import special
 
 Array = NDArray[Any]
 
@@ -149,16 +149,12 @@ def _merged(series: Array, split: list[int], p: float, least: float) -> list[Cha
 
 def _compared(left: Array, right: Array, index: int) -> Change:
     """Student's t-test with one variance, from spreads that divide by n; 1 where there is nothing to compare with."""
-    try:
-        from scipy.special import stdtr
-    except ImportError:
-        raise MissingDependency("scipy", extra="onnx", purpose="a test of change points") from None
     n, m, before, after = left.size, right.size, float(left.mean()), float(right.mean())
     p = 1.0
     if n + m > 2:
         spread = ((n - 1) * left.var() + (m - 1) * right.var()) / (n + m - 2) * (1 / n + 1 / m)
         if spread > 0:
-            p = float(2 * stdtr(n + m - 2, -abs(before - after) / spread**0.5))
+            p = float(2 * special().stdtr(n + m - 2, -abs(before - after) / spread**0.5))
         else:
             p = 1.0 if before == after else 0.0
     return Change(index=index, before=before, after=after, p=p)

@@ -48,17 +48,26 @@ class Estimate:
     n: int
 
 
+def special() -> Any:
+    """Import `scipy.special`.
+
+    Raises:
+        MissingDependency: scipy is not installed.
+    """
+    try:
+        from scipy import special as functions
+    except ImportError:
+        raise MissingDependency("scipy", extra="compile", purpose="a confidence interval or a test") from None
+    return functions
+
+
 def student(level: float, degrees: int) -> float:
     """The two-sided quantile of Student's t: `student(0.95, 11)` is 2.20.
 
     Raises:
         MissingDependency: scipy is not installed.
     """
-    try:
-        from scipy.special import stdtrit
-    except ImportError:
-        raise MissingDependency("scipy", extra="compile", purpose="a confidence interval") from None
-    return float(stdtrit(degrees, 0.5 + level / 2))
+    return float(special().stdtrit(degrees, 0.5 + level / 2))
 
 
 def clustered_mean(values: Array, clusters: Array) -> Estimate:
@@ -90,11 +99,7 @@ def chance(found: Estimate) -> float:
         return 1.0
     if found.standard_error == 0:
         return 0.0
-    try:
-        from scipy.special import stdtr
-    except ImportError:
-        raise MissingDependency("scipy", extra="compile", purpose="a test") from None
-    return float(2 * stdtr(found.clusters - 1, -abs(found.value) / found.standard_error))
+    return float(2 * special().stdtr(found.clusters - 1, -abs(found.value) / found.standard_error))
 
 
 def clustered_ratio(above: Array, below: Array, clusters: Array) -> Estimate:

@@ -13,7 +13,7 @@ from quantkit.graph.open import FloatGraphInput
 from quantkit.graph.outputs import OutputKinds
 from quantkit.pipeline.graphs.measure import agreement
 from quantkit.report.bundle import figures
-from quantkit.stats.proportion import wilson
+from quantkit.stats.shares import wilson
 
 
 def test_480_crops_of_five_photographs_are_five_draws(tmp_path: Path) -> None:

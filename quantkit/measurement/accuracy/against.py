@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.measurement.accuracy.positions import Items
 from quantkit.stats.deciding.evidence import Evidence
-from quantkit.stats.deciding.flips import flips, same_items
-from quantkit.stats.deciding.increase import increase
+from quantkit.stats.deciding.flips import flips, increase, same_items
 
 Array = NDArray[Any]
 

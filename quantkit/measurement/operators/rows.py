@@ -22,7 +22,7 @@ from quantkit.measurement.operators.tax import Limits, Shape, StepCost, ideal_su
 from quantkit.measurement.rows import Baseline, Device, Operation, Row
 from quantkit.measurement.timing.rows import Fields, Point, break_even_row, latency_row, tax_row
 from quantkit.stats.abba import Interval, summed, summed_spread
-from quantkit.stats.deciding.speedup import SpeedUp
+from quantkit.stats.deciding.apart import SpeedUp
 
 ALL = "all linears"
 # high-precision variant -> bytes of a number, the input type whose measured rate bounds its products

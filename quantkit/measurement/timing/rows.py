@@ -14,7 +14,7 @@ from quantkit.measurement.rows import Baseline, Operation, Row
 from quantkit.measurement.timing.schedule import Timing
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.stats.abba import Comparison, Interval
-from quantkit.stats.deciding.speedup import SpeedUp
+from quantkit.stats.deciding.apart import SpeedUp
 
 Fields = Mapping[str, Any]
 # steps a side, of fewer of which a row says so

@@ -2,7 +2,7 @@
 
     latency     times of both sides in the same ABBA blocks         `stats.slowdown`
     accuracy    items that one side answers right and the other not `stats.flips`, sequences as clusters
-    kl          KL from the float model, and −log p                 `stats.increase`, sequences as clusters
+    kl          KL from the float model, and −log p                 `stats.flips`, sequences as clusters
     drift       latency and accuracy against the last release
     size        bytes, counted
 
@@ -26,8 +26,7 @@ from quantkit.nightly.records import Answer, Item, Result, Side, Time, What
 from quantkit.stats.clustered import clusters_of
 from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
 from quantkit.stats.deciding.evidence import Evidence
-from quantkit.stats.deciding.flips import flips
-from quantkit.stats.deciding.increase import increase
+from quantkit.stats.deciding.flips import flips, increase
 from quantkit.stats.deciding.slowdown import slowdown
 
 Array = NDArray[Any]

@@ -31,10 +31,9 @@ from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.openvino import RUNTIME as OPENVINO
 from quantkit.runtimes.openvino.open import MODEL as XML
-from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference
+from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference, is_hidden
 from quantkit.stats.deciding.evidence import Doubt
 from quantkit.stats.deciding.slowdown import slowdown
-from quantkit.stats.deciding.speedup import is_hidden
 
 if TYPE_CHECKING:
     from quantkit.calibrate.sets.inputs import Feed

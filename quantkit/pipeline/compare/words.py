@@ -22,7 +22,7 @@ from quantkit.model.source import pretrained
 from quantkit.pipeline.compare.sides import BundleSide
 from quantkit.pipeline.finished.against import config_of
 from quantkit.runtimes.text import Tokenizer
-from quantkit.stats.mcnemar import mcnemar
+from quantkit.stats.shares import mcnemar
 
 Array = NDArray[Any]
 Decode = Callable[[Sequence[int]], str]

@@ -14,6 +14,12 @@ interval does not show is how much the next run differs from it, since where a l
 load does; so each reach grows by the A/A spread a of its run, √(reach² + log(1 + a)²). Of 24 pairs of runs of one
 bundle (`benchmarks/repeat.py`, recorded) 4 lie outside of the interval without that, and 1 with it.
 
+**What may be said of a ratio of times** (`SpeedUp`) goes by the same reach': one rule for every verdict on speed. A
+spread as large as the effect leaves 1 inside, whatever the interval says. Where times of one side differ by more than a
+tenth, the machine was busy, and what it did to the other side is not known. And a speed-up above what bytes and
+operations allow, S* = R_hp / R_f of the roofline with the ceilings' own uncertainty, is no speed-up: one of the times,
+or a ceiling, is wrong.
+
 Source: Zou and Donner, Construction of confidence intervals about effect measures: a simplified approach, Statistics in
 Medicine 27 (2008).
 """
@@ -21,10 +27,10 @@ Medicine 27 (2008).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import expm1, hypot, isfinite, log, log1p
+from math import exp, expm1, hypot, inf, isfinite, log, log1p
 
-from quantkit.errors import InputError, MissingDependency
-from quantkit.stats.clustered import student
+from quantkit.errors import InputError
+from quantkit.stats.clustered import special, student
 from quantkit.stats.deciding.evidence import EACH_WAY, Doubt, Interval
 
 # degrees of freedom beyond which Student's t is the normal distribution
@@ -120,11 +126,7 @@ class Apart:
     def _p(self, distance: float, error: float) -> float:
         if error == 0:
             return 0.0 if distance > 0 else 1.0
-        try:
-            from scipy.special import stdtr
-        except ImportError:
-            raise MissingDependency("scipy", extra="onnx", purpose="a decision") from None
-        return float(stdtr(self.degrees, -distance / error))
+        return float(special().stdtr(self.degrees, -distance / error))
 
 
 def difference(
@@ -170,3 +172,50 @@ def difference(
 
 def _invalid(value: str, rule: str) -> InputError:
     return InputError("values-invalid", value=value, rule=rule, remedy="measure again")
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """A ratio of times, above 1 where the subject is faster.
+
+    Args:
+        ratio: above zero.
+        ci95: of it, from one run.
+        spread: the A/A spread of that run, as a share.
+        most: the largest ratio that bytes and operations allow; infinite where that is not known.
+        noisy: whether the machine was busy (`stats.abba`).
+    """
+
+    ratio: float
+    ci95: Interval
+    spread: float = 0.0
+    most: float = inf
+    noisy: bool = False
+
+    @property
+    def interval(self) -> Interval:
+        """The interval that is believed: `ci95` with the spread."""
+        low, high = MeasuredValue.ratio(self.ratio, self.ci95, spread=self.spread).ci95
+        return exp(low), exp(high)
+
+    @property
+    def doubt(self) -> Doubt:
+        """Why the ratio is not to be told as a result."""
+        if self.ratio > max(self.most, 1.0):
+            return "ceiling"
+        return "noise" if self.noisy or is_hidden(log(self.ratio), self.spread) else ""
+
+    @property
+    def open(self) -> bool:
+        """Whether it decides nothing, whatever its interval says."""
+        return self.noisy or self.doubt == "ceiling"
+
+
+def is_hidden(effect: float, spread: float) -> bool:
+    """Whether two measurements of one side differ by as much as the two sides do.
+
+    Args:
+        effect: the logarithm of the ratio.
+        spread: the A/A spread, as a share.
+    """
+    return spread > 0 and log1p(spread) >= abs(effect)

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import MissingDependency
+from quantkit.stats.clustered import special
 
 Array = NDArray[Any]
 Interval = tuple[float, float]
@@ -120,17 +120,17 @@ class Resampled:
 
     def interval(self, level: float) -> Interval:
         """See `Evidence`."""
-        special = _special()
-        t = -float(special.stdtrit(self.groups - 1, (1 - level) / 2))
-        share = float(special.ndtr(-t * (self.groups / (self.groups - 1)) ** 0.5))
+        functions = special()
+        t = -float(functions.stdtrit(self.groups - 1, (1 - level) / 2))
+        share = float(functions.ndtr(-t * (self.groups / (self.groups - 1)) ** 0.5))
         low, high = (float(end) for end in np.quantile(self.draws, (share, 1 - share)))
         reach = t * self.standard_error
         return min(low, self.effect - reach), max(high, self.effect + reach)
 
     def detectable(self, alpha: float, power: float) -> float:
         """See `Evidence`."""
-        special, degrees, error = _special(), self.groups - 1, self.standard_error
-        found, sure, missed = (-float(special.stdtrit(degrees, p)) for p in (alpha, EACH_WAY, 1 - power))
+        functions, degrees, error = special(), self.groups - 1, self.standard_error
+        found, sure, missed = (-float(functions.stdtrit(degrees, p)) for p in (alpha, EACH_WAY, 1 - power))
         # it must be seen to lie above the alarm, and must not be seen to lie below the margin
         return float(max(self.alarm + (found + missed) * error, self.margin + (missed - sure) * error))
 
@@ -139,19 +139,11 @@ class Resampled:
         return expm1(effect) if self.logarithm else effect
 
     def _p(self, distance: float, beyond: int) -> float:
-        special, degrees, error = _special(), self.groups - 1, self.standard_error
+        functions, degrees, error = special(), self.groups - 1, self.standard_error
         if error < _ROUNDING:
             return 0.0 if distance > _ROUNDING else 1.0
-        p = float(special.stdtr(degrees, -distance / error))
+        p = float(functions.stdtr(degrees, -distance / error))
         if beyond:
-            z = float(special.ndtri((beyond + 1) / (self.draws.size + 1)))
-            p = max(p, float(special.stdtr(degrees, z * (degrees / self.groups) ** 0.5)))
+            z = float(functions.ndtri((beyond + 1) / (self.draws.size + 1)))
+            p = max(p, float(functions.stdtr(degrees, z * (degrees / self.groups) ** 0.5)))
         return p
-
-
-def _special() -> Any:
-    try:
-        from scipy import special
-    except ImportError:
-        raise MissingDependency("scipy", extra="onnx", purpose="a decision") from None
-    return special

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.stats.abba import resampled_groups
+from quantkit.stats.deciding.apart import is_hidden
 from quantkit.stats.deciding.evidence import Resampled
-from quantkit.stats.deciding.speedup import is_hidden
 
 Array = NDArray[Any]
 

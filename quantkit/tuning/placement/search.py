@@ -19,7 +19,7 @@ from typing import Any
 
 from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError
-from quantkit.stats.deciding.speedup import is_hidden
+from quantkit.stats.deciding.apart import is_hidden
 
 # a switch has to gain this much, beyond both spreads
 MARGIN = 0.01

@@ -6,7 +6,7 @@ import pytest
 from measurement.labelled.made_up import about
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.accuracy.labelled import outputs
-from quantkit.stats.proportion import wilson
+from quantkit.stats.shares import wilson
 
 
 def sides(n: int = 30, noise: float = 0.02):

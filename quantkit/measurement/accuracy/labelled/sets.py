@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from quantkit.measurement.accuracy.labelled.about import About
 from quantkit.measurement.rows import Baseline, Interval, Row
 from quantkit.stats.clustered import clustered_ratio
-from quantkit.stats.proportion import wilson
+from quantkit.stats.shares import wilson
 
 Array = NDArray[Any]
 Side = Mapping[str, Sequence[Array]]

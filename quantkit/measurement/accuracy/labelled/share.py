@@ -25,8 +25,7 @@ from quantkit.measurement.accuracy.labelled.about import About
 from quantkit.measurement.rows import Baseline, Interval, Row
 from quantkit.stats.bootstrap import mean_interval
 from quantkit.stats.clustered import clustered_mean
-from quantkit.stats.mcnemar import mcnemar
-from quantkit.stats.proportion import clustered_share, wilson
+from quantkit.stats.shares import clustered_share, mcnemar, wilson
 
 Array = NDArray[Any]
 
