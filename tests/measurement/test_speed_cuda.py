@@ -11,17 +11,16 @@ pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.measurement.cuda import ceilings as limits
 from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.operators.ceilings import joined, median_interval
+from quantkit.measurement.operators.ceilings import Ceiling, joined, median_interval
 from quantkit.measurement.operators.tax import Limits
-from quantkit.measurement.timing import cuda as speed_cuda
 
 DEVICE = GpuDevice("cpu", dry=True)
 BEFORE = np.array([[101.0, 99.0], [100.0, 103.0], [98.0, 102.0], [97.0, 104.0]])
 AFTER = BEFORE - 10
 
 
-def read(taken: np.ndarray | None, reason: str = "") -> speed_cuda.Ceiling:
-    return speed_cuda.ceiling(limits.MeasuredCeiling("ceiling.read", "B/s", taken, {}, reason))
+def read(taken: np.ndarray) -> Ceiling:
+    return Ceiling("ceiling.read", "B/s", tuple(taken.ravel()), {}, {})
 
 
 def test_every_sample_is_kept_in_the_order_in_which_it_was_taken() -> None:
@@ -43,8 +42,8 @@ def test_of_few_samples_no_interval_is_stated() -> None:
 
 
 def test_what_the_device_lacks_says_so_and_limits_nothing() -> None:
-    lacking = limits.MeasuredCeiling("ceiling.compute", "op/s", None, {"compute_type": "fp8_e4m3"}, "no kernel")
-    found = [read(BEFORE), speed_cuda.ceiling(lacking)]
+    reason = "not measured: no kernel"
+    found = [read(BEFORE), Ceiling("ceiling.compute", "op/s", (), {"compute_type": "fp8_e4m3"}, {}, reason)]
     row = joined(found, found)[1].row(device=DEVICE.identity(), versions={})
     assert (row.value, row.n, row.quantiles, row.ci95) == (None, None, None, None)
     assert row.flags == ["not measured: no kernel"]
@@ -60,7 +59,7 @@ def test_a_run_hands_on_what_its_clock_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(limits, "interleaved", planted)
     monkeypatch.setattr(limits.Implementation, "ready", lambda self: lambda: 1.0)
     generator = np.random.default_rng(0)
-    found = {each.name: each for each in speed_cuda.ceilings(DEVICE, generator)}
+    found = {each.name: each for each in limits.sampled(DEVICE, 4, generator)}
     assert found["ceiling.launch"].samples == tuple(BEFORE.ravel())
     assert found["ceiling.copy"].samples == pytest.approx(tuple(8 * 1024 / BEFORE.ravel()))
     rows = limits.measured(DEVICE, 3, generator)

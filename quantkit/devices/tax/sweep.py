@@ -32,7 +32,7 @@ from quantkit.measurement.operators.ceilings import LARGE_CACHE, joined, write_g
 from quantkit.measurement.operators.onnxruntime import cost_of
 from quantkit.measurement.operators.products import RanSide, TimedVariant, demand_any
 from quantkit.measurement.operators.rows import ALL
-from quantkit.measurement.operators.run import SweepJob, rows_of_cpu
+from quantkit.measurement.operators.run import SweepJob, rows_of
 from quantkit.measurement.operators.sources import SMALL, RandomProducts, file_of
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
@@ -171,7 +171,7 @@ class DeviceSweep:
         if len({tuple(each.name for each in some) for some in limits}) != 1:
             raise invalid(answers.on, "other ceilings than before")
         with believed(answers.on):
-            rows = rows_of_cpu(
+            rows = rows_of(
                 self._timed(found, job, linears),
                 joined(*limits),
                 job,

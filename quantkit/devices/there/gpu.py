@@ -38,9 +38,10 @@ class _GpuTimes:
         """Of the GPU."""
         import numpy as np
 
+        from quantkit.measurement.cuda.ceilings import sampled
         from quantkit.measurement.timing import cuda
 
-        return cuda.ceilings(self._device, np.random.default_rng(self._work.seed))
+        return sampled(self._device, cuda.CEILING_BLOCKS, np.random.default_rng(self._work.seed))
 
     def clocks(self) -> Clocks:
         """Of the GPU, now."""

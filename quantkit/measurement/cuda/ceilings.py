@@ -8,8 +8,7 @@ launch    an addition to one number, eager and in a graph
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ import triton
 import triton.language as tl
 
 from quantkit.measurement.cuda.device import DRIFT, GpuDevice
-from quantkit.measurement.cuda.timing import Implementation, interleaved, summary
-from quantkit.measurement.timing.schedule import Array
+from quantkit.measurement.cuda.timing import Implementation, interleaved
+from quantkit.measurement.operators.ceilings import Ceiling
 
 
 @triton.jit
@@ -33,27 +32,8 @@ def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):
     tl.store(y_ptr + tl.program_id(0), tl.max(most, axis=0))
 
 
-@dataclass(frozen=True, eq=False)
-class MeasuredCeiling:
-    """One ceiling of the device, with every figure that was taken of it.
-
-    Args:
-        name: `ceiling.read`, `ceiling.copy`, `ceiling.compute` or `ceiling.launch`.
-        unit: `B/s`, `op/s` or `s`.
-        taken: [blocks, 2] in `unit`, in the order in which they were taken; None: the device lacks it.
-        settings: how it was measured.
-        reason: why there is nothing.
-    """
-
-    name: str
-    unit: str
-    taken: Array | None
-    settings: dict[str, Any]
-    reason: str = ""
-
-
-def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[MeasuredCeiling]:
-    """All ceilings; those that the device lacks are empty and say why."""
+def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[Ceiling]:
+    """Measure all ceilings; those that the device lacks are empty and say why."""
     at = device.torch_device
     block, programs = (4096, 4096) if not device.dry else (256, 2)
     count = 64 * block * programs if not device.dry else 2 * block * programs
@@ -72,22 +52,22 @@ def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> l
             step = make()
             step()
         except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
-            found.append(
-                MeasuredCeiling("ceiling.compute", "op/s", None, {"compute_type": name}, str(error).splitlines()[0])
-            )
+            reason = f"not measured: {str(error).splitlines()[0]}"
+            found.append(Ceiling("ceiling.compute", "op/s", (), {"compute_type": name}, {}, reason))
             continue
         kernels.append(("ceiling.compute", "op/s", 2.0 * side**3, step, {"compute_type": name}))
     for name, unit, work, step, settings in kernels:
         times = interleaved([Implementation(name, [step], 0, {}, least=2).ready()], blocks, generator)[0]
-        found.append(MeasuredCeiling(name, unit, work / times, settings))
+        found.append(Ceiling(name, unit, tuple(map(float, (work / times).ravel())), settings, {}))
     alone = Implementation("launch", [lambda: small.add_(1)] * 64, 0, {}).ready()
     times = interleaved([alone], blocks, generator)[0]
-    return [*found, MeasuredCeiling("ceiling.launch", "s", times, {"graph": at == "cuda"})]
+    return [*found, Ceiling("ceiling.launch", "s", tuple(map(float, times.ravel())), {"graph": at == "cuda"}, {})]
 
 
 def measured(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
-    """Rows `ceiling.*` of what `sampled` found; what the device lacks has no value and says why."""
-    return [_row(device, each, generator) for each in sampled(device, blocks, generator)]
+    """Give rows `ceiling.*` of what `sampled` measures; what the device lacks has no value and says why."""
+    one = device.identity()
+    return [ceiling.row(device=one, versions={}).as_dict() for ceiling in sampled(device, blocks, generator)]
 
 
 def products(side: int, at: str) -> dict[str, Callable[[], Callable[[], object]]]:
@@ -114,7 +94,7 @@ def products(side: int, at: str) -> dict[str, Callable[[], Callable[[], object]]
     }
 
 
-def of(rows: list[dict[str, Any]], name: str, compute: str = "") -> float | None:
+def of(rows: Sequence[Mapping[str, Any]], name: str, compute: str = "") -> float | None:
     """The measured value of a ceiling."""
     for row in rows:
         if row["name"] == name and (not compute or row["settings"]["compute_type"] == compute):
@@ -123,22 +103,7 @@ def of(rows: list[dict[str, Any]], name: str, compute: str = "") -> float | None
     return None
 
 
-def slower(before: list[dict[str, Any]], again: list[dict[str, Any]]) -> bool:
+def slower(before: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the same products took longer the second time than heat and power should allow."""
     pairs = [(of(before, "ceiling.compute", kind), of(again, "ceiling.compute", kind)) for kind in ("bf16", "fp16")]
     return any(last < (1 - DRIFT) * first for first, last in pairs if first and last)
-
-
-def _row(device: GpuDevice, found: MeasuredCeiling, generator: np.random.Generator) -> dict[str, Any]:
-    return {
-        "schema": 1,
-        "name": found.name,
-        "unit": found.unit,
-        "stat": "median",
-        "better": "lower" if found.unit == "s" else "higher",
-        **({"value": None} if found.taken is None else summary(found.taken, generator)),
-        "subject": device.identity()["id"],
-        "settings": found.settings,
-        "device": device.identity(),
-        "flags": [f"not measured: {found.reason}"] if found.reason else [],
-    }

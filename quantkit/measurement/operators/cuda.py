@@ -26,9 +26,8 @@ from quantkit.kernels.linear import other
 from quantkit.kernels.native import require
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides, timing
-from quantkit.measurement.cuda.check import error
 from quantkit.measurement.cuda.device import GpuDevice, fitting
-from quantkit.measurement.cuda.weights import FormatVariant, known, values, weight
+from quantkit.measurement.cuda.weights import FormatVariant, error, known, values, weight
 from quantkit.measurement.operators import foreign
 from quantkit.measurement.operators.products import Runnable
 from quantkit.measurement.operators.tax import StepCost

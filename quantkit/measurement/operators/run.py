@@ -7,7 +7,7 @@ clocks fell in between says so: its ceilings carry the flag `throttled`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,33 +92,30 @@ def run(job: SweepJob, progress: Report | None = None) -> list[Row]:
 def _answer(data: Mapping[str, Any], caller: child.Caller) -> None:
     """What the child does."""
     job = SweepJob(**data)
-    for row in _on_cpu(job, caller.at) if job.threads else _on_gpu(job, caller.at):
+    for row in (_on_cpu if job.threads else _on_gpu)(job, caller.at):
         caller.row(row.as_dict())
 
 
-def _measured(job: SweepJob, bench: Bench, report: Report) -> list[TimedVariant]:
-    return measure(
-        bench,
-        [LinearShape.model_validate(dict(each)) for each in job.linears],
-        job.baseline,
-        job.variants,
-        SweepPlan(tuple(job.batches), job.seconds, job.rounds, job.seed),
-        progress=report,
-    )
+def _measured(
+    job: SweepJob, bench: Bench, ceilings: Callable[[], list[Ceiling]], report: Report
+) -> tuple[list[TimedVariant], list[Ceiling], list[Ceiling]]:
+    """Time the products; the ceilings before and after."""
+    report(0.0, "ceilings")
+    before = ceilings()
+    linears = [LinearShape.model_validate(dict(linear)) for linear in job.linears]
+    plan = SweepPlan(tuple(job.batches), job.seconds, job.rounds, job.seed)
+    timed = measure(bench, linears, job.baseline, job.variants, plan, progress=report)
+    report(1.0, "ceilings")
+    return timed, before, ceilings()
 
 
 def _on_cpu(job: SweepJob, report: Report) -> list[Row]:
     from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
 
-    limits = CpuLimits.of(job.threads)
-    report(0.0, "ceilings")
-    bench = OnnxRuntimeBench(job.threads, seed=job.seed)
-    before = limits.measured()
-    timed = _measured(job, bench, report)
-    report(1.0, "ceilings")
-    measured = joined(before, limits.measured())
-    device, versions = machine.device(), machine.versions()
-    return rows_of_cpu(timed, measured, job, device=device, versions=versions, cache=bench.cache)
+    limits, bench = CpuLimits.of(job.threads), OnnxRuntimeBench(job.threads, seed=job.seed)
+    timed, before, after = _measured(job, bench, limits.measured, report)
+    facts: dict[str, Any] = {"device": machine.device(), "versions": machine.versions(), "cache": bench.cache}
+    return rows_of(timed, joined(before, after), job, **facts)
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ class CpuLimits:
 
     @classmethod
     def of(cls, threads: int, graphs: Path | None = None) -> CpuLimits:
-        """In this process, before its first session. `graphs`: see `ceilings.Pool`."""
+        """Prepare this process, before its first session. `graphs`: see `ceilings.Pool`."""
         import onnxruntime
 
         if threads > 1:
@@ -138,67 +135,62 @@ class CpuLimits:
         return cls(threads, Pool(threads, shared=threads > 1, graphs=graphs))
 
     def measured(self) -> list[Ceiling]:
-        """A second or two."""
+        """Measure all, a second or two."""
         return _ceilings.measured(self.threads, ("read", "copy", "compute", "launch"), pool=self.pool)
-
-
-def rows_of_cpu(
-    timed: Sequence[TimedVariant],
-    measured: Sequence[Ceiling],
-    job: SweepJob,
-    *,
-    device: Mapping[str, str],
-    versions: Mapping[str, str],
-    cache: int,
-) -> list[Row]:
-    """The rows of products that ran on a processor, here or elsewhere, and of its ceilings.
-
-    Args:
-        measured: before and after, joined.
-        cache: bytes of its last-level cache.
-    """
-    from quantkit.measurement.operators.onnxruntime import RUNTIME
-
-    launch = next((each.value for each in measured if each.name == "ceiling.launch"), None)
-    setting = Setting(RUNTIME, job.threads, device, versions, Limits.of(measured), launch, cache, job.baseline)
-    found = []
-    for each in measured:
-        row = each.row(device=dict(device), versions=dict(versions))
-        extra = {"last_level_cache": cache} if each.name == "ceiling.read" else {}
-        found.append(row.model_copy(update={"settings": {**row.settings, "threads": job.threads, **extra}}))
-    return found + rows(timed, setting, model=job.model)
 
 
 def _on_gpu(job: SweepJob, report: Report) -> list[Row]:
     import torch
 
     from quantkit.kernels.workspace import interpreted
-    from quantkit.measurement.cuda import ceilings as limits
+    from quantkit.measurement.cuda.ceilings import sampled, slower
     from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.operators.cuda import RUNTIME, CudaBench
 
     # tests run it in the interpreter, tiny; whoever calls it without that needs the device
     device = GpuDevice("cpu", dry=True) if interpreted() else GpuDevice("cuda", dry=False)
-    generator = np.random.default_rng(job.seed)
-    report(0.0, "ceilings")
-    before = limits.measured(device, _BLOCKS, generator)
-    timed = _measured(job, CudaBench(device, torch.bfloat16, job.seed), report)
-    report(1.0, "ceilings")
-    again = limits.measured(device, _BLOCKS, generator)
+    generator, bench = np.random.default_rng(job.seed), CudaBench(device, torch.bfloat16, job.seed)
+    timed, before, after = _measured(job, bench, lambda: sampled(device, _BLOCKS, generator), report)
     device.sample("end")
-    slower = limits.slower(before, again)
-    versions = {**machine.versions(), "driver": str(device.describe().get("driver", ""))}
-    found = []
-    for row in before:
-        flags = [*row["flags"], *(["throttled"] if slower or device.throttled() else [])]
-        extra = {"last_level_cache": device.cache_bytes} if row["name"] == "ceiling.read" else {}
-        settings = {**row["settings"], **extra}
-        found.append(Row.model_validate({**row, "flags": flags, "settings": settings, "versions": versions}))
-    measured = {str(row.settings.get("compute_type")): row.value for row in found if row.name == "ceiling.compute"}
-    read, launch = (limits.of(before, name) for name in ("ceiling.read", "ceiling.launch"))
-    ends = [end / row.value - 1 for row in found if row.value and row.ci95 for end in row.ci95]
-    rates = {kind: value for kind, value in measured.items() if value is not None}
-    roofline = Limits(read, rates, max(map(abs, ends), default=0.0))
-    own = device.identity()
-    setting = Setting(RUNTIME, None, own, versions, roofline, launch, device.cache_bytes, job.baseline)
-    return found + rows(timed, setting, model=job.model)
+    own, driver = device.identity(), str(device.describe().get("driver", ""))
+    fell = slower(*([each.row(device=own, versions={}).as_dict() for each in part] for part in (before, after)))
+    return rows_of(
+        timed,
+        joined(before, after),
+        job,
+        runtime=RUNTIME,
+        device=own,
+        versions={**machine.versions(), "driver": driver},
+        cache=device.cache_bytes,
+        flags=["throttled"] if fell or device.throttled() else [],
+    )
+
+
+def rows_of(
+    timed: Sequence[TimedVariant],
+    ceilings: Sequence[Ceiling],
+    job: SweepJob,
+    *,
+    device: Mapping[str, str],
+    versions: Mapping[str, str],
+    cache: int,
+    runtime: str = "onnxruntime",
+    flags: Sequence[str] = (),
+) -> list[Row]:
+    """Give the rows of products, wherever they ran, and of the device's ceilings.
+
+    Args:
+        ceilings: before and after, joined.
+        cache: bytes of its last-level cache.
+        flags: of the ceilings.
+    """
+    launch = next((ceiling.value for ceiling in ceilings if ceiling.name == "ceiling.launch"), None)
+    threads = {"threads": job.threads} if job.threads else {}
+    result = []
+    for ceiling in ceilings:
+        row = ceiling.row(device=dict(device), versions=dict(versions))
+        extra = {"last_level_cache": cache} if ceiling.name == "ceiling.read" else {}
+        update = {"settings": {**row.settings, **threads, **extra}, "flags": [*row.flags, *flags]}
+        result.append(row.model_copy(update=update))
+    setting = Setting(runtime, job.threads or None, device, versions, Limits.of(ceilings), launch, cache, job.baseline)
+    return result + rows(timed, setting, model=job.model)

@@ -22,9 +22,8 @@ from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Table
 from quantkit.kernels.linear import QuantLinear
-from quantkit.measurement.cuda import ceilings as limits
+from quantkit.measurement.cuda.ceilings import sampled
 from quantkit.measurement.cuda.device import GpuDevice, allocated, fitting
-from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import saved_bytes
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 RUNTIME = "torch"
 # steps after which a sequence goes back to where it began
 _STEPS = 256
-_BLOCKS = 4
+CEILING_BLOCKS = 4
 
 
 class KernelDecoder:
@@ -265,7 +264,7 @@ def _measured(
         device=device.identity(),
         versions={**machine.versions(), "driver": str(device.describe().get("driver", ""))},
         plan=plan,
-        ceilings=lambda: ceilings(device, generator),
+        ceilings=lambda: sampled(device, CEILING_BLOCKS, generator),
         progress=progress,
     )
     return rows if loaded.linears is None else explained(rows, loaded.linears)
@@ -321,15 +320,3 @@ def format_of(bundle: Bundle) -> str:
     """That most of a bundle's layers are stored in."""
     forms = [str(layer.scheme.get("format")) for layer in bundle.manifest.layers]
     return max(forms, key=forms.count, default="float")
-
-
-def ceilings(device: GpuDevice, generator: np.random.Generator) -> list[Ceiling]:
-    """A GPU's ceilings as `latency.measure` takes them, each with all that was taken of it."""
-    return [ceiling(found) for found in limits.sampled(device, _BLOCKS, generator)]
-
-
-def ceiling(found: limits.MeasuredCeiling) -> Ceiling:
-    """One of them: its samples in the order in which they were taken, none where the device lacks it."""
-    samples = () if found.taken is None else tuple(float(each) for each in found.taken.ravel())
-    reason = f"not measured: {found.reason}" if found.reason else ""
-    return Ceiling(found.name, found.unit, samples, found.settings, {}, reason)
