@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.nightly import shown
+from quantkit.nightly import gate
 from quantkit.nightly.records import Night, NightCell, Result, StoredDecision
 from quantkit.nightly.store import QueryRows, Store
 
@@ -147,7 +147,7 @@ def test_rows_that_are_too_wide_stand_under_each_other(monkeypatch: pytest.Monke
 
     def text(found: QueryRows) -> str:
         out = StringIO()
-        write(shown.rows(found), out)
+        write(gate.rows(found), out)
         return out.getvalue()
 
     monkeypatch.setenv("COLUMNS", "40")
@@ -157,8 +157,8 @@ def test_rows_that_are_too_wide_stand_under_each_other(monkeypatch: pytest.Monke
     assert "second" in wide[1]
     assert "\x1b" not in wide[1]
     many = text(QueryRows(("a",), [(i,) for i in range(200)])).splitlines()
-    assert many[: shown.MOST + 1][-1] == str(shown.MOST - 1)
-    assert many[shown.MOST + 1].startswith(f"the first {shown.MOST} of 200 rows")
+    assert many[: gate.MOST + 1][-1] == str(gate.MOST - 1)
+    assert many[gate.MOST + 1].startswith(f"the first {gate.MOST} of 200 rows")
 
 
 def test_a_page_is_written_whatever_the_night_found(store: Store, quantkit: Any) -> None:
@@ -187,7 +187,7 @@ def test_a_dry_run_says_which_cells_there_are_and_writes_nothing(config: Path, q
     cells = [each["cell"] for each in ran.envelope["result"]["cells"]]
     assert cells == [f"smollm2-135m|rtn-int4|cpu-x86|onnxruntime|{batch}" for batch in (1, 8)]
     said = quantkit("nightly", "run", config, "--dry-run", "--only", "*|8").out
-    assert "1 cell, 1 compile:" in said
+    assert "1 row of 1 build" in said and "first cell has been timed" in said
     assert list(config.parent.glob("kept")) == []
 
 
@@ -208,8 +208,8 @@ def test_a_night_that_cannot_begin_is_refused(options: list[str], code: str, con
 def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
     config: Path, quantkit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantkit.nightly.executors import local
-    from quantkit.nightly.running.jobs import BuildJob, JobOutcome
+    from quantkit.nightly import executors
+    from quantkit.nightly.jobs import BuildJob, JobOutcome
 
     class Failing:
         def ready(self) -> None: ...
@@ -220,7 +220,7 @@ def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
                 store.commit(Result.of(job.night, NightCell.of(job.cells[0]), "done", bytes=10, seconds=61.0))
                 yield JobOutcome(job, "failed", {"code": "process-died", "value": "SIGKILL"})
 
-    monkeypatch.setattr(local, "Local", Failing)
+    monkeypatch.setitem(executors.NAMES, "local", Failing)
     ran = quantkit("nightly", "run", config, "--json")
     assert ran.code == 0
     assert [each["state"] for each in ran.envelope["result"]["cells"]] == ["done", "failed"]
@@ -233,8 +233,8 @@ def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
 def test_the_remedy_of_a_store_of_parquet_files_makes_a_new_one(
     config: Path, quantkit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantkit.nightly.executors import local
-    from quantkit.nightly.running.jobs import JobOutcome
+    from quantkit.nightly import executors
+    from quantkit.nightly.jobs import JobOutcome
 
     class Failing:
         def ready(self) -> None: ...
@@ -242,7 +242,7 @@ def test_the_remedy_of_a_store_of_parquet_files_makes_a_new_one(
         def run(self, jobs: Any, work: Any, progress: Any) -> Any:
             return (JobOutcome(job, "failed", {"code": "process-died"}) for job in jobs)
 
-    monkeypatch.setattr(local, "Local", Failing)
+    monkeypatch.setitem(executors.NAMES, "local", Failing)
     (config.parent / "kept").mkdir()
     (config.parent / "kept" / "store.json").write_text('{"schema": 1, "quantkit": "0.1.0"}')
     remedy = quantkit("nightly", "run", config, "--json").envelope["error"]["remedy"]

@@ -19,7 +19,7 @@ OTHER_WORDS = {
     ("quantkit.nightly.page.detail", "round"): "a column: the round of a timing",
     ("quantkit.measurement.timing.anew", "round"): "that column",
     ("quantkit.devices.there.night", "round"): "that column",
-    ("quantkit.nightly.running.timing", "round"): "that column",
+    ("quantkit.nightly.timing", "round"): "that column",
     ("quantkit.planning.matrix", "tensorrt"): "a runtime, with what people call it",
     ("quantkit.planning.matrix", "openvino"): "a runtime, with what people call it",
     ("quantkit.model.sizes.configs", "onnx"): "a folder of a bundle",

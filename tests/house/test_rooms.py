@@ -1,4 +1,4 @@
-"""Rooms: how many modules a folder holds, who may look into which, and that no two modules need each other."""
+"""Rooms: who may look into which, and that no two modules need each other."""
 
 from __future__ import annotations
 
@@ -7,21 +7,7 @@ import graphlib
 from collections import defaultdict
 from pathlib import Path
 
-from house.source import PACKAGE, files, imports, tree
-
-# more than so many modules and nobody finds the right one by its name
-MOST = 12
-# one thing a file, found by its name: nobody reads these lists
-PLUG_INS = {"formats", "graph/fuse", "model/layouts", "passes", "runtimes", "cli/commands"}
-
-
-def test_a_folder_holds_a_dozen_modules_at_most() -> None:
-    counted = {
-        str(folder.relative_to(PACKAGE)): sum(path.name != "__init__.py" for path in folder.glob("*.py"))
-        for folder in {path.parent for path in files().values()}
-    }
-    too_many = {folder: count for folder, count in counted.items() if count > MOST and folder not in PLUG_INS}
-    assert not too_many, "a folder of its own for what belongs together"
+from house.source import files, imports, tree
 
 
 def test_a_leading_underscore_is_for_its_own_package() -> None:

@@ -19,7 +19,7 @@ OURS = {
     *("quantkit.bundle.build", "quantkit.bundle.bundle", "quantkit.bundle.cached", "quantkit.model.source.hashes"),
     *("quantkit.exporters.tensorrt.timings", "quantkit.runtimes.tensorrt.engine", "quantkit.runtimes.tensorrt.file"),
     *("quantkit.measurement.timing.clocks", "quantkit.measurement.timing.speed", "quantkit.nightly.config"),
-    *("quantkit.nightly.page.site", "quantkit.nightly.running.bundles", "quantkit.pipeline.finished.engine"),
+    *("quantkit.nightly.page.site", "quantkit.nightly.bundles", "quantkit.pipeline.finished.engine"),
     *("quantkit.pipeline.finished.layerwise", "quantkit.pipeline.finished.measure", "quantkit.planning.support"),
     *("quantkit.planning.compiling", "quantkit.report.bundle.card", "quantkit.report.catalog"),
     *("quantkit.report.kit.shell", "quantkit.runtimes.onnxruntime.session", "quantkit.tuning.answer"),
@@ -52,7 +52,7 @@ def calls(module: str) -> list[tuple[int, str]]:
             {
                 *("quantkit.devices.wheels", "quantkit.model.source.packaged", "quantkit.kernels.cpu.library"),
                 *("quantkit.kernels.ahead", "quantkit.bundle.seal", "quantkit.devices.ssh.openssh"),
-                *("quantkit.machine", "quantkit.measurement.timing.clocks", "quantkit.nightly.running.run"),
+                *("quantkit.machine", "quantkit.measurement.timing.clocks", "quantkit.nightly.run"),
                 "quantkit.devices.sent.probe",
             },
             "a program is run by one of these few modules",

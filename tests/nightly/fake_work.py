@@ -9,8 +9,8 @@ from pathlib import Path
 
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
+from quantkit.nightly.jobs import BuildJob
 from quantkit.nightly.records import NightCell, Result, Time
-from quantkit.nightly.running.jobs import BuildJob
 from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import subprocess
 import sys
@@ -19,12 +18,12 @@ from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.timing import anew
+from quantkit.nightly import bundles, timing
+from quantkit.nightly.build import build, request_of, why_not_here
+from quantkit.nightly.bundles import Bundles, inputs_sha256
 from quantkit.nightly.config import Nightly
-from quantkit.nightly.records import Night, Result, Time
-from quantkit.nightly.running import bundles, timing
-from quantkit.nightly.running.build import build, request_of, why_not_here
-from quantkit.nightly.running.bundles import Bundles, inputs_sha256
-from quantkit.nightly.running.jobs import BuildJob
+from quantkit.nightly.jobs import BuildJob
+from quantkit.nightly.records import Night, Result
 from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 from quantkit.target import Target
@@ -113,13 +112,10 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that nothing was started for, where a test is about something else."""
 
     def planted(task: anew.Task, progress: Any) -> timing.CellTimes:
-        steps = [
-            timing.Iteration(side, turn, 0, place, 1e-3, 1.0)
-            for turn in (0, 1)
-            for side in task.sides
-            for place in range(4)
-        ]
-        return timing.CellTimes(steps)
+        state = {"clock_hz": None, "temperature_c": None, "throttled": None}
+        taken = {side: [[[1e-3] * 2] * 2] for side in task.sides}
+        turns = {"seconds": taken, "began": taken, "order": [list(task.sides)], "rounds": [1]}
+        return timing.CellTimes([{"round": turn, "state": state, "turns": turns} for turn in (0, 1)])
 
     monkeypatch.setattr(timing, "run", planted)
 
@@ -294,14 +290,9 @@ def test_targets_that_are_not_here() -> None:
 
 
 def test_importing_a_night_does_not_import_torch() -> None:
-    program = "import quantkit.nightly.running.run, sys; print({'torch', 'onnx', 'duckdb', 'ray'} & set(sys.modules))"
+    program = "import quantkit.nightly.run, sys; print({'torch', 'onnx', 'duckdb', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_iterations_are_rows() -> None:
-    columns = {each.name for each in dataclasses.fields(Time)}
-    assert {each.name for each in dataclasses.fields(timing.Iteration)} == columns - {"night", "cell", "attempt"}
 
 
 def test_what_a_kill_left_of_a_bundle_is_no_end_of_its_build(home: Home) -> None:
@@ -314,7 +305,7 @@ def test_what_a_kill_left_of_a_bundle_is_no_end_of_its_build(home: Home) -> None
 
 
 def test_the_floors_whose_code_decides_no_number_are_there() -> None:
-    package = Path(bundles.__file__).parents[2]
+    package = Path(bundles.__file__).parents[1]
     assert [name for name in bundles._ABOVE if not (package / name / "__init__.py").is_file()] == []
 
 

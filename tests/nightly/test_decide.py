@@ -12,8 +12,8 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.nightly.config import Nightly
-from quantkit.nightly.gating.decide import Judged, decide_night, judge
-from quantkit.nightly.gating.evidence import FIRST as NEW
+from quantkit.nightly.decide import Judged, decide_night, judge
+from quantkit.nightly.evidence import FIRST as NEW
 from quantkit.nightly.records import Item, NightCell, Result, StoredDecision, Time
 from quantkit.nightly.store import Store
 from quantkit.stats.deciding.slowdown import BLOCKS, ROUNDS

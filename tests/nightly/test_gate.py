@@ -13,8 +13,7 @@ import pytest
 
 from quantkit import cli
 from quantkit.errors import GateError, Inconclusive, InputError
-from quantkit.nightly.gating import files as gate_files
-from quantkit.nightly.gating.gate import Gated, error, gate
+from quantkit.nightly.gate import Gated, append, error, gate, github, gitlab, junit, write
 from quantkit.nightly.records import NightCell, StoredDecision
 from quantkit.nightly.store import Store
 
@@ -123,7 +122,7 @@ def hostile(store: Store) -> Gated:
 
 def test_junit_has_what_its_schemas_ask_for(hostile: Gated) -> None:
     """Those of Ant and Jenkins: elements in order, attributes by name and type."""
-    root = ElementTree.fromstring(gate_files.junit(hostile))
+    root = ElementTree.fromstring(junit(hostile))
     assert (root.tag, root.attrib) == ("testsuites", {})
     seen: dict[str, str | None] = {}
     for number, suite in enumerate(root):
@@ -156,7 +155,7 @@ def test_junit_has_what_its_schemas_ask_for(hostile: Gated) -> None:
 def test_gitlab_has_its_fields_and_findings_keep_their_fingerprints(hostile: Gated, tmp_path: Path) -> None:
     config = tmp_path / "nightly.yaml"
     config.write_text("models: [tiny]\nrecipes:\n  - a\n  - b\n")
-    found = json.loads(gate_files.gitlab(hostile, config))
+    found = json.loads(gitlab(hostile, config))
     assert [each["severity"] for each in found] == ["major", "critical", "info", "minor"]
     for each in found:
         assert each.keys() == {"description", "check_name", "fingerprint", "severity", "location"}
@@ -165,18 +164,18 @@ def test_gitlab_has_its_fields_and_findings_keep_their_fingerprints(hostile: Gat
         assert "\x1b" not in each["description"]
     assert [each["location"]["lines"] for each in found] == [{"begin": 3}, {"begin": 3}, {"begin": 4}, {"begin": 4}]
     assert len({each["fingerprint"] for each in found}) == 4
-    again = json.loads(gate_files.gitlab(hostile, tmp_path / "elsewhere.yaml"))
+    again = json.loads(gitlab(hostile, tmp_path / "elsewhere.yaml"))
     assert [each["fingerprint"] for each in again] == [each["fingerprint"] for each in found]
     assert {each["location"]["lines"]["begin"] for each in again} == {1}
 
 
 def test_gitlab_of_a_night_that_is_fine_is_an_empty_list(store: Store, tmp_path: Path) -> None:
     fill(store)
-    assert json.loads(gate_files.gitlab(gate(store), tmp_path / "nightly.yaml")) == []
+    assert json.loads(gitlab(gate(store), tmp_path / "nightly.yaml")) == []
 
 
 def test_github_s_table_holds_what_means_something_there(hostile: Gated) -> None:
-    text = gate_files.github(hostile)
+    text = github(hostile)
     rows = [line for line in text.splitlines() if line.startswith("| tiny")]
     assert len(rows) == 4
     assert all(row.count("|") == 9 for row in rows)
@@ -191,7 +190,7 @@ def test_github_s_table_is_bounded(store: Store) -> None:
     cells = tuple(NightCell("tiny", f"r{i}", "cpu-x86", "onnxruntime", 1) for i in range(300))
     store.begin(night(cells=cells))
     store.decide(FIRST, [StoredDecision(FIRST, each.key, "latency", "failed", because="x" * 5000) for each in cells])
-    text = gate_files.github(gate(store))
+    text = github(gate(store))
     assert len(text.encode()) < 300_000
     assert "And 200 more" in text
 
@@ -232,12 +231,12 @@ def test_the_command_s_exit_and_its_warning(
 
 
 def test_a_file_that_cannot_be_written_is_an_error(store: Store, tmp_path: Path) -> None:
-    for write in (
-        lambda: gate_files.write(tmp_path, b"x"),
-        lambda: gate_files.append(tmp_path / "nowhere" / "x", "x"),
+    for writes in (
+        lambda: write(tmp_path, b"x"),
+        lambda: append(tmp_path / "nowhere" / "x", "x"),
     ):
         with pytest.raises(InputError, match="file-unwritable"):
-            write()  # type: ignore[no-untyped-call]
+            writes()  # type: ignore[no-untyped-call]
 
 
 def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
@@ -245,7 +244,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    gate_files.write(pipe, b"x")
+    write(pipe, b"x")
     assert os.read(reader, 2) == b"x" and pipe.is_fifo()
     os.close(reader)
 

@@ -18,10 +18,10 @@ import yaml
 
 from quantkit.errors import InputError, Stopped
 from quantkit.nightly.config import Nightly
-from quantkit.nightly.executors.local import Local
+from quantkit.nightly.executors import Local
+from quantkit.nightly.jobs import BuildJob, JobOutcome, Work
 from quantkit.nightly.records import NightCell
-from quantkit.nightly.running.jobs import BuildJob, JobOutcome, Work
-from quantkit.nightly.running.run import KEPT, Summary, run_night
+from quantkit.nightly.run import KEPT, Summary, run_night
 from quantkit.nightly.store import FILE, Store
 from quantkit.pipeline.progress import Progress
 

@@ -19,11 +19,11 @@ from quantkit.devices.named import NamedDevice
 from quantkit.devices.ssh.openssh import Lost
 from quantkit.errors import InputError
 from quantkit.measurement.timing.anew import Task
-from quantkit.nightly.running import there
-from quantkit.nightly.running.build import build
-from quantkit.nightly.running.jobs import BuildJob, JobOutcome, Work
-from quantkit.nightly.running.run import run_night
-from quantkit.nightly.running.timing import CellTimes
+from quantkit.nightly import there
+from quantkit.nightly.build import build
+from quantkit.nightly.jobs import BuildJob, JobOutcome, Work
+from quantkit.nightly.run import run_night
+from quantkit.nightly.timing import CellTimes
 from quantkit.pipeline.progress import Progress
 
 FACTS: dict[str, Any] = {"id": "x", "name": "Cortex", "machine": "aarch64", "isa": "neon", "cores": 4}
@@ -87,7 +87,7 @@ def about(**changes: Any) -> Found:
 def test_times_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Found(n=1, cell="round-0", rows=({"round": 0, "state": STATE, "turns": TURNS},))
     timer, found = timed(monkeypatch, Answering(about(), row))
-    seconds = {side: [each.seconds for each in found.iterations if each.side == side] for side in TASK.sides}
+    seconds = {side: [each.seconds for each in found.times("n", "c", 1) if each.side == side] for side in TASK.sides}
     assert seconds == {"candidate": [0.1, 0.2], "baseline": [0.1, 0.2]}
     assert timer.now()["versions"]["numpy"] == "2"
 

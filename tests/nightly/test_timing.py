@@ -6,7 +6,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from quantkit.errors import InputError
 from quantkit.measurement.timing.anew import Task, measure
 from quantkit.measurement.timing.clocks import Clocks
 from quantkit.nightly.config import TimeBudget
-from quantkit.nightly.gating.evidence import paired
+from quantkit.nightly.evidence import paired
 from quantkit.nightly.records import Time
-from quantkit.nightly.running.timing import Iteration, iterations, task_of
+from quantkit.nightly.timing import CellTimes
 from quantkit.stats.deciding.slowdown import BURST, SETTLE
 
 from .conftest import CELLS, FIRST
@@ -27,8 +26,11 @@ Loads = list[str]
 
 
 def task(*sides: str, **others: Any) -> Task:
-    return task_of(
-        TimeBudget(**{"rounds": 3, "blocks": 7, **others}),
+    budget = TimeBudget(**{"rounds": 3, "blocks": 7, **others})
+    return Task(
+        rounds=budget.rounds,
+        blocks=budget.most,
+        seconds=budget.seconds,
         sides={side: f"./{side}" for side in sides},
         runtime="onnxruntime",
         batch=1,
@@ -48,15 +50,11 @@ def loading(loads: Loads, fails: dict[str, int] | None = None) -> Callable[[str]
     return load
 
 
-def taken(given: Task, load: Any, look: Callable[[], Clocks] = Clocks) -> tuple[list[Iteration], list[dict[str, Any]]]:
+def taken(given: Task, load: Any, look: Callable[[], Clocks] = Clocks) -> tuple[list[Time], list[dict[str, Any]]]:
     # as the parent reads it
     rows = [json.loads(json.dumps(row)) for row in measure(given, load, look)]
-    steps = [step for row in rows if "turns" in row for step in iterations(row)]
-    return steps, [row for row in rows if "turns" not in row]
-
-
-def as_times(steps: list[Iteration]) -> list[Time]:
-    return [Time(FIRST, CELLS[0].key, 1, **asdict(each)) for each in steps]
+    whole = CellTimes([row for row in rows if "turns" in row])
+    return whole.times(FIRST, CELLS[0].key, 1), [row for row in rows if "turns" not in row]
 
 
 def test_rounds_load_all_sides_anew_and_blocks_pair_them() -> None:
@@ -66,7 +64,7 @@ def test_rounds_load_all_sides_anew_and_blocks_pair_them() -> None:
     assert Counter(loads) == {"candidate": 3, "baseline": 3, "release": 3}
     assert len({tuple(loads[i : i + 3]) for i in (0, 3, 6)}) > 1, "always in one order"
     for other in ("baseline", "release"):
-        ours, theirs, rounds = paired(as_times(steps), other, "")  # type: ignore[arg-type]
+        ours, theirs, rounds = paired(steps, other, "")  # type: ignore[arg-type]
         assert ours.shape == theirs.shape == (7, 2, BURST)
         assert sorted(rounds) == [2, 2, 3], "seven blocks over three rounds"
         # wall clock on a busy machine: the sides are not mixed up, that is all
@@ -96,7 +94,7 @@ def test_a_side_that_does_not_load_is_left_out_with_its_reason() -> None:
     steps, lost = taken(task("candidate", "baseline", "release"), loading([], {"baseline": 2}))
     assert [row["unloadable"] for row in lost] == ["baseline"] and lost[0]["error"]["code"] == "hash-mismatch"
     assert {each.side for each in steps if each.round > 0} == {"candidate", "release"}
-    paired(as_times(steps), "release", "")
+    paired(steps, "release", "")
 
 
 def test_a_candidate_that_does_not_load_is_an_error() -> None:

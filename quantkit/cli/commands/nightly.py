@@ -27,9 +27,7 @@ _SQL = "One statement that reads, in DuckDB's dialect, or a table: nights, resul
 
 def run(
     config: Config = _CONFIG,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, say which cells there are and how long it may take.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say which cells there are.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the last night, if it was stopped.")] = False,
     only: Annotated[
         str | None, typer.Option(metavar="GLOB", help="These cells alone: '*|awq-int4|*'.", show_default=False)
@@ -40,24 +38,27 @@ def run(
     as_json: Json = False,
 ) -> Answer:
     """Measure all cells and decide on them. What is worse is the gate's: this exits 0."""
-    from quantkit.nightly import executors, shown
+    from quantkit.nightly import executors
+    from quantkit.nightly import gate as gates
+    from quantkit.nightly import run as nights
     from quantkit.nightly.config import Nightly
-    from quantkit.nightly.gating import gate as gates
-    from quantkit.nightly.running.run import run_night
+    from quantkit.nightly.store import QueryRows
+    from quantkit.report.kit import words
 
     chosen = executors.named(executor)
     if dry_run:
-        from quantkit.nightly.running import expect
-
-        expected = expect.dry_run(Nightly.load(config), only)
-        return Answer(expected, expect.terminal(expected), warnings=expected["notes"])
+        expected = nights.dry_run(Nightly.load(config), only)
+        names = ("model", "recipe", "target", "runtime", "batch", "baseline")
+        rows = [tuple(cell[name] for name in names) for cell in expected["cells"]]
+        lines = gates.rows(QueryRows(names, rows), f"of {words.plural(len(expected['builds']), 'build')}")
+        return Answer(expected, [*lines, *gates.warned(expected["notes"])], warnings=expected["notes"])
     with showing() as progress:
         progress.begin(f"the cells of {config}")
-        found = run_night(config, chosen, resume=resume, only=only, progress=progress)
+        found = nights.run_night(config, chosen, resume=resume, only=only, progress=progress)
     opened = _store(config, None)
     gated = gates.gate(opened, found.night)
     said = [*found.warnings, *gates.warnings(gated)]
-    lines = [*shown.night(gated, found.results), *shown.gated(gated), *shown.warnings(said)]
+    lines = [*gates.night(gated, found.results), *gates.shown(gated), *gates.warned(said)]
     return Answer(found.as_dict(), lines, warnings=said)
 
 
@@ -76,7 +77,7 @@ def query(
     """
     from rich.text import Text
 
-    from quantkit.nightly import shown
+    from quantkit.nightly import gate as gates
     from quantkit.report.kit import words
 
     if sql.endswith(_YAML):  # in the other order, as the other commands have it
@@ -91,11 +92,11 @@ def query(
             )
         else:
             rows = opened.query(sql)
-            found = Answer(rows.as_json(), shown.rows(rows))
+            found = Answer(rows.as_json(), gates.rows(rows))
     except InputError as error:
         # what was passed over may be why
         found.error = error
-    found.shown = [*found.shown, *shown.warnings(opened.warnings)]
+    found.shown = [*found.shown, *gates.warned(opened.warnings)]
     found.warnings = opened.warnings
     return found
 
@@ -118,20 +119,18 @@ def gate(
     as_json: Json = False,
 ) -> Answer:
     """Whether a night passes: 0 fine, 1 worse or failed, 3 not known."""
-    from quantkit.nightly import shown
-    from quantkit.nightly.gating import files
-    from quantkit.nightly.gating import gate as gates
+    from quantkit.nightly import gate as gates
 
     opened = _store(config, store)
     found = gates.gate(opened, night)
     if junit is not None:
-        files.write(junit, files.junit(found))
+        gates.write(junit, gates.junit(found))
     if gitlab is not None:
-        files.write(gitlab, files.gitlab(found, config))
+        gates.write(gitlab, gates.gitlab(found, config))
     if github_summary is not None:
-        files.append(github_summary, files.github(found))
+        gates.append(github_summary, gates.github(found))
     said = [*opened.warnings, *gates.warnings(found)]
-    answer = Answer(found.as_dict(), [*shown.gated(found), *shown.warnings(said)], warnings=said)
+    answer = Answer(found.as_dict(), [*gates.shown(found), *gates.warned(said)], warnings=said)
     answer.error = gates.error(found, allow_inconclusive=allow_inconclusive)
     return answer
 
@@ -148,17 +147,15 @@ def page(
 
     It opens from a file or any web server, whatever the night found: `gate` is what fails.
     """
+    from quantkit.nightly import gate as gates
     from quantkit.nightly import page as site
-    from quantkit.nightly import shown
     from quantkit.nightly.config import Nightly
 
     if out is None:
         named = Nightly.load(config, look=False)
         out = named.at(named.page)
     written = site.write(_store(config, store), out)
-    return Answer(
-        written.as_dict(), [*written.terminal(), *shown.warnings(written.warnings)], warnings=written.warnings
-    )
+    return Answer(written.as_dict(), [*written.terminal(), *gates.warned(written.warnings)], warnings=written.warnings)
 
 
 def _store(config: Path, store: Path | None) -> Store:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from quantkit.nightly.gating.evidence import is_first
+from quantkit.nightly.evidence import is_first
 from quantkit.nightly.page import charts, say
 from quantkit.nightly.page.detail import Detail
 from quantkit.nightly.page.drawing import Chart

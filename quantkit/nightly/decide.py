@@ -14,9 +14,9 @@ from functools import partial
 from typing import TypeVar
 
 from quantkit.errors import InputError
+from quantkit.nightly import evidence as ask
 from quantkit.nightly.config import Nightly, NightMargins, builds
-from quantkit.nightly.gating import evidence as ask
-from quantkit.nightly.gating.evidence import NightComparison, Thing
+from quantkit.nightly.evidence import NightComparison, Thing
 from quantkit.nightly.records import Answer, Item, Night, NightCell, Result, StoredDecision, Time, What
 from quantkit.nightly.store import Store
 from quantkit.report.kit import words

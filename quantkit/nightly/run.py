@@ -22,19 +22,17 @@ from typing import Any
 
 from quantkit.devices import named
 from quantkit.errors import InputError, Stopped
+from quantkit.nightly.build import build
+from quantkit.nightly.bundles import Bundles
 from quantkit.nightly.config import Nightly, builds
-from quantkit.nightly.gating.decide import decide_night
+from quantkit.nightly.decide import decide_night
+from quantkit.nightly.jobs import BuildJob, Executor, Work
 from quantkit.nightly.records import Night, NightCell, Result, StoredDecision, night_id
-from quantkit.nightly.running.build import build
-from quantkit.nightly.running.bundles import Bundles
-from quantkit.nightly.running.jobs import BuildJob, Executor, Work
 from quantkit.nightly.store import Store, plain
 from quantkit.pipeline.progress import Progress
 
 # last nights whose bundles are kept, whatever was decided of them
 KEPT = 7
-# seconds of a cell, for a first guess of the time left, where no earlier night says it
-_GUESS = 120.0
 
 
 @dataclass(frozen=True)
@@ -133,6 +131,26 @@ def run_night(
     return Summary(night.night, store.path, seconds, results, judged.decisions, repeated, store.warnings)
 
 
+def dry_run(config: Nightly, only: str | None = None) -> dict[str, Any]:
+    """Return the cells and builds of a night, as JSON; how long they take is known when the first has been timed.
+
+    Raises:
+        InputError: `no-such-cells`, where `only` fits none.
+    """
+    cells = config.chosen(only)
+    kept: dict[str, Any] = {"seconds": None}
+    return {
+        "cells": [
+            {"cell": cell.key, "build": cell.build, **asdict(cell), "baseline": config.baseline_of(cell).kind, **kept}
+            for cell in cells
+        ],
+        "builds": [{"build": build, **kept} for build in builds(cells)],
+        "seconds": {"compile": None, "measure": None},
+        "total_seconds": None,
+        "notes": ["how long it takes is known when the first cell has been timed"],
+    }
+
+
 @dataclass(frozen=True)
 class _Running:
     store: Store
@@ -159,10 +177,7 @@ class _Running:
             )
             for members in builds(cell for cell in cells if cell.key not in done).values()
         ]
-        # what they took the last time
-        sql = "SELECT cell, arg_max(seconds, night) FROM results WHERE state = 'done' GROUP BY cell"
-        known = dict(self.store.query(sql).rows)
-        self.progress.plan({job.build: sum(known.get(key) or _GUESS for key in job.cells) for job in jobs})
+        self.progress.plan({job.build: float(len(job.cells)) for job in jobs})
         for outcome in self.executor.run(jobs, self.work, self.progress):
             if outcome.state == "done":
                 continue

@@ -1,4 +1,6 @@
-"""One step of a bundle in its runtime, loaded and ready to be repeated: what a night times.
+"""A cell timed, in a process of its own: candidate, baseline and release in turns, round by round (`timing.anew`).
+
+What is repeated is one step of a bundle in its runtime:
 
     decoder   one new token a sequence, with 128 tokens in the cache
     encoder   a pass over 128 tokens a sequence
@@ -9,7 +11,8 @@ Where a model has room for fewer tokens, as many as it has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +21,74 @@ from numpy.typing import NDArray
 from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.measurement.timing.schedule import Step
+from quantkit.measurement.timing import clocks
+from quantkit.measurement.timing.anew import CANDIDATE, Task, measure
+from quantkit.measurement.timing.schedule import Step, Timing
+from quantkit.measurement.timing.speed import samples_of
 from quantkit.model.structure.sizes import positions
+from quantkit.nightly.records import Side, Time
 from quantkit.pipeline.finished.against import config_of
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
-from quantkit.runtimes import load_runtime
+from quantkit.runtimes import child, load_runtime
 
 if TYPE_CHECKING:
     from quantkit.measurement.timing.shapes import Timeable
 
 TOKENS = 128
+
+
+@dataclass
+class CellTimes:
+    """The times of a cell.
+
+    Args:
+        rounds: rows of `anew.measure`, in the order in which they were taken.
+        unloadable: side -> the five fields of why it was left out.
+    """
+
+    rounds: list[Mapping[str, Any]] = field(default_factory=list)
+    unloadable: dict[Side, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> CellTimes:
+        """Sort the rows of `anew.measure`."""
+        rows = list(rows)
+        lost = {row["unloadable"]: row["error"] for row in rows if "unloadable" in row}
+        return cls([row for row in rows if "turns" in row], lost)
+
+    def times(self, night: str, cell: str, attempt: int) -> list[Time]:
+        """Return the rows of the store; a side that was left out later had company before, and has none of them."""
+        return [
+            Time(night, cell, attempt, side, row["round"], *step, **row["state"])  # type: ignore[arg-type]
+            for row in self.rounds
+            for side, *step in Timing.read(row["turns"]).steps()
+            if side not in self.unloadable
+        ]
+
+
+def run(task: Task, progress: Callable[[float, str], None] | None = None) -> CellTimes:
+    """Time a cell here.
+
+    Raises:
+        InputError: what the candidate raises; `timing-failed` if the process dies.
+    """
+    remedy = "look into the system's log; a smaller batch takes less memory"
+    where = f"{Path(task.sides[CANDIDATE]).name}, batch {task.batch}"
+    return CellTimes.of(child.run(_time, asdict(task), progress, remedy=remedy, died="timing-failed", where=where))
+
+
+def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
+    task = Task(**data)
+    samples = samples_of(task.samples)
+
+    def load(side: str) -> Step:
+        return loaded(Path(task.sides[side]), task.runtime, task.batch, samples)
+
+    done = 0
+    for row in measure(task, load, lambda: clocks.of_gpu() if task.gpu else clocks.of_cpu()):
+        caller.row(row)
+        done += "turns" in row
+        caller.at(done / task.rounds, f"round {done} of {task.rounds}")
 
 
 def loaded(path: Path, runtime: str, batch: int, samples: Mapping[str, NDArray[Any]]) -> Step:

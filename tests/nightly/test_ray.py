@@ -14,14 +14,14 @@ import pytest
 
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
-from quantkit.nightly.executors.ray import Ray
+from quantkit.nightly.executors import Ray
+from quantkit.nightly.jobs import BuildJob
 from quantkit.nightly.records import NightCell
-from quantkit.nightly.running.jobs import BuildJob
 from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 
-from .. import fake_work
-from ..conftest import FIRST, night
+from . import fake_work
+from .conftest import FIRST, night
 
 pytestmark = pytest.mark.slow
 _OF_A_NODE = {"object_store_memory": 80 * 2**20, "num_cpus": 1, "resources": {"cpu-x86": 1}}
@@ -30,7 +30,7 @@ _OF_A_NODE = {"object_store_memory": 80 * 2**20, "num_cpus": 1, "resources": {"c
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     # the nodes import what they run
-    roots = [str(Path(__file__).parents[depth]) for depth in (2, 3)]
+    roots = [str(Path(__file__).parents[depth]) for depth in (1, 2)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster

@@ -1,14 +1,19 @@
-"""On a Ray cluster: each build on a node that offers its target as a resource.
+"""Where the builds of a night run.
+
+`local`: here, one build after another: what is timed has the machine for itself. Builds whose cells are measured on
+devices are compiled here first. Then the devices measure side by side, each one cell at a time, and this machine its
+own when they are done: it has nothing else to do meanwhile.
+
+`ray`: on a Ray cluster, each build on a node that offers its target as a resource.
 
     ray start --head --resources='{"cpu-x86": 1}'
     ray start --address=HEAD:6379 --resources='{"l4": 1}'
 
 Cells of a device (`on: [pi5]`) go to a node that offers the device's name: one that reaches it, by OpenSSH's own
-configuration and keys. What else is known of the device goes with them.
-
-A build takes one of the resource, so a node that offers 1 runs one build at a time. Where a node dies, its build begins
-anew on another; what it had committed is not done again. The store, the bundles and `nightly.yaml` lie on a path that
-all nodes share, and quantkit is installed on all of them.
+configuration and keys. What else is known of the device goes with them. A build takes one of the resource, so a node
+that offers 1 runs one build at a time. Where a node dies, its build begins anew on another; what it had committed is
+not done again. The store, the bundles and `nightly.yaml` lie on a path that all nodes share, and quantkit is installed
+on all of them.
 """
 
 from __future__ import annotations
@@ -19,15 +24,74 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
-from quantkit.errors import InputError, MissingDependency, Stopped
-from quantkit.nightly.running.jobs import BuildJob, JobOutcome, Work, contained
+from quantkit.errors import InputError, MissingDependency, Stopped, did_you_mean
+from quantkit.nightly.build import prepare
+from quantkit.nightly.jobs import BuildJob, Executor, JobOutcome, Work, contained
 from quantkit.pipeline.progress import Progress
 
 # seconds between two looks at which nodes are left
 _LOOK = 5.0
+
+
+@dataclass(frozen=True)
+class Local:
+    """See the module.
+
+    Args:
+        prepare: compiles what a device will measure.
+    """
+
+    prepare: Work = prepare
+
+    def ready(self) -> None:
+        """See `jobs.Executor`: it always is."""
+
+    def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
+        """See `jobs.Executor`."""
+        devices: dict[str, list[BuildJob]] = {}
+        for job in jobs:
+            if job.on:
+                outcome = contained(job, self.prepare, progress)
+                if outcome.state == "done":
+                    devices.setdefault(job.on, []).append(job)
+                else:
+                    yield outcome
+        if devices:
+            yield from _side_by_side(list(devices.values()), work, progress)
+        for job in jobs:
+            if not job.on:
+                yield contained(job, work, progress)
+
+
+def _side_by_side(queues: Sequence[Sequence[BuildJob]], work: Work, progress: Progress) -> Iterator[JobOutcome]:
+    """Each device's builds in order, each outcome as it comes; an interrupt ends all of them."""
+    over = threading.Event()
+    ended: SimpleQueue[JobOutcome | BaseException] = SimpleQueue()
+
+    def one_after_another(queue: Sequence[BuildJob]) -> None:
+        try:
+            for job in queue:
+                ended.put(contained(job, work, progress, alone=False, over=over))
+        except BaseException as problem:
+            ended.put(problem)
+
+    with ThreadPoolExecutor(len(queues)) as pool:
+        try:
+            for queue in queues:
+                pool.submit(one_after_another, queue)
+            for _ in range(sum(map(len, queues))):
+                outcome = ended.get()
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                yield outcome
+        except BaseException:
+            over.set()
+            raise
 
 
 @dataclass(frozen=True)
@@ -147,3 +211,13 @@ def _connected(address: str) -> Any:
         # ray makes of a SIGTERM an exit that nothing can be put away in
         signal.signal(signal.SIGTERM, before)
     return ray
+
+
+NAMES: dict[str, type[Local | Ray]] = {"local": Local, "ray": Ray}
+
+
+def named(name: str) -> Executor:
+    """Return the executor of that name, with its defaults. Raises InputError `usage`."""
+    if name not in NAMES:
+        raise InputError("usage", where="--executor", value=name, remedy=did_you_mean(name, NAMES))
+    return NAMES[name]()

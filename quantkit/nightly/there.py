@@ -26,7 +26,7 @@ from quantkit.measurement.doctor import demand_architecture
 from quantkit.measurement.size import folder_of
 from quantkit.measurement.timing.anew import Task
 from quantkit.nightly.records import Side
-from quantkit.nightly.running.timing import CellTimes, times
+from quantkit.nightly.timing import CellTimes
 from quantkit.pipeline.finished.keep import export_of
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph
 from quantkit.pipeline.progress import Progress
@@ -139,7 +139,7 @@ class Timer:
                     rows += [self._checked(row) for row in answer.rows]
                     if len(rows) > task.rounds + len(sides):
                         raise invalid(device.device.name, f"more than the {task.rounds} rounds that were asked for")
-        return times(rows)
+        return CellTimes.of(rows)
 
     def now(self) -> dict[str, Any]:
         """`device` and `versions` of a result that was measured there."""

@@ -22,7 +22,7 @@ from quantkit.measurement.accuracy import positions
 from quantkit.measurement.compared import WordFlip
 from quantkit.measurement.rows import read_rows
 from quantkit.measurement.timing.anew import CANDIDATE
-from quantkit.nightly.gating.evidence import UNSCORED
+from quantkit.nightly.evidence import UNSCORED
 from quantkit.nightly.records import Side
 from quantkit.pipeline.compare.scores import demand_one_text
 from quantkit.pipeline.compare.sides import BundleSide as Compared

@@ -12,14 +12,14 @@ import pytest
 
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import Stopped
-from quantkit.nightly.executors.local import Local
+from quantkit.nightly.executors import Local
+from quantkit.nightly.jobs import BuildJob, JobOutcome
 from quantkit.nightly.records import NightCell
-from quantkit.nightly.running.jobs import BuildJob, JobOutcome
 from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 
-from .. import fake_work
-from ..conftest import FIRST, night
+from . import fake_work
+from .conftest import FIRST, night
 
 
 class Heard(Progress):
