@@ -119,6 +119,28 @@ def _operators_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shapes_of_answers() -> Iterator[None]:
+    """Whatever a command answers in a test has the shape in `--json` that it always had: see `golden/shapes.py`."""
+    if "quantkit.cli.frame" not in sys.modules:
+        yield  # nothing that was collected runs a command
+        return
+    from golden import shapes
+
+    from quantkit.cli import frame
+
+    printed = frame._print
+
+    def checked(answer: Any, name: str, code: int, out: Any, *, as_json: bool) -> None:
+        shapes.check(frame._envelope(answer, name, code))
+        printed(answer, name, code, out, as_json=as_json)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame, "_print", checked)
+        yield
+    shapes.keep()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Whatever the environment says: threads would only wait for one another."""
