@@ -160,6 +160,9 @@ def fake_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "tensorrt", module)
+    # whose loaders keep the library that they have met first
+    for name in [name for name in sys.modules if name.partition(".")[0] == "polygraphy"]:
+        monkeypatch.delitem(sys.modules, name)
     spec.loader.exec_module(module)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
 

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from quantkit.exporters.tensorrt.parser_errors import Refused, of_parser, refusal, unknown
+from quantkit.exporters.tensorrt.parser import Refused, of_parser, refusal, unknown
 from quantkit.runtimes.tensorrt.library import Said, load
 
 pytest.importorskip("tensorrt_rtx")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.exporters.tensorrt.tactics import Tactics, of
+from quantkit.exporters.tensorrt.timings import Tactics, of
 
 LOG = """\
 *************** Autotuning Reformat: Float(1,1,1) -> Float(1:4,1,1) ***************

@@ -25,13 +25,25 @@ NetworkDefinitionCreationFlag = enum.IntEnum("NetworkDefinitionCreationFlag", ["
 MemoryPoolType = enum.Enum("MemoryPoolType", ["WORKSPACE"])
 ProfilingVerbosity = enum.Enum("ProfilingVerbosity", ["DETAILED"])
 HardwareCompatibilityLevel = enum.Enum("HardwareCompatibilityLevel", ["AMPERE_PLUS"])
-BuilderFlag = enum.Enum("BuilderFlag", ["VERSION_COMPATIBLE"])
+BuilderFlag = enum.Enum("BuilderFlag", ["VERSION_COMPATIBLE", "TF32"])
+DeviceType = enum.Enum("DeviceType", ["GPU", "DLA"])
 
 
 class ILogger:
     """The base of a log."""
 
     Severity = enum.Enum("Severity", ["INTERNAL_ERROR", "ERROR", "WARNING", "VERBOSE"])
+
+
+class Logger(ILogger):
+    """The library's own."""
+
+    INTERNAL_ERROR, ERROR, WARNING, VERBOSE = ILogger.Severity
+    INFO = "INFO"
+
+
+def init_libnvinfer_plugins(logger: Any, namespace: str) -> None:
+    """Nothing to load."""
 
 
 class IProgressMonitor:
@@ -51,6 +63,17 @@ class _Cache:
 
 
 class _Config(SimpleNamespace):
+    DLA_core, default_device_type, num_optimization_profiles = -1, "GPU", 1
+
+    def set_flag(self, flag: Any) -> None:
+        """Kept by nobody."""
+
+    def get_flag(self, flag: Any) -> bool:
+        return False
+
+    def get_timing_cache(self) -> _Cache:
+        return self.cache
+
     def set_memory_pool_limit(self, pool: Any, size: int) -> None:
         self.workspace = size
 
@@ -68,6 +91,17 @@ class _Config(SimpleNamespace):
         return True
 
 
+class _Network(list[Any]):
+    inputs: tuple[Any, ...] = ()
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.inputs)
+
+    def get_input(self, place: int) -> Any:
+        return self.inputs[place]
+
+
 class OnnxParser:
     """Reads lines."""
 
@@ -78,6 +112,13 @@ class OnnxParser:
         lines = Path(path).read_bytes().split(b"\n")
         self.network.lines = [line.decode() for line in lines] if lines[0].isascii() else [str(x) for x in lines[:9]]
         self.network.num_layers = len(self.network.lines)
+        if not lines[0].isascii():
+            import onnx
+
+            given = onnx.load(path, load_external_data=False).graph.input
+            self.network.inputs = tuple(
+                SimpleNamespace(name=each.name, is_shape_tensor=False, dtype="FLOAT", shape=()) for each in given
+            )
         return True
 
 
@@ -88,7 +129,7 @@ class Builder:
         self.logger = logger
 
     def create_network(self, flags: int) -> Any:
-        return SimpleNamespace()
+        return _Network()
 
     def create_optimization_profile(self) -> Any:
         return SimpleNamespace(set_shape=lambda *shape: None, set_shape_input=lambda *shape: None)

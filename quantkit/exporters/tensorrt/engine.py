@@ -1,4 +1,4 @@
-"""An engine from a network: built in a process of its own, with a limit on its time and timings that outlive it.
+"""An engine from a network: built by Polygraphy's loaders in a process of its own, with a limit on its time.
 
 What TensorRT measures of its kernels is kept in the user's cache (`timings.py`). Beside an engine stands what built it,
 for which GPU, under which driver, and with which options, as far as they were applied.
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from quantkit import limits
 from quantkit.content import Closed
 from quantkit.errors import InputError
-from quantkit.exporters.tensorrt.parser_errors import of_parser, refusal
+from quantkit.exporters.tensorrt.parser import demand_polygraphy, environment, read
 from quantkit.exporters.tensorrt.profiles import ProfileShapes, batches, fitted, inputs_of, shapes
-from quantkit.exporters.tensorrt.tactics import Tactics, TimedLayer
-from quantkit.exporters.tensorrt.timings import Timings, place
+from quantkit.exporters.tensorrt.timings import Tactics, TimedLayer, Timings, place
+from quantkit.model.source.weights import write_atomic
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.tensorrt.file import NETWORK
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
 TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
-_LEFT_OUT = "--set 'export=[{tensorrt: {engine: false}}]' keeps the network alone, for another library"
 _MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
 
 
@@ -119,7 +118,7 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
     job = plan.job(folder / NETWORK, folder / plan.engine, cache)
     built = build(job, progress=progress)
     data = plan.described(built)
-    _write(folder / plan.record, memoryview(data))
+    write_atomic(folder / plan.record, [data])
     return {plan.engine: built.sha256, plan.record: hashlib.sha256(data).hexdigest()}
 
 
@@ -206,8 +205,9 @@ def build(job: EngineJob, *, progress: Report | None = None) -> Built:
 
     Raises:
         InputError: `network-unsupported` with the nodes, `build-failed`, `timeout`, `sm-unsupported`.
-        MissingDependency: the library.
+        MissingDependency: the library, polygraphy.
     """
+    demand_polygraphy()
     library = load(job.library)
     for each in job.sm if library.ahead_of_time else []:
         if each not in library.capabilities():
@@ -219,6 +219,7 @@ def build(job: EngineJob, *, progress: Report | None = None) -> Built:
         remedy=_MORE_TIME,
         died="build-failed",
         where=f"{job.library} {library.version}",
+        environment=environment(library),
         # one that hears nothing any more
         seconds=None if job.seconds is None else 2 * job.seconds + 30,
     )
@@ -230,75 +231,34 @@ def _build(data: Mapping[str, Any], caller: child.Caller) -> None:
     caller.row(_built(EngineJob.model_validate(data), caller.at).model_dump(mode="json"))
 
 
-def demand_read(library: Library, network: Path, where: str) -> None:
-    """Let a library's parser read a network in a child process, without building anything of it.
-
-    Raises:
-        InputError: `network-unsupported` with the nodes.
-    """
-    job = {"library": library.name, "network": str(network), "where": where}
-    child.run(_read, job, remedy=_LEFT_OUT, died="network-unsupported", where=where)
-
-
-def _read(job: Mapping[str, str], caller: child.Caller) -> None:
-    library = load(job["library"])  # type: ignore[arg-type]
-    said = Said(library.api)
-    builder = library.api.Builder(said.logger)
-    _parsed(library, library.network(builder), said, Path(job["network"]), job["where"])
-
-
-def _parsed(library: Library, network: Any, said: Said, path: Path, where: str) -> Any:
-    """The parser that has read a file: what it made of it lives as long as it does."""
-    parser = library.api.OnnxParser(network, said.logger)
-    if not parser.parse_from_file(str(path)):
-        raise refusal(where, f"{library.name} {library.version}", of_parser(parser))
-    return parser
-
-
 def _built(job: EngineJob, report: Report) -> Built:
-    library = load(job.library)
-    api = library.api
-    tactics = Tactics()
-    said = Said(api, tactics.hear)
-    started = time.perf_counter()
-    builder = api.Builder(said.logger)
-    network = library.network(builder)
-    _parser = _parsed(library, network, said, Path(job.network), Path(job.network).name)
-    config = builder.create_builder_config()
-    library.aim(config, job.sm)
-    config.set_memory_pool_limit(api.MemoryPoolType.WORKSPACE, int(job.workspace))
-    config.builder_optimization_level = job.optimization_level
-    # names of layers and what was fused: what the inspector shows of an engine
-    config.profiling_verbosity = api.ProfilingVerbosity.DETAILED
-    if job.version_compatible:
-        config.set_flag(api.BuilderFlag.VERSION_COMPATIBLE)
-    if job.hardware_compatible:
-        config.hardware_compatibility_level = api.HardwareCompatibilityLevel.AMPERE_PLUS
-    for each in job.profiles:
-        config.add_optimization_profile(_profile(builder, each))
+    from polygraphy.backend.trt import EngineBytesFromNetwork, PostprocessConfig
+    from polygraphy.exception import PolygraphyException
+
+    library, tactics, started = load(job.library), Tactics(), time.perf_counter()
+    where = f"{library.name} {library.version}"
+    said = Said(library.api, tactics.hear)
+    loaded = read(library, said, Path(job.network), Path(job.network).name)
+    timings = Timings(job.timing_cache, job.keep_every)
     deadline = None if job.seconds is None else started + job.seconds
-    timings = Timings(config, job.timing_cache, job.keep_every)
-    monitor = _monitor(api, deadline, timings, report)
-    config.progress_monitor = monitor
+    monitor = _monitor(library.api, deadline, timings, report)
+    config = PostprocessConfig(_config(job, library, timings, monitor), timings.attach)
     try:
-        plan = builder.build_serialized_network(network, config)
-    finally:
-        timings.keep()
-    if plan is None and monitor.late:
-        limit, where = job.seconds, f"{library.name} {library.version}"
-        raise InputError(
-            "timeout", where=where, value=f"not done after {limit:g} s", rule="the limit", remedy=_MORE_TIME
-        )
-    if plan is None:
+        data = memoryview(EngineBytesFromNetwork(loaded, config=config)())
+    except PolygraphyException as problem:
+        if monitor.late:
+            value = f"not done after {job.seconds:g} s"
+            raise InputError("timeout", where=where, value=value, rule="the limit", remedy=_MORE_TIME) from None
         raise InputError(
             "build-failed",
-            where=f"{library.name} {library.version}",
-            value=said.first or "no engine, and no word why",
+            where=where,
+            value=said.first or " ".join(str(problem).split())[:240],
             rule="a network that our own checks let through builds",
             remedy="please report it, with the recipe; --set tensorrt.engine=false keeps the network alone",
-        )
-    data = memoryview(plan)
-    _write(Path(job.engine), data)
+        ) from None
+    finally:
+        timings.keep()
+    write_atomic(Path(job.engine), [data])
     seconds = time.perf_counter() - started
     first = timings.first(Path(job.network), job.profiles, seconds)
     return Built(
@@ -309,7 +269,7 @@ def _built(job: EngineJob, report: Report) -> Built:
         bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
         seconds=seconds,
-        layers=int(network.num_layers),
+        layers=int(loaded[1].num_layers),
         cache_hit=timings.hit,
         first_seconds=first,
         saved_seconds=None if first is None else first - seconds,
@@ -318,14 +278,33 @@ def _built(job: EngineJob, report: Report) -> Built:
     )
 
 
-def _profile(builder: Any, shapes: ProfileShapes) -> Any:
-    profile = builder.create_optimization_profile()
-    for name, (least, likely, most) in shapes.inputs.items():
-        if name not in shapes.values:
-            profile.set_shape(name, tuple(least), tuple(likely), tuple(most))
-    for name, (least, likely, most) in shapes.values.items():
-        profile.set_shape_input(name, least, likely, most)
-    return profile
+def _config(job: EngineJob, library: Library, timings: Timings, monitor: Any) -> Any:
+    """Polygraphy's loader of the builder's configuration."""
+    from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
+    from polygraphy.backend.trt import CreateConfig, Profile
+
+    profiles = []
+    for each in job.profiles:
+        profile = Profile()
+        for name, sizes in {**each.inputs, **each.values}.items():  # of an input that is sizes, what they may be
+            profile.add(name, *map(tuple, sizes))
+        profiles.append(profile)
+    api = library.api
+    shared: dict[str, Any] = {
+        "profiles": profiles,
+        "memory_pool_limits": {api.MemoryPoolType.WORKSPACE: int(job.workspace)},
+        "builder_optimization_level": job.optimization_level,
+        # names of layers and what was fused: what the inspector shows of an engine
+        "profiling_verbosity": api.ProfilingVerbosity.DETAILED,
+        "progress_monitor": monitor,
+    }
+    if library.ahead_of_time:
+        capabilities = [tuple(map(int, each.split("."))) for each in job.sm]
+        return CreateConfigRTX(compute_capabilities=capabilities, **shared)
+    if job.hardware_compatible:
+        shared["hardware_compatibility_level"] = api.HardwareCompatibilityLevel.AMPERE_PLUS
+    # its loaders turn TF32 off by default; a strongly typed network has float32 only where it was asked for
+    return CreateConfig(tf32=True, version_compatible=job.version_compatible, load_timing_cache=timings.file, **shared)
 
 
 def _monitor(api: Any, deadline: float | None, timings: Timings, report: Report) -> Any:
@@ -352,9 +331,3 @@ def _monitor(api: Any, deadline: float | None, timings: Timings, report: Report)
             self.steps.pop(name, None)
 
     return Monitor()
-
-
-def _write(path: Path, data: memoryview) -> None:
-    from quantkit.model.source.weights import write_atomic
-
-    write_atomic(path, [data])

@@ -11,6 +11,15 @@ Beside it stands what the first build of each network took, which knew none of i
     saved = seconds of the first build - seconds of this one
 
 A network is its graph and its shapes; other weights in the same graph take as long.
+
+Which kernels it tried for each layer stands in its verbose log (`Tactics`):
+
+    --------------- Timing Runner: LAYER (RUNNER)
+    ... Set Tactic Name: KERNEL Tactic: 0x42
+    Tactic: 0x42 Time: 0.0262451            milliseconds
+
+as TensorRT 8.2 to 10 print it (10 has name and time in one line); nothing of it is documented, so a line that looks
+otherwise is passed over.
 """
 
 from __future__ import annotations
@@ -18,13 +27,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantkit.bundle.disk import alone, write_atomic
-from quantkit.content import cache_dir
+from quantkit.content import Closed, cache_dir
 from quantkit.exporters.tensorrt.profiles import ProfileShapes
 from quantkit.runtimes.tensorrt.library import Library
 
@@ -38,10 +48,9 @@ def place(library: Library, gpu: str, options: Mapping[str, Any]) -> Path | None
 
 
 class Timings:
-    """The timing cache of one build.
+    """The timing cache of one build: a file that Polygraphy's loaders read, written while the build goes on.
 
     Args:
-        config: of the builder; it gets the cache.
         path: of the file; None: none is kept.
         every: seconds between two writes while the build goes on.
 
@@ -49,34 +58,39 @@ class Timings:
     up a build.
     """
 
-    def __init__(self, config: Any, path: str | None, every: float) -> None:
-        self._config, self._path, self._every = config, None if path is None else Path(path), every
+    def __init__(self, path: str | None, every: float) -> None:
+        self._path, self._every = None if path is None else Path(path), every
         self._written = time.monotonic()
-        self._cache: Any = None
+        self._config: Any = None
         self.hit: bool | None = None
         self.problem = ""
-        if self._path is None:
-            return
-        before = self._stored()
-        self._cache = config.create_timing_cache(before)
-        if self._cache is None or not config.set_timing_cache(self._cache, ignore_mismatch=False):
-            before, self._cache = b"", config.create_timing_cache(b"")  # damaged: begun anew
-            config.set_timing_cache(self._cache, ignore_mismatch=False)
-        self.hit = bool(before)
+
+    @property
+    def file(self) -> str | None:
+        """What is there to be read; None where nothing is."""
+        return str(self._path) if self._path is not None and self._stored() else None
+
+    def attach(self, builder: Any, network: Any, config: Any) -> None:
+        """Take a builder's configuration, whose cache the loaders have filled from `file`."""
+        if self._path is not None:
+            before = self._stored()
+            # a damaged file is begun anew: the loaders have taken an empty cache
+            self._config, self.hit = config, bool(before) and config.create_timing_cache(before) is not None
 
     def step(self) -> None:
         """Between two steps of the builder, which stands still meanwhile: write, if it is time to."""
-        if self._path is not None and time.monotonic() - self._written >= self._every:
+        if time.monotonic() - self._written >= self._every:
             self.keep()
 
     def keep(self) -> None:
         """Add what was timed to the file."""
-        if self._path is None:
+        if self._path is None or self._config is None:
             return
         self._written = time.monotonic()
         with self._told(), self._locked():
             # a copy: the builder may be in the middle of using its own
-            kept = self._config.create_timing_cache(bytes(memoryview(self._cache.serialize())))
+            timed = self._config.get_timing_cache().serialize()
+            kept = self._config.create_timing_cache(bytes(memoryview(timed)))
             now = self._stored()
             other = self._config.create_timing_cache(now) if now else None
             if other is not None:
@@ -140,3 +154,80 @@ def _read(path: Path) -> dict[str, float]:
         return {str(key): float(value) for key, value in json.loads(path.read_bytes()).items()}
     except (OSError, ValueError, AttributeError, TypeError):  # damaged: begun anew
         return {}
+
+
+# layers that are kept: those whose fastest kernel takes the longest
+KEPT = 32
+_RUNNER = re.compile(r"-{5,} Timing Runner: (?P<layer>.+) \((?P<runner>[^()]+)\)\s*$")
+_NAMED = re.compile(r"Tactic Name: (?P<name>[^\s,]+),? Tactic: (?P<id>0x[0-9a-f]+)")
+_TIMED = re.compile(r"Tactic: (?P<id>0x[0-9a-f]+),? Time: (?P<ms>[0-9.e+-]+|inf|nan)\b")
+
+
+class Tried(Closed):
+    """One kernel.
+
+    Args:
+        name: of it, or its number.
+        seconds: that it took.
+    """
+
+    name: str
+    seconds: float
+
+
+class TimedLayer(Closed):
+    """A layer, and every kernel that was timed for it, the fastest first."""
+
+    layer: str
+    tried: tuple[Tried, ...]
+
+    @property
+    def spread(self) -> float:
+        """How many times as long the slowest takes."""
+        return self.tried[-1].seconds / self.tried[0].seconds
+
+
+class Tactics:
+    """Reads a log, line by line."""
+
+    def __init__(self) -> None:
+        self._layer, self._runner = "", ""
+        self._names: dict[str, str] = {}
+        self._found: dict[str, dict[str, float]] = {}
+
+    def hear(self, line: str) -> None:
+        """One line of the log."""
+        if found := _RUNNER.search(line):
+            self._layer, self._runner = found["layer"], found["runner"]
+            return
+        if "Fastest Tactic" in line:  # says again what has been said
+            return
+        if found := _NAMED.search(line):
+            self._names[found["id"]] = found["name"]
+        if (found := _TIMED.search(line)) and self._layer:
+            seconds = float(found["ms"]) / 1e3
+            if not 0 < seconds < float("inf"):
+                return
+            name = self._names.get(found["id"], f"{self._runner} {found['id']}")
+            times = self._found.setdefault(self._layer, {})
+            # the same kernel is timed for several layouts of its tensors
+            times[name] = min(seconds, times.get(name, seconds))
+
+    def timed(self, count: int = KEPT) -> list[TimedLayer]:
+        """The layers that take the longest, those with conversions of layouts left out."""
+        layers = [
+            TimedLayer(
+                layer=layer,
+                tried=tuple(
+                    Tried(name=name, seconds=taken) for name, taken in sorted(times.items(), key=lambda pair: pair[1])
+                ),
+            )
+            for layer, times in self._found.items()
+            if not layer.startswith("Optimizer Reformat")
+        ]
+        return sorted(layers, key=lambda each: -each.tried[0].seconds)[:count]
+
+
+def of(record: object) -> list[TimedLayer]:
+    """`tactics` of an engine's description."""
+    return [TimedLayer.model_validate(each) for each in record] if isinstance(record, Sequence) else []

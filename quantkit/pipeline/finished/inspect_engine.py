@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quantkit import limits
 from quantkit.bundle import Decision, LayerEntry
 from quantkit.exporters import reader
-from quantkit.exporters.tensorrt import tactics
+from quantkit.exporters.tensorrt import timings
 from quantkit.measurement.engine_layers import FALLBACK, NAME, SUFFIX, Inspected, inspected
 from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime
@@ -31,7 +31,7 @@ def look(model: EngineModel, layers: Sequence[LayerEntry]) -> Inspected:
     file, library = model.engine.file, model.engine.library
     context = min(_CONTEXT, model.capacity - 1) if model.decoder else model.longest(_BATCH, _CONTEXT)
     record = json.loads(limits.read(file.path.with_suffix(".json")))
-    tried = {each.layer: [(one.name, one.seconds) for one in each.tried] for each in tactics.of(record.get("tactics"))}
+    tried = {each.layer: [(one.name, one.seconds) for one in each.tried] for each in timings.of(record.get("tactics"))}
     return inspected(
         model.engine.information(),
         layers,

@@ -104,8 +104,8 @@ def _demand_read(graph: FloatGraph, library: Library | None) -> None:
     """Let the library read the network in which everything stays in 16 bits: what it refuses there, it would later."""
     if library is None:
         return
-    from quantkit.exporters.tensorrt.engine import demand_read
     from quantkit.exporters.tensorrt.network.graph import network
+    from quantkit.exporters.tensorrt.parser import demand_read
     from quantkit.exporters.trace.rewrite import save
     from quantkit.graph.run import Runner
 
@@ -129,7 +129,7 @@ def _why_kept(site: Site, recipe: Recipe) -> str:
 
 def _demand_known(graph: FloatGraph, library: Library | None) -> None:
     """Refuse operators that no engine can be made of, and free sizes that no profile speaks of."""
-    from quantkit.exporters.tensorrt.parser_errors import Refused, refusal, unknown
+    from quantkit.exporters.tensorrt.parser import Refused, refusal, unknown
 
     nodes = list(graph.model.graph.all_nodes())
     own = {node.op_type for node in nodes if node.domain in _ONNX}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -87,18 +87,6 @@ class Library:
         """An empty network, strongly typed. Version 11 knows no other."""
         flag = getattr(self.api.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
         return builder.create_network(0 if flag is None else 1 << int(flag))
-
-    def aim(self, config: Any, capabilities: Sequence[str]) -> None:
-        """Say which GPUs an engine is for. Raises InputError `sm-unsupported`."""
-        if not self.ahead_of_time:
-            return
-        known = self.capabilities()
-        for each in capabilities:
-            if each not in known:
-                raise unsupported(self, each)
-        config.num_compute_capabilities = len(capabilities)
-        for place, each in enumerate(capabilities):
-            config.set_compute_capability(getattr(self.api.ComputeCapability, "SM" + each.replace(".", "")), place)
 
 
 class Said:

@@ -37,7 +37,7 @@ class TensorrtRuntime(Runtime):
     ) -> None:
         self.name = name
         # torch runs the float model beside it, and says which GPU there is
-        self.packages = (*TORCH.packages, "nvidia-ml-py")
+        self.packages = (*TORCH.packages, "nvidia-ml-py", "polygraphy")
         self.installed = (*TORCH.installed, name.replace("_", "-"))
         self._library, self._gpus, self._device = library, gpus, device
 

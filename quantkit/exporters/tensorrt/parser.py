@@ -1,4 +1,4 @@
-"""What TensorRT's parser cannot import, in one line: the nodes with their operators, and what would remove them.
+"""Networks as TensorRT's parser reads them; what it cannot import, in one line: nodes, and what would remove them.
 
 `OnnxParser.parse` goes on behind a node that it refuses and reports every one, so its errors are all that there is to
 know; `supports_model_v2` adds the nodes around them, which it does take. `supports_operator` knows the names of ONNX's
@@ -8,14 +8,17 @@ there). Of some it has an importer and nothing behind it (`_EMPTY`). TensorRT-RT
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from quantkit.errors import InputError
-from quantkit.runtimes.tensorrt.library import Library, Said
+from quantkit.errors import InputError, MissingDependency
+from quantkit.runtimes import child
+from quantkit.runtimes.tensorrt.library import Library, Said, load
 
 _SHOWN = 4
+_LEFT_OUT = "--set 'export=[{tensorrt: {engine: false}}]' keeps the network alone, for another library"
 # how quantized models are written for others: (operators, what makes a graph without them)
 _REMEDIES = (
     (
@@ -51,6 +54,52 @@ class Refused:
     node: str = ""
     said: str = ""
     domain: str = ""
+
+
+def demand_polygraphy() -> None:
+    """Raises MissingDependency for the package whose loaders networks are read and engines built by."""
+    with MissingDependency.unless_found("polygraphy", extra="tensorrt", purpose="a TensorRT engine"):
+        import polygraphy  # noqa: F401
+
+
+def environment(library: Library) -> dict[str, str]:
+    """Tell Polygraphy, as it is imported in a child process, which of the two libraries it is to use."""
+    return {"POLYGRAPHY_USE_TENSORRT_RTX": "1" if library.ahead_of_time else "0"}
+
+
+def read(library: Library, said: Said, path: Path, where: str) -> tuple[Any, Any, Any]:
+    """Return (builder, network, parser) of an ONNX file, by Polygraphy's loader.
+
+    Its `NetworkFromOnnxPath` ends at the first word of the parser; what that has to say of each node is wanted here.
+
+    Raises:
+        InputError: `network-unsupported` with the nodes.
+    """
+    from polygraphy.backend.trt import util
+    from polygraphy.backend.trt.loader import BaseNetworkFromOnnx
+
+    util.TRT_LOGGER = said.logger
+    typed = hasattr(library.api.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")  # version 11 knows no other
+    builder, network, parser = BaseNetworkFromOnnx(strongly_typed=typed)()
+    if not parser.parse_from_file(str(path)):
+        raise refusal(where, f"{library.name} {library.version}", of_parser(parser))
+    return builder, network, parser
+
+
+def demand_read(library: Library, network: Path, where: str) -> None:
+    """Let a library's parser read a network in a child process, without building anything of it.
+
+    Raises:
+        InputError: `network-unsupported` with the nodes. MissingDependency: polygraphy.
+    """
+    demand_polygraphy()
+    job = {"library": library.name, "network": str(network), "where": where}
+    child.run(_read, job, remedy=_LEFT_OUT, died="network-unsupported", where=where, environment=environment(library))
+
+
+def _read(job: Mapping[str, str], caller: child.Caller) -> None:
+    library = load(job["library"])  # type: ignore[arg-type]
+    read(library, Said(library.api), Path(job["network"]), job["where"])
 
 
 def of_parser(parser: Any) -> list[Refused]:
