@@ -104,10 +104,6 @@ class Exporter(ExporterFacts, Protocol):
         """
         ...
 
-    def spec(self, **known: Any) -> LayerSpec:
-        """Put together what is asked of an exporter, for a plan of a recipe alone."""
-        return LayerSpec(**known)
-
     def for_target(
         self, options: Any, target: Target, asked: LayerSpec, trial: Trial | None = None
     ) -> tuple[Mapping[str, Any], str]:

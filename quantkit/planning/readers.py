@@ -12,12 +12,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
 
 import yaml
 
 from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.exporters import Exporter, LayerSpec, load_exporter
 from quantkit.kinds import Kind
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -25,18 +25,6 @@ from quantkit.target import State, Stored, Target
 
 ORDER: tuple[State, ...] = ("native", "emulated", "absent")
 
-
-class _Exporter(plugins.ExporterFacts, Protocol):
-    """What a plan asks of an exporter; see `quantkit.exporters.Exporter`."""
-
-    def spec(self, **known: Any) -> Any: ...
-
-    def holds(self, options: Any, runtime: str, asked: Any) -> State: ...
-
-    def caveat(self, options: Any, runtime: str) -> str: ...
-
-
-_EXPORTERS: plugins.Kind[_Exporter] = plugins.Kind("exporters")
 # what takes most models: no graph is traced, and experts can be packed without zero points
 _PLAIN = "int4-symmetric"
 
@@ -86,7 +74,7 @@ def readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
         InputError: that of the first export that none of the target's runtimes can read.
     """
     steps = exports(recipe, kind)
-    read = [step for step in steps if set(_EXPORTERS.load(step.name).runtimes) & set(target.runtimes)]
+    read = [step for step in steps if set(load_exporter(step.name).runtimes) & set(target.runtimes)]
     found: list[Reader] = []
     problems: list[tuple[str, InputError]] = []
     for step in read or steps:
@@ -144,7 +132,7 @@ def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = Non
     """
     found = []
     for step in recipe.export:
-        exporter = _EXPORTERS.load(step.name)
+        exporter = load_exporter(step.name)
         for runtime in exporter.runtimes:
             said = exporter.caveat(step.settings, runtime)
             if not said or runtime not in (target.runtimes if runtimes is None else runtimes):
@@ -179,7 +167,7 @@ def exports(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
     """The exports of a recipe; of a float graph the engine that it becomes if the recipe has one, else a graph."""
     if kind != "network":
         return recipe.export
-    return [step for step in recipe.export if _EXPORTERS.load(step.name).stores == "engine"] or [_graph()]
+    return [step for step in recipe.export if load_exporter(step.name).stores == "engine"] or [_graph()]
 
 
 def with_remedy(error: InputError, remedy: str) -> InputError:
@@ -194,7 +182,7 @@ def either(*remedies: str) -> str:
 
 def _reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
     """The best of the target's runtimes for one export. Raises InputError, that of the first one."""
-    exporter = _EXPORTERS.load(step.name)
+    exporter = load_exporter(step.name)
     if step is not _graph():
         _demand_place_for_moved(recipe, step, exporter)
     problems: list[InputError] = []
@@ -230,12 +218,10 @@ def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationSche
 @cache
 def _graph() -> ExportStep:
     """What a float graph becomes where its recipe builds no engine of it."""
-    return ExportStep(
-        name=next(name for name in plugins.EXPORTERS.shipped() if _EXPORTERS.load(name).stores == "graph")
-    )
+    return ExportStep(name=next(name for name in plugins.EXPORTERS.shipped() if load_exporter(name).stores == "graph"))
 
 
-def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: _Exporter) -> None:
+def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Exporter) -> None:
     """Refuse an export that has no place for what a pass makes of inputs. Raises InputError `layout-unsupported`."""
     moving = [each.name for each in recipe.passes if "moved" in plugins.PASSES.of(each).ensures]
     if moving and not exporter.moves:
@@ -248,7 +234,7 @@ def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: _Exporte
         )
 
 
-def _read_by(recipe: Recipe, step: ExportStep, exporter: _Exporter, target: Target, runtime: str) -> Reader:
+def _read_by(recipe: Recipe, step: ExportStep, exporter: Exporter, target: Target, runtime: str) -> Reader:
     stored = stored_formats(recipe)
     target.check(stored, runtime)
     weights = {place: own for place, own, _ in _schemes(recipe)}
@@ -256,7 +242,7 @@ def _read_by(recipe: Recipe, step: ExportStep, exporter: _Exporter, target: Targ
     left: State = "native"
     if step is not _graph():  # whose own rules are `graph_schemes`
         left = exporter.holds(
-            step.settings, runtime, exporter.spec(schemes=weights, activations=inputs, cache=recipe.scheme.kv_cache)
+            step.settings, runtime, LayerSpec(weights, activations=inputs, cache=recipe.scheme.kv_cache)
         )
     taken = []
     for each in stored:
