@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ from quantkit import errors
 from quantkit.cli.frame import app
 
 # what makes an error, and which of its arguments is the code
-_MAKERS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+_MAKERS = {
+    name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.QuantkitError)
+}
 
 
 def words() -> dict[str, dict[str, list[str]]]:
@@ -37,7 +40,7 @@ def _form(parameter: Any) -> list[str]:
 
 def codes() -> list[str]:
     """Every code that an error is constructed with, as far as it is written there as a text."""
-    return sorted(set(_codes()))
+    return sorted({code for code in _codes() if re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", code)})
 
 
 def _codes() -> Iterator[str]:
@@ -52,7 +55,7 @@ def _codes() -> Iterator[str]:
 
 
 def _of_call(node: ast.Call) -> Iterator[str]:
-    if ast.unparse(node.func).rpartition(".")[2] in _MAKERS and node.args:
+    if ast.unparse(node.func).rpartition(".")[2] in _MAKERS - {"MissingDependency"} and node.args:
         yield from _texts(node.args[0])
     yield from _texts(*(keyword.value for keyword in node.keywords if keyword.arg == "code"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import graphlib
 from collections import defaultdict
-from pathlib import Path
 
 from house.source import files, imports, tree
 
@@ -25,15 +24,6 @@ def test_no_two_modules_need_each_other() -> None:
         {module: {name for _, name in imports(module, types=False)} - {module} for module in files()}
     )
     sorter.prepare()  # CycleError names the circle: what both need belongs below them
-
-
-def test_a_file_is_read_in_one_sitting() -> None:
-    long = {module: lines for module, path in files().items() if (lines := _lines(path)) > 600}
-    assert not long, "one idea, one file"
-
-
-def _lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def test_one_noun_is_one_class() -> None:

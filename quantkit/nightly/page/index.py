@@ -14,8 +14,9 @@ from markupsafe import Markup
 
 from quantkit.nightly.evidence import is_first
 from quantkit.nightly.page import charts, say
-from quantkit.nightly.page.charts import Chart
-from quantkit.nightly.page.data import (
+from quantkit.nightly.page.detail import Detail
+from quantkit.nightly.page.drawing import Chart
+from quantkit.nightly.page.history import (
     ANSWERS,
     BETTER,
     FAILED,
@@ -24,7 +25,6 @@ from quantkit.nightly.page.data import (
     SAME,
     WHATS,
     WORSE,
-    Detail,
     History,
     parts,
 )
