@@ -71,9 +71,8 @@ def needed(module: str) -> Iterator[str]:
     """Modules that one needs: imports wherever they stand, and plug-ins that it asks the loader for."""
     yield from (name for _, name in imports(module))
     for node in nodes(module):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "plugins":
-            if node.attr in _KINDS:
-                yield f"quantkit.{_KINDS[node.attr]}"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "plugins" and node.attr in _KINDS:
+            yield f"quantkit.{_KINDS[node.attr]}"
 
 
 def lines() -> dict[str, int]:
