@@ -188,7 +188,7 @@ class ScoreStreamed(Closed):
 
 
 class CarriedLinear(Closed):
-    """A linear, K inputs by N outputs, and the folder of its products: see `measurement.operators.sources`."""
+    """A linear, K inputs by N outputs, and the folder of its products: see `measurement.operators.onnxruntime`."""
 
     K: Count
     N: Count

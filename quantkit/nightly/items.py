@@ -185,7 +185,7 @@ def samples(request: Request, path: Path, most: int) -> None:
 def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
     """Embeds the pairs that a bundle is scored on."""
     from quantkit.measurement.accuracy.embed import results
-    from quantkit.measurement.accuracy.labelled.pairs import found_first
+    from quantkit.measurement.accuracy.labelled.classes import found_first
     from quantkit.measurement.accuracy.purpose import TextResults
     from quantkit.model.source.open import open_model
     from quantkit.model.streaming.stream import StreamedModel

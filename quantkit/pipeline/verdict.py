@@ -16,10 +16,9 @@ from quantkit.errors import GateError, InputError, MissingDependency, QuantkitEr
 from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import NAME, stored
-from quantkit.measurement.prompts import with_prompts
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict
+from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict, with_prompts
 from quantkit.model.structure.sizes import positions
 from quantkit.passes import decision
 from quantkit.recipe import ExportStep

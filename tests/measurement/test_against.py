@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.measurement.accuracy.against import against, flipped
-from quantkit.measurement.accuracy.positions import Items
+from quantkit.measurement.accuracy.positions import Items, against, flipped
 from quantkit.stats.deciding.decision import decide
 
 MARGINS = {"accuracy.next_word": 0.01, "accuracy.kl": 0.01, "accuracy.perplexity": 0.01}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quantkit.bundle import Verdict
-from quantkit.measurement.prompts import with_prompts
 from quantkit.measurement.rows import Baseline, Row
+from quantkit.measurement.verdict import with_prompts
 
 STEPS = Verdict(answer="ship_it", because=["batch 1: 2 times as fast"])
 

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
-    monkeypatch.setattr("quantkit.measurement.accuracy.long_context.SAMPLES", 2)
+    monkeypatch.setattr("quantkit.measurement.accuracy.score.SAMPLES", 2)
 
 
 def compiled(model: Path, out: Path, layout: str, scheme: dict[str, Any], **changes: Any) -> Compiled:

@@ -14,7 +14,7 @@ import torch
 import quantkit
 from quantkit.errors import InputError, QuantkitError
 from quantkit.graph.codes import solve
-from quantkit.measurement.accuracy.mixed import MixedSearch
+from quantkit.measurement.accuracy.harm import MixedSearch
 from quantkit.model.to_onnx import write_onnx
 from quantkit.pipeline.graphs import mixed as graph_mixed
 from quantkit.pipeline.verdict import read_harm

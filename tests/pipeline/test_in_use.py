@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, chat_tokenizer: Any) -> Path
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
-    monkeypatch.setattr("quantkit.measurement.accuracy.long_context.SAMPLES", 1)
+    monkeypatch.setattr("quantkit.measurement.accuracy.score.SAMPLES", 1)
 
 
 def compiled(model: Path, out: Path, template: str | None = None) -> Compiled:

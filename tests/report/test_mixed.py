@@ -8,8 +8,7 @@ import pytest
 from plotly import graph_objects
 from pydantic import ValidationError
 
-from quantkit.measurement.accuracy.harm import Harm
-from quantkit.measurement.accuracy.mixed import MixedSearch
+from quantkit.measurement.accuracy.harm import Harm, MixedSearch
 from quantkit.report.bundle.mixed import said, sections
 from quantkit.report.bundle.page import page
 from report import labelled

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quantkit.measurement.operators.onnxruntime import ProductSource
 from quantkit.measurement.operators.products import copies
-from quantkit.measurement.operators.sources import ProductSource
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.model.sizes.shapes import LinearShape
 

@@ -29,11 +29,10 @@ from quantkit.devices.tax.needs import ProductNeeds
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters.onnx import single_op as single
 from quantkit.measurement.operators.ceilings import LARGE_CACHE, joined, write_graphs
-from quantkit.measurement.operators.onnxruntime import cost_of
+from quantkit.measurement.operators.onnxruntime import SMALL, RandomProducts, cost_of, file_of
 from quantkit.measurement.operators.products import RanSide, TimedVariant, demand_any
 from quantkit.measurement.operators.rows import ALL
 from quantkit.measurement.operators.run import SweepJob, rows_of
-from quantkit.measurement.operators.sources import SMALL, RandomProducts, file_of
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.clocks import Between, settings_of

@@ -8,10 +8,9 @@ from typing import Any
 
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import CeilingSamples, ProductTimes, dumped
-from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
+from quantkit.measurement.operators.onnxruntime import SMALL, OnnxRuntimeBench, StoredProducts
 from quantkit.measurement.operators.products import SweepPlan, TimedVariant, take
 from quantkit.measurement.operators.run import CpuLimits
-from quantkit.measurement.operators.sources import SMALL, StoredProducts
 from quantkit.measurement.timing.clocks import Clocks, of_cpu
 from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Array
 from quantkit.model.sizes.shapes import LinearShape

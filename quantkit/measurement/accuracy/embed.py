@@ -10,15 +10,17 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit import content, machine
 from quantkit.bundle import cached
 from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.measurement.accuracy.labelled import About, classification, outputs, retrieval
-from quantkit.measurement.accuracy.labelled.pairs import cosine_row
+from quantkit.measurement.accuracy.labelled.classes import cosine_row
 from quantkit.measurement.accuracy.purpose import TextResults, pooled
 from quantkit.measurement.rows import Data, Row
 from quantkit.runtimes import Headed
@@ -125,10 +127,8 @@ def _original(model: StreamedModel, result: TextResults) -> Sequence[Array]:
     """Return what the original gives, computed once and kept in the user's cache."""
     import torch
 
-    from quantkit.measurement.accuracy import states
-
     key = json.dumps([result.key, result.ids]).encode()
-    place = states.place(model, hashlib.sha256(b"result" + key).hexdigest())
+    place = kept_at(model, hashlib.sha256(b"result" + key).hexdigest())
     kept = cached.read_tensor(place)
     lengths = [1 if result.purpose.gives in ("vectors", "text") else len(text) for text in result.ids]
     if kept is None or kept.shape[0] != sum(lengths):
@@ -187,3 +187,26 @@ def _states(model: Candidate, ids: Array) -> Array:
             found: Array = model.answers(torch.from_numpy(ids), chunk=_TOGETHER).all().float().cpu().numpy()
         return found
     return model.encode(ids)
+
+
+# of how models are run block by block: another number, and what was kept before is not read again. Until 2, classes
+# that share a cache or arguments between chunks gave other states than their own forward
+_STREAM = 2
+
+
+def kept_at(model: StreamedModel, digest: str) -> Path:
+    """Where an original's states are kept, by all that they depend on; `digest` is of the ids."""
+    import torch
+
+    key = {
+        "source": model.source.sha256,
+        "ids": digest,
+        "stream": _STREAM,
+        "versions": machine.versions(),
+        "isa": machine.isa(),
+        "threads": torch.get_num_threads(),
+    }
+    if model.device.type != "cpu":
+        key["device"] = [torch.cuda.get_device_name(model.device), torch.get_float32_matmul_precision()]
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return content.cache_dir() / "states" / f"{name}.safetensors"

@@ -15,17 +15,22 @@ Folds scale rows and columns of a weight exactly, and W' is the original weight 
 stored by least squares, so that nothing need be known of the passes. The fit takes (N + K)/(N K) of the error away.
 
 Outliers of an input: its largest channel over its median channel, each by its largest absolute value.
+
+**Mixed precision by sensitivity** (`MixedSearch`): layers are quantized one at a time and the harm of each is measured
+at the model's output. Kept high in the order of that harm for what quantizing them saves, they give a curve from "all
+quantized" towards "all as they were"; each point of it is compiled and scored, because harms do not quite add up. The
+choice is the first point that meets the gate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quantkit.content import Closed
-from quantkit.measurement.accuracy.mixed import MixedSearch
+from quantkit.measurement.rows import Finite, Interval
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -268,3 +273,53 @@ class _Watch:
     def first_of_each(self, linears: Sequence[str]) -> list[str]:
         """One for each shared input."""
         return list({self._places[name]: name for name in reversed(linears)}.values())[::-1]
+
+
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class Alone(Closed):
+    """One layer quantized with all others left high: its harm, and the bytes that quantizing it saves."""
+
+    name: str
+    harm: Finite
+    bytes: Bytes
+
+
+class MixedPoint(Closed):
+    """One point of the curve: the layers that are kept high there, the weights' bytes, the measured harm."""
+
+    kept: list[str]
+    bytes: Bytes
+    harm: Finite
+    ci95: Interval | None = None
+
+
+class MixedSearch(Closed):
+    """The search and its choice.
+
+    Args:
+        what: the harm of a step is, with its unit: `KL, nats an image`. Lower is better, 0 is none.
+        alone: what that of a layer is, where it is another; "" where it is not.
+        scored: on what, in words: `256 images of fashion-mnist (tune)`.
+        layers: each alone, the worst first.
+        steps: by rising bytes; the first keeps nothing high that the recipe does not.
+        chosen: which step was taken; None where none meets the limit.
+        limit: the most harm that the gate allows; None without a gate.
+    """
+
+    what: str
+    alone: str = ""
+    scored: str
+    layers: list[Alone]
+    steps: list[MixedPoint] = Field(min_length=1)
+    chosen: int | None = Field(default=None, ge=0)
+    limit: Finite | None = None
+
+    @model_validator(mode="after")
+    def _chosen_is_one(self) -> Self:
+        if self.chosen is not None and self.chosen >= len(self.steps):
+            raise ValueError(f"step {self.chosen} was chosen of {len(self.steps)}")
+        if [step.bytes for step in self.steps] != sorted(step.bytes for step in self.steps):
+            raise ValueError("steps stand by rising bytes")
+        return self

@@ -1,19 +1,27 @@
-"""Score a candidate against its original on held-out text, both streamed block by block."""
+"""Score a candidate against its original on held-out text, both streamed block by block.
+
+**What a quantized KV cache costs as the context grows** (`long_rows`): every later token reads the cache again, with
+its errors. Long sequences are scored twice, with the cache as it is stored and with a float one, and the mean KL
+divergence is given over the positions up to 512, 1,024, ... of each: `accuracy.kl` rows with `shape.context` and
+`settings.kv_cache`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quantkit import machine
 from quantkit.bundle import cached
 from quantkit.calibrate.tokens.ids import TokenSet
-from quantkit.measurement.accuracy import states
+from quantkit.measurement.accuracy.embed import kept_at, result_rows
 from quantkit.measurement.accuracy.labelled import About
 from quantkit.measurement.accuracy.positions import Accuracy, Items, data_of
-from quantkit.measurement.rows import Device, Row
+from quantkit.measurement.rows import Baseline, Device, Row
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
     from quantkit.runtimes.onnxruntime.session import OnnxModel
     from quantkit.runtimes.openvino.session import OpenvinoModel
     from quantkit.runtimes.tensorrt import decode
-
+    from quantkit.scheme import CacheScheme
 
 # logits of one model that are in memory at one time
 _LOGITS, _ON_GPU = 1 << 23, 1 << 25
@@ -37,7 +45,7 @@ def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
     """
     from quantkit.model.streaming.stream import Answers
 
-    place = states.place(model, tokens.sha256)
+    place = kept_at(model, tokens.sha256)
     kept = cached.read_tensor(place)
     if kept is None or kept.shape[:2] != tokens.ids.shape:
         calls = model.through(tokens.ids)
@@ -199,7 +207,77 @@ def rows(
             scored.append(score(original, candidate, tokens, tell, at_once=at_once))
             found += scored[-1].rows(replace(about, settings={**about.settings, "way": way}))
         return found, scored[0]
-    from quantkit.measurement.accuracy.embed import result_rows
     from quantkit.measurement.accuracy.purpose import TextResults
 
     return result_rows(original, candidate, tokens, TextResults(original, tokens), about, progress), None
+
+
+# tokens a sequence, where the model has as many positions, and how many sequences
+CONTEXT, SAMPLES = 2048, 4
+_SHORTEST = 512
+# what `settings.kv_cache` says of a cache that is not quantized
+FLOAT = "float"
+
+
+def named(cache: CacheScheme | None) -> str:
+    """`settings.kv_cache` of a row: `fp8_e4m3, tensor`."""
+    return FLOAT if cache is None else f"{cache.format}, {cache.granularity}"
+
+
+def long_rows(
+    original: StreamedModel,
+    candidates: Mapping[str, StreamedModel],
+    tokens: TokenSet,
+    *,
+    subject: str,
+    runtime: str,
+    settings: Mapping[str, Any],
+    progress: Callable[[float], None] | None = None,
+) -> list[Row]:
+    """`accuracy.kl` of each candidate, cumulated over growing contexts.
+
+    Args:
+        candidates: `settings.kv_cache` -> the model with that cache.
+        subject: `content_sha256` of the bundle.
+    """
+    tell = progress or (lambda done: None)
+    found: list[Row] = []
+    for number, (cache, candidate) in enumerate(candidates.items()):
+        items = score(original, candidate, tokens)
+        found += [
+            Row(
+                name="accuracy.kl",
+                value=part.mean(part.kl).value,
+                unit="nat",
+                stat="mean",
+                better="lower",
+                ci95=part.mean(part.kl).ci95,
+                n=part.n,
+                subject=subject,
+                baseline=Baseline(subject=original.source.sha256, value=0.0),
+                shape={"sequences": int(tokens.ids.shape[0]), "context": context},
+                runtime=runtime,
+                settings={**settings, "kv_cache": cache},
+                device=Device.model_validate(device_of(candidate)),
+                versions=machine.versions(),
+                data=data_of(tokens),
+                flags=[f"ci95-by-{part.clusters()[1]}"],
+            )
+            for context in contexts(tokens.ids.shape[1])
+            for part in (up_to(items, context),)
+        ]
+        tell((number + 1) / len(candidates))
+    return found
+
+
+def contexts(tokens: int) -> Sequence[int]:
+    """512, 1024, ... and the whole length."""
+    found = [_SHORTEST * 2**power for power in range(12) if _SHORTEST * 2**power < tokens]
+    return [*found, tokens]
+
+
+def up_to(items: Items, context: int) -> Items:
+    """The items of the first `context` tokens of each sequence."""
+    starts = np.searchsorted(items.sequence, items.sequence)
+    chosen = np.arange(items.n) - starts < context - 1
+    return Items(**{name: getattr(items, name)[chosen] for name in Items.__dataclass_fields__})

@@ -12,8 +12,9 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,13 +25,13 @@ from quantkit.exporters.onnx.single_product import MOST, SingleProduct, StorageV
 from quantkit.graph import protobuf
 from quantkit.measurement.operators.ceilings import last_level_cache
 from quantkit.measurement.operators.products import Runnable, copies
-from quantkit.measurement.operators.sources import SMALL, ProductSource, RandomProducts
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.schedule import Array, Step
 from quantkit.model.sizes.shapes import LinearShape
 
 if TYPE_CHECKING:
     import onnxruntime
+    import torch
 
 Places = dict[tuple[int, str, int], Any]  # (rows, name and dtype, N) -> a tensor that all sides of a shape share
 RUNTIME = "onnxruntime"
@@ -280,3 +281,75 @@ def _optimized(model: bytes) -> tuple[str, int]:
         kind = next(protobuf.inside(tensor, 2), 0)
         size += count * _BITS.get(kind, 8) // 8 if count > 1 and isinstance(kind, int) else 0
     return ", ".join(dict.fromkeys(operators)), size
+
+
+# what a variant's kernel is found out on: what is fused does not depend on the size
+SMALL = LinearShape(name="small", K=256, N=256)
+# rows of a weight that say how large all of it is
+_FEW = 64
+
+
+class ProductSource(Protocol):
+    """The products of one linear, by the names of their variants."""
+
+    def weight_bytes(self, variant: str) -> float:
+        """Of one weight; 0 where there is none. Raises as `product`."""
+        ...
+
+    def product(self, variant: str) -> SingleProduct:
+        """Raises InputError: `group-indivisible`, `shape-invalid`, what the variant cannot hold."""
+        ...
+
+
+class RandomProducts:
+    """Made here: weights are normal, in every variant the same before they are quantized. Needs torch and onnx.
+
+    Args:
+        linear: their shape.
+        seed: of the weights.
+    """
+
+    def __init__(self, linear: LinearShape, seed: int = 0) -> None:
+        self.linear, self.seed = linear, seed
+
+    @cached_property
+    def _weight(self) -> torch.Tensor:
+        import torch
+
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 8191 * self.linear.K + self.linear.N)
+        return torch.randn(self.linear.N, self.linear.K, generator=generator).mul_(0.02)
+
+    def weight_bytes(self, variant: str) -> float:
+        """See `ProductSource`: by a few rows."""
+        import torch
+
+        few = min(self.linear.N, _FEW)
+        weight = torch.randn(few, self.linear.K, generator=torch.Generator().manual_seed(self.seed))
+        return single.product(single.variant(variant), weight).weight_bytes * self.linear.N / few
+
+    def product(self, variant: str) -> SingleProduct:
+        """See `ProductSource`."""
+        return single.product(single.variant(variant), self._weight)
+
+
+class StoredProducts:
+    """Read from a folder: of each variant the file that `SingleProduct.save` wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def weight_bytes(self, variant: str) -> float:
+        """See `ProductSource`."""
+        return float(SingleProduct.bytes_in(self._file(variant)))
+
+    def product(self, variant: str) -> SingleProduct:
+        """See `ProductSource`."""
+        return SingleProduct.read(self._file(variant), single.variant(variant))
+
+    def _file(self, variant: str) -> Path:
+        return self.folder / file_of(variant)
+
+
+def file_of(variant: str) -> str:
+    """What the file of a product is called."""
+    return f"{variant}.npz"

@@ -140,19 +140,19 @@ def _score_long(
     prepared: Prepared, bundle: Path, original: StreamedModel, subject: str, progress: Progress
 ) -> list[Row]:
     """What the quantized cache costs at a long context, beside what the rest costs there."""
-    from quantkit.measurement.accuracy import long_context, score
+    from quantkit.measurement.accuracy import score
     from quantkit.runtimes.torch import RUNTIME as TORCH
 
     recipe = prepared.request.recipe
-    progress.at("score", 0.9, f"up to {long_context.CONTEXT:,} tokens, with a quantized and a float cache")
+    progress.at("score", 0.9, f"up to {score.CONTEXT:,} tokens, with a quantized and a float cache")
     folder = bundle / "model"
-    found = long_context.rows(
+    found = score.long_rows(
         original,
         {
-            long_context.named(recipe.scheme.kv_cache): prepared.placed(TORCH.stream(folder)),
-            long_context.FLOAT: prepared.placed(TORCH.stream(folder, cache=False)),
+            score.named(recipe.scheme.kv_cache): prepared.placed(TORCH.stream(folder)),
+            score.FLOAT: prepared.placed(TORCH.stream(folder, cache=False)),
         },
-        tokens.long(recipe, prepared.source, long_context.CONTEXT, long_context.SAMPLES),
+        tokens.long(recipe, prepared.source, score.CONTEXT, score.SAMPLES),
         subject=subject,
         runtime=TORCH.name,
         settings={"dtype": "float32"},

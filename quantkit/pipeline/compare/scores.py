@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import InputError
-from quantkit.measurement.accuracy.against import against
-from quantkit.measurement.accuracy.positions import Items
+from quantkit.measurement.accuracy.positions import Items, against
 from quantkit.measurement.compared import Quantity
 from quantkit.measurement.rows import Data, Row
 from quantkit.pipeline.compare.sides import BundleSide

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from quantkit import machine
 from quantkit.calibrate.tokens.ids import load_tokens
 from quantkit.errors import InputError, QuantkitError
-from quantkit.measurement.accuracy.against import flipped
-from quantkit.measurement.accuracy.positions import Items
+from quantkit.measurement.accuracy.positions import Items, flipped
 from quantkit.measurement.compared import WordFlip, WordFlips
 from quantkit.measurement.rows import Data
 from quantkit.model.source import pretrained

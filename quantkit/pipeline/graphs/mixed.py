@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.bundle import Decision
-from quantkit.measurement.accuracy.mixed import Alone, MixedPoint, MixedSearch
+from quantkit.measurement.accuracy.harm import Alone, MixedPoint, MixedSearch
 from quantkit.measurement.rows import Row
 from quantkit.model.sizes.assigned import MIXED
 from quantkit.passes import NOTE, decision

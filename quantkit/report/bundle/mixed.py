@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantkit.measurement.accuracy.mixed import MixedPoint, MixedSearch
+from quantkit.measurement.accuracy.harm import MixedPoint, MixedSearch
 from quantkit.report.kit import axes, charts, words
 from quantkit.report.kit.charts import QUANTIZED, BarPart, Curve, Mark
 from quantkit.report.kit.parts import Panel, Section, Sheet

@@ -6,7 +6,8 @@ from reference import plain_labelled as plain
 
 from measurement.labelled.made_up import about
 from quantkit.errors import GateError, InputError
-from quantkit.measurement.accuracy.labelled import pairs, retrieval
+from quantkit.measurement.accuracy.labelled import classes as pairs
+from quantkit.measurement.accuracy.labelled import retrieval
 
 
 def embeddings(n: int = 40, width: int = 12, noise: float = 0.3, seed: int = 0):

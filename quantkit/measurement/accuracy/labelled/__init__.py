@@ -5,8 +5,7 @@ is taken item by item, because both sides saw the same ones.
 """
 
 from quantkit.measurement.accuracy.labelled.about import About
-from quantkit.measurement.accuracy.labelled.classes import classification
+from quantkit.measurement.accuracy.labelled.classes import classification, retrieval
 from quantkit.measurement.accuracy.labelled.outputs import outputs
-from quantkit.measurement.accuracy.labelled.pairs import retrieval
 
 __all__ = ["About", "classification", "outputs", "retrieval"]
