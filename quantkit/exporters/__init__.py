@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pydantic import BaseModel
+
 from quantkit.errors import InputError
-from quantkit.plugins import ExporterFacts, Kind
+from quantkit.plugins import Kind, Stores
 
 if TYPE_CHECKING:
     from quantkit.bundle import Check, Decision, LayerEntry
@@ -82,8 +84,34 @@ class LayerSpec:
             raise unheld(linear, "belongs to a mixture of experts", rule, f"leave `{export}` out of `export`")
 
 
-class Exporter(ExporterFacts, Protocol):
-    """One destination; an exporter inherits what it does not declare. `options` are its `Options` everywhere."""
+class Exporter(Protocol):
+    """One destination; an exporter inherits what it does not declare. `options` are its `Options` everywhere.
+
+    Attributes:
+        name: as in recipes; the folder's name.
+        runtimes: that read what it writes.
+        fuses: whether it gains from linears that are stored as one.
+        moves: whether it holds inputs whose channels are moved before they are quantized.
+        adds: whether it exports a finished bundle's checkpoint, too.
+        place: the folder of a bundle that it writes.
+        reads_graphs: whether it exports a finished bundle's graph, too: `add_graph`, `check_graph`.
+        builds: whether something is compiled from what was written and checked: `build`.
+        classes: of transformers that it writes models of; none: any.
+        stores: what becomes of a model: plans count its bytes and its checks by that.
+        Options: closed pydantic model of its options.
+    """
+
+    name: str
+    runtimes: tuple[str, ...]
+    fuses: bool = False
+    moves: bool = False
+    adds: bool = False
+    place: str = ""
+    reads_graphs: bool = False
+    builds: bool = False
+    classes: Collection[str] = ()
+    stores: Stores
+    Options: type[BaseModel]
 
     def accepts(self, options: Any, asked: LayerSpec) -> None:
         """Refuse, before any work, what the destination cannot hold.

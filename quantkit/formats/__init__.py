@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from quantkit.lazy import torch
-from quantkit.plugins import FormatFacts, Kind
+from quantkit.plugins import Kind, Rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,8 +139,23 @@ def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
     return [cut(stop - count, stop) for count, stop in zip(rows, ends, strict=True)]
 
 
-class Format(FormatFacts, Protocol):
+class Format(Protocol):
     """What every format's constant `FORMAT` offers. Tensors are torch's; inputs are never modified."""
+
+    @property
+    def name(self) -> str:
+        """The file's stem."""
+        ...
+
+    @property
+    def bits(self) -> int:
+        """Of one code."""
+        ...
+
+    @property
+    def rules(self) -> Rules:
+        """What its schemes may say."""
+        ...
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round [N, K] to nearest, each range from the smallest to the largest weight it covers."""

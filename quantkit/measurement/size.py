@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from quantkit import plugins
 from quantkit.bundle import FileEntry, LayerEntry
+from quantkit.exporters import load_exporter
 from quantkit.measurement.rows import Baseline, Row
 
 
@@ -29,7 +29,7 @@ def saved_bytes(layers: Iterable[LayerEntry]) -> float:
 
 def folder_of(export: str) -> str:
     """Where in a bundle an exporter writes: `model`, `engine`, `onnx`."""
-    return plugins.EXPORTERS.load(export).place
+    return load_exporter(export).place
 
 
 def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:

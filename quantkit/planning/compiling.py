@@ -30,10 +30,14 @@ from typing import Any
 
 from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.exporters import load_exporter
 from quantkit.formats import stored_bits
+from quantkit.model.layouts import load_layout
+from quantkit.model.layouts import names as layout_names
 from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
 from quantkit.model.sizes.assigned import assign_sizes
-from quantkit.model.sizes.storage import LAYOUTS, table_bytes
+from quantkit.model.sizes.storage import table_bytes
+from quantkit.passes import pass_of
 from quantkit.plugins import Stores
 from quantkit.recipe import ExportStep, PassStep, Recipe
 from quantkit.scheme import WeightScheme
@@ -256,12 +260,12 @@ def chunk_size(widest: int, tokens: int) -> int:
 
 def needs(step: PassStep) -> frozenset[str]:
     """The statistics that a pass of a recipe needs with its settings."""
-    return plugins.PASSES.of(step).needs_with(step.settings)
+    return pass_of(step).needs_with(step.settings)
 
 
 def stores(export: str) -> Stores:
     """What becomes of a model in an export."""
-    return plugins.EXPORTERS.load(export).stores
+    return load_exporter(export).stores
 
 
 def timed(recipe: Recipe) -> ExportStep | None:
@@ -356,7 +360,7 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
     left |= {"left floats": _table(spec)} if libraries["graph"] else {}
     for step in spec.recipe.export:
         layout = str(step.options.get("layout"))
-        loaded_with = LAYOUTS.load(layout.replace("-", "_")).libraries if layout in LAYOUTS else ()
+        loaded_with = load_layout(layout.replace("-", "_")).libraries if layout in layout_names() else ()
         libraries["library"] = libraries.get("library", 0.0) + sum(_LIBRARY.get(name, 0.0) for name in loaded_with)
     for name in spec.exports:
         session = _session(spec) if stores(name) == "graph" else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantkit import plugins
+from quantkit.passes import pass_of
 from quantkit.planning.compiling import ALIVE, SCORED_TOGETHER, CompileSpec, needs, shared
 
 # of the bytes that are free: the rest is for libraries' workspaces and for holes between what is allocated
@@ -64,9 +64,7 @@ def fit(spec: CompileSpec, free: float) -> Fit:
     """
     model = spec.architecture
     streams = 2 if spec.corrected else 1
-    folding = any(
-        "hessian" in needs(step) and "folded" in plugins.PASSES.of(step).ensures for step in spec.recipe.passes
-    )
+    folding = any("hessian" in needs(step) and "folded" in pass_of(step).ensures for step in spec.recipe.passes)
     inputs = [(group[0].K, sum(matrix.N for matrix in group)) for layer in model.layers for group in shared(layer)]
     sequence = 4.0 * ALIVE * spec.widest * max(spec.length, spec.scored_length, 1)
     hidden = 4.0 * spec.tokens * model.hidden * 2 * streams

@@ -18,24 +18,16 @@ from quantkit import content
 from quantkit.errors import unknown_name
 from quantkit.target import Part, State, Target, known_formats, known_runtimes
 
-# as a letter where space is short: large where the runtime computes in the format, small where it only emulates it
-LETTERS = {
-    "onnxruntime": "O",
-    "tensorrt": "T",
-    "tensorrt_rtx": "R",
-    "vllm": "V",
-    "llama_cpp": "L",
-    "openvino": "N",
-    "torch": "P",
-}
-NAMES = {
-    "onnxruntime": "ONNX Runtime",
-    "tensorrt": "TensorRT",
-    "tensorrt_rtx": "TensorRT-RTX",
-    "vllm": "vLLM",
-    "llama_cpp": "llama.cpp",
-    "openvino": "OpenVINO",
-    "torch": "transformers (PyTorch)",
+# runtime -> the letter that stands for it where space is short (large where it computes in the format, small where it
+# only emulates it) and what people call it; of others see `letter` and `title`
+_KNOWN = {
+    "onnxruntime": ("O", "ONNX Runtime"),
+    "tensorrt": ("T", "TensorRT"),
+    "tensorrt_rtx": ("R", "TensorRT-RTX"),
+    "vllm": ("V", "vLLM"),
+    "llama_cpp": ("L", "llama.cpp"),
+    "openvino": ("N", "OpenVINO"),
+    "torch": ("P", "transformers (PyTorch)"),
 }
 PARTS: tuple[Part, ...] = get_args(Part)
 _PART = {"weights": "", "inputs": " inputs", "kv_cache": " KV cache"}
@@ -49,6 +41,26 @@ Made from the targets in `export/` by `make matrix`; not written by hand. `quant
 smaller, not faster. **Absent**: it does not run. Columns without a word are of weights alone; *inputs* are of products
 whose weights and inputs are both in the format; *KV cache* is of keys and values. What is in no cell is not known.
 """
+
+
+def runtimes() -> list[str]:
+    """All that a target may speak of, in the order of the table."""
+    return [*_KNOWN, *(name for name in known_runtimes() if name not in _KNOWN)]
+
+
+@cache
+def letter(runtime: str) -> str:
+    """The letter of a runtime; of one that the table does not know the first of its name that is free."""
+    if runtime in _KNOWN:
+        return _KNOWN[runtime][0]
+    before = runtimes()[: runtimes().index(runtime)] if runtime in runtimes() else list(_KNOWN)
+    taken = {letter(name) for name in before}
+    return next((each for each in runtime.upper() if each.isalpha() and each not in taken), "?")
+
+
+def title(runtime: str) -> str:
+    """What people call a runtime."""
+    return _KNOWN[runtime][1] if runtime in _KNOWN else runtime
 
 
 @dataclass(frozen=True)
@@ -76,8 +88,8 @@ class MatrixEntry:
     @property
     def letter(self) -> str:
         """Of the runtime; "" where it does not run."""
-        letter = LETTERS.get(self.runtime, self.runtime[:1].upper())
-        return {"native": letter, "emulated": letter.lower(), "absent": ""}[self.state]
+        own = letter(self.runtime)
+        return {"native": own, "emulated": own.lower(), "absent": ""}[self.state]
 
 
 def entries(*, target: str | None = None, form: str | None = None, runtime: str | None = None) -> list[MatrixEntry]:
@@ -143,14 +155,15 @@ def table(found: Sequence[MatrixEntry]) -> dict[str, dict[str, str]]:
     }
 
 
-def _before(letter: str) -> tuple[bool, int]:
-    return letter.islower(), [*LETTERS.values()].index(letter.upper()) if letter.upper() in LETTERS.values() else 99
+def _before(own: str) -> tuple[bool, int]:
+    letters = [letter(name) for name in runtimes()]
+    return own.islower(), letters.index(own.upper()) if own.upper() in letters else len(letters)
 
 
 def legend(found: Iterable[MatrixEntry]) -> str:
     """What the letters mean, of those that occur."""
     seen = {each.runtime for each in found}
-    named = ", ".join(f"{letter} {NAMES[name]}" for name, letter in LETTERS.items() if name in seen)
+    named = ", ".join(f"{letter(name)} {title(name)}" for name in runtimes() if name in seen)
     return f"{named}; a capital computes in the stored form, a small letter expands it to floats first"
 
 
@@ -161,10 +174,10 @@ def markdown() -> str:
     lines = [_INTRO, "## All of it", "", f"{legend(found)}.", ""]
     rows = [[name, *(row.get(column, "") for column in names)] for name, row in table(found).items()]
     lines += _grid(["", *names], rows)
-    for runtime, title in NAMES.items():
+    for runtime in runtimes():
         own = [each for each in found if each.runtime == runtime]
-        lines += ["", f"## {title}", ""]
-        lines += _grid(["format", "targets", "state", "source"], _sourced(own, names))
+        lines += ["", f"## {title(runtime)}", ""] if own else []
+        lines += _grid(["format", "targets", "state", "source"], _sourced(own, names)) if own else []
     return "\n".join(lines) + "\n"
 
 

@@ -7,25 +7,22 @@ ship there are those that installed packages offer, and passes in a user's own f
 what it is, and what has to look at all of a kind looks at what ships.
 
 `Kind` finds them. What a plug-in does is declared by a Protocol beside its kind, with a loader that returns it:
-`load_format`, `load_pass`, `load_layout`, `load_exporter`, `load_runtime`. What a plug-in declares as plain data is
-read here, by floors that stand below it: recipes validate settings, plans ask what a pass needs.
+`load_format`, `load_pass`, `load_layout`, `load_exporter`, `load_runtime`. Floors below it read what a plug-in declares
+as plain data: recipes validate settings.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from quantkit.errors import InputError, unknown_name
 from quantkit.plugins import outside
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 # folder -> (the constant that a plug-in defines, one of the kind in a sentence)
 _WORDS = {
@@ -192,50 +189,17 @@ class Rules:
     multiple: int | None = None
 
 
-class Named(Protocol):
-    """What every plug-in declares."""
+class Step(Protocol):
+    """What names a plug-in."""
 
     @property
     def name(self) -> str:
         """The file's stem, or the folder's; recipes write `-` for the `_` of a layout."""
         ...
 
-
-class Step(Named, Protocol):
-    """What names a plug-in."""
-
     @property
     def code(self) -> outside.CodeFile | None:
         """The user's own file that it stands in."""
-        ...
-
-
-class FormatFacts(Named, Protocol):
-    """What a format declares."""
-
-    @property
-    def bits(self) -> int:
-        """Of one code."""
-        ...
-
-    @property
-    def rules(self) -> Rules:
-        """What its schemes may say."""
-        ...
-
-
-class PassFacts(Protocol):
-    """What a pass declares; `quantkit.passes.Pass` says what each of these means."""
-
-    name: str
-    needs: frozenset[str]
-    requires: frozenset[str]
-    ensures: frozenset[str]
-    on_graphs: str
-    Settings: type[BaseModel]
-
-    def needs_with(self, settings: Any) -> frozenset[str]:
-        """The statistics that it needs with these settings."""
         ...
 
 
@@ -244,44 +208,16 @@ class PassFacts(Protocol):
 Stores = Literal["tensors", "file", "graph", "engine"]
 
 
-class ExporterFacts(Protocol):
-    """What an exporter declares; `quantkit.exporters.Exporter` says what it does.
-
-    Attributes:
-        name: as in recipes; the folder's name.
-        runtimes: that read what it writes.
-        fuses: whether it gains from linears that are stored as one.
-        moves: whether it holds inputs whose channels are moved before they are quantized.
-        adds: whether it exports a finished bundle's checkpoint, too.
-        place: the folder of a bundle that it writes.
-        reads_graphs: whether it exports a finished bundle's graph, too: `add_graph`, `check_graph`.
-        builds: whether something is compiled from what was written and checked: `build`.
-        classes: of transformers that it writes models of; none: any.
-        stores: what becomes of a model: plans count its bytes and its checks by that.
-        Options: closed pydantic model of its options.
-    """
-
-    name: str
-    runtimes: tuple[str, ...]
-    fuses: bool = False
-    moves: bool = False
-    adds: bool = False
-    place: str = ""
-    reads_graphs: bool = False
-    builds: bool = False
-    classes: Collection[str] = ()
-    stores: Stores
-    Options: type[BaseModel]
-
-
 def exporters_that_store(stores: Stores) -> list[str]:
     """The shipped exporters of one kind, by name."""
     return [name for name in EXPORTERS.shipped() if EXPORTERS.load(name).stores == stores]
 
 
-FORMATS: Kind[FormatFacts] = Kind("formats")
-PASSES: Kind[PassFacts] = Kind("passes")
-EXPORTERS: Kind[ExporterFacts] = Kind("exporters")
-RUNTIMES: Kind[Named] = Kind("runtimes")
-LAYOUTS: Kind[Named] = Kind("model.layouts")
+# below the floor where a kind is declared its plug-ins are read as they are; above it `load_format`, `load_pass`, ...
+# say what they do
+FORMATS: Kind[Any] = Kind("formats")
+PASSES: Kind[Any] = Kind("passes")
+EXPORTERS: Kind[Any] = Kind("exporters")
+RUNTIMES: Kind[Any] = Kind("runtimes")
+LAYOUTS: Kind[Any] = Kind("model.layouts")
 KINDS = (PASSES, FORMATS, EXPORTERS, RUNTIMES, LAYOUTS)

@@ -351,7 +351,7 @@ class Recipe(Closed):
         """What of it does not ship: the files of its passes and what packages offer, with the sha256 of what runs."""
         files = [(step.name, step.code) for step in self.passes if step.code is not None]
         found = [{"kind": "pass", "name": name, "path": code.public, "sha256": code.sha256} for name, code in files]
-        named: list[tuple[plugins.Kind[plugins.Named], str]] = []
+        named: list[tuple[plugins.Kind[Any], str]] = []
         named += [(plugins.PASSES, step.name) for step in self.passes if step.code is None]
         named += [(plugins.EXPORTERS, step.name) for step in self.export]
         named += [(plugins.FORMATS, name) for name in self._formats()]

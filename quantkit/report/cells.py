@@ -47,7 +47,7 @@ def _all(found: Sequence[MatrixEntry]) -> list[RenderableType]:
     made.columns[0].width = _NAMES
     for column in made.columns[1:]:
         column.no_wrap = True
-    for runtime in matrix.NAMES:
+    for runtime in matrix.runtimes():
         alike: dict[tuple[str, ...], list[str]] = {}
         for target, cells in figures.by((e for e in found if e.runtime == runtime), lambda each: each.target).items():
             letters = tuple("".join(_letter(each) for each in cells if each.format == name) for name in formats)

@@ -11,7 +11,7 @@ import yaml
 
 from quantkit.errors import InputError
 from quantkit.pipeline.request import Request, default_out, this_machine
-from quantkit.planning.readers import stored_formats
+from quantkit.planning.support import stored_formats
 from quantkit.recipe import Recipe
 from quantkit.target import Stored, Target
 

@@ -31,7 +31,7 @@ def test_every_cell_of_every_target_is_in_it(found: list[matrix.MatrixEntry]) ->
 def test_every_format_and_runtime_of_the_matrix_is_there(found: list[matrix.MatrixEntry]) -> None:
     formats = "float32 float16 bfloat16 int8 int4 int3 int2 fp8_e4m3 fp8_e5m2 nf4 mxfp4 mxfp8 nvfp4"
     assert {each.format for each in found} >= set(formats.split())
-    assert {each.runtime for each in found} == set(matrix.LETTERS)
+    assert {each.runtime for each in found} == set(matrix.runtimes()) - {"quantkit_cpu"}
 
 
 def test_letters_are_large_where_a_runtime_computes_in_the_format(found: list[matrix.MatrixEntry]) -> None:

@@ -11,8 +11,7 @@ import pytest
 from quantkit import content
 from quantkit.errors import InputError
 from quantkit.kinds import Kind
-from quantkit.planning.readers import Reader, caveats, stored_formats
-from quantkit.planning.support import ask
+from quantkit.planning.support import Reader, ask, caveats, stored_formats
 from quantkit.recipe import Recipe
 from quantkit.target import Stored, Target
 

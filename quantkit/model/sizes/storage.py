@@ -19,16 +19,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
-from typing import Any, Protocol
+from typing import Any
 
 from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import scale_shape
+from quantkit.model.layouts import Layout, load_layout
 from quantkit.model.sizes.architecture import Architecture, Matrix
 from quantkit.model.sizes.assigned import ROLES, Assigned, assign_sizes, of_table, padded
-from quantkit.plugins import Kind
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -128,7 +128,7 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
         found = _file(architecture, linears, head, options)
     else:
         _refuse_tied(architecture, assigned)
-        layout = None if options.layout == "dense" else LAYOUTS.load(options.layout.replace("-", "_"))
+        layout = None if options.layout == "dense" else load_layout(options.layout.replace("-", "_"))
         found = _checkpoint(architecture, recipe, linears, head, layout)
     shared = architecture.tied and assigned.head is None
     return replace(found, shared=shared, decisions=[*assigned.decisions, *found.decisions])
@@ -218,7 +218,7 @@ def _checkpoint(
     recipe: Recipe,
     linears: Sequence[StoredLinear],
     head: StoredLinear | None,
-    layout: LayoutHeaders | None,
+    layout: Layout | None,
 ) -> Storage:
     dtype = architecture.dtype
     width = WIDTHS[dtype]
@@ -377,27 +377,6 @@ ENTRY = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 _Header = tuple[str, str, tuple[int, ...]]
 
 
-class LayoutHeaders(Protocol):
-    """What a plan asks of a checkpoint's layout; see `quantkit.model.layouts.Layout`."""
-
-    @property
-    def codes(self) -> str:
-        """Suffix of the tensor that holds the codes."""
-        ...
-
-    @property
-    def libraries(self) -> tuple[str, ...]:
-        """The packages without which transformers does not load it."""
-        ...
-
-    def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[_Header]:
-        """(name, safetensors dtype, shape) of what is stored of [N, K]."""
-        ...
-
-
-LAYOUTS: Kind[LayoutHeaders] = Kind("model.layouts")
-
-
 @dataclass(frozen=True)
 class StoredLinear:
     """A linear as it is stored; all bytes are those of one of its `count`.
@@ -430,7 +409,7 @@ class StoredLinear:
         return self.codes + self.scales + self.zeros + self.padding + self.tables + self.bias
 
 
-def in_layout(each: StoredLinear, dtype: str, layout: LayoutHeaders | None) -> StoredLinear:
+def in_layout(each: StoredLinear, dtype: str, layout: Layout | None) -> StoredLinear:
     """In a checkpoint.
 
     Args:
@@ -514,7 +493,7 @@ def in_file(each: StoredLinear, dtype: str) -> StoredLinear:
     return replace(each, format=scheme.format, codes=exact, scales=whole - exact, bias=bias)
 
 
-def header_bytes(each: StoredLinear, layout: LayoutHeaders | None, digits: int) -> int:
+def header_bytes(each: StoredLinear, layout: Layout | None, digits: int) -> int:
     """What all `count` of a linear add to the header of a safetensors file; `digits`: of an offset."""
     matrix = each.matrix
     headers: list[_Header] = [(f"{matrix.name}.weight", "BF16", (matrix.N, matrix.K))]
@@ -527,7 +506,7 @@ def header_bytes(each: StoredLinear, layout: LayoutHeaders | None, digits: int) 
     )
 
 
-def _headers(each: StoredLinear, layout: LayoutHeaders) -> list[_Header]:
+def _headers(each: StoredLinear, layout: Layout) -> list[_Header]:
     """What a layout lists of a linear, and the fixed scale and zero point of its input."""
     matrix = each.matrix
     assert each.scheme is not None

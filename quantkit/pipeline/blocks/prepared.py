@@ -27,8 +27,7 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, default_out, for_target, with_own_runtime
-from quantkit.planning.readers import caveats, spelt_out, with_remedy
-from quantkit.planning.support import demand_kind
+from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned
 from quantkit.recipe import Recipe
 

@@ -24,8 +24,7 @@ from quantkit.pipeline.graphs import engine as graph_engine
 from quantkit.pipeline.graphs.exported_module import located
 from quantkit.pipeline.graphs.measure import SampleCost, cost
 from quantkit.pipeline.request import Request, default_out
-from quantkit.planning.readers import graph_schemes
-from quantkit.planning.support import ask, demand_kind
+from quantkit.planning.support import ask, demand_kind, graph_schemes
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme
 

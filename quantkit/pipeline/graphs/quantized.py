@@ -19,7 +19,7 @@ from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.prepared import PreparedGraph
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps
 from quantkit.pipeline.progress import Progress
-from quantkit.planning.readers import graph_schemes
+from quantkit.planning.support import graph_schemes
 
 if TYPE_CHECKING:
     import onnx_ir as ir

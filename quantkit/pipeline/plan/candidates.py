@@ -9,8 +9,7 @@ from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
 from quantkit.exporters import load_exporter
 from quantkit.kinds import Kind
-from quantkit.planning.readers import stored_formats
-from quantkit.planning.support import ask, demand_kind, fitted, shipped
+from quantkit.planning.support import ask, demand_kind, fitted, shipped, stored_formats
 from quantkit.recipe import Recipe
 from quantkit.target import Target
 

@@ -36,12 +36,12 @@ from quantkit.planning.outlook import (
     Workload,
     recommend,
 )
-from quantkit.planning.readers import caveats, stored_formats
 from quantkit.planning.serving.batching import Server
 from quantkit.planning.serving.cost import Bill, RequestTime, bill
 from quantkit.planning.serving.load import Load, simulate
 from quantkit.planning.serving.prices import Prices
 from quantkit.planning.serving.traffic import OUTPUT, PROMPT, traffic
+from quantkit.planning.support import caveats, stored_formats
 from quantkit.target import ComputeType, Stored, Target
 
 # decisions that change what is stored, in a way that nobody may expect

@@ -10,6 +10,7 @@ import yaml
 
 from quantkit import plugins
 from quantkit.bundle import CodeEntry, Manifest
+from quantkit.exporters import load_exporter
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
 from quantkit.model.sizes.assigned import EXPERTS, EXPERTS_KEPT
@@ -174,7 +175,7 @@ def engine_runtime(manifest: Manifest) -> str:
 def file_runtime(manifest: Manifest) -> str | None:
     """That reads the one file that it holds everything in; None: it has no such file."""
     for name in plugins.exporters_that_store("file"):
-        exporter = plugins.EXPORTERS.load(name)
+        exporter = load_exporter(name)
         if has(manifest, f"{exporter.place}/"):
             return exporter.runtimes[0]
     return None
