@@ -42,8 +42,8 @@ from quantkit.devices.answers import DeviceFacts, ScoredStretch
 from quantkit.devices.collect import CollectedCells
 from quantkit.devices.job import Job
 from quantkit.devices.link import carry
-from quantkit.pipeline.finished.against import against
-from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
+from quantkit.pipeline.graphs.bundles import file_of, holds_graph, samples_of
+from quantkit.pipeline.measure import original_of
 from quantkit.pipeline.progress import Progress
 
 _DEBS = (
@@ -239,7 +239,7 @@ def apart(one: Any, other: Any) -> float:
 
 def scored(link: LocalLink, bundle: Any, data: Path) -> dict[str, Any]:
     """KL by the runner there, and by the same code here."""
-    found = against(bundle, None, "onnxruntime")
+    found = original_of(bundle, None, "onnxruntime")
     theirs, _ = found.floats(bundle, "onnxruntime")
     kl = {}
     here = LocalLink(link.workdir.parent / "here", "here")

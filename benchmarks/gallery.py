@@ -25,6 +25,7 @@ from quantkit import cli
 from quantkit.bundle import Bundle
 from quantkit.measurement.rows import read_rows
 from quantkit.pipeline import verdict
+from quantkit.pipeline.keep import page
 from quantkit.report.bundle import figures
 from quantkit.report.tune import page as tune_page
 from quantkit.target import Target
@@ -111,7 +112,7 @@ def report() -> str:
     own = verdict.of_original(rows, manifest.model.source.sha256)
     judged = verdict.decide(own, manifest.checks, manifest.layers, target)
     manifest = manifest.model_copy(update={"verdict": judged})
-    made, why = verdict.page(manifest, rows, figures.notes(manifest), bundle.path)
+    made, why = page(manifest, rows, figures.notes(manifest), bundle.path)
     if made is None:
         raise SystemExit(str(why))
     return made.decode()

@@ -23,7 +23,7 @@ from harness.record import record, show, verdicts
 from quantkit.graph.codes import solve
 from quantkit.graph.pairs import qdq
 from quantkit.model.source.alias import ALIASES
-from quantkit.pipeline.graphs.measure import scored
+from quantkit.pipeline.graphs.answers import scored
 from quantkit.pipeline.graphs.prepared import prepare
 from quantkit.pipeline.graphs.quantized import BATCH, MODEL, QuantizedGraph
 from quantkit.pipeline.progress import Progress

@@ -53,8 +53,8 @@ def jobs_of_network(bundle: Bundle, seconds: float, folder: Path) -> dict[str, S
     from quantkit.graph.open import open_graph
     from quantkit.graph.sites import sites
     from quantkit.model.source.alias import ALIASES, materialize
-    from quantkit.pipeline.graphs.measure import cost
-    from quantkit.pipeline.graphs.remeasure import samples_of
+    from quantkit.pipeline.graphs.answers import cost
+    from quantkit.pipeline.graphs.bundles import samples_of
 
     subject, form = bundle.manifest.content_sha256, verdict.format_of(bundle.manifest.layers)
     alias = ALIASES[bundle.manifest.model.source.ref.removeprefix("alias:")]

@@ -18,9 +18,7 @@ from harness.record import record, show, verdicts
 
 from quantkit.bundle import Bundle
 from quantkit.measurement.rows import Row
-from quantkit.model.source.open import open_model
-from quantkit.pipeline import verdict
-from quantkit.pipeline.baseline import float_export
+from quantkit.pipeline.measure import QUICK, measure, original_of
 
 _LEAST = 0.9
 
@@ -29,23 +27,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--times", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=verdict.QUICK.seconds)
+    parser.add_argument("--seconds", type=float, default=QUICK.seconds)
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     bundle = Bundle.load(options.bundle)
-    source = open_model(bundle.manifest.model.source.ref.removeprefix("alias:"))
-    baseline = float_export(source, "onnx", {})
+    original = original_of(bundle, None, "onnxruntime")
     runs = []
     for number in range(options.times):
-        plan = replace(verdict.QUICK, seconds=options.seconds, seed=number)
-        rows = verdict.time_it(
-            bundle.path / "onnx",
-            bundle.manifest.content_sha256,
-            bundle.manifest.layers,
-            baseline,
-            source.sha256,
-            plan,
-        )
+        plan = replace(QUICK, seconds=options.seconds, seed=number)
+        rows, _ = measure(bundle, original, "onnxruntime", accuracy=False, plan=plan)
         runs.append({_key(row): row for row in rows if row.name.startswith(("latency.", "throughput."))})
         print(f"run {number + 1} of {options.times} done", flush=True)
     kinds = {"ratio": _ratio, "value": _value}

@@ -123,7 +123,7 @@ def compile(  # noqa: A001 (the word of the command line)
         tf32=tf32,
     )
     if module is not None:
-        from quantkit.pipeline.graphs.exported_module import with_module
+        from quantkit.pipeline.graphs.located import with_module
 
         request = with_module(request, module, example_inputs)
     with showing(progress) as shown:

@@ -43,9 +43,9 @@ from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Timing
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.measurement.timing.speed import memory_row
 from quantkit.passes import decision
-from quantkit.pipeline.finished.against import against
-from quantkit.pipeline.finished.keep import keep
-from quantkit.pipeline.graphs.remeasure import float_side, holds_graph
+from quantkit.pipeline.graphs.bundles import holds_graph
+from quantkit.pipeline.keep import keep
+from quantkit.pipeline.measure import original_of
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
 
@@ -89,9 +89,9 @@ def measure_on(
     bundle.demand_intact()
     side: DeviceSides
     if holds_graph(bundle):
-        side = GraphSides(bundle, float_side(bundle, baseline, calibration), runtime)
+        side = GraphSides(bundle, original_of(bundle, baseline, None, calibration), runtime)
     else:
-        found = against(bundle, baseline, runner.floats)
+        found = original_of(bundle, baseline, runner.floats, calibration)
         of = (found, runtime, calibration, decisions)
         side = StreamedSides(bundle, *of, about, link.name) if runner.floats is None else ModelSides(bundle, *of)
     if speed and side.untimed:

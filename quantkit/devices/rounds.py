@@ -20,7 +20,7 @@ from quantkit.measurement.timing.clocks import Between
 from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, SIDES, RoundsJob, joined
 from quantkit.measurement.timing.schedule import Timing
 from quantkit.measurement.timing.shapes import Shape
-from quantkit.pipeline.finished.against import config_of
+from quantkit.pipeline.measure import config_of
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report

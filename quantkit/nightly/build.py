@@ -31,8 +31,8 @@ from quantkit.nightly.jobs import BuildJob
 from quantkit.nightly.records import BaselineKind, Item, NightCell, Result, Side
 from quantkit.nightly.store import Store
 from quantkit.nightly.timing import CellTimes
-from quantkit.pipeline.finished.keep import export_of
-from quantkit.pipeline.graphs.remeasure import holds_graph
+from quantkit.pipeline.graphs.bundles import holds_graph
+from quantkit.pipeline.keep import export_of
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.target import Target

@@ -27,7 +27,7 @@ from quantkit.nightly.records import Side
 from quantkit.pipeline.compare.scores import demand_one_text
 from quantkit.pipeline.compare.sides import BundleSide as Compared
 from quantkit.pipeline.compare.words import flips, scored_text
-from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
+from quantkit.pipeline.graphs.bundles import file_of, holds_graph, is_network
 from quantkit.pipeline.request import Request
 from quantkit.runtimes import load_runtime
 
@@ -149,8 +149,8 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
     from quantkit.graph.open import open_graph
     from quantkit.graph.run import Runner
     from quantkit.measurement.accuracy.labelled.classes import by_item
-    from quantkit.pipeline.graphs.exported_module import located
-    from quantkit.pipeline.graphs.measure import answers, classes_of, kinds_of, of_classes
+    from quantkit.pipeline.graphs.answers import answers, classes_of, kinds_of, of_classes
+    from quantkit.pipeline.graphs.located import located
     from quantkit.pipeline.graphs.prepared import inputs_of
 
     file = located(request)
@@ -174,7 +174,7 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
 def samples(request: Request, path: Path, most: int) -> None:
     """Write the first samples that a graph is scored on into a `.npz` file, for timing."""
     from quantkit.graph.open import open_graph
-    from quantkit.pipeline.graphs.exported_module import located
+    from quantkit.pipeline.graphs.located import located
     from quantkit.pipeline.graphs.prepared import inputs_of
 
     file = located(request)

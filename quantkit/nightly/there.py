@@ -27,8 +27,8 @@ from quantkit.measurement.size import folder_of
 from quantkit.measurement.timing.anew import Task
 from quantkit.nightly.records import Side
 from quantkit.nightly.timing import CellTimes
-from quantkit.pipeline.finished.keep import export_of
-from quantkit.pipeline.graphs.remeasure import file_of, holds_graph
+from quantkit.pipeline.graphs.bundles import file_of, holds_graph
+from quantkit.pipeline.keep import export_of
 from quantkit.pipeline.progress import Progress
 from quantkit.target import Target
 

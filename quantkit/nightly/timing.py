@@ -27,8 +27,8 @@ from quantkit.measurement.timing.schedule import Step, Timing
 from quantkit.measurement.timing.speed import samples_of
 from quantkit.model.structure.sizes import positions
 from quantkit.nightly.records import Side, Time
-from quantkit.pipeline.finished.against import config_of
-from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
+from quantkit.pipeline.graphs.bundles import file_of, holds_graph, is_network
+from quantkit.pipeline.measure import config_of
 from quantkit.runtimes import child, load_runtime
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quantkit.pipeline.blocks.module import Pipeline
     from quantkit.pipeline.blocks.prepared import Prepared, fingerprint, prepare
     from quantkit.pipeline.compile import Compiled, compile_model
-    from quantkit.pipeline.finished.measure import measure_bundle
+    from quantkit.pipeline.measure import measure_bundle
     from quantkit.pipeline.progress import Progress
     from quantkit.pipeline.request import DEFAULT_MODEL, Request
 
@@ -38,7 +38,7 @@ _HOMES = {
     "Request": "request",
     "compile_model": "compile",
     "fingerprint": "blocks.prepared",
-    "measure_bundle": "finished.measure",
+    "measure_bundle": "measure",
     "prepare": "blocks.prepared",
 }
 

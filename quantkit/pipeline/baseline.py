@@ -78,6 +78,11 @@ def float_export(source: Source, exporter: str, options: Mapping[str, Any]) -> P
     return folder / load_exporter(exporter).place
 
 
+def float_format(exporter: str, options: Mapping[str, Any]) -> str:
+    """What the weights of the float model are in, as an exporter makes it to be timed against."""
+    return str(getattr(_options(exporter, options), "floats", "float32"))
+
+
 def _is_there(folder: Path) -> bool:
     return cached.is_intact(folder)
 

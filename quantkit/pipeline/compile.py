@@ -1,7 +1,7 @@
 """Model + recipe + target -> bundle: the order of things, of transformers and of float graphs alike.
 
-    open -> refuse -> prove -> [unit: solve -> commit] -> export -> reload and check -> engines -> score -> gates
-         -> speed -> verdict -> page -> bundle
+    open -> refuse -> prove -> [unit: solve -> commit] -> export -> reload and check -> engines
+         -> measure: score -> gates -> measure: speed -> verdict -> page -> bundle
 
 Everything that can be refused is refused before the first unit is touched. Every step that took time is committed, so
 a killed compile goes on where it was and ends with the same `content_sha256`.
@@ -9,23 +9,43 @@ a killed compile goes on where it was and ends with the same `content_sha256`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from quantkit import machine
-from quantkit.bundle import Build, Bundle, Check, Decision, content_sha256, inventory, stopping_when_full
+from quantkit._version import __version__
+from quantkit.bundle import (
+    Build,
+    Bundle,
+    Check,
+    CodeEntry,
+    Decision,
+    FileEntry,
+    LayerEntry,
+    Manifest,
+    content_sha256,
+    exists_already,
+    inventory,
+    stopping_when_full,
+)
 from quantkit.bundle.manifest import MEASUREMENTS
+from quantkit.errors import Stopped
+from quantkit.measurement.engine_layers import NAME
 from quantkit.measurement.rows import Row, write_rows
+from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.estimate import demand_disk, line
 from quantkit.pipeline.gates import demand, judge, refuse, warnings
-from quantkit.pipeline.graphs.exported_module import takes_graph
-from quantkit.pipeline.manifest import manifest_of, with_documents
+from quantkit.pipeline.graphs.located import takes_graph
+from quantkit.pipeline.keep import with_documents
 from quantkit.pipeline.progress import Progress, Stage, Stages
 from quantkit.pipeline.request import Request
-from quantkit.pipeline.resume import given_back, stopping_when_interrupted
 from quantkit.pipeline.subject import Subject, Work
 from quantkit.pipeline.verdict import decide
+from quantkit.report.kit import words
 
 
 @dataclass(frozen=True)
@@ -163,40 +183,144 @@ def make(work: Work, stages: Stages, *, strict: bool = False) -> Made:
 
 
 def _compiled(subject: Subject, build: Build, progress: Progress, stages: Stages) -> Compiled:
-    request, bundle = subject.request, build.bundle
+    request = subject.request
     work = subject.work(build, progress, stages)
     proofs = work.prove()
     made = make(work, stages, strict=request.strict)
-    files = inventory(bundle)
-    content = content_sha256(files)
+    decisions, checks, layers = [*subject.decisions, *made.decisions], [*proofs, *made.checks], work.layers
+    files = inventory(build.bundle)
+    bundle = Bundle(build.bundle, _manifest(subject, files, layers, decisions, checks))
     stages.begin("score")
-    scores = work.score(content, files, made.engines)
+    scores = work.score(bundle, made.engines)
     demand(scores.checks, "the figures are not those of the export; nothing was delivered. Please report it")
     judged, unjudged = judge(request.recipe.gates, scores.rows, request.gates_asked)
     if request.strict:
         refuse(unjudged)
-    timed, untimed = work.time(content)
+    timed, untimed = work.time(bundle)
     stages.begin("finish")
     subject.demand_unchanged()
-    rows, layers = [*scores.rows, *timed], work.layers
+    rows = [*scores.rows, *timed]
     notes = [*subject.notes, *warnings([*subject.decisions, *unjudged])]
-    decisions = [*subject.decisions, *made.decisions, *scores.decisions, *unjudged, *untimed]
-    write_rows(bundle / MEASUREMENTS, rows)
-    manifest = manifest_of(
-        request,
-        *subject.entries(),
-        bundle,
-        decisions=decisions,
-        layers=layers,
-        checks=[*proofs, *made.checks, *scores.checks, *judged],
-        subject=content,
-        weights=work.weights(decisions),
-        compiled_on=subject.device.as_dict(),
+    decisions += [*scores.decisions, *unjudged, *untimed]
+    checks += [*scores.checks, *judged]
+    write_rows(bundle.path / MEASUREMENTS, rows)
+    manifest = bundle.manifest.model_copy(
+        update={
+            "decisions": decisions,
+            "checks": checks,
+            "state": _state(checks),
+            "weights": work.weights(decisions),
+            "files": inventory(bundle.path),
+            "verdict": decide(rows, checks, layers, request.target, bundle.manifest.recipe.get("export") or []),
+        }
     )
-    found = decide(rows, manifest.checks, layers, request.target, manifest.recipe.get("export") or [])
-    manifest = manifest.model_copy(update={"verdict": found})
-    manifest = with_documents(manifest, rows, notes, bundle)
-    finished = build.finish(manifest)
+    finished = build.finish(with_documents(manifest, rows, notes, bundle.path))
     ended = stages.end()
     seconds = {"quantize_cpu": work.quantize_cpu, "total": sum(stage.seconds for stage in ended)}
     return Compiled(finished, rows, seconds, machine.peak_bytes(), notes, ended)
+
+
+def _manifest(
+    subject: Subject,
+    files: list[FileEntry],
+    layers: list[LayerEntry],
+    decisions: list[Decision],
+    checks: list[Check],
+) -> Manifest:
+    """The manifest of a bundle that is written and not measured yet."""
+    import torch
+
+    request, (model, calibration) = subject.request, subject.entries()
+    compiled_on = subject.device.as_dict()
+    return Manifest(
+        quantkit=__version__,
+        content_sha256=content_sha256(files),
+        state=_state(checks),
+        model=model,
+        recipe=tokens.without_paths(request.recipe),
+        target=request.target.as_dict(),
+        calibration=calibration,
+        seed=request.recipe.seed,
+        threads=torch.get_num_threads(),
+        isa=machine.isa(),
+        device={**machine.device(), **({"compiled_on": compiled_on} if compiled_on else {})},
+        versions=machine.versions(),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        layers=layers,
+        files=files,
+        decisions=decisions,
+        checks=checks,
+        weights=[],
+        code=[CodeEntry(**each) for each in request.recipe.outside()],
+        verdict=None,
+    )
+
+
+def _state(checks: Sequence[Check]) -> Any:
+    """A failed check fails a gate; an engine that does otherwise than asked is a decision alone."""
+    return "complete" if all(check.ok for check in checks if check.name != NAME) else "gate_failed"
+
+
+def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
+    """The measurements of a bundle that had been finished already, and what its decisions warn of.
+
+    Raises:
+        InputError: `out-exists`: it is another one; `hash-mismatch`: it was damaged since.
+        GateError: `--strict`, and a decision was taken.
+    """
+    import torch
+
+    manifest, request = bundle.manifest, subject.request
+    model, calibration = subject.entries()
+    found = {
+        "model": manifest.model.source.sha256,
+        "recipe": manifest.recipe,
+        "code of the recipe": [entry.model_dump() for entry in manifest.code],
+        "calibration": manifest.calibration.ids_sha256 if manifest.calibration else None,
+        "target": _target(manifest.target),
+        "number of threads": manifest.threads,
+        "instruction set": manifest.isa,
+        "device": _without_chunk(manifest.device.get("compiled_on", {})),
+    }
+    asked = {
+        "model": model.source.sha256,
+        "recipe": tokens.without_paths(request.recipe),
+        "code of the recipe": request.recipe.outside(),
+        "calibration": calibration.ids_sha256 if calibration else None,
+        "target": _target(request.target.as_dict()),
+        "number of threads": torch.get_num_threads(),
+        "instruction set": machine.isa(),
+        "device": _without_chunk(subject.device.as_dict()),
+    }
+    other = [what for what in found if found[what] != asked[what]]
+    if other:
+        raise exists_already(bundle.path, f"a finished bundle of another {' and '.join(other)}")
+    bundle.demand_intact()
+    if request.strict:
+        refuse(manifest.decisions)
+    return [Row.model_validate(row) for row in bundle.measurements], warnings(manifest.decisions)
+
+
+def _without_chunk(device: Mapping[str, Any]) -> dict[str, Any]:
+    """How many sequences fit at once depends on what else the card holds; a finished bundle is what it is."""
+    return {key: value for key, value in device.items() if key != "sequences_at_once"}
+
+
+def _target(target: dict[str, Any] | None) -> tuple[Any, Any] | None:
+    """What of a target does not change when it is measured: its name and what its exports are built with."""
+    return None if target is None else (target["name"], target["build"])
+
+
+@contextmanager
+def stopping_when_interrupted(build: Build, out: Path) -> Iterator[None]:
+    """Turns an interrupt in the body into `Stopped("interrupted")`, which says how much is kept and what to do next."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = len(build.done())  # without any, the folder goes as well
+        raise Stopped(
+            "interrupted",
+            where=str(out),
+            value=f"{words.plural(kept, 'step')} kept" if kept else "nothing was done that could be kept",
+            remedy="the same command with --resume goes on" if kept else "the same command begins anew",
+        ) from None

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from quantkit.bundle import (
     Build,
+    Bundle,
     CalibrationEntry,
     Check,
     Decision,
-    FileEntry,
     LayerEntry,
     ModelEntry,
     WeightsEntry,
@@ -88,14 +88,15 @@ class Work(Protocol):
     def engines(self) -> Engines:
         """Compile the checked exports that engines are built from, and look into them where this machine can."""
 
-    def score(self, subject: str, files: list[FileEntry], engines: Mapping[str, str]) -> Scores:
+    def score(self, bundle: Bundle, engines: Mapping[str, str]) -> Scores:
         """Accuracy and size against the original.
 
         Args:
+            bundle: as it was just written.
             engines: hashes of what was compiled, by path in the bundle.
         """
 
-    def time(self, subject: str) -> tuple[list[Row], list[Decision]]:
+    def time(self, bundle: Bundle) -> tuple[list[Row], list[Decision]]:
         """Speed against the original, and why it was not measured."""
 
     def weights(self, decisions: Sequence[Decision]) -> list[WeightsEntry]:

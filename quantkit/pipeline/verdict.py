@@ -1,36 +1,23 @@
-"""Was it worth it: a bundle's speed against the float model's, the verdict, the page that says so."""
+"""One verdict of a bundle: speed against the float model's, checks, and what other runtimes say beside it."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import limits, machine
-from quantkit.bundle import Check, Decision, LayerEntry, Manifest, Verdict
-from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
-from quantkit.exporters import load_exporter, reader
-from quantkit.measurement.accuracy.harm import Harm
-from quantkit.measurement.engine_layers import NAME, stored
+from quantkit.bundle import Check, LayerEntry, Manifest, Verdict
+from quantkit.errors import InputError
+from quantkit.exporters import load_exporter
+from quantkit.measurement.engine_layers import NAME
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict, with_prompts
-from quantkit.model.structure.sizes import positions
-from quantkit.passes import decision
 from quantkit.recipe import ExportStep
 from quantkit.report.on_devices import DeviceRows
-from quantkit.runtimes import load_runtime
 from quantkit.target import Target
 
 if TYPE_CHECKING:
-    from quantkit.calibrate.tokens.ids import TokenSet
-    from quantkit.measurement.accuracy.positions import Items
-    from quantkit.measurement.timing.speed import SpeedSide
-    from quantkit.model.source.open import Source
     from quantkit.stats.deciding.apart import SpeedUp
 
 RUNTIME = "onnxruntime"
@@ -38,114 +25,12 @@ RUNTIME = "onnxruntime"
 ONE_FILE = (RUNTIME, "quantkit_cpu")
 # a verdict rests on the first that was timed
 RUNTIMES = (*ONE_FILE, "llama_cpp", "openvino")
-HARM = "harm.json"
-REPORT = "report.html"
-# a compile looks at a few shapes; `quantkit measure` at all of them
-QUICK = TimingPlan(batches=(1, 4, 16), contexts=(128,), prefills=(256, 1024), seconds=60.0, cell_seconds=60.0, rounds=4)
-# of a model that does not decode: one text and many, as short as a query and as long as a passage
-_TEXTS, _LENGTHS = (1, 32), (32, 128)
-Report = Callable[[float, str], None]
 
 
 def format_of(layers: Iterable[LayerEntry]) -> str:
     """The format of most quantized layers; float32 where there are none."""
     counts = Counter(str(layer.scheme.get("format")) for layer in layers)
     return counts.most_common(1)[0][0] if counts else "float32"
-
-
-def quick(kind: str) -> TimingPlan:
-    """What a compile looks at, for a kind of model."""
-    return QUICK if kind == "decoder" else replace(QUICK, batches=_TEXTS, seconds=60.0)
-
-
-def fitting(plan: TimingPlan, context: int, kind: str = "decoder") -> TimingPlan:
-    """A plan whose shapes a model of so many positions has; one that does not decode has its batches in prefills."""
-    if kind != "decoder":
-        plan = replace(plan, batches=(), contexts=(), prefill_batches=plan.batches, prefills=_LENGTHS)
-    contexts = sorted({min(wanted, context - 1) for wanted in plan.contexts})
-    prefills = sorted({min(wanted, context) for wanted in plan.prefills})
-    return replace(plan, contexts=tuple(contexts), prefills=tuple(prefills))
-
-
-def time_it(
-    folder: Path,
-    subject: str,
-    layers: Sequence[LayerEntry],
-    baseline: Path,
-    baseline_subject: str,
-    plan: TimingPlan,
-    progress: Report | None = None,
-    *,
-    baseline_format: str = "float32",
-    runtime: str = RUNTIME,
-    across: SpeedSide | None = None,
-) -> list[Row]:
-    """The rows of what a runtime reads of a bundle, against a baseline in the runtime of its floats.
-
-    Args:
-        across: what takes its turns with them in another runtime.
-
-    Raises:
-        InputError, MissingDependency: see `measurement.timing.speed.run`.
-    """
-    from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, run
-
-    ours = SpeedSide(str(folder), subject, format_of(layers), runtime=runtime)
-    floats = load_runtime(runtime).floats or runtime
-    theirs = SpeedSide(str(baseline), baseline_subject, baseline_format, runtime=floats)
-    return run(SpeedJob(ours, theirs, machine.cores(), plan, across=across), progress)
-
-
-def try_to_time(
-    folder: Path,
-    subject: str,
-    layers: Sequence[LayerEntry],
-    source: Source,
-    exporter: str,
-    options: Mapping[str, Any],
-    progress: Report | None = None,
-) -> tuple[list[Row], list[Decision]]:
-    """The quick look of a compile; what prevents it is a decision, not the end of the compile.
-
-    Args:
-        folder: that the exporter has written, with these options.
-    """
-    from quantkit.pipeline.baseline import float_export
-
-    runtime = reader(exporter, options)
-    try:
-        baseline = float_export(source, exporter, options)
-        plan = fitting(quick(source.kind), context_of(folder), source.kind)
-        form = float_format(exporter, options)
-        args = (folder, subject, layers, baseline, source.sha256, plan, progress)
-        rows = time_it(*args, baseline_format=form, runtime=runtime)
-    except (InputError, MissingDependency, GateError) as problem:
-        return [], [decision("measure", "speed-not-measured", runtime, problem.line())]
-    return rows, []
-
-
-def float_format(exporter: str, options: Mapping[str, Any]) -> str:
-    """What the weights of the float model are in, as an exporter makes it to be timed against."""
-    return str(getattr(load_exporter(exporter).for_floats(_settings(exporter, options)), "floats", "float32"))
-
-
-def _settings(exporter: str, options: Mapping[str, Any] | None) -> Any:
-    return ExportStep(name=exporter, options=dict(options or {})).settings
-
-
-def context_of(folder: Path) -> int:
-    """Tokens that a sequence of an exported model can have.
-
-    Raises:
-        InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
-    """
-    from quantkit.model.source.gguf.file import fields
-    from quantkit.runtimes.llama_cpp.session import MODEL
-
-    if (folder / MODEL).is_file():  # llama.cpp need not be here: a device may have it
-        stated = fields(folder / MODEL)
-        return int(stated.get(f"{stated.get('general.architecture')}.context_length", 4096))
-    return positions(json.loads(limits.read(folder / "config.json"))) or 4096
 
 
 def is_timing(row: Row) -> bool:
@@ -305,55 +190,7 @@ def faster(own: Sequence[Row], plain: Sequence[Row], runtime: str) -> list[str]:
 def _setting(runtime: str, exports: Sequence[Mapping[str, Any]], target: Target, layers: Sequence[LayerEntry]) -> str:
     """Of what is exported for the runtime that is timed, how prompts are made faster; "" where it has no way."""
     for name, options in (each for step in exports for each in step.items()):
-        exporter = load_exporter(name)
-        if runtime in exporter.runtimes and (found := exporter.for_prompts(_settings(name, options), target, layers)):
+        exporter, step = load_exporter(name), ExportStep(name=name, options=dict(options or {}))
+        if runtime in exporter.runtimes and (found := exporter.for_prompts(step.settings, target, layers)):
             return found
     return ""
-
-
-def page(
-    manifest: Manifest, rows: Sequence[Row], notes: Sequence[str], folder: Path, devices: Sequence[DeviceRows] = ()
-) -> tuple[bytes | None, list[Decision]]:
-    """`report.html`; None, with the reason, where plotly is missing."""
-    from quantkit.report.bundle.page import page as make
-
-    try:
-        return make(manifest, rows, notes, harm=read_harm(folder), engines=stored(folder), devices=devices).encode(), []
-    except QuantkitError as problem:
-        return None, [decision("report", "page-not-made", REPORT, problem.line())]
-
-
-def documents(
-    manifest: Manifest, rows: Sequence[Row], folder: Path, devices: Sequence[DeviceRows] = ()
-) -> tuple[dict[str, bytes | None], list[Decision]]:
-    """Page and card of a finished bundle; the page is None where it cannot be made, so that no old one stays."""
-    from quantkit.report.bundle import figures
-    from quantkit.report.bundle.card import card
-
-    notes = figures.notes(manifest)
-    made, missing = page(manifest, rows, notes, folder, devices)
-    return {REPORT: made, "README.md": card(manifest, rows, notes).encode()}, missing
-
-
-def read_harm(folder: Path) -> Harm | None:
-    """What `measurement.accuracy.harm` found, as it is kept in a bundle."""
-    from pydantic import ValidationError
-
-    try:
-        return Harm.model_validate_json(limits.read(folder / HARM))
-    except (OSError, ValidationError):
-        return None
-
-
-def worst_positions(items: Items, tokens: TokenSet, source: Source) -> Harm:
-    """Where a bundle differs most from its original, in words; in ids where the source has no tokenizer."""
-    from quantkit.measurement.accuracy.harm import worst
-
-    try:
-        decode = source.tokenizer().decode
-    except InputError:
-
-        def decode(ids: list[int]) -> str:
-            return " ".join(map(str, ids))
-
-    return worst(items, tokens.ids, lambda ids: str(decode(ids)))

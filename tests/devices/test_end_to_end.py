@@ -120,7 +120,7 @@ def home(loopback: Loopback, tmp_path_factory: pytest.TempPathFactory, byte_toke
         patch.setenv("XDG_CONFIG_HOME", str(path / "settings"))
         patch.setenv("QUANTKIT_CACHE", str(path / "cache"))
         patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
-        patch.setattr("quantkit.pipeline.baseline.float_export", lambda *_: path / "floats/onnx")
+        patch.setattr("quantkit.pipeline.measure.float_export", lambda *_: path / "floats/onnx")
         for out, changes in (("int4", {}), ("floats", {"passes": [], "scheme": {}})):
             recipe = Recipe.from_dict({**RECIPE, **changes}, name="tiny")
             compile_model(Request.of(str(path / "model"), recipe=recipe, out=path / out, speed=False))

@@ -28,7 +28,7 @@ from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.pipeline.finished.measure import measure_bundle
+from quantkit.pipeline.measure import measure_bundle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = TimingPlan(batches=(1,), contexts=(16,), prefills=(8,), seconds=0.3, cell_seconds=0.3, rounds=2)

@@ -27,7 +27,7 @@ from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline import Request, compile_model
-from quantkit.pipeline.finished.measure import measure_bundle
+from quantkit.pipeline.measure import measure_bundle
 from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.runtimes.openvino.session import OpenvinoModel
 

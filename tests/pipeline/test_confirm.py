@@ -12,8 +12,8 @@ import zoo
 from quantkit.measurement.accuracy.positions import Accuracy, Items
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
-from quantkit.pipeline.blocks import confirm as confirming
-from quantkit.pipeline.blocks.confirm import KL, LOSS, ORIGINAL, OUTPUT, confirm
+from quantkit.pipeline.blocks import score as confirming
+from quantkit.pipeline.blocks.score import KL, LOSS, ORIGINAL, OUTPUT, confirm
 
 
 def stream_of(name: str, folder: Path) -> StreamedModel:

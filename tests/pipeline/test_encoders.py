@@ -14,7 +14,7 @@ from quantkit.bundle import Bundle
 from quantkit.calibrate.sets.pairs import PairSet, load_pairs
 from quantkit.errors import InputError
 from quantkit.pipeline import Request, compile_model
-from quantkit.pipeline.finished.measure import measure_bundle
+from quantkit.pipeline.measure import measure_bundle
 
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
 FEW = ["calibration.samples=2", "calibration.tokens=32"]

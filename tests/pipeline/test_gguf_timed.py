@@ -22,11 +22,10 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.measurement.timing.speed import SpeedJob, SpeedSide
 from quantkit.model.source.open import open_model
-from quantkit.pipeline import verdict
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.pipeline import measure, verdict
 from quantkit.pipeline.compile import compile_model
-from quantkit.pipeline.finished import measure
-from quantkit.pipeline.finished.against import MeasuredAgainst
-from quantkit.pipeline.finished.measure import default_runtime, measure_bundle
+from quantkit.pipeline.measure import MeasuredAgainst, default_runtime, measure_bundle
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, this_machine
 from quantkit.recipe import Recipe
@@ -97,10 +96,12 @@ def test_a_compile_times_a_file_in_its_own_runtime(
         return made.model
 
     monkeypatch.setattr("quantkit.measurement.timing.speed.run", timer)
-    monkeypatch.setattr("quantkit.pipeline.baseline.float_export", floats)
-    monkeypatch.setattr(verdict, "context_of", lambda folder: 64)
+    monkeypatch.setattr("quantkit.pipeline.measure.float_export", floats)
+    monkeypatch.setattr(measure, "context_of", lambda folder: 64)
+    monkeypatch.setattr(type(load_runtime("llama_cpp")), "folder", lambda self, bundle: bundle.path)
     source = open_model(str(made.model))
-    found, decisions = verdict.try_to_time(made.model, "ours", LAYERS, source, "gguf", {})
+    original = MeasuredAgainst(source.sha256, stream=StreamedModel(source))
+    found, decisions = measure.quick_times(Bundle.load(made.both), original, "llama_cpp", Progress())
     assert decisions == [] and asked == [("gguf", {})]
     (one,) = timer.jobs
     assert (one.ours.runtime, one.theirs.runtime, one.theirs.format) == ("llama_cpp", "llama_cpp", floats_in)
@@ -124,18 +125,18 @@ def test_onnx_runtime_takes_turns_with_the_bundle_s_own_graph_or_the_float_model
     monkeypatch.setattr(Progress, "note", lambda self, line: lines.append(line))
     said, both, packed = Progress(), Bundle.load(made.both), Bundle.load(made.packed)
     source: Any = SimpleNamespace(source=open_model(str(made.model)))
-    against = MeasuredAgainst("source", "float32", source, None)
+    against = MeasuredAgainst("source", stream=source)
     own = measure._across(both, against, said)
     assert own is not None and (own.path, own.format) == (str(made.both / "onnx"), "int4")
     assert own.subject == both.manifest.content_sha256 and own.runtime == "onnxruntime"
-    monkeypatch.setattr("quantkit.pipeline.baseline.float_export", lambda *_: made.floating / "onnx")
+    monkeypatch.setattr("quantkit.pipeline.measure.float_export", lambda *_: made.floating / "onnx")
     floats = measure._across(packed, against, said)
     assert floats is not None and (floats.subject, floats.format) == ("source", "float32") and not lines
 
     def fail(*_: object) -> Path:
         raise InputError("attention-unsupported", value="x")
 
-    monkeypatch.setattr("quantkit.pipeline.baseline.float_export", fail)
+    monkeypatch.setattr("quantkit.pipeline.measure.float_export", fail)
     assert measure._across(packed, against, said) is None
     assert "not timed beside onnxruntime: [attention-unsupported]" in lines[0]
     monkeypatch.setattr(machine, "memory_available", lambda: 1000)
@@ -208,7 +209,7 @@ def test_compiled_and_measured_in_llama_cpp(
     assert floats.stat().st_size > (path / "gguf" / "model.gguf").stat().st_size
     later = Timer()
     monkeypatch.setattr("quantkit.measurement.timing.speed.run", later)
-    monkeypatch.setattr("quantkit.pipeline.finished.measure._across", lambda *_: None)  # a graph takes seconds to trace
+    monkeypatch.setattr("quantkit.pipeline.measure._across", lambda *_: None)  # a graph takes seconds to trace
     found = measure_bundle(bundle, str(source), plan=PLAN)
     assert {row.runtime for row in found if row.name == "accuracy.kl"} == {"llama_cpp"}
     (again,) = later.jobs

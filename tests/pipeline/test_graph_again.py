@@ -20,7 +20,7 @@ from quantkit.bundle import seal
 from quantkit.errors import InputError
 from quantkit.pipeline.compare.compare import compare_bundles
 from quantkit.pipeline.finished.reload import reload
-from quantkit.pipeline.graphs.remeasure import holds_graph
+from quantkit.pipeline.graphs.bundles import holds_graph
 from quantkit.report.bundle import usage
 
 

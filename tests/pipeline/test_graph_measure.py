@@ -11,7 +11,7 @@ from scipy import stats
 from quantkit.calibrate.sets.inputs import load_inputs
 from quantkit.graph.open import FloatGraphInput
 from quantkit.graph.outputs import OutputKinds
-from quantkit.pipeline.graphs.measure import agreement
+from quantkit.pipeline.graphs.answers import agreement
 from quantkit.report.bundle import figures
 from quantkit.stats.shares import wilson
 

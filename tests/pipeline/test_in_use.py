@@ -14,7 +14,7 @@ from quantkit.calibrate.tokens.ids import load_tokens
 from quantkit.measurement.rows import Row
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.compile import Compiled
-from quantkit.pipeline.finished.measure import measure_bundle
+from quantkit.pipeline.measure import measure_bundle
 
 BOS, LENGTH, SAMPLES = 256, 64, 2
 FIXED = {"format": "int8", "granularity": "tensor", "dynamic": False, "symmetric": True, "range": "minmax"}

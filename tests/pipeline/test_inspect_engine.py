@@ -19,9 +19,9 @@ from quantkit.devices.there import streamed, times
 from quantkit.errors import GateError, InputError
 from quantkit.exporters import load_exporter
 from quantkit.measurement.engine_layers import stored
-from quantkit.pipeline.finished import inspect_engine
-from quantkit.pipeline.finished.keep import _with_engine
+from quantkit.pipeline.finished import engine
 from quantkit.pipeline.gates import refuse
+from quantkit.pipeline.keep import _with_engine
 from quantkit.recipe import Recipe
 from quantkit.runtimes import child
 from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
@@ -73,7 +73,7 @@ def bundle(folder: Path, *, fused: bool) -> Bundle:
 def test_what_is_found_is_kept_and_strict_refuses_it(folder: Path) -> None:
     made = bundle(folder, fused=False)
     runtime = TensorrtRuntime("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
-    found = inspect_engine.look(runtime.load(made), made.manifest.layers)
+    found = engine.look(runtime.load(made), made.manifest.layers)
     assert found.gpu == GPU["name"] and found.library == "tensorrt_rtx 1.7.1.116"
     assert [each.layer for each in found.costliest] == ["layer 1", "layer 0"]
     kept = _with_engine(made, found)
@@ -88,7 +88,7 @@ def test_what_is_found_is_kept_and_strict_refuses_it(folder: Path) -> None:
     # built anew, and as asked: nothing of the first look stays
     again = bundle(folder, fused=True)
     again = Bundle(again.path, again.manifest.model_copy(update={"decisions": kept.manifest.decisions}))
-    found = inspect_engine.look(runtime.load(again), again.manifest.layers)
+    found = engine.look(runtime.load(again), again.manifest.layers)
     after = _with_engine(again, found)
     assert after.manifest.decisions == []
     assert [each.ok for each in after.manifest.checks] == [True]
@@ -194,4 +194,4 @@ def test_where_no_engine_runs_nothing_is_looked_into(folder: Path) -> None:
     from quantkit.recipe import ExportStep
 
     steps = [ExportStep(name="tensorrt", options={}), ExportStep(name="checkpoint", options={})]
-    assert inspect_engine.of_exports(steps, folder, [], {}, strict=True) == []
+    assert engine.of_exports(steps, folder, [], {}, strict=True) == []

@@ -16,9 +16,10 @@ from quantkit.bundle import Bundle, Verdict
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.pipeline import verdict as worth
-from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
+from quantkit.pipeline.keep import REPORT
+from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.verdict import is_timing
 from quantkit.target import Target
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def timer(made: Made, monkeypatch: pytest.MonkeyPatch) -> Timer:
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     monkeypatch.setattr("quantkit.measurement.timing.speed.run", found)
     monkeypatch.setattr(
-        "quantkit.pipeline.baseline.float_export", lambda source, exporter, options: made.floating / "onnx"
+        "quantkit.pipeline.measure.float_export", lambda source, exporter, options: made.floating / "onnx"
     )
     return found
 
@@ -77,7 +78,7 @@ def test_everything_that_the_runtime_runs_is_measured_and_decided_on(made: Made,
     assert after.manifest.verdict.answer == "ship_it"
     assert after.manifest.content_sha256 == bundle.manifest.content_sha256
     assert sound(bundle)
-    for name in (worth.REPORT, "README.md"):
+    for name in (REPORT, "README.md"):
         assert "2.00" in (bundle.path / name).read_text(), name
     # the same accuracy as the compile had found, in both runtimes, and each once
     kl = {row.runtime: row.value for row in stored(Bundle.load(made.both), "accuracy.kl")}
@@ -104,7 +105,7 @@ def test_torch_measures_accuracy_and_leaves_the_verdict(made: Made, copied: Copy
     measure_bundle(bundle, str(made.model), plan=PLAN)
     found = measure_bundle(bundle, str(made.model), runtime="torch")
     assert {row.runtime for row in found if row.name.startswith("accuracy.")} == {"torch"}
-    assert not [row for row in found if worth.is_timing(row)]
+    assert not [row for row in found if is_timing(row)]
     after = Bundle.load(bundle.path)
     assert after.manifest.verdict is not None
     assert after.manifest.verdict.answer == "ship_it"
@@ -126,7 +127,7 @@ def test_on_the_gpu_of_its_target_steps_in_torch_are_timed(
     bundle, notes = copied(made.both), Notes()
     measure_bundle(bundle, str(made.model), runtime="torch", plan=PLAN)
     assert not asked, "its target is a processor"
-    monkeypatch.setattr(worth, "target_of", lambda manifest: Target.load("h100"))
+    monkeypatch.setattr("quantkit.pipeline.measure.target_of", lambda manifest: Target.load("h100"))
     measure_bundle(bundle, str(made.model), notes, runtime="torch", plan=PLAN)
     source = bundle.manifest.model.source.sha256
     assert asked == [(bundle.path, source, PLAN, "cuda")] and notes.lines == ["no kernel takes 2 linears"]
@@ -180,7 +181,7 @@ def test_against_something_else_it_is_compared_and_not_judged(made: Made, copied
     assert timer.jobs[-1].theirs.format == "int4"
     after = Bundle.load(bundle.path)
     assert after.manifest.verdict == before.manifest.verdict
-    for name in ("README.md", worth.REPORT, "items-onnxruntime.safetensors"):
+    for name in ("README.md", REPORT, "items-onnxruntime.safetensors"):
         assert [entry for entry in after.manifest.files if entry.path == name] == [
             entry for entry in before.manifest.files if entry.path == name
         ]
@@ -236,7 +237,7 @@ def test_a_gate_that_only_the_added_graph_fails_is_judged_when_it_is_measured(ma
 def test_times_taken_here_are_no_verdict_on_a_target_elsewhere(
     made: Made, copied: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.pipeline.finished.keep.runs_here", lambda target: False)
+    monkeypatch.setattr("quantkit.pipeline.keep.runs_here", lambda target: False)
     bundle, notes = copied(made.both), Notes()
     measure_bundle(bundle, str(made.model), notes, plan=PLAN)
     assert Bundle.load(bundle.path).manifest.verdict is None
@@ -252,7 +253,7 @@ def test_accuracy_measured_elsewhere_leaves_the_verdict_of_the_target(
     bundle = copied(made.both)
     measure_bundle(bundle, str(made.model), plan=PLAN)
     before = Bundle.load(bundle.path).manifest.verdict
-    monkeypatch.setattr("quantkit.pipeline.finished.keep.runs_here", lambda target: False)
+    monkeypatch.setattr("quantkit.pipeline.keep.runs_here", lambda target: False)
     measure_bundle(bundle, str(made.model), runtime="torch")
     assert Bundle.load(bundle.path).manifest.verdict == before
 
@@ -391,10 +392,10 @@ def test_an_old_page_does_not_outlive_its_figures(made: Made, copied: Copy, monk
         raise MissingDependency("plotly", extra="report", purpose="the report page")
 
     bundle, notes = copied(made.both), Notes()
-    assert (bundle.path / worth.REPORT).is_file()
+    assert (bundle.path / REPORT).is_file()
     monkeypatch.setattr("quantkit.report.bundle.page.page", fail)
     measure_bundle(bundle, str(made.model), notes, plan=PLAN)
-    assert not (bundle.path / worth.REPORT).exists()
+    assert not (bundle.path / REPORT).exists()
     assert any("plotly" in line for line in notes.lines)
     assert sound(bundle)
 

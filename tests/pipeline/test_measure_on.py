@@ -36,7 +36,7 @@ from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.pipeline.compare.sides import open_sides
 from quantkit.pipeline.compare.times import prepare
 from quantkit.pipeline.finished.export import export_bundle
-from quantkit.pipeline.finished.keep import keep
+from quantkit.pipeline.keep import keep
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import by_device
 from quantkit.runtimes import load_runtime
@@ -57,7 +57,7 @@ def small(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(made.model.parent / "cache"))
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     monkeypatch.setattr(
-        "quantkit.pipeline.baseline.float_export", lambda source, exporter, options: made.floating / "onnx"
+        "quantkit.pipeline.measure.float_export", lambda source, exporter, options: made.floating / "onnx"
     )
 
 

@@ -21,7 +21,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.pipeline import Request, compile_model
-from quantkit.pipeline.finished.measure import measure_bundle
+from quantkit.pipeline.measure import measure_bundle
 
 PLAN = TimingPlan(batches=(1, 3), contexts=(16,), prefills=(8,), seconds=0.2, cell_seconds=0.2, rounds=2)
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
@@ -117,7 +117,7 @@ def test_an_encoder_s_vectors_come_back_and_are_compared_here(
     out, model = tmp_path / "out", str(encoder / "bert")
     with small_onnx.traced_once("bert", CHANGES):
         compile_model(Request.of(model, recipe="int8", target="cpu-x86", changes=changes, out=out, speed=False))
-    monkeypatch.setattr("quantkit.pipeline.baseline.float_export", lambda *_: out / "onnx")  # it is not run
+    monkeypatch.setattr("quantkit.pipeline.measure.float_export", lambda *_: out / "onnx")  # it is not run
     here = measure_bundle(Bundle.load(out), model, runtime="onnxruntime", speed=False)
     link = LocalLink(tmp_path / "there", "pi5", environment=absent(tmp_path / "absent", "torch", "tokenizers", "onnx"))
     there = measure_on(Bundle.load(out), link, model, runtime="onnxruntime", plan=PLAN, speed=False)

@@ -15,7 +15,10 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.measurement.timing.speed import SpeedJob, SpeedSide
 from quantkit.model.source.open import open_model
-from quantkit.pipeline import verdict
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.pipeline import keep, verdict
+from quantkit.pipeline import measure as measuring
+from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.target import Target
 
@@ -60,7 +63,7 @@ def test_shapes_that_a_model_does_not_have_are_shortened(
     context: int, contexts: tuple[int, ...], prefills: tuple[int, ...]
 ) -> None:
     """A step needs room for its own token as well."""
-    found = verdict.fitting(TimingPlan(), context)
+    found = measuring.fitting(TimingPlan(), context)
     assert (found.contexts, found.prefills) == (contexts, prefills)
     assert found.batches == TimingPlan().batches
 
@@ -76,7 +79,7 @@ def test_shapes_that_a_model_does_not_have_are_shortened(
 )
 def test_the_context_is_the_config_s(config: dict[str, Any], context: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert verdict.context_of(tmp_path) == context
+    assert measuring.context_of(tmp_path) == context
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
@@ -88,14 +91,16 @@ def test_a_compile_times_what_fits_against_the_same_export_of_the_source(
     timer = Timer()
     monkeypatch.setattr("quantkit.measurement.timing.speed.run", timer)
     monkeypatch.setattr(
-        "quantkit.pipeline.baseline.float_export", lambda source, exporter, options: made.floating / "onnx"
+        "quantkit.pipeline.measure.float_export", lambda source, exporter, options: made.floating / "onnx"
     )
-    source = open_model(str(made.model))
-    found, decisions = verdict.try_to_time(made.both / "onnx", "ours", LAYERS, source, "onnx", {})
+    source, bundle = open_model(str(made.model)), Bundle.load(made.both)
+    original = measuring.MeasuredAgainst(source.sha256, stream=StreamedModel(source))
+    found, decisions = measuring.quick_times(bundle, original, "onnxruntime", Progress())
+    ours = bundle.manifest.content_sha256
     assert decisions == []
-    assert {row.subject for row in found if row.baseline} == {"ours"}
+    assert {row.subject for row in found if row.baseline} == {ours}
     (asked,) = timer.jobs
-    assert (asked.ours.subject, asked.ours.format) == ("ours", "int4")
+    assert (asked.ours.subject, asked.ours.format) == (ours, "int4")
     assert (asked.theirs.subject, asked.theirs.format) == (source.sha256, "float32")
     assert (asked.plan.batches, asked.plan.contexts, asked.plan.prefills) == ((1, 4, 16), (63,), (64,))
 
@@ -115,8 +120,10 @@ def test_what_prevents_timing_is_a_decision_and_not_the_end_of_a_compile(
     def fail(*_: object) -> Path:
         raise problem
 
-    monkeypatch.setattr("quantkit.pipeline.baseline.float_export", fail)
-    found, decisions = verdict.try_to_time(made.both / "onnx", "ours", LAYERS, open_model(str(made.model)), "onnx", {})
+    monkeypatch.setattr("quantkit.pipeline.measure.float_export", fail)
+    source = open_model(str(made.model))
+    original = measuring.MeasuredAgainst(source.sha256, stream=StreamedModel(source))
+    found, decisions = measuring.quick_times(Bundle.load(made.both), original, "onnxruntime", Progress())
     assert found == []
     assert [each.code for each in decisions] == ["speed-not-measured"]
     assert problem.code in decisions[0].reason  # type: ignore[attr-defined]
@@ -175,7 +182,7 @@ def test_a_failed_gate_decides_alone() -> None:
 
 
 def test_a_model_that_does_not_decode_is_judged_by_its_passes() -> None:
-    plan = verdict.fitting(verdict.quick("encoder"), 100, "encoder")
+    plan = measuring.fitting(measuring.quick("encoder"), 100, "encoder")
     assert (plan.batches, plan.contexts) == ((), ())
     assert (plan.prefill_batches, plan.prefills) == ((1, 32), (32, 100))
     timed = rows(
@@ -220,17 +227,17 @@ def test_each_runtime_has_the_times_of_its_own_device() -> None:
 
 def test_the_documents_of_a_bundle(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = Bundle.load(made.both)
-    files, decisions = verdict.documents(bundle.manifest, rows(job(), lambda batch: 2.0), bundle.path)
+    files, decisions = keep.documents(bundle.manifest, rows(job(), lambda batch: 2.0), bundle.path)
     assert decisions == []
     assert bundle.manifest.content_sha256.encode() in (files["README.md"] or b"")
-    assert (files[verdict.REPORT] or b"").startswith(b"<!")
+    assert (files[keep.REPORT] or b"").startswith(b"<!")
 
     def fail(*_: object, **__: object) -> str:
         raise MissingDependency("plotly", extra="report", purpose="the report page")
 
     monkeypatch.setattr("quantkit.report.bundle.page.page", fail)
-    files, decisions = verdict.documents(bundle.manifest, [], bundle.path)
-    assert files[verdict.REPORT] is None
+    files, decisions = keep.documents(bundle.manifest, [], bundle.path)
+    assert files[keep.REPORT] is None
     assert [each.code for each in decisions] == ["page-not-made"]
     assert "plotly" in decisions[0].reason
 
@@ -238,12 +245,12 @@ def test_the_documents_of_a_bundle(made: Made, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("text", [None, "", "{", "[1, 2]", '{"blocks": 1}', "null"])
 def test_a_harm_that_is_missing_or_damaged_is_none(text: str | None, tmp_path: Path) -> None:
     if text is not None:
-        (tmp_path / verdict.HARM).write_text(text)
-    assert verdict.read_harm(tmp_path) is None
+        (tmp_path / keep.HARM).write_text(text)
+    assert keep.read_harm(tmp_path) is None
 
 
 def test_the_harm_is_read_as_it_was_written(made: Made) -> None:
-    found = verdict.read_harm(made.both)
+    found = keep.read_harm(made.both)
     assert found is not None
     assert [block.name for block in found.blocks] == ["model.layers.0"]
     assert 0 < found.blocks[0].error < 1

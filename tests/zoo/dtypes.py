@@ -21,7 +21,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters import load_exporter
 from quantkit.model.source.open import open_model
-from quantkit.pipeline.finished.measure import default_runtime
+from quantkit.pipeline.measure import default_runtime
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 from zoo import judge, shrink

@@ -26,7 +26,7 @@ def generate(
     """Let a bundle's model go on from a prompt, here or on a device."""
     from rich.text import Text
 
-    from quantkit.pipeline.finished.measure import default_runtime
+    from quantkit.pipeline.measure import default_runtime
     from quantkit.runtimes import load_runtime
 
     demand_device(on, wheelhouse)

@@ -49,10 +49,10 @@ def measure(
     from quantkit.measurement.engine_layers import stored
     from quantkit.measurement.timing.shapes import TimingPlan
     from quantkit.passes import NOTE
-    from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
     from quantkit.pipeline.gates import failed_gate
-    from quantkit.pipeline.graphs.remeasure import RUNTIMES, holds_graph
-    from quantkit.pipeline.verdict import quick as few
+    from quantkit.pipeline.graphs.bundles import RUNTIMES, holds_graph
+    from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
+    from quantkit.pipeline.measure import quick as few
     from quantkit.report import terminal
     from quantkit.report.bundle import engine, figures
     from quantkit.runtimes import load_runtime

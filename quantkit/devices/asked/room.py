@@ -9,7 +9,7 @@ from typing import Protocol
 from quantkit.errors import InputError
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.model.sizes import configs
-from quantkit.pipeline.finished.keep import export_of
+from quantkit.pipeline.keep import export_of
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.compiling import CompileSpec, peaks
 from quantkit.recipe import ExportStep, Recipe

@@ -15,7 +15,7 @@ from quantkit.devices.job import Job
 from quantkit.devices.link import Link, carry
 from quantkit.errors import InputError
 from quantkit.pipeline.finished.reload import exports_of
-from quantkit.pipeline.graphs.remeasure import holds_graph
+from quantkit.pipeline.graphs.bundles import holds_graph
 from quantkit.pipeline.progress import Progress
 
 # what a device may have

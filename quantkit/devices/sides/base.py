@@ -12,7 +12,7 @@ from quantkit.devices.asked.room import running
 from quantkit.devices.collect import CollectedCells
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.pipeline import verdict as worth
+from quantkit.pipeline.verdict import format_of
 
 
 class DeviceSides:
@@ -94,6 +94,6 @@ class DeviceSides:
     @property
     def own_form(self) -> str:
         """Of the weights of what is judged; `form` is that of the float model's."""
-        return worth.format_of(self.bundle.manifest.layers)
+        return format_of(self.bundle.manifest.layers)
 
     form = "float32"

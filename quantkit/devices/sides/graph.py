@@ -17,8 +17,9 @@ from quantkit.devices.sides.base import DeviceSides
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Device, Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.pipeline import verdict as worth
-from quantkit.pipeline.graphs.remeasure import MODEL, RUNTIMES, FloatSide
+from quantkit.pipeline.graphs.bundles import MODEL, RUNTIMES
+from quantkit.pipeline.measure import MeasuredAgainst
+from quantkit.pipeline.verdict import RUNTIME
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.openvino.open import MODEL as XML
 
@@ -27,19 +28,21 @@ class GraphSides(DeviceSides):
     """See the module."""
 
     # the float graph is an ONNX file, whatever runs the bundle's
-    of, floats = "network", worth.RUNTIME
+    of, floats = "network", RUNTIME
 
-    def __init__(self, bundle: Bundle, theirs: FloatSide, runtime: str) -> None:
-        self.bundle, self.theirs, self.subject, self.runtime = bundle, theirs, theirs.graph.sha256, runtime
+    def __init__(self, bundle: Bundle, theirs: MeasuredAgainst, runtime: str) -> None:
+        assert theirs.graph is not None and theirs.samples is not None
+        self.bundle, self.theirs, self.subject, self.runtime = bundle, theirs, theirs.subject, runtime
+        self.graph, self.inputs = theirs.graph, theirs.samples
         if runtime not in RUNTIMES:
             rule = f"a graph's runtimes are {' and '.join(RUNTIMES)}"
             raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule)
         folder = load_runtime(runtime).folder(bundle)
-        self.path = folder / (MODEL if runtime == worth.RUNTIME else XML)
+        self.path = folder / (MODEL if runtime == RUNTIME else XML)
 
     def files(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """See `DeviceSides`."""
-        theirs = self.theirs.graph.path
+        theirs = self.graph.path
         beside = sorted(theirs.parent.glob(f"{theirs.name}*"))
         return (
             {path.name: path for path in sorted(self.path.parent.glob(f"{self.path.stem}.*"))},
@@ -52,36 +55,36 @@ class GraphSides(DeviceSides):
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
         """See `DeviceSides`."""
-        sizes = [self.theirs.data.batch] if self.theirs.data.batch else plan.batches
+        sizes = [self.inputs.batch] if self.inputs.batch else plan.batches
         return replace(plan, batches=(), contexts=(), prefills=(1,), prefill_batches=tuple(sizes))
 
     def data(self) -> dict[str, Any]:
         """See `DeviceSides`."""
-        feeds = list(self.theirs.data.feeds(len(self.theirs.data)))
+        feeds = list(self.inputs.feeds(len(self.inputs)))
         return {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
 
     def rows(self, answers: CollectedCells) -> list[Row]:
         """See `DeviceSides`."""
-        from quantkit.pipeline.graphs.measure import agreement, kinds_of
-        from quantkit.pipeline.graphs.measure import answers as expected
+        from quantkit.pipeline.graphs.answers import agreement, kinds_of
+        from quantkit.pipeline.graphs.answers import answers as expected
 
-        given = outputs_of(answers, len(self.theirs.data))
-        known = expected(self.theirs.graph.model, self.theirs.data)
+        given = outputs_of(answers, len(self.inputs))
+        known = expected(self.graph.model, self.inputs)
         if {name: each.shape for name, each in known.items()} != {name: each.shape for name, each in given.items()}:
             raise invalid(answers.on, "outputs of other names or shapes")
         subject = self.bundle.manifest.content_sha256
-        said, data = kinds_of(self.theirs.graph.model), self.theirs.data
+        said, data = kinds_of(self.graph.model), self.inputs
         rows = agreement(known, given, data, said, subject=subject, baseline=self.subject, runtime=self.runtime)
         return [_there(row, answers) for row in rows]
 
     def samples(self, sizes: Sequence[int]) -> tuple[dict[str, Any], float, float] | None:
         """See `DeviceSides`."""
         costs = self.theirs.costs()
-        return dict(self.theirs.data.first(max(sizes))), float(sum(costs.macs.values())), float(costs.outputs)
+        return dict(self.inputs.first(max(sizes))), float(sum(costs.macs.values())), float(costs.outputs)
 
     def weights(self) -> tuple[float, float]:
         """See `DeviceSides`."""
-        return float(sum(path.stat().st_size for path in self.files()[0].values())), float(self.theirs.graph.bytes)
+        return float(sum(path.stat().st_size for path in self.files()[0].values())), float(self.graph.bytes)
 
 
 def _there(row: Row, answers: CollectedCells) -> Row:

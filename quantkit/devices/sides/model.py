@@ -16,8 +16,7 @@ from quantkit.devices.sides.answered import items_of, outputs_of
 from quantkit.devices.sides.base import DeviceSides
 from quantkit.measurement.rows import Device, Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.pipeline import verdict as worth
-from quantkit.pipeline.finished.against import MeasuredAgainst
+from quantkit.pipeline.measure import MeasuredAgainst, context_of, fitting
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 
@@ -126,5 +125,5 @@ class ModelSides(TransformerSides):
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
         """See `DeviceSides`."""
-        context = min(map(worth.context_of, (self.folder, self.theirs)))
-        return worth.fitting(plan, context, self.bundle.manifest.model.kind)
+        context = min(map(context_of, (self.folder, self.theirs)))
+        return fitting(plan, context, self.bundle.manifest.model.kind)

@@ -26,8 +26,7 @@ from quantkit.kernels.dispatch import FILE
 from quantkit.measurement.size import saved_bytes
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.model.source.open import Source
-from quantkit.pipeline import verdict as worth
-from quantkit.pipeline.finished.against import MeasuredAgainst
+from quantkit.pipeline.measure import MeasuredAgainst, context_of, fitting
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import choose, descriptions, verified
@@ -118,7 +117,7 @@ class StreamedSides(TransformerSides):
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
         """See `DeviceSides`."""
-        return worth.fitting(plan, self._capacity(), self.of)
+        return fitting(plan, self._capacity(), self.of)
 
     def _capacity(self) -> int:
         """Tokens that an engine's cache holds, as its description has it; else the model's positions."""
@@ -126,7 +125,7 @@ class StreamedSides(TransformerSides):
             record = next(path for place, path in self._own.items() if place.endswith(".json") and self.scored_on_gpu)
             profiles = json.loads(limits.read(record))["profiles"]
             return max(int(each["inputs"]["attention_mask"][2][1]) for each in profiles)
-        return worth.context_of(self._source.path)
+        return context_of(self._source.path)
 
 
 def _engine(bundle: Bundle, runtime: str, about: Probed, name: str) -> dict[str, Path]:

@@ -1,27 +1,39 @@
-"""Accuracy and size of what was exported, each export in its own runtime."""
+"""Accuracy and size of what was exported, each export in its own runtime, and whether the scores are true.
+
+What was scored on the stream is held against the original and the reloaded export in plain transformers: of a decoder
+the mean loss of the original and the mean KL of the candidate, on the beginnings of a few of the scored sequences; of
+other models what they give, token by token. Neither side of that runs any code of quantkit's.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from quantkit.bundle import Build, Check, Decision, FileEntry, LayerEntry
+from quantkit import machine
+from quantkit.bundle import Build, Bundle, Check, Decision
+from quantkit.errors import InputError
 from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.rows import Row
-from quantkit.measurement.size import folder_of, read_rows, size_rows
+from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.confirm import confirm
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.blocks.quantize import results
+from quantkit.pipeline.keep import HARM
+from quantkit.pipeline.measure import MeasuredAgainst, measure, sizes
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.verdict import HARM, worst_positions
 from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.measurement.accuracy.harm import Harm
+    from quantkit.measurement.accuracy.positions import Items
+    from quantkit.model.source.open import Source
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.runtimes import Candidate
 
@@ -29,95 +41,103 @@ if TYPE_CHECKING:
 CONFIRMING = "a few of them by plain transformers"
 # of an export's score, how much has passed when its positions have: they are confirmed, and the harm is looked for
 _SCORED = 0.8
+LOSS, KL, ORIGINAL, OUTPUT = "score.loss", "score.kl", "score.original", "score.output"
+# nats; of outputs, of the Euclidean norm of a token's. Where a library multiplies in kernels of its own, more is
+# allowed: `model/kernel_limit.py`
+LIMIT = 1e-3
+_SEQUENCES, _TOKENS = 2, 96
+# positions whose logits are in float64 at one time
+_PART = 8
+
+
+def original_of(prepared: Prepared) -> MeasuredAgainst:
+    """What a compile measures against, and on what: both are open."""
+    return MeasuredAgainst(prepared.source.sha256, stream=prepared.unchanged(), tokens=prepared.scoring)
 
 
 def score_exports(
     prepared: Prepared,
     build: Build,
     progress: Progress,
-    *,
-    subject: str,
-    layers: list[LayerEntry],
-    files: list[FileEntry],
+    bundle: Bundle,
     built: Mapping[str, str],
+    *,
     whole: bool = True,
 ) -> tuple[list[Row], list[Check]]:
     """Accuracy of every export, each in its own runtime, and sizes; `harm.json` is written with the first.
 
     Args:
+        bundle: as it was just written.
         built: hashes of what was compiled for it, by path in it.
         whole: whether the model fits into memory, so that plain transformers can confirm a few of the scores.
 
     Returns:
-        rows, and the checks of `pipeline/blocks/confirm.py`.
+        rows, and the checks of `confirm`.
     """
     from quantkit.measurement.accuracy import score
-    from quantkit.measurement.accuracy.harm import through_depth
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.runtimes.onnxruntime.session import OnnxModel
 
-    exports = prepared.request.recipe.export
-    source, scoring = prepared.source, prepared.scoring
-    original = prepared.unchanged()
+    exports, scoring, against = prepared.request.recipe.export, prepared.scoring, original_of(prepared)
+    original = against.stream
+    assert original is not None
     rows: list[Row] = []
     checks: list[Check] = []
     for number, step in enumerate(exports):
-        runtime = reader(step.name, step.options)
-        sizes = size_rows(
-            layers,
-            files,
-            subject=subject,
-            baseline=source.sha256,
-            baseline_bytes=prepared.original.weights.total_bytes(),
-            folder=folder_of(step.name),
-        )
-        rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
+        runtime, folder = reader(step.name, step.options), folder_of(step.name)
         candidate: Candidate
-        here = runs_here(runtime, build.bundle)
-        if not here and number > 0:
-            continue
-        if not here:  # the values that it was built from, since nothing else was exported that runs here
-            runtime, candidate = "torch", _dense(prepared, build, step)
-        else:
-            candidate = load_runtime(runtime).open(build.bundle, torch_threads(), built=built)
+        if runs_here(runtime, bundle.path):
+            candidate = load_runtime(runtime).open(bundle.path, torch_threads(), built=built)
             candidate = prepared.placed(candidate) if isinstance(candidate, StreamedModel) else candidate
-        if isinstance(candidate, OnnxModel):
-            rows += read_rows(candidate.ways, subject=subject, folder=folder_of(step.name))
+        elif number > 0:
+            rows += _without_bits(sizes(bundle, against, folder))
+            continue
+        else:  # the values that it was built from, since nothing else was exported that runs here
+            runtime, candidate = "torch", _dense(prepared, build, step)
         count, unit = score.counted(original, scoring)
         progress.at("score", number / len(exports), f"{count} {unit}s of {scoring.name}, {runtime}")
-        found, items = score.rows(
-            original,
-            candidate,
-            scoring,
-            subject=subject,
-            runtime=runtime,
-            progress=functools.partial(_scored, progress, number, len(exports)),
-        )
+
+        def tell(done: float, number: int = number) -> None:
+            progress.at("score", (number + _SCORED * done) / len(exports))
+
+        found, items = measure(bundle, against, runtime, candidate=candidate, weighed=folder, scored=tell)
+        rows += found if number == 0 else _without_bits(found)
         if items is not None:
-            items.save(build.bundle / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
-        rows += score.flagged(found, source.was)
+            items.save(bundle.path / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
         tensors = load_exporter(step.name).stores == "tensors"
         if whole and (number == 0 or tensors):
             progress.at("score", (number + _SCORED) / len(exports), CONFIRMING)
-            folder = build.bundle / "model" if tensors else None
-            checks += confirm(original, folder, scoring.ids, items)
-        if number == 0 and layers:
+            checks += confirm(original, bundle.path / "model" if tensors else None, scoring.ids, items)
+        if number == 0 and bundle.manifest.layers:
             dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build, step)
-            harm = through_depth(
-                prepared.stream,
-                dense,
-                scoring.ids,
-                layers=[layer.name for layer in layers],
-                before=original if prepared.stream.transforms else None,
-            )
-            if items is not None:
-                where = worst_positions(items, scoring, source)
-                harm = harm.model_copy(update={"worst": where.worst, "worst_share": where.worst_share})
-            (build.bundle / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
+            harm = _harm(prepared, original, dense, [layer.name for layer in bundle.manifest.layers], items)
+            (bundle.path / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
         if tensors and prepared.request.recipe.scheme.kv_cache is not None:
-            rows += _score_long(prepared, build.bundle, original, subject, progress)
+            rows += _score_long(prepared, bundle, original, progress)
     # of two exports, the original is confirmed with each
     return rows, list({check.name: check for check in checks}.values())
+
+
+def _without_bits(rows: Sequence[Row]) -> list[Row]:
+    """Of a second export: the bits of a weight are those of the first."""
+    return [row for row in rows if row.name != "size.bits_per_weight"]
+
+
+def _harm(
+    prepared: Prepared, original: StreamedModel, dense: StreamedModel, layers: list[str], items: Items | None
+) -> Harm:
+    """How the error grows through the model, and where it differs most from its original: in words, or in ids where the
+    source has no tokenizer."""
+    from quantkit.measurement.accuracy.harm import through_depth, worst
+
+    ids, before = prepared.scoring.ids, original if prepared.stream.transforms else None
+    harm = through_depth(prepared.stream, dense, ids, layers=layers, before=before)
+    if items is None:
+        return harm
+    decode: Callable[[list[int]], str] = lambda ids: " ".join(map(str, ids))  # noqa: E731
+    with suppress(InputError):
+        decode = prepared.source.tokenizer().decode
+    where = worst(items, ids, lambda ids: str(decode(ids)))
+    return harm.model_copy(update={"worst": where.worst, "worst_share": where.worst_share})
 
 
 def runs_here(runtime: str, bundle: Path | None = None) -> bool:
@@ -136,16 +156,14 @@ def unscored(exports: Sequence[ExportStep], bundle: Path) -> list[Decision]:
     return found
 
 
-def _score_long(
-    prepared: Prepared, bundle: Path, original: StreamedModel, subject: str, progress: Progress
-) -> list[Row]:
+def _score_long(prepared: Prepared, bundle: Bundle, original: StreamedModel, progress: Progress) -> list[Row]:
     """What the quantized cache costs at a long context, beside what the rest costs there."""
     from quantkit.measurement.accuracy import score
     from quantkit.runtimes.torch import RUNTIME as TORCH
 
     recipe = prepared.request.recipe
     progress.at("score", 0.9, f"up to {score.CONTEXT:,} tokens, with a quantized and a float cache")
-    folder = bundle / "model"
+    folder = bundle.path / "model"
     found = score.long_rows(
         original,
         {
@@ -153,7 +171,7 @@ def _score_long(
             score.FLOAT: prepared.placed(TORCH.stream(folder, cache=False)),
         },
         tokens.long(recipe, prepared.source, score.CONTEXT, score.SAMPLES),
-        subject=subject,
+        subject=bundle.manifest.content_sha256,
         runtime=TORCH.name,
         settings={"dtype": "float32"},
     )
@@ -168,12 +186,173 @@ def _dense(prepared: Prepared, build: Build, step: ExportStep) -> StreamedModel:
     return prepared.placed(load_exporter(step.name).held(values, step.settings).running())
 
 
-def _scored(progress: Progress, number: int, count: int, done: float) -> None:
-    progress.at("score", (number + _SCORED * done) / count)
-
-
 def torch_threads() -> int:
     """Threads that torch computes with; a session that is scored takes as many."""
     import torch
 
     return torch.get_num_threads()
+
+
+def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: Items | None) -> list[Check]:
+    """`score.loss` and `score.kl` of a decoder; of another model `score.original`, and `score.output` of the export.
+
+    Args:
+        folder: of the written checkpoint; None confirms the original alone.
+        ids: [samples, tokens] that were scored.
+        items: of every scored position of a decoder.
+    """
+    from quantkit.model.kernel_limit import DEPARTURES, departure
+
+    few = ids[:_SEQUENCES, :_TOKENS]
+    machine.let_go()  # embeddings and heads that were scored with
+    before = _given(original.source, original, few)
+    after = None if folder is None else _reloaded(folder, original, few)
+    if folder is None or after is None:
+        streamed = rounded = None
+    else:
+        streamed = _streamed(folder, few) if items is None or _rounds_inputs(folder) else None
+        rounded = _streamed(folder, few, rounded=True) if _has_kernels(folder) else None
+    if items is not None:
+        return _decoder(before, after, few, items, streamed, rounded)
+    checks = [_check(ORIGINAL, _apart(original.answers(few).all(), before), LIMIT)]
+    if after is not None and streamed is not None:
+        if rounded is None:
+            checks.append(_check(OUTPUT, _apart(streamed, after), LIMIT))
+        else:
+            limit = LIMIT + DEPARTURES * departure(rounded, streamed)
+            checks.append(_check(OUTPUT, departure(after, streamed), limit))
+    return checks
+
+
+def _decoder(
+    before: Tensor, after: Tensor | None, ids: Tensor, items: Items, streamed: Tensor | None, rounded: Tensor | None
+) -> list[Check]:
+    """Loss of the original and KL of the candidate, in nats, against what was scored.
+
+    Args:
+        before, after: logits [samples, tokens, vocabulary] of plain transformers, of the original and of the export.
+        streamed: logits of the scored candidate on `ids` alone, taken instead of its items; None takes those.
+        rounded: the same with the products rounded that a library may round; None where it multiplies as torch does.
+    """
+    import numpy as np
+
+    from quantkit.model.kernel_limit import DEPARTURES
+
+    positions = ids.shape[1] - 1
+    chosen = np.concatenate([np.flatnonzero(items.sequence == row)[:positions] for row in range(len(ids))])
+    loss = -float(_of_positions(before, lambda one, part: one.gather(-1, ids[:, part + 1, None])[..., 0]).mean())
+    checks = [_check(LOSS, abs(loss - float(items.nll_original[chosen].mean())), LIMIT)]
+    if after is not None:
+        scored = items.kl[chosen] if streamed is None else _divergences(before, streamed).numpy()
+        # a mean of positions whose errors need not be independent
+        apart = 0.0 if rounded is None else np.sqrt(np.square(_divergences(before, rounded).numpy() - scored).mean())
+        error = abs(float(_divergences(before, after).mean()) - float(scored.mean()))
+        checks.append(_check(KL, error, LIMIT + DEPARTURES * float(apart)))
+    return checks
+
+
+def _divergences(before: Tensor, logits: Tensor) -> Tensor:
+    """KL from `before` at every position but the last, nats, sequence by sequence."""
+
+    def divergence(one: Tensor, part: Tensor) -> Tensor:
+        other = logits[:, part].double().log_softmax(dim=-1)
+        # what the original rules out adds nothing; a NaN of the reloaded model is to be seen
+        return (one.exp() * (one - other)).masked_fill_(one.isneginf(), 0.0).sum(dim=-1)
+
+    return _of_positions(before, divergence)
+
+
+def _of_positions(logits: Tensor, value: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """A value of every position but the last, by log-probabilities [samples, some positions, vocabulary] and which."""
+    import torch
+
+    parts = torch.arange(logits.shape[1] - 1).split(_PART)  # in float64 a large vocabulary takes 2 MB a position
+    values = [value(logits[:, part].double().log_softmax(dim=-1), part) for part in parts]
+    return torch.cat(values, dim=1).flatten()
+
+
+def _given(source: Source, like: StreamedModel, ids: Tensor, *, cached: bool = False) -> Tensor:
+    """What the model of plain transformers gives for ids [samples, tokens]; `cached` as its config says."""
+    from contextlib import nullcontext
+
+    import torch
+
+    from quantkit.model.source.open import quiet_loading
+    from quantkit.model.streaming.calls import forward, uncached
+    from quantkit.model.streaming.stream import answer
+
+    with quiet_loading():
+        model = source.load()
+        with torch.no_grad(), nullcontext() if cached else uncached(model):
+            runs = like.runs(model)
+            found = answer(runs(input_ids=ids) if cached else forward(runs, ids)).float()
+    del model
+    machine.let_go()
+    return found
+
+
+def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
+    """The same of a written checkpoint, expanded by its library; None where transformers leaves out what was scored."""
+    from quantkit.model import layouts, run_time
+    from quantkit.model.source.open import open_written
+
+    source, config = open_written(folder), _quantization(folder)
+    if config is not None and not run_time.weights_are_dense(config) and layouts.missing(layouts.of(config)):
+        return None
+    if run_time.expands_at_load(folder) and run_time.is_named(config):
+        return None  # weights alone are expanded: inputs and cache stay floats there
+    return _given(source, like, ids, cached=bool((config or {}).get("kv_cache_scheme")))
+
+
+def _streamed(folder: Path, ids: Tensor, *, rounded: bool = False) -> Tensor:
+    """What the stream that scores a written checkpoint gives for ids [samples, tokens]; `rounded`: as kernels may."""
+    from quantkit.model.kernel_limit import RoundedProducts
+    from quantkit.runtimes.torch.reloaded import ExpandedWeights, reloaded
+
+    stream = reloaded(folder)
+    if rounded and isinstance(weights := stream.source.weights, ExpandedWeights):
+        packed = {name.removesuffix(".weight") for name, file in stream.files.items() if file in weights.packed}
+        stream.transforms.append(RoundedProducts(stream.block_names, packed))
+    return stream.answers(ids).all()
+
+
+def _quantization(folder: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of a written checkpoint."""
+    from quantkit.model.source.open import open_written
+
+    found: dict[str, Any] | None = open_written(folder).config.get("quantization_config")
+    return found
+
+
+def _rounds_inputs(folder: Path) -> bool:
+    """Whether inputs or the cache are rounded as the model runs.
+
+    A number between two codes then goes either way by the last bit of a sum, which the length of a sequence changes:
+    plain transformers on two threads, run on 96 tokens, departs from itself, run on 512, by 0.015 nats (SmolLM2-135M,
+    `int8`; on one thread by nothing; `benchmarks/rounded_inputs.py`). So both sides see the same tokens.
+    """
+    from quantkit.model import run_time
+
+    return run_time.is_named(_quantization(folder))
+
+
+def _has_kernels(folder: Path | None) -> bool:
+    """Whether a written checkpoint is multiplied in kernels of its library."""
+    from quantkit.model import layouts, run_time
+
+    config = None if folder is None else _quantization(folder)
+    return config is not None and not run_time.weights_are_dense(config) and layouts.of(config).kernels
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The worst token's difference, of its norm."""
+    if found.shape != expected.shape:
+        return float("inf")
+    found, expected = found.cpu(), expected.cpu()  # one side may come from a GPU
+    size = expected.double().norm(dim=-1).clamp(min=1e-30)
+    return float(((found.double() - expected.double()).norm(dim=-1) / size).max())
+
+
+def _check(name: str, value: float, limit: float) -> Check:
+    finite = value if value < float("inf") else None
+    return Check(name=name, value=finite, limit=limit, ok=finite is not None and finite <= limit)

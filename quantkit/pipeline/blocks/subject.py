@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from quantkit import machine
 from quantkit.bundle import (
     Build,
+    Bundle,
     CalibrationEntry,
     Check,
     Decision,
-    FileEntry,
     LayerEntry,
     ModelEntry,
     SourceEntry,
@@ -25,22 +25,19 @@ from quantkit.bundle import (
 from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.accuracy.purpose import TextResults
 from quantkit.measurement.rows import Row
-from quantkit.measurement.size import folder_of
 from quantkit.model.sizes.assigned import takes_head
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks.accounting import account
-from quantkit.pipeline.blocks.confirm import KL, OUTPUT
 from quantkit.pipeline.blocks.prepared import Prepared, fingerprint
 from quantkit.pipeline.blocks.quantize import quantize, results
-from quantkit.pipeline.blocks.score import score_exports, unscored
+from quantkit.pipeline.blocks.score import KL, OUTPUT, original_of, score_exports, unscored
 from quantkit.pipeline.estimate import estimate, head_size, times
 from quantkit.pipeline.finished import engine
-from quantkit.pipeline.finished.inspect_engine import of_exports
 from quantkit.pipeline.gates import demand, refuse
+from quantkit.pipeline.measure import quick_times
 from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.subject import Engines, Scores
-from quantkit.pipeline.verdict import try_to_time
 from quantkit.planning.bound import efficiency
 from quantkit.planning.compiling import WHOLE, Compiling, timed
 from quantkit.recipe import ExportStep
@@ -203,24 +200,15 @@ class BlocksWork:
                     self.build.bundle, step.settings, lambda share, words: self.progress.at("build", share, words)
                 )
         notes = engine.notes(self.build.bundle, made)
-        looked = of_exports(request.recipe.export, self.build.bundle, self.layers, made, strict=request.strict)
+        looked = engine.of_exports(request.recipe.export, self.build.bundle, self.layers, made, strict=request.strict)
         taken = [taken for each in looked for taken in each.decisions()]
         return Engines(made, [*notes, *taken], [each.check for each in looked])
 
-    def score(self, subject: str, files: list[FileEntry], engines: Mapping[str, str]) -> Scores:
+    def score(self, bundle: Bundle, engines: Mapping[str, str]) -> Scores:
         """Every export in its own runtime, confirmed by plain transformers where the model fits."""
         prepared, exports = self.prepared, self.request.recipe.export
         whole = self._fitting_blocks() == len(prepared.stream.block_names)
-        rows, confirmed = score_exports(
-            prepared,
-            self.build,
-            self.progress,
-            subject=subject,
-            layers=self.layers,
-            files=files,
-            built=engines,
-            whole=whole,
-        )
+        rows, confirmed = score_exports(prepared, self.build, self.progress, bundle, engines, whole=whole)
         reason, checkpoint = "", any(load_exporter(step.name).stores == "tensors" for step in exports)
         if not whole:
             why = "plain transformers does not hold the whole model in the memory of this compile"
@@ -229,24 +217,17 @@ class BlocksWork:
             why = "as transformers loads the checkpoint, it leaves out some of what is quantized"
             reason = f"of the original alone confirmed: {why}"
         said = [decision("score", NOTE, "score", reason)] if reason else []
-        return Scores(rows, confirmed, [*said, *unscored(exports, self.build.bundle)])
+        return Scores(rows, confirmed, [*said, *unscored(exports, bundle.path)])
 
-    def time(self, subject: str) -> tuple[list[Row], list[Decision]]:
-        """The ONNX graph, or the file, against the float model's, if there is one and it runs on this machine."""
+    def time(self, bundle: Bundle) -> tuple[list[Row], list[Decision]]:
+        """The ONNX graph, or the file, against the float model's, if there is one and it runs on this machine; what
+        prevents it is a decision, not the end of the compile."""
         step = timed(self.request.recipe)
         if step is None or not times(self.prepared):
             return [], self._untimed(step)
         self.stages.begin("speed")
-        self.progress.at("speed", 0.0, f"the float model as {step.name}, for comparison")
-        rows, untimed = try_to_time(
-            self.build.bundle / folder_of(step.name),
-            subject,
-            self.layers,
-            self.prepared.original,
-            step.name,
-            step.options,
-            lambda share, words: self.progress.at("speed", share, words),
-        )
+        runtime = reader(step.name, step.options)
+        rows, untimed = quick_times(bundle, original_of(self.prepared), runtime, self.progress)
         efficiency.keep([row.as_dict() for row in rows])
         return rows, untimed
 

@@ -25,14 +25,14 @@ from quantkit.measurement.compared import (
     layer_pairs,
     verdict,
 )
-from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.compare import times
 from quantkit.pipeline.compare.scores import by_item, by_row, common_runtime, demand_one_text
 from quantkit.pipeline.compare.sides import BundleSide, open_sides
 from quantkit.pipeline.compare.times import BundleTiming, RoundsTimer
 from quantkit.pipeline.compare.words import flips, scored_text
-from quantkit.pipeline.finished.measure import default_runtime
 from quantkit.pipeline.gates import allowed
+from quantkit.pipeline.keep import read_harm
+from quantkit.pipeline.measure import QUICK, default_runtime
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Gates
 from quantkit.runtimes import load_runtime
@@ -114,7 +114,7 @@ def compare_bundles(
     """
     progress, margins = progress or Progress(), margins or Margins()
     _demand_sense(measure, speed, runtime, {"--batch": batches, "--seconds": seconds})
-    progress.plan({"verify": 2.0, **({"speed": 60.0 + (seconds or worth.QUICK.seconds)} if measure and speed else {})})
+    progress.plan({"verify": 2.0, **({"speed": 60.0 + (seconds or QUICK.seconds)} if measure and speed else {})})
     progress.at("verify", 0.0, "hashes")
     sides = open_sides(a, b)
     timing: BundleTiming | None = None
@@ -282,7 +282,7 @@ def _named(side: BundleSide, runtime: str) -> NamedSide:
 def _layers(a: BundleSide, b: BundleSide) -> list[LayerPair]:
     outputs = []
     for side in (a, b):
-        harm = None if side.floating else worth.read_harm(side.bundle.path)
+        harm = None if side.floating else read_harm(side.bundle.path)
         outputs.append({} if harm is None else {layer.name: layer.error for layer in harm.layers})
     layers = [[] if side.floating else side.manifest.layers for side in (a, b)]
     return layer_pairs(layers[0], layers[1], (outputs[0], outputs[1]))

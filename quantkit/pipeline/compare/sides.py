@@ -17,7 +17,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.accuracy.positions import Items, load_items
 from quantkit.measurement.rows import Data, Row, read_rows
 from quantkit.measurement.size import bits_per_weight, folder_of, weight_bytes
-from quantkit.pipeline.finished.keep import export_of, runtimes_of
+from quantkit.pipeline.keep import export_of, runtimes_of
 from quantkit.report.bundle import usage
 
 _ITEMS = "items.safetensors"

@@ -20,12 +20,12 @@ from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob
 from quantkit.measurement.timing.schedule import Timing, Visit
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.measurement.verdict import speed_up
-from quantkit.pipeline import verdict
 from quantkit.pipeline.compare.sides import BundleSide
-from quantkit.pipeline.finished.measure import with_changes
-from quantkit.pipeline.graphs.remeasure import MODEL, holds_graph, samples_of
-from quantkit.pipeline.graphs.remeasure import RUNTIMES as GRAPHS
+from quantkit.pipeline.graphs.bundles import MODEL, holds_graph, samples_of
+from quantkit.pipeline.graphs.bundles import RUNTIMES as GRAPHS
+from quantkit.pipeline.measure import context_of, fitting, quick, with_changes
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.verdict import RUNTIME, RUNTIMES
 from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report
@@ -76,7 +76,7 @@ class BundleTiming:
 
     job: RoundsJob
     samples: Feed | None = None
-    runtime: str = verdict.RUNTIME
+    runtime: str = RUNTIME
     timer: RoundsTimer = field(default_factory=_Here)
 
     def run(self, progress: Progress, shapes: Sequence[Shape] | None = None) -> list[Timing]:
@@ -142,9 +142,9 @@ def prepare(
     (ours, mine, most), (theirs, other, least) = (_reader(side.bundle, runtime) for side in (b, a))
     runtimes = (mine, other)
     kind, threads = b.manifest.model.kind, machine.cores()
-    plan = with_changes(verdict.quick(kind), batches, seconds)
+    plan = with_changes(quick(kind), batches, seconds)
     if not holds_graph(b.bundle):
-        plan = verdict.fitting(plan, min(most, least), kind)
+        plan = fitting(plan, min(most, least), kind)
         named = mine if mine == other else f"{mine} against {other}"
         job = RoundsJob(str(ours), str(theirs), plan.shapes(), threads, plan.seconds, runtimes=runtimes)
         return BundleTiming(job, runtime=named), []
@@ -160,10 +160,10 @@ def prepare(
 
 def timed_in(bundle: Bundle, asked: str | None = None) -> str:
     """The runtime that a comparison times a bundle in: the one whose scores are asked for, where it can be timed."""
-    if asked in (GRAPHS if holds_graph(bundle) else verdict.RUNTIMES):
+    if asked in (GRAPHS if holds_graph(bundle) else RUNTIMES):
         return str(asked)
     name = None if (bundle.path / "onnx").is_dir() else usage.file_runtime(bundle.manifest)
-    return name or verdict.RUNTIME
+    return name or RUNTIME
 
 
 def _reader(bundle: Bundle, asked: str | None = None) -> tuple[Path, str, int]:
@@ -174,11 +174,11 @@ def _reader(bundle: Bundle, asked: str | None = None) -> tuple[Path, str, int]:
     """
     runtime = load_runtime(timed_in(bundle, asked))
     folder = runtime.checked(bundle)
-    return folder, runtime.name, 0 if holds_graph(bundle) else verdict.context_of(folder)
+    return folder, runtime.name, 0 if holds_graph(bundle) else context_of(folder)
 
 
 def of_run(
-    taken: Sequence[Timing], margin: float, runtime: str = verdict.RUNTIME, device: str | None = None
+    taken: Sequence[Timing], margin: float, runtime: str = RUNTIME, device: str | None = None
 ) -> tuple[list[Quantity], list[str]]:
     """What raw times say, by the same test as every night's; and which shapes have none.
 

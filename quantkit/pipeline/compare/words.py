@@ -19,7 +19,7 @@ from quantkit.measurement.compared import WordFlip, WordFlips
 from quantkit.measurement.rows import Data
 from quantkit.model.source import pretrained
 from quantkit.pipeline.compare.sides import BundleSide
-from quantkit.pipeline.finished.against import config_of
+from quantkit.pipeline.measure import config_of
 from quantkit.runtimes.text import Tokenizer
 from quantkit.stats.shares import mcnemar
 

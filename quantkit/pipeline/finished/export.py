@@ -17,11 +17,12 @@ from quantkit.errors import InputError, did_you_mean, from_validation
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
-from quantkit.pipeline import verdict
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.gates import demand
-from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network, samples_of
+from quantkit.pipeline.graphs.bundles import file_of, holds_graph, is_network, samples_of
+from quantkit.pipeline.keep import REPORT, documents
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.verdict import of_original
 from quantkit.report.bundle import usage
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
@@ -184,13 +185,13 @@ def export_bundle(
             checks=[*manifest.checks, *checks],
         )
     # what they say of the bundle's exports and identity is of before
-    rows = verdict.of_original([Row.model_validate(row) for row in added.measurements], manifest.model.source.sha256)
-    documents, missing = verdict.documents(added.manifest, rows, added.path)
-    if not any(entry.path == verdict.REPORT for entry in manifest.files):
-        documents.pop(verdict.REPORT)  # nothing was measured that a page would show
+    rows = of_original([Row.model_validate(row) for row in added.measurements], manifest.model.source.sha256)
+    files, missing = documents(added.manifest, rows, added.path)
+    if not any(entry.path == REPORT for entry in manifest.files):
+        files.pop(REPORT)  # nothing was measured that a page would show
     for each in missing:
         progress.note(f"{each.where}: {each.reason}")
-    added = added.put_all(documents)
+    added = added.put_all(files)
     progress.at("check", 1.0)
     return Exported(added, to, checks, decisions)
 

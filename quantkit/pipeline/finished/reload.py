@@ -10,7 +10,7 @@ from quantkit.bundle import Bundle, Check
 from quantkit.errors import InputError, MissingDependency, QuantkitError
 from quantkit.exporters import load_exporter
 from quantkit.measurement.timing import speed
-from quantkit.pipeline.graphs.remeasure import MODEL, holds_graph, reload_graph
+from quantkit.pipeline.graphs.bundles import MODEL, holds_graph, reload_graph
 from quantkit.pipeline.verdict import ONE_FILE
 from quantkit.runtimes import child, load_runtime
 from quantkit.runtimes.openvino.open import MODEL as XML

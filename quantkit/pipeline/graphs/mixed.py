@@ -25,7 +25,7 @@ from quantkit.model.sizes.assigned import MIXED
 from quantkit.passes import NOTE, decision
 from quantkit.passes.mixed import Mixed
 from quantkit.pipeline.gates import judge, measured
-from quantkit.pipeline.graphs.measure import agreement, answers, classes_of, kinds_of
+from quantkit.pipeline.graphs.answers import agreement, answers, classes_of, kinds_of
 from quantkit.pipeline.graphs.quantized import QuantizedGraph, Solved, stem
 from quantkit.pipeline.progress import Progress
 from quantkit.report.kit import words

@@ -21,8 +21,8 @@ from quantkit.passes.rtn import Rtn
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account_graph
 from quantkit.pipeline.graphs import engine as graph_engine
-from quantkit.pipeline.graphs.exported_module import located
-from quantkit.pipeline.graphs.measure import SampleCost, cost
+from quantkit.pipeline.graphs.answers import SampleCost, cost
+from quantkit.pipeline.graphs.located import located
 from quantkit.pipeline.request import Request, default_out
 from quantkit.planning.support import ask, demand_kind, graph_schemes
 from quantkit.recipe import ExportStep, Recipe

@@ -17,35 +17,34 @@ from quantkit import machine
 from quantkit._version import __version__
 from quantkit.bundle import (
     Build,
+    Bundle,
     CalibrationEntry,
     Check,
     Decision,
-    FileEntry,
     LayerEntry,
     ModelEntry,
     SourceEntry,
     WeightsEntry,
 )
-from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.rows import Row
-from quantkit.measurement.size import size_rows
 from quantkit.model.device import ComputeDevice
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks.accounting import account_graph
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.graphs.engine import wanted
-from quantkit.pipeline.graphs.measure import QUICK, scored, speed
 from quantkit.pipeline.graphs.mixed import NAME, mix
 from quantkit.pipeline.graphs.network import Network
 from quantkit.pipeline.graphs.plan import estimate
 from quantkit.pipeline.graphs.prepared import PreparedGraph
-from quantkit.pipeline.graphs.quantized import MODEL, QuantizedGraph
+from quantkit.pipeline.graphs.quantized import QuantizedGraph
 from quantkit.pipeline.graphs.steps import Steps
+from quantkit.pipeline.keep import HARM
+from quantkit.pipeline.measure import MeasuredAgainst, measure, quick_times
 from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.subject import Engines, Scores
-from quantkit.pipeline.verdict import HARM
+from quantkit.pipeline.verdict import RUNTIME
 from quantkit.planning.compiling import Compiling
 
 # packages that a graph's bytes depend on
@@ -187,46 +186,32 @@ class GraphWork:
         made = self.quantized.build(self.build.bundle)
         return Engines(made, engine.notes(self.build.bundle, made))
 
-    def score(self, subject: str, files: list[FileEntry], engines: Mapping[str, str]) -> Scores:
+    def score(self, bundle: Bundle, engines: Mapping[str, str]) -> Scores:
         """The file against the float graph, in ONNX Runtime."""
-        prepared, graph, layers = self.prepared, self.prepared.graph, self.layers
-        self.progress.at("score", 0.0, f"{len(prepared.scoring)} samples of {prepared.scoring.name}")
-        rows = scored(
-            graph.model,
-            self.quantized.runner(self.file),
-            prepared.scoring,
-            subject=subject,
-            baseline=graph.sha256,
-            progress=self.progress,
-        )
-        rows += size_rows(
-            layers,
-            files,
-            subject=subject,
-            baseline=graph.sha256,
-            baseline_bytes=graph.bytes,
-            folder=self.file.parent.name,
-        )
+        scoring, runner = self.prepared.scoring, self.quantized.runner(self.file)
+        self.progress.at("score", 0.0, f"{len(scoring)} samples of {scoring.name}")
+        rows, _ = measure(bundle, self.original, RUNTIME, candidate=runner, progress=self.progress)
         return Scores(rows, (), self.quantized.notes())
 
-    def time(self, subject: str) -> tuple[list[Row], list[Decision]]:
+    def time(self, bundle: Bundle) -> tuple[list[Row], list[Decision]]:
         """Against the float graph as it came, where the target is this machine; what prevents it is a decision."""
-        request, graph = self.prepared.request, self.prepared.graph
-        if not request.speed:
+        if not self.request.speed:
             return [], []
-        if not runs_here(request.target):
-            return [], [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]
-        from quantkit.measurement.timing.speed import SpeedSide
-
+        if not runs_here(self.request.target):
+            return [], [decision("measure", NOTE, "speed", f"target {self.request.target.name} is another machine")]
         self.stages.begin("speed")
-        folder = self.file.parent
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        ours = SpeedSide(str(folder / MODEL), subject, "int8", size)
-        theirs = SpeedSide(str(graph.path), graph.sha256, "float32", graph.bytes)
-        try:
-            return speed(ours, theirs, self.prepared.calib, self.prepared.cost, self.progress, QUICK), []
-        except (InputError, MissingDependency) as problem:
-            return [], [decision("measure", "speed-not-measured", "onnxruntime", problem.line())]
+        return quick_times(bundle, self.original, RUNTIME, self.progress)
+
+    @property
+    def request(self) -> Request:
+        """As it is compiled."""
+        return self.prepared.request
+
+    @property
+    def original(self) -> MeasuredAgainst:
+        """The float graph, and the samples that score."""
+        prepared, graph = self.prepared, self.prepared.graph
+        return MeasuredAgainst(graph.sha256, graph=graph, samples=prepared.scoring, cost=prepared.cost)
 
     def weights(self, decisions: Sequence[Decision]) -> list[WeightsEntry]:
         """Return what became of its products' weights."""

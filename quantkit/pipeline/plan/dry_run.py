@@ -50,7 +50,7 @@ def planned(prepared: Prepared) -> dict[str, Any]:
 def planned_graph(prepared: PreparedGraph) -> dict[str, Any]:
     """The same of a float graph, with the multiply-accumulates of one sample and the runtime."""
     from quantkit.pipeline.graphs import plan
-    from quantkit.pipeline.graphs.measure import RUNTIME
+    from quantkit.pipeline.graphs.answers import RUNTIME
 
     graph, scheme = prepared.graph, prepared.request.recipe.scheme
     macs, chosen, sizes = prepared.cost.macs, {site.name for site in prepared.sites}, plan.spec(prepared)

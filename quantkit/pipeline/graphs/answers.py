@@ -1,8 +1,7 @@
-"""A graph and its quantized self: what it costs, how far the two agree, which is faster."""
+"""A graph's answers and its quantized self's: what one sample costs, and how far the two agree."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +13,6 @@ from numpy.typing import NDArray
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Data, Device, Row
-from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.pipeline.progress import Progress
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -23,14 +20,11 @@ if TYPE_CHECKING:
     from quantkit.calibrate.sets.inputs import Feed, InputSet
     from quantkit.graph.outputs import OutputKinds
     from quantkit.graph.sites import Site
-    from quantkit.measurement.timing.speed import SpeedSide
 
 Array = NDArray[Any]
 # a graph in some runtime: values of its inputs to those of its outputs
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 RUNTIME = "onnxruntime"
-# samples of a pass that is timed, and how long a compile looks at them
-QUICK = TimingPlan(batches=(1, 32), seconds=40.0, rounds=4)
 # samples of one run that is scored
 _SCORED = 32
 
@@ -80,27 +74,6 @@ def _demand_floats(outputs: Feed) -> None:
             rule="what comes out is finite floats, by which the quantized graph is compared",
             remedy="check the samples and the weights" if bad else "give out what the last operator reads, too",
         )
-
-
-def scored(
-    original: ir.Model | Path,
-    own: Path | Run,
-    scoring: InputSet,
-    *,
-    subject: str,
-    baseline: str,
-    progress: Progress,
-    runtime: str = RUNTIME,
-) -> list[Row]:
-    """Accuracy of a file against the float graph.
-
-    Args:
-        subject, baseline: their identities in the rows.
-        runtime: that runs the file.
-    """
-    expected = answers(original, scoring, lambda done: progress.at("score", done / 2))
-    given = answers(own, scoring, lambda done: progress.at("score", (1 + done) / 2))
-    return agreement(expected, given, scoring, kinds_of(original), subject=subject, baseline=baseline, runtime=runtime)
 
 
 def kinds_of(graph: ir.Model | Path) -> OutputKinds:
@@ -221,25 +194,3 @@ def agreement(
         return rows
     mine = {name: given[name] for name in others}
     return rows + outputs(others, mine, about=about, clusters=clusters, chosen=said.selected)
-
-
-def speed(
-    ours: SpeedSide, theirs: SpeedSide, samples: InputSet, costs: SampleCost, progress: Progress, plan: TimingPlan
-) -> list[Row]:
-    """Both in turn, on real inputs; a graph of a fixed batch at that alone.
-
-    Raises:
-        InputError, MissingDependency: see `timing.speed.run`.
-    """
-    from quantkit.measurement.timing.speed import Samples, SpeedJob, run
-
-    sizes = [samples.batch] if samples.batch else list(plan.batches)
-    if samples.batch:
-        progress.note(f"the graph takes {samples.batch} samples at a time, so it is timed at batch {samples.batch}")
-    plan = TimingPlan((), (), (1,), sizes, plan.seconds, cell_seconds=plan.seconds, rounds=plan.rounds)
-    with tempfile.TemporaryDirectory(prefix="quantkit-speed-") as folder:
-        file = Path(folder) / "samples.npz"
-        np.savez(file, allow_pickle=False, **samples.first(max(sizes)))
-        graph = Samples(str(file), float(sum(costs.macs.values())), float(costs.outputs))
-        job = SpeedJob(ours, theirs, machine.cores(), plan, graph)
-        return run(job, lambda share, words: progress.at("speed", share, words))

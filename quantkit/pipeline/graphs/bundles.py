@@ -1,10 +1,9 @@
-"""A finished bundle of a graph: loaded again, scored and timed again."""
+"""A finished bundle of a graph: its file, loaded again, its float graph, and the samples that it is measured on."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,9 @@ from quantkit.bundle import Bundle, Check
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
 from quantkit.graph.open import is_graph
-from quantkit.measurement.rows import Row
-from quantkit.measurement.size import size_rows
-from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.model.source.hashes import file_sha256
-from quantkit.pipeline import verdict
-from quantkit.pipeline.graphs.exported_module import REF, place
-from quantkit.pipeline.graphs.measure import RUNTIME, SampleCost, cost, scored, speed
-from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.graphs.located import REF, place
 from quantkit.recipe import Recipe
 from quantkit.runtimes.openvino import RUNTIME as OPENVINO
 from quantkit.runtimes.openvino.open import MODEL as XML
@@ -39,7 +32,7 @@ if TYPE_CHECKING:
 
 MODEL = "model.onnx"
 # that run a bundle's graph
-RUNTIMES = (RUNTIME, OPENVINO.name)
+RUNTIMES = ("onnxruntime", OPENVINO.name)
 _CODES = ".weight.codes"
 
 
@@ -52,8 +45,10 @@ def holds_graph(bundle: Bundle) -> bool:
     return model.kind == "network" and not (bundle.model_folder / "config.json").is_file()
 
 
-def file_of(bundle: Bundle) -> Path:
-    """A bundle's graph: what ONNX Runtime runs, or the network of an engine."""
+def file_of(bundle: Bundle, runtime: str = RUNTIMES[0]) -> Path:
+    """A bundle's graph: what a runtime runs; of ONNX Runtime, the network of an engine where it has that."""
+    if runtime == OPENVINO.name:
+        return OPENVINO.folder(bundle) / XML
     network = bundle.path / ENGINE / NETWORK
     return network if network.is_file() else bundle.path / "onnx" / MODEL
 
@@ -61,6 +56,14 @@ def file_of(bundle: Bundle) -> Path:
 def is_network(bundle: Bundle) -> bool:
     """Whether a bundle of a graph holds the network of an engine: scored on a CPU, but not timed."""
     return holds_graph(bundle) and file_of(bundle).parent.name == ENGINE
+
+
+def runner(bundle: Bundle, runtime: str) -> Any:
+    """What gives a bundle's answers in a runtime."""
+    from quantkit.graph.run import Runner
+
+    path = file_of(bundle, runtime)
+    return OpenvinoGraph(path) if runtime == OPENVINO.name else Runner(path, literal=path.parent.name == ENGINE)
 
 
 def reload_graph(bundle: Bundle) -> list[Check]:
@@ -110,102 +113,7 @@ def _stored(bundle: Bundle, stored: Mapping[str, ir.Value], codes: int) -> list[
     ]
 
 
-@dataclass(frozen=True)
-class FloatSide:
-    """What a bundle's graph is held against: the float graph, and what both are run on."""
-
-    graph: FloatGraph
-    data: InputSet
-
-    def costs(self) -> SampleCost:
-        """What one sample takes. Raises as `measure.cost`."""
-        from quantkit.graph.sites import sites
-
-        return cost(self.graph.model, sites(self.graph.model), self.data.first(2))
-
-
-def float_side(bundle: Bundle, baseline: str | None, calibration: str | None) -> FloatSide:
-    """Found and opened; the arguments are those of `measure_graph`. Raises InputError: see there."""
-    from quantkit.graph.open import open_graph
-
-    file, alias = _float_file(bundle, baseline)
-    graph = open_graph(file)
-    _demand_inputs(bundle, graph)
-    return FloatSide(graph, _scoring(bundle, graph.inputs, calibration, alias))
-
-
-def measure_graph(
-    bundle: Bundle,
-    baseline: str | None,
-    progress: Progress,
-    *,
-    calibration: str | None,
-    plan: TimingPlan | None,
-    timed: bool,
-    runtime: str = RUNTIME,
-) -> tuple[list[Row], str]:
-    """Score and time a bundle's graph against a float one.
-
-    Args:
-        baseline: a .onnx file or a shipped network; None is what the bundle was made from, where that can be found.
-        calibration: the set whose `eval` split scores; None is the one that the bundle was calibrated on.
-        plan: whose batches, seconds and rounds are timed.
-        runtime: that runs the bundle's graph; the float one is run by ONNX Runtime.
-
-    Returns:
-        The rows, and what the baseline is called in them: the hash of the float graph.
-
-    Raises:
-        InputError: `baseline-needed`, `baseline-kind`, `baseline-inputs`, `calibration-needed`, those of `open_graph`
-            and `load_inputs`.
-    """
-    from quantkit.graph.run import Runner
-
-    manifest = bundle.manifest
-    against = float_side(bundle, baseline, calibration)
-    graph, data = against.graph, against.data
-    plan = plan or verdict.quick("network")
-    progress.plan({"score": 10.0, **({"speed": plan.seconds} if timed else {})})
-    path, subject = file_of(bundle), manifest.content_sha256
-    if runtime == OPENVINO.name:
-        path = OPENVINO.folder(bundle) / XML
-        runs: Any = OpenvinoGraph(path)
-    else:
-        runs = Runner(path, literal=path.parent.name == ENGINE)
-    folder = path.parent.name
-    rows = scored(
-        graph.model,
-        runs,
-        data,
-        subject=subject,
-        baseline=graph.sha256,
-        progress=progress,
-        runtime=runtime,
-    )
-    rows += size_rows(
-        manifest.layers,
-        manifest.files,
-        subject=subject,
-        baseline=graph.sha256,
-        baseline_bytes=graph.bytes,
-        folder=folder,
-    )
-    if timed:
-        from quantkit.measurement.timing.speed import SpeedSide
-
-        size = sum(entry.bytes for entry in manifest.files if entry.path.startswith(f"{folder}/"))
-        rows += speed(
-            SpeedSide(str(path), subject, verdict.format_of(manifest.layers), size, runtime),
-            SpeedSide(str(graph.path), graph.sha256, "float32", graph.bytes),
-            data,
-            against.costs(),
-            progress,
-            plan,
-        )
-    return rows, graph.sha256
-
-
-def _float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None]:
+def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None]:
     """The float graph to compare with."""
     ref, sha256 = bundle.manifest.model.source.ref, bundle.manifest.model.source.sha256
     own = ALIASES.get(ref.removeprefix("alias:"))
@@ -237,7 +145,7 @@ def _float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | Non
     return path, own
 
 
-def _demand_inputs(bundle: Bundle, graph: FloatGraph) -> None:
+def demand_inputs(bundle: Bundle, graph: FloatGraph) -> None:
     """Refuse a float graph that takes something else."""
     import onnx_ir as ir
 
@@ -267,10 +175,11 @@ def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
     from quantkit.graph.open import inputs_of
 
     file, alias = file_of(bundle), ALIASES.get(bundle.manifest.model.source.ref.removeprefix("alias:"))
-    return _scoring(bundle, tuple(inputs_of(ir.load(file), file.name)), calibration, alias)
+    return scoring(bundle, tuple(inputs_of(ir.load(file), file.name)), calibration, alias)
 
 
-def _scoring(bundle: Bundle, inputs: Sequence[GraphInput], calibration: str | None, alias: Alias | None) -> InputSet:
+def scoring(bundle: Bundle, inputs: Sequence[GraphInput], calibration: str | None, alias: Alias | None) -> InputSet:
+    """The samples that score a graph of such inputs; the arguments are those of `samples_of`."""
     from quantkit.calibrate.sets.inputs import load_inputs
 
     recipe = Recipe.done(bundle.manifest.recipe)

@@ -1,0 +1,583 @@
+"""Accuracy, size and speed of a bundle, against the model that it was made from or another one.
+
+`measure` is all there is of it. A compile ends by calling it, with the folder that it has just written and what it has
+open still; `quantkit measure` opens a finished bundle's original (`original_of`), calls it, and puts what came into the
+bundle (`keep`).
+
+What can be measured depends on what is at hand: accuracy needs torch and the original, speed needs the float model in
+the same runtime. On a machine with the small install alone, `--baseline` names a bundle that holds it. Whatever can be
+refused is refused before the first of it: what is missing, what does not fit together, a bundle that cannot be written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit import limits, machine
+from quantkit.bundle import Bundle, Decision
+from quantkit.bundle.manifest import MANIFEST
+from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
+from quantkit.kernels import GPUS, too_old
+from quantkit.measurement.rows import Row
+from quantkit.measurement.size import folder_of, read_rows, size_rows
+from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.model.structure.sizes import positions
+from quantkit.passes import decision
+from quantkit.pipeline.baseline import float_export, float_format
+from quantkit.pipeline.finished.engine import look
+from quantkit.pipeline.graphs.bundles import demand_inputs, file_of, float_file, holds_graph, is_network, scoring
+from quantkit.pipeline.keep import export_of, keep, options_of
+from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.verdict import RUNTIME, format_of, target_of
+from quantkit.recipe import Recipe
+from quantkit.report.bundle import usage
+from quantkit.runtimes import load_runtime
+from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.sets.inputs import InputSet
+    from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.graph.open import FloatGraph
+    from quantkit.measurement.accuracy.positions import Items
+    from quantkit.measurement.timing.speed import SpeedSide
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.pipeline.graphs.answers import SampleCost
+
+Tell = Callable[[float], None]
+# a compile looks at a few shapes; `quantkit measure` at all of them
+QUICK = TimingPlan(batches=(1, 4, 16), contexts=(128,), prefills=(256, 1024), seconds=60.0, cell_seconds=60.0, rounds=4)
+# of a model that does not decode: one text and many, as short as a query and as long as a passage
+_TEXTS, _LENGTHS = (1, 32), (32, 128)
+# batches beyond this are for prefill and servers; a decode step of them takes a CPU most of a second
+_LARGEST = 32
+# bytes of memory a weight takes while a float graph is made and loaded again: of Gemma 3 270M 3.9 GB were seen
+_MAKING = 15
+
+
+@dataclass(frozen=True)
+class MeasuredAgainst:
+    """What a bundle is measured against, and on what.
+
+    Args:
+        subject: its identity in the rows: of the model that the bundle was made from, the hash of that; else of a
+            bundle its `content_sha256`.
+        format: of its weights.
+        stream: to score against; None where it cannot be had.
+        tokens: what scores a transformer.
+        folder: of what the runtime of floats reads, where it has that already.
+        graph: the float graph; None of transformers.
+        samples: what a graph is scored and timed on.
+        cost: of one sample; None counts it.
+    """
+
+    subject: str
+    format: str = "float32"
+    stream: StreamedModel | None = None
+    tokens: TokenSet | None = None
+    folder: Path | None = None
+    graph: FloatGraph | None = None
+    samples: InputSet | None = None
+    cost: SampleCost | None = None
+
+    @property
+    def bytes(self) -> int | None:
+        """What its weights take; None where that is not known."""
+        if self.graph is not None:
+            return self.graph.bytes
+        return None if self.stream is None else self.stream.source.weights.total_bytes()
+
+    def floats_in_torch(self) -> StreamedModel:
+        """The float model, which steps on a GPU are timed against. Raises InputError `baseline-needed`."""
+        if self.stream is None or self.format != "float32":
+            rule = "on a GPU times are set against the float model in bfloat16"
+            remedy = "--baseline MODEL, or --no-speed"
+            raise InputError("baseline-needed", where="--baseline", value="another bundle", rule=rule, remedy=remedy)
+        return self.stream
+
+    def floats(self, bundle: Bundle, runtime: str) -> tuple[Path, str]:
+        """The folder of the float model in what a runtime reads, and its format; made if it is not there.
+
+        Raises:
+            InputError, GateError: those of `float_export`.
+        """
+        if self.folder is not None:
+            return self.folder, self.format
+        assert self.stream is not None
+        exporter = export_of(runtime)
+        options = options_of(bundle, exporter)
+        return float_export(self.stream.source, exporter, options), float_format(exporter, options)
+
+    def costs(self) -> SampleCost:
+        """What one sample takes of a graph. Raises InputError: those of `graphs.answers.cost`."""
+        from quantkit.graph.sites import sites
+        from quantkit.pipeline.graphs.answers import cost
+
+        assert self.graph is not None and self.samples is not None
+        return self.cost or cost(self.graph.model, sites(self.graph.model), self.samples.first(2))
+
+
+def measure(
+    bundle: Bundle,
+    original: MeasuredAgainst,
+    runtime: str,
+    *,
+    accuracy: bool = True,
+    plan: TimingPlan | None = None,
+    candidate: Any = None,
+    weighed: str | None = None,
+    engine: Any = None,
+    across: bool = False,
+    progress: Progress | None = None,
+    scored: Tell | None = None,
+) -> tuple[list[Row], Items | None]:
+    """Measure what one runtime runs of a bundle, finished or still in its build.
+
+    Args:
+        accuracy: score and weigh it.
+        plan: shapes and seconds of the timing; None does not time it.
+        candidate: the model opened in its runtime already; of a graph, what runs it.
+        weighed: the folder of the bundle whose files are weighed; None is the one that the runtime reads.
+        engine: an engine that is timed on this machine's GPU; True times quantkit's own kernels there.
+        across: time ONNX Runtime in turns with a file of another runtime.
+        scored: told the share of the score that is done; None tells `progress`.
+
+    Returns:
+        The rows, and what was found at each position of a decoder.
+
+    Raises:
+        InputError, GateError, MissingDependency: of what opens, scores and times.
+    """
+    progress = progress or Progress()
+    rows: list[Row] = []
+    items: Items | None = None
+    if accuracy and (original.stream is not None or original.graph is not None):
+        tell = scored or (lambda done: progress.at("score", done))
+        judge = _score_graph if original.graph is not None else _score
+        rows, items = judge(bundle, original, runtime, candidate, weighed, tell)
+    if plan is not None:
+        if engine:
+            rows += _on_gpu(bundle, original, None if engine is True else engine, plan, progress)
+        elif original.graph is not None:
+            rows += _time_graph(bundle, original, runtime, plan, progress)
+        else:
+            rows += _time(bundle, original, runtime, plan, progress, across=across)
+    return rows, items
+
+
+def sizes(bundle: Bundle, original: MeasuredAgainst, folder: str) -> list[Row]:
+    """Weigh what lies in one folder of a bundle."""
+    manifest = bundle.manifest
+    return size_rows(
+        manifest.layers,
+        manifest.files,
+        subject=manifest.content_sha256,
+        baseline=original.subject,
+        baseline_bytes=original.bytes,
+        folder=folder,
+    )
+
+
+def _score(
+    bundle: Bundle,
+    original: MeasuredAgainst,
+    runtime: str,
+    candidate: Any,
+    weighed: str | None,
+    tell: Callable[[float], None],
+) -> tuple[list[Row], Items | None]:
+    from quantkit.measurement.accuracy import score
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
+
+    assert original.stream is not None and original.tokens is not None
+    subject = bundle.manifest.content_sha256
+    candidate = load_runtime(runtime).open(bundle.path) if candidate is None else candidate
+    folder = weighed or folder_of(export_of(runtime))
+    rows = sizes(bundle, original, folder)
+    if isinstance(candidate, OnnxModel):
+        rows += read_rows(candidate.ways, subject=subject, folder=folder)
+    found, items = score.rows(
+        original.stream, candidate, original.tokens, subject=subject, runtime=runtime, progress=tell
+    )
+    found = score.flagged(found, bundle.manifest.model.source.was)
+    return rows + [_renamed(row, original.stream.source.sha256, original.subject) for row in found], items
+
+
+def _renamed(row: Row, old: str, new: str) -> Row:
+    """The row with its baseline's identity: a checkpoint of the float model has another hash than the model."""
+    if row.baseline is None or row.baseline.subject != old:
+        return row
+    return row.model_copy(update={"baseline": row.baseline.model_copy(update={"subject": new})})
+
+
+def _score_graph(
+    bundle: Bundle,
+    original: MeasuredAgainst,
+    runtime: str,
+    candidate: Any,
+    weighed: str | None,
+    tell: Callable[[float], None],
+) -> tuple[list[Row], None]:
+    from quantkit.pipeline.graphs.answers import agreement, answers, kinds_of
+    from quantkit.pipeline.graphs.bundles import runner
+
+    graph, samples = original.graph, original.samples
+    assert graph is not None and samples is not None
+    own = runner(bundle, runtime) if candidate is None else candidate
+    expected = answers(graph.model, samples, lambda done: tell(done / 2))
+    given = answers(own, samples, lambda done: tell((1 + done) / 2))
+    subject = bundle.manifest.content_sha256
+    rows = agreement(
+        expected, given, samples, kinds_of(graph.model), subject=subject, baseline=original.subject, runtime=runtime
+    )
+    return [*sizes(bundle, original, weighed or file_of(bundle, runtime).parent.name), *rows], None
+
+
+def _time(
+    bundle: Bundle, original: MeasuredAgainst, runtime: str, plan: TimingPlan, progress: Progress, *, across: bool
+) -> list[Row]:
+    """Times of what a runtime reads, in turns with the float model's."""
+    from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, run
+
+    manifest, folder = bundle.manifest, load_runtime(runtime).folder(bundle)
+    progress.at("speed", 0.0, f"the float model as {export_of(runtime)}, for comparison")
+    baseline, form = original.floats(bundle, runtime)
+    floats = load_runtime(runtime).floats or runtime
+    other = _across(bundle, original, progress) if across and floats != RUNTIME else None
+    context = min(map(context_of, [folder, baseline, *([Path(other.path)] if other else [])]))
+    ours = SpeedSide(str(folder), manifest.content_sha256, format_of(manifest.layers), runtime=runtime)
+    theirs = SpeedSide(str(baseline), original.subject, form, runtime=floats)
+    job = SpeedJob(ours, theirs, machine.cores(), fitting(plan, context, manifest.model.kind), across=other)
+    return run(job, lambda share, words: progress.at("speed", share, words))
+
+
+def _time_graph(
+    bundle: Bundle, original: MeasuredAgainst, runtime: str, plan: TimingPlan, progress: Progress
+) -> list[Row]:
+    """Times of a graph and its float one, on real inputs; a graph of a fixed batch at that alone."""
+    from quantkit.measurement.timing.speed import Samples, SpeedJob, SpeedSide, run
+
+    manifest, graph, samples = bundle.manifest, original.graph, original.samples
+    assert graph is not None and samples is not None
+    batches = [samples.batch] if samples.batch else list(plan.batches)
+    if samples.batch:
+        progress.note(f"the graph takes {samples.batch} samples at a time, so it is timed at batch {samples.batch}")
+    path, costs = file_of(bundle, runtime), original.costs()
+    size = sum(entry.bytes for entry in manifest.files if entry.path.startswith(f"{path.parent.name}/"))
+    plan = TimingPlan((), (), (1,), batches, plan.seconds, cell_seconds=plan.seconds, rounds=plan.rounds)
+    with tempfile.TemporaryDirectory(prefix="quantkit-speed-") as folder:
+        file = Path(folder) / "samples.npz"
+        np.savez(file, allow_pickle=False, **samples.first(max(batches)))
+        given = Samples(str(file), float(sum(costs.macs.values())), float(costs.outputs))
+        ours = SpeedSide(str(path), manifest.content_sha256, format_of(manifest.layers), size, runtime)
+        theirs = SpeedSide(str(graph.path), original.subject, "float32", graph.bytes)
+        job = SpeedJob(ours, theirs, machine.cores(), plan, given)
+        return run(job, lambda share, words: progress.at("speed", share, words))
+
+
+def _across(bundle: Bundle, original: MeasuredAgainst, progress: Progress) -> SpeedSide | None:
+    """What ONNX Runtime runs in turns with a file of another runtime: the bundle's own graph, else the float model's;
+    None, with a note, where there is neither."""
+    from quantkit.measurement.timing.speed import SpeedSide
+
+    manifest, name = bundle.manifest, export_of(RUNTIME)
+    if usage.has(manifest, "onnx/"):
+        return SpeedSide(str(ONNXRUNTIME.checked(bundle)), manifest.content_sha256, format_of(manifest.layers))
+    if original.stream is None or original.folder is not None:
+        return None
+    source = original.stream.source
+    need = _MAKING * sum(math.prod(entry.shape) for entry in source.weights.entries.values())
+    if need > machine.memory_available():
+        progress.note(f"not timed beside {RUNTIME}: its float graph would take about {need / 1e9:.1f} GB of memory")
+        return None
+    progress.at("speed", 0.0, f"the float model as {name}, for comparison")
+    try:
+        made = float_export(source, name, options_of(bundle, name))
+    except (InputError, MissingDependency, GateError) as problem:
+        progress.note(f"not timed beside {RUNTIME}: {problem.line()}")
+        return None
+    return SpeedSide(str(made), original.subject, "float32")
+
+
+def _on_gpu(bundle: Bundle, original: MeasuredAgainst, engine: Any, plan: TimingPlan, progress: Progress) -> list[Row]:
+    """An engine against torch in bfloat16, or steps on quantkit's own kernels against the same. Raises InputError."""
+    from quantkit.measurement.cuda.device import GpuDevice
+    from quantkit.measurement.timing import cuda as speed_cuda
+
+    source, device = original.floats_in_torch().source, GpuDevice("cuda", dry=False)
+
+    def tell(share: float, words: str) -> None:
+        progress.at("speed", share, words)
+
+    if engine is not None:
+        return speed_cuda.run_engine(engine, bundle, source, fitting(plan, engine.capacity), device, progress=tell)
+    rows, said = speed_cuda.run(bundle, source, plan, device, progress=tell)
+    if said:
+        progress.note(said)
+    return rows
+
+
+def quick_times(
+    bundle: Bundle, original: MeasuredAgainst, runtime: str, progress: Progress
+) -> tuple[list[Row], list[Decision]]:
+    """The quick look of a compile; what prevents it is a decision, not the end of the compile."""
+    plan = quick("network" if original.graph is not None else bundle.manifest.model.kind)
+    try:
+        return measure(bundle, original, runtime, accuracy=False, plan=plan, progress=progress)[0], []
+    except (InputError, MissingDependency, GateError) as problem:
+        return [], [decision("measure", "speed-not-measured", runtime, problem.line())]
+
+
+def measure_bundle(
+    bundle: Bundle,
+    baseline: str | None = None,
+    progress: Progress | None = None,
+    *,
+    runtime: str | None = None,
+    calibration: str | None = None,
+    plan: TimingPlan | None = None,
+    speed: bool = True,
+    decisions: list[Decision] | None = None,
+) -> list[Row]:
+    """Measure what one runtime runs of a bundle. Its rows replace those of their kind; verdict and page follow.
+
+    Args:
+        plan: shapes and seconds of the timing; its batches default to the target's, up to 32.
+        decisions: gets what was done otherwise than asked: text that had to come from elsewhere.
+
+    Raises:
+        InputError: `baseline-needed`, where the source was a folder; `bundle-without-onnx` or `-checkpoint`;
+            `nothing-to-score-on`, where `calibration` has nothing for this.
+        MissingDependency: of the runtime.
+    """
+    progress, decisions = progress or Progress(), [] if decisions is None else decisions
+    runtime = runtime or default_runtime(bundle)
+    runner = load_runtime(runtime)
+    network = is_network(bundle) and runtime == RUNTIME
+    if not network:
+        runner.folder(bundle)
+    if not runner.engines:  # loading one says more
+        runner.demand()
+    bundle.demand_writable()
+    bundle.demand_intact()
+    engine = runner.load(bundle) if runner.engines else None
+    looked = None if engine is None else look(engine, bundle.manifest.layers)
+    for note in () if engine is None else engine.notes:
+        progress.note(note)
+    timed = speed and runner.floats is not None and not network
+    if timed:
+        from quantkit.measurement.timing.speed import demand
+
+        demand({runtime})
+    original = original_of(bundle, baseline, runner.floats if timed else None, calibration, decisions)
+    on_gpu: Any = None
+    if speed and original.graph is None:
+        if engine is None:
+            on_gpu = _steps_on_gpu(bundle, runtime, progress) or None
+        elif engine.decoder and engine.engine.device.type == "cuda":
+            on_gpu = engine
+    if on_gpu:
+        original.floats_in_torch()
+    default = quick("network") if original.graph is not None else TimingPlan(batches=batches_of(bundle))
+    chosen = (plan or default) if timed or on_gpu else None
+    stages = {"score": 60.0} if original.bytes is not None else {}
+    progress.plan({**stages, "speed": 60.0 + chosen.seconds} if chosen else stages)
+    how: dict[str, Any] = {"engine": None if timed else on_gpu, "progress": progress}
+    rows, items = measure(bundle, original, runtime, **how)
+    if chosen is not None:
+        try:
+            rows += measure(bundle, original, runtime, accuracy=False, plan=chosen, across=True, **how)[0]
+        except QuantkitError:
+            if rows:
+                keep(bundle, rows, items, runtime, original.subject, progress)
+                progress.note("accuracy and size were measured and kept; speed was not measured")
+            raise
+    keep(bundle, rows, items, runtime, original.subject, progress, looked)
+    return rows
+
+
+def default_runtime(bundle: Bundle) -> str:
+    """ONNX Runtime where the bundle has a graph, or a graph's network, and the package is there; else torch, or what
+    reads its one file."""
+    held = (bundle.path / "model").is_dir() or (bundle.path / "onnx").is_dir() or is_network(bundle)
+    if not held and (runtime := usage.file_runtime(bundle.manifest)):
+        return runtime
+    has_graph = (bundle.path / "onnx" / "model.onnx").is_file() or is_network(bundle)
+    return RUNTIME if has_graph and machine.has("onnxruntime") else "torch"
+
+
+def original_of(
+    bundle: Bundle,
+    baseline: str | None,
+    timed: str | None,
+    calibration: str | None = None,
+    decisions: list[Decision] | None = None,
+) -> MeasuredAgainst:
+    """Open what the bundle is measured against, and refuse what cannot be.
+
+    Args:
+        baseline: a model, a graph or a bundle; None is what the bundle was made from, where that can be found.
+        timed: the runtime that its floats are timed in; None where nothing is timed.
+        calibration: the set that scores; None is the one that the bundle was calibrated on.
+        decisions: gets what was done otherwise than asked.
+
+    Raises:
+        InputError: `baseline-needed`, `baseline-kind`, `baseline-inputs`, `baseline-vocabulary`, `calibration-needed`,
+            `nothing-to-score-on`, `bundle-without-onnx`, `-gguf`, `bundle-without-checkpoint`, `hash-mismatch`, those
+            of `open_model`, `open_graph` and `load_inputs`.
+        MissingDependency: torch, where nothing can be measured without.
+    """
+    if holds_graph(bundle):
+        from quantkit.graph.open import open_graph
+
+        file, alias = float_file(bundle, baseline)
+        graph = open_graph(file)
+        demand_inputs(bundle, graph)
+        return MeasuredAgainst(graph.sha256, graph=graph, samples=scoring(bundle, graph.inputs, calibration, alias))
+    found = _opened(bundle, baseline, timed)
+    if found.stream is None:
+        if not timed:
+            raise MissingDependency("torch", extra="compile", purpose="measuring accuracy")
+        return found
+    from quantkit.measurement.accuracy.purpose import TextResults
+    from quantkit.pipeline.blocks import tokens
+
+    decisions, source, recipe = [] if decisions is None else decisions, found.stream.source, bundle.manifest.recipe
+    text = tokens.again(Recipe.done(recipe), source, calibration, bundle.manifest.calibration, decisions)
+    if source.kind == "encoder":
+        decisions += TextResults(found.stream, text).decisions()
+    return replace(found, tokens=text)
+
+
+def _opened(bundle: Bundle, baseline: str | None, timed: str | None) -> MeasuredAgainst:
+    """Of a transformer, without what scores it."""
+    source, has_torch = bundle.manifest.model.source, machine.has("torch")
+    if baseline is not None and (Path(baseline).expanduser() / MANIFEST).is_file():
+        other = Bundle.load(baseline)
+        other.demand_intact()
+        _demand_alike(bundle, other.manifest.model.kind, config_of(other), baseline)
+        from quantkit.runtimes.torch import RUNTIME as TORCH
+
+        checkpoint = (other.model_folder / "config.json").is_file()
+        if not timed and has_torch:
+            TORCH.folder(other)
+        is_original = not other.manifest.layers and other.manifest.model.source.sha256 == source.sha256
+        return MeasuredAgainst(
+            source.sha256 if is_original else other.manifest.content_sha256,
+            format_of(other.manifest.layers),
+            TORCH.stream(other.model_folder) if has_torch and checkpoint else None,
+            folder=load_runtime(timed).checked(other) if timed else None,
+        )
+    if has_torch:
+        from quantkit.model.source.open import open_model
+        from quantkit.model.streaming.stream import StreamedModel
+
+        opened = open_model(baseline or _origin(source.ref), trust_remote_code=None)
+        _demand_alike(bundle, opened.kind, opened.config, baseline or opened.ref)
+        return MeasuredAgainst(opened.sha256, stream=StreamedModel(opened))
+    if timed:
+        raise InputError(
+            "baseline-needed",
+            where="--baseline",
+            value="torch is not installed, so the float model cannot be exported here",
+            rule="speed is measured against the float model in the same runtime",
+            remedy="--baseline FOLDER of a bundle compiled elsewhere with --recipe float --set "
+            f"'export=[{{{export_of(timed)}: {{}}}}]'",
+        )
+    return MeasuredAgainst("")
+
+
+def _demand_alike(bundle: Bundle, kind: str, config: dict[str, Any], where: str) -> None:
+    """Refuse a baseline that does not do what the bundle does."""
+    mine, ours = bundle.manifest.model.kind, config_of(bundle)
+    if kind != mine:
+        remedy = "the model that the bundle was made from"
+        raise InputError("baseline-kind", where=where, value=kind, rule=f"the bundle is {mine}", remedy=remedy)
+    counts = [size for size in (ours.get("vocab_size"), config.get("vocab_size")) if isinstance(size, int)]
+    if len(set(counts)) > 1:
+        rule = f"the bundle has {counts[0]}; two models are compared on the same tokens"
+        remedy = "the model that the bundle was made from, or one of its family"
+        raise InputError("baseline-vocabulary", where=where, value=f"{counts[1]} tokens", rule=rule, remedy=remedy)
+
+
+def config_of(bundle: Bundle) -> dict[str, Any]:
+    """`config.json` of a bundle's model, from whichever export has it; empty where none does."""
+    for place in ("model", "onnx"):
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads(limits.read(bundle.path / place / "config.json")))
+    return {}
+
+
+def _origin(ref: str) -> str:
+    """The reference that opens a bundle's source again."""
+    if ref.startswith("path:"):
+        name = ref.removeprefix("path:")
+        raise InputError(
+            "baseline-needed",
+            where="--baseline",
+            value=f"the bundle was made from a folder or file called {name!r}",
+            rule="a bundle holds no path of the machine it was made on",
+            remedy=f"--baseline ./{name}, where it lies",
+        )
+    return ref.removeprefix("alias:")
+
+
+def _steps_on_gpu(bundle: Bundle, runtime: str, progress: Progress) -> bool:
+    """Whether quantkit's own kernels run a bundle here: a decoder for a GPU, in torch, where torch sees one."""
+    kind, target = bundle.manifest.model.kind, target_of(bundle.manifest)
+    if runtime != "torch" or kind != "decoder" or target.kind != "gpu" or not (gpus := machine.gpus()[0]):
+        return False
+    if too_old(capability := str(gpus[0]["sm"])):
+        progress.note(f"steps are not timed: {gpus[0]['name']} is of SM {capability}; {GPUS}")
+        return False
+    return machine.has("triton")
+
+
+def quick(kind: str) -> TimingPlan:
+    """What a compile looks at, for a kind of model."""
+    if kind == "network":
+        return replace(QUICK, batches=_TEXTS, seconds=40.0)
+    return QUICK if kind == "decoder" else replace(QUICK, batches=_TEXTS, seconds=60.0)
+
+
+def fitting(plan: TimingPlan, context: int, kind: str = "decoder") -> TimingPlan:
+    """A plan whose shapes a model of so many positions has; one that does not decode has its batches in prefills."""
+    if kind != "decoder":
+        plan = replace(plan, batches=(), contexts=(), prefill_batches=plan.batches, prefills=_LENGTHS)
+    contexts = sorted({min(wanted, context - 1) for wanted in plan.contexts})
+    prefills = sorted({min(wanted, context) for wanted in plan.prefills})
+    return replace(plan, contexts=tuple(contexts), prefills=tuple(prefills))
+
+
+def context_of(folder: Path) -> int:
+    """Tokens that a sequence of an exported model can have.
+
+    Raises:
+        InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
+    """
+    from quantkit.model.source.gguf.file import fields
+    from quantkit.runtimes.llama_cpp.session import MODEL
+
+    if (folder / MODEL).is_file():  # llama.cpp need not be here: a device may have it
+        stated = fields(folder / MODEL)
+        return int(stated.get(f"{stated.get('general.architecture')}.context_length", 4096))
+    return positions(json.loads(limits.read(folder / "config.json"))) or 4096
+
+
+def batches_of(bundle: Bundle) -> list[int]:
+    """The target's batches, up to 32."""
+    return [size for size in target_of(bundle.manifest).batches if size <= _LARGEST] or [1]
+
+
+def with_changes(plan: TimingPlan, batches: Sequence[int] | None, seconds: float | None) -> TimingPlan:
+    """A plan with some of its numbers replaced."""
+    plan = replace(plan, batches=tuple(sorted(set(batches)))) if batches else plan
+    return replace(plan, seconds=seconds) if seconds else plan
