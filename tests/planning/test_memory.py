@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from quantkit.exporters import storage
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
-from quantkit.model.sizes.storage import storage
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.bound.roofline import RooflineProduct
 from quantkit.recipe import Recipe

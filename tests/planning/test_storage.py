@@ -14,9 +14,9 @@ import zoo
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.exporters import load_exporter
+from quantkit.exporters import load_exporter, storage
 from quantkit.model.sizes import configs
-from quantkit.model.sizes.storage import Storage, storage
+from quantkit.model.sizes.storage import Storage
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 

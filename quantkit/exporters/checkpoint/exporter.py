@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.exporters.values import Values
+    from quantkit.model.sizes.storage import LaidOver, Storage
     from quantkit.target import State, Target
 
 
@@ -111,6 +112,10 @@ class Checkpoint(Exporter):
                 rule = f"vLLM has no kernel for it in the layout {options.layout}"
                 raise unheld(place, value, rule, "transformers loads it")
         return "native"
+
+    def storage(self, options: CheckpointOptions, laid: LaidOver) -> Storage:
+        """See `Exporter`."""
+        return laid.tensors(None if options.layout == DENSE else options.layout)
 
     def for_target(
         self, options: CheckpointOptions, target: Target, asked: LayerSpec, trial: Trial | None = None

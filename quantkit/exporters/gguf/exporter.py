@@ -21,6 +21,7 @@ from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     from quantkit.exporters.values import Values
+    from quantkit.model.sizes.storage import LaidOver, Storage
     from quantkit.scheme import ActivationScheme, CacheScheme
     from quantkit.target import State
 
@@ -91,6 +92,10 @@ class Gguf(Exporter):
         """See `Exporter`."""
         _refuse(asked.schemes, asked.activations, asked.cache, options.embedding)
         return "native"
+
+    def storage(self, options: GgufOptions, laid: LaidOver) -> Storage:
+        """See `Exporter`."""
+        return laid.file(options.high(laid.architecture.dtype), options.embedding)
 
     def for_floats(self, options: GgufOptions) -> GgufOptions:
         """The floats that llama.cpp multiplies fastest in here: bfloat16 where the processor does, else float16."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from quantkit.exporters.onnx.nbits import WeightsByName
     from quantkit.exporters.values import Values
+    from quantkit.model.sizes.storage import LaidOver, Storage
     from quantkit.target import State, Target
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
@@ -101,6 +102,10 @@ class Onnx(Exporter):
         """See `Exporter`."""
         refuse(asked.schemes, asked.activations, asked.cache)
         return "native"
+
+    def storage(self, options: OnnxOptions, laid: LaidOver) -> Storage:
+        """See `Exporter`."""
+        return laid.graph(options)
 
     def for_target(
         self, options: OnnxOptions, target: Target, asked: LayerSpec, trial: Trial | None = None

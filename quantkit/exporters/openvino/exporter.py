@@ -23,6 +23,7 @@ from quantkit.runtimes.openvino.open import FOLDER, MODEL
 
 if TYPE_CHECKING:
     from quantkit.exporters.values import Values
+    from quantkit.model.sizes.storage import LaidOver, Storage
     from quantkit.target import State
 
 
@@ -79,6 +80,10 @@ class OpenvinoExporter(Exporter):
         """See `Exporter`."""
         refuse(asked.schemes, asked.activations, asked.cache, options.device)
         return "native"
+
+    def storage(self, options: OpenvinoOptions, laid: LaidOver) -> Storage:
+        """See `Exporter`."""
+        return laid.graph(options)
 
     def for_floats(self, options: OpenvinoOptions) -> OpenvinoOptions:
         """Without what is about codes."""

@@ -32,6 +32,7 @@ from quantkit.target import Profile, State
 if TYPE_CHECKING:
     from quantkit.exporters.tensorrt.network.dialect import CacheScales
     from quantkit.exporters.values import Values
+    from quantkit.model.sizes.storage import LaidOver, Storage
 
 
 class TensorrtOptions(Closed):
@@ -101,6 +102,10 @@ class TensorrtExporter(Exporter):
         """See `Exporter`."""
         _refuse(options, asked)
         return "native"
+
+    def storage(self, options: TensorrtOptions, laid: LaidOver) -> Storage:
+        """See `Exporter`."""
+        return laid.engine()
 
     def export(self, folder: Path, values: Values, options: TensorrtOptions) -> list[Decision]:
         """Write the network; `build` follows when it was checked.

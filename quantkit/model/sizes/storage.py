@@ -16,7 +16,7 @@ gguf          blocks of codes with their scales, as many bits as the format says
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
@@ -98,47 +98,59 @@ class Storage:
         return 8 * stored / weights if weights else None
 
 
-def storage(architecture: Architecture, recipe: Recipe, export: str | None = None) -> Storage:
-    """What a recipe makes of a model's weights.
+@dataclass(frozen=True)
+class LaidOver:
+    """A recipe laid over a model, for an exporter to say what it stores.
 
     Args:
-        export: one of its exports; the first of them by default.
-
-    Raises:
-        InputError: what a compile would refuse: `override-unmatched`, `keep-unmatched`, `group-indivisible`,
-            `format-unsupported`, `nothing-to-quantize`, `layout-unsupported`; `export-unknown`, one that the recipe has
-            not.
+        linears: of the blocks, with their schemes; sizes are still to be filled in.
+        head: the matrix that gives the logits, likewise; None without one.
+        assigned: which linear is stored how.
     """
-    steps = {step.name: step for step in recipe.export}
-    chosen = export or next(iter(steps))
-    if chosen not in steps:
-        raise InputError("export-unknown", where=recipe.name, value=chosen, rule=f"it exports {', '.join(steps)}")
-    exporter = plugins.EXPORTERS.load(chosen)
-    _refuse_class(architecture, chosen, exporter.classes)
-    linears, head, assigned = _laid_over(architecture, recipe)
-    options = steps[chosen].settings
-    if exporter.stores == "graph":
-        _refuse_experts(architecture)
-        found = _graph(architecture, recipe, linears, head, options)
-    elif exporter.stores == "engine":
-        _refuse_experts(architecture)
-        found = _engine(architecture, linears, head)
-    elif exporter.stores == "file":
-        _refuse_experts(architecture, "experts are written into no file")
-        found = _file(architecture, linears, head, options)
-    else:
-        _refuse_tied(architecture, assigned)
-        layout = None if options.layout == "dense" else load_layout(options.layout.replace("-", "_"))
-        found = _checkpoint(architecture, recipe, linears, head, layout)
-    shared = architecture.tied and assigned.head is None
-    return replace(found, shared=shared, decisions=[*assigned.decisions, *found.decisions])
+
+    architecture: Architecture
+    recipe: Recipe
+    linears: Sequence[StoredLinear]
+    head: StoredLinear | None
+    assigned: Assigned
+
+    def tensors(self, layout: str | None) -> Storage:
+        """As a checkpoint in a layout; None: as values. Raises InputError `layout-unsupported`."""
+        _refuse_tied(self.architecture, self.assigned)
+        found = None if layout is None else load_layout(layout.replace("-", "_"))
+        return _checkpoint(self.architecture, self.recipe, self.linears, self.head, found)
+
+    def graph(self, options: Any) -> Storage:
+        """As an ONNX graph, by `OnnxOptions` or their like. Raises InputError `layout-unsupported`."""
+        _refuse_experts(self.architecture)
+        return _graph(self.architecture, self.recipe, self.linears, self.head, options)
+
+    def engine(self) -> Storage:
+        """As the weights of an engine. Raises InputError `layout-unsupported`."""
+        _refuse_experts(self.architecture)
+        return _engine(self.architecture, self.linears, self.head)
+
+    def file(self, dtype: str, embedding: WeightScheme | None) -> Storage:
+        """As one file with everything. Raises InputError `layout-unsupported`.
+
+        Args:
+            dtype: of weights without codes.
+            embedding: scheme of the table of tokens; None: in that dtype.
+        """
+        _refuse_experts(self.architecture, "experts are written into no file")
+        return _file(self.architecture, self.linears, self.head, dtype, embedding)
 
 
 # --- which linear is stored how ---------------------------------------------------------------------------------------
 
 
-def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[list[StoredLinear], StoredLinear | None, Assigned]:
-    """The linears of the blocks and the head with their schemes; sizes are still to be filled in."""
+def laid_over(architecture: Architecture, recipe: Recipe) -> LaidOver:
+    """Lay a recipe over a model.
+
+    Raises:
+        InputError: what a compile would refuse: `override-unmatched`, `keep-unmatched`, `group-indivisible`,
+            `format-unsupported`, `nothing-to-quantize`.
+    """
     matrices = {each.name: each for each in architecture.inside()}
     names = _names(matrices, recipe)
     head, found = architecture.head, assign_sizes(recipe, architecture, names)
@@ -151,7 +163,8 @@ def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[list[StoredL
         StoredLinear(_part(matrices[name], count), scheme, inputs) for (name, scheme, inputs), count in kinds.items()
     ]
     linears += [StoredLinear(each) for each in matrices.values() if each.router]
-    return linears, StoredLinear(head, found.schemes.get(head.name)) if head is not None else None, found
+    last = StoredLinear(head, found.schemes.get(head.name)) if head is not None else None
+    return LaidOver(architecture, recipe, linears, last, found)
 
 
 def _part(matrix: Matrix, count: int) -> Matrix:
@@ -182,17 +195,6 @@ def _refuse_tied(architecture: Architecture, assigned: Assigned) -> None:
             value="is quantized and shares its weight with the embedding, which is not",
             rule="transformers stores tied weights once, as one or the other",
             remedy="--set 'keep=[embeddings, lm_head]', or leave `checkpoint` out of `export`",
-        )
-
-
-def _refuse_class(architecture: Architecture, export: str, written: Collection[str]) -> None:
-    if written and architecture.class_name and architecture.class_name not in written:
-        raise InputError(
-            "layout-unsupported",
-            where=architecture.name,
-            value=architecture.class_name,
-            rule=f"`{export}` is written of {', '.join(written)}",
-            remedy=f"leave `{export}` out of `export`",
         )
 
 
@@ -338,17 +340,20 @@ def _engine(architecture: Architecture, linears: Sequence[StoredLinear], head: S
 
 
 def _file(
-    architecture: Architecture, linears: Sequence[StoredLinear], head: StoredLinear | None, options: Any
+    architecture: Architecture,
+    linears: Sequence[StoredLinear],
+    head: StoredLinear | None,
+    dtype: str,
+    embedding: WeightScheme | None,
 ) -> Storage:
     """Everything in one file: vectors in float32, and a tied head's codes are the embeddings'."""
-    dtype = options.high(architecture.dtype)
     last = in_file(head, dtype) if head is not None else None
     width = float(WIDTHS[dtype])
     taken: Sequence[Decision] = ()
     if architecture.tied and last is not None and last.scheme is not None:
         width = 0.0
-    elif options.embedding is not None:
-        stored, taken = of_table(options.embedding, architecture.hidden, dtype, "embeddings")
+    elif embedding is not None:
+        stored, taken = of_table(embedding, architecture.hidden, dtype, "embeddings")
         if stored is not None:
             shape = (architecture.vocabulary or 1, architecture.hidden)
             width = load_format(stored.format).bits_per_weight(shape, stored) / 8

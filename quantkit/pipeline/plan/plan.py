@@ -12,12 +12,12 @@ from typing import cast
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.exporters import load_exporter
+from quantkit.exporters import load_exporter, storage
 from quantkit.model.device import CPU
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
 from quantkit.model.sizes.assigned import Assigned, assign_sizes
-from quantkit.model.sizes.storage import Storage, storage
+from quantkit.model.sizes.storage import Storage
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.plan.candidates import Chosen, choose, float_of, labels
 from quantkit.pipeline.request import runs_here, this_machine
