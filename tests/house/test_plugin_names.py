@@ -16,7 +16,7 @@ OTHER_WORDS = {
     ("quantkit.measurement.compared", "mixed"): "a verdict: better in one thing, worse in another",
     ("quantkit.report.compare.page", "mixed"): "that verdict",
     ("quantkit.report.compare.screen", "mixed"): "that verdict",
-    ("quantkit.nightly.page.detail", "round"): "a column: the round of a timing",
+    ("quantkit.nightly.page.data", "round"): "a column: the round of a timing",
     ("quantkit.measurement.timing.anew", "round"): "that column",
     ("quantkit.devices.there.night", "round"): "that column",
     ("quantkit.nightly.timing", "round"): "that column",

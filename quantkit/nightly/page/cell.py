@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from quantkit.nightly.page import charts, say
-from quantkit.nightly.page.detail import Detail, Environment
-from quantkit.nightly.page.drawing import Chart
-from quantkit.nightly.page.history import ANSWERS, SAME, WHATS, History, parts
+from quantkit.nightly.page.charts import Chart
+from quantkit.nightly.page.data import ANSWERS, SAME, WHATS, Detail, Environment, History, parts
 from quantkit.nightly.records import Result, StoredDecision
 from quantkit.report.kit import words
 from quantkit.stats.changes import changes

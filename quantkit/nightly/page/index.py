@@ -14,9 +14,8 @@ from markupsafe import Markup
 
 from quantkit.nightly.evidence import is_first
 from quantkit.nightly.page import charts, say
-from quantkit.nightly.page.detail import Detail
-from quantkit.nightly.page.drawing import Chart
-from quantkit.nightly.page.history import (
+from quantkit.nightly.page.charts import Chart
+from quantkit.nightly.page.data import (
     ANSWERS,
     BETTER,
     FAILED,
@@ -25,6 +24,7 @@ from quantkit.nightly.page.history import (
     SAME,
     WHATS,
     WORSE,
+    Detail,
     History,
     parts,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC
 
-from quantkit.nightly.page.history import ANSWERS
+from quantkit.nightly.page.data import ANSWERS
 from quantkit.nightly.records import NIGHT_ID, Night, NightCell, What
 from quantkit.report.kit import words
 

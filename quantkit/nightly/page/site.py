@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit._version import __version__
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
-from quantkit.nightly.page import cell, detail, history, index, say
+from quantkit.nightly.page import cell, data, index, say
 from quantkit.nightly.store import Store
 from quantkit.report.kit import shell, words
 
@@ -84,8 +84,8 @@ def write(store: Store, out: str | Path) -> Written:
     """
     folder = Path(out).expanduser()
     _check(folder)
-    found = history.read(store, now=datetime.now(UTC))
-    details = detail.read(store, found)
+    found = data.read(store, now=datetime.now(UTC))
+    details = data.details(store, found)
     front = index.page(found, details, store.warnings)
     assets = {"style.css": _style(), "site.js": _read("site.js")}
     stamp = hashlib.sha256("".join(assets.values()).encode()).hexdigest()[:12]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit.nightly.page import charts
-from quantkit.nightly.page.history import NONE, SAME, WORSE
+from quantkit.nightly.page.data import NONE, SAME, WORSE
 from quantkit.stats.changes import changes
 
 DAYS = [f"2026-01-{day:02d} 03:00" for day in range(1, 31)]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quantkit.nightly.page import detail, history
-from quantkit.nightly.page.detail import Detail
+from quantkit.nightly.page import data
+from quantkit.nightly.page.data import Detail
 from quantkit.nightly.records import Item, NightCell
 from quantkit.nightly.store import Store
 
@@ -20,7 +20,7 @@ CELL = CELLS[0]
 
 
 def read(store: Store, cell: NightCell = CELL) -> Detail:
-    return detail.read(store, history.read(store))[cell.key]
+    return data.details(store, data.read(store))[cell.key]
 
 
 def test_times_in_order_and_the_ratio_of_each_block(store: Store) -> None:
@@ -93,7 +93,7 @@ def test_an_environment_is_told_where_it_changes(store: Store) -> None:
 
 
 def test_the_last_errors_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detail, "ERRORS", 2)
+    monkeypatch.setattr(data, "ERRORS", 2)
     for name in (SECOND, FIRST, THIRD):
         store.begin(night(name))
         store.commit(result(CELL, name, "failed", error={"code": name[:8]}))

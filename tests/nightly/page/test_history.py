@@ -7,21 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.nightly.page import history
-from quantkit.nightly.page.history import ANSWERS, NONE
+from quantkit.nightly.page import data
+from quantkit.nightly.page.data import ANSWERS, NONE
 from quantkit.nightly.store import Store
 
 from ..conftest import CELLS, FIRST, SECOND, THIRD, fill, night, result
 from .conftest import AWAY, BROKEN, FINE, HOSTILE, NOW, RETIRED, SLOW
 
 
-def answers(found: history.History, key: str) -> list[str | None]:
+def answers(found: data.History, key: str) -> list[str | None]:
     row = found.answer[found.cells.index(key)]
     return [None if code == NONE else ANSWERS[code] for code in row]
 
 
 def test_the_worst_answer_of_each_night_in_the_order_of_their_names(story: Store) -> None:
-    found = history.read(story)
+    found = data.read(story)
     assert [each.night for each in found.nights] == [FIRST, SECOND, THIRD]
     assert answers(found, FINE.key) == ["same", "same", "same"]
     assert answers(found, SLOW.key) == ["same", "worse", "worse"]
@@ -34,7 +34,7 @@ def test_the_worst_answer_of_each_night_in_the_order_of_their_names(story: Store
 
 
 def test_figures_that_are_no_numbers_are_left_out_and_said(story: Store) -> None:
-    found = history.read(story)
+    found = data.read(story)
     values = found.decided["latency"].value[found.cells.index(FINE.key)]
     np.testing.assert_array_equal(values, [0.0, np.nan, 0.001])
     assert any("NaN" in note for note in found.notes)
@@ -45,7 +45,7 @@ def test_figures_that_are_no_numbers_are_left_out_and_said(story: Store) -> None
 def test_what_was_measured_and_not_decided_waits(store: Store) -> None:
     store.begin(night())
     store.commit(result(CELLS[0]))
-    found = history.read(store)
+    found = data.read(store)
     assert answers(found, CELLS[0].key) == ["missing"]
     assert answers(found, CELLS[1].key) == ["missing"]
     assert found.waits[:, 0].tolist() == [key == CELLS[0].key for key in found.cells]
@@ -55,7 +55,7 @@ def test_a_night_whose_own_row_is_gone_keeps_its_answers(store: Store) -> None:
     fill(store)
     with store._writing() as database:
         database.execute("DELETE FROM nights")
-    found = history.read(store)
+    found = data.read(store)
     assert answers(found, CELLS[0].key) == ["same"]
     assert found.nights[0].started == datetime(2026, 1, 1, 3, tzinfo=UTC)
     assert any("is gone" in note for note in found.notes)
@@ -64,17 +64,17 @@ def test_a_night_whose_own_row_is_gone_keeps_its_answers(store: Store) -> None:
 def test_clocks_that_were_wrong_are_said(store: Store) -> None:
     store.begin(night(THIRD))
     early = datetime(2026, 1, 2, 1, tzinfo=UTC)
-    assert history.read(store, now=datetime(2026, 1, 4, tzinfo=UTC)).notes == []
-    (note,) = history.read(store, now=early).notes
+    assert data.read(store, now=datetime(2026, 1, 4, tzinfo=UTC)).notes == []
+    (note,) = data.read(store, now=early).notes
     assert THIRD in note
     assert "future" in note
 
 
 def test_an_empty_store(tmp_path: Path) -> None:
-    found = history.read(Store.open(tmp_path / "empty", create=True))
+    found = data.read(Store.open(tmp_path / "empty", create=True))
     assert (found.cells, found.nights, found.answer.shape) == ([], [], (0, 0))
 
 
 def test_a_key_that_is_none_is_a_model_s_name() -> None:
-    assert history.parts("no key").model == "no key"
-    assert history.parts(FINE.key) == FINE
+    assert data.parts("no key").model == "no key"
+    assert data.parts(FINE.key) == FINE

@@ -1,4 +1,8 @@
-"""What a cell's page tells beyond its history: read from the store for all cells at once, a night at a time."""
+"""A store's content for its site: how every cell was answered on every night, as arrays, and what a cell's page tells.
+
+A cell's answer on a night is the worst of what was decided of it. Where nothing was decided, it is `failed` if it
+failed, and else `missing`, as at the gate: not reached, or measured and not decided yet.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,198 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, get_args
 
 import numpy as np
 
-from quantkit.nightly.page.history import History
-from quantkit.nightly.records import Result, StoredDecision
+from quantkit.nightly.records import NIGHT_ID, Answer, Night, NightCell, Result, StoredDecision, What
 from quantkit.nightly.store import Store
+from quantkit.report.kit import words
 
 Array = Any
 # flipped items of each direction, and errors, that a page shows
 EXAMPLES, ERRORS = 40, 20
+
+# the worst first; an answer's number is its place here
+ANSWERS: tuple[Answer, ...] = ("worse", "failed", "missing", "inconclusive", "better", "same")
+WORSE, FAILED, MISSING, INCONCLUSIVE, BETTER, SAME = range(6)
+# of a night on which a cell was not in the matrix, and of what was not decided
+NONE = 9
+_WAITS = 8
+WHATS: tuple[What, ...] = get_args(What)
+
+
+@dataclass(frozen=True)
+class NightAnswers:
+    """What was decided in one respect.
+
+    Args:
+        answer: numbers of `ANSWERS`, `[cells, nights]`.
+        value: the effects, above zero is worse; NaN where there is none.
+        low: end of their intervals.
+        high: end of their intervals.
+        margin: the least effect that counts.
+    """
+
+    answer: Array
+    value: Array
+    low: Array
+    high: Array
+    margin: Array
+
+
+@dataclass(frozen=True)
+class History:
+    """All nights of all cells.
+
+    Args:
+        nights: in the order of their names.
+        cells: every cell that any night had, sorted.
+        current: those of them that the last night had: what the grid shows.
+        answer: of each cell on each night, numbers of `ANSWERS`, `[cells, nights]`.
+        decided: respect -> what was decided in it.
+        itself: where the candidate was measured against the very same bundle.
+        waits: where something was measured and nothing decided.
+        notes: what is odd about the data, a sentence each.
+    """
+
+    nights: list[Night]
+    cells: list[str]
+    current: list[str]
+    answer: Array
+    decided: dict[What, NightAnswers]
+    itself: Array
+    waits: Array
+    notes: list[str]
+
+    @property
+    def last(self) -> Array:
+        """The number of each cell's last night; -1 for a cell that no night has had."""
+        planned = self.answer != NONE
+        count = planned.shape[1]
+        if not count:
+            return np.full(len(self.cells), -1)
+        return np.where(planned.any(axis=1), count - 1 - np.argmax(planned[:, ::-1], axis=1), -1)
+
+    def of(self, cell: int) -> Array:
+        """The numbers of a cell's nights, in order."""
+        return np.flatnonzero(self.answer[cell] != NONE)
+
+
+def parts(key: str) -> NightCell:
+    """The cell of a key; of a key that is none, one whose model is called like it."""
+    try:
+        return NightCell.of(key)
+    except ValueError:
+        return NightCell(key, "", "", "", 0)
+
+
+# rows of a table by the numbers of their nights and cells; of nights and cells that are not named there are none
+_PLACED = """
+SELECT nights.i AS night, cells.i AS cell, {columns} FROM {table}
+JOIN (SELECT unnest($nights) AS night, unnest(range(len($nights))) AS i) AS nights USING (night)
+JOIN (SELECT unnest($cells) AS cell, unnest(range(len($cells))) AS i) AS cells USING (cell) {order}
+"""
+
+
+def read(store: Store, *, now: datetime | None = None) -> History:
+    """Read a store.
+
+    Args:
+        now: nights that say they began after this have a wrong clock; None: not looked at.
+    """
+    notes: list[str] = []
+    nights = _nights(store, notes)
+    sql = "SELECT DISTINCT cell FROM results UNION SELECT DISTINCT cell FROM decisions"
+    cells = sorted({cell for (cell,) in store.query(sql).rows}.union(*(night.matrix for night in nights)))
+    places = {key: i for i, key in enumerate(cells)}
+    shape = len(cells), len(nights)
+    notes += _clocks(nights, now)
+
+    def placed(table: str, columns: str, order: str = "", **values: Any) -> dict[str, Array]:
+        sql = _PLACED.format(table=table, columns=columns, order=order)
+        rows = store.arrow(sql, nights=[night.night for night in nights], cells=cells, **values)
+        return {name: rows.column(name).to_numpy() for name in rows.column_names}
+
+    answer = np.full(shape, NONE, np.int8)
+    for i, night in enumerate(nights):
+        answer[[places[key] for key in night.matrix], i] = MISSING
+    itself, worst = np.zeros(shape, bool), np.full(shape, NONE, np.int8)
+    decided: dict[What, NightAnswers] = {}
+    if nights:
+        states = "CASE state WHEN 'failed' THEN 1 WHEN 'done' THEN 8 ELSE 2 END AS state"
+        same = "coalesce(content_sha256 = baseline_sha256, false)::INT AS itself"
+        results = placed("results", f"{states}, {same}", "ORDER BY attempt")
+        at = results["cell"], results["night"]
+        answer[at], itself[at] = results["state"], results["itself"].astype(bool)
+    waits = answer == _WAITS
+    answer[waits] = MISSING
+    for what in WHATS if nights else ():
+        columns = f"coalesce(list_position($answers, answer) - 1, {NONE}) AS code, value, low, high, margin"
+        rows = placed("(FROM decisions WHERE what = $what)", columns, what=what, answers=list(ANSWERS))
+        at = rows["cell"], rows["night"]
+        if not at[0].size:
+            continue
+        np.minimum.at(worst, at, rows["code"].astype(np.int8))
+        numbers = {name: np.full(shape, np.nan) for name in ("value", "low", "high", "margin")}
+        for name, values in numbers.items():
+            column = rows[name].astype(float)
+            values[at] = np.where(np.isfinite(column), column, np.nan)
+        codes = np.full(shape, NONE, np.int8)
+        codes[at] = rows["code"]
+        decided[what] = NightAnswers(codes, **numbers)
+    answer = np.where(worst == NONE, answer, worst)
+    ((broken,),) = store.query(_BROKEN).rows
+    if broken:
+        notes.append(f"{words.plural(broken, 'decision')} with a figure that is NaN or infinite: it is left out")
+    current = np.flatnonzero(answer[:, -1] != NONE) if nights else ()
+    shown = [cells[i] for i in current]
+    return History(nights, cells, shown, answer, decided, itself, waits & (worst == NONE), notes)
+
+
+# what is null is not broken
+_BROKEN = """
+SELECT count(*) FROM decisions
+WHERE NOT (isfinite(coalesce(value, 0)) AND isfinite(coalesce(low, 0)) AND isfinite(coalesce(high, 0))
+    AND isfinite(coalesce(margin, 0)))
+"""
+
+
+def _nights(store: Store, notes: list[str]) -> list[Night]:
+    """All nights; of one whose own row is gone what its name tells, for what was measured in it is there."""
+    known = {night.night: night for night in store.nights()}
+    there = store.query("SELECT DISTINCT night FROM results UNION SELECT DISTINCT night FROM decisions").rows
+    for (name,) in sorted(there):
+        if name in known:
+            continue
+        if not NIGHT_ID.fullmatch(name):
+            notes.append(f"{name} is no name of a night; its rows are left out")
+            continue
+        started = datetime.strptime(name[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        known[name] = Night(name, started, None, "", "", ())
+        notes.append(f"{name} has results, but the row that says what it was to measure is gone")
+    return [known[name] for name in sorted(known)]
+
+
+def _clocks(nights: Sequence[Night], now: datetime | None) -> list[str]:
+    notes = []
+    for before, after in itertools.pairwise(nights):
+        if after.started < before.started:
+            notes.append(
+                f"{after.night} states {after.started.astimezone(UTC):%Y-%m-%d %H:%M}, which is before "
+                f"{before.night}: a clock was wrong; nights stand in the order of their names"
+            )
+    if now is not None:
+        notes += [
+            f"{night.night} lies in the future: a clock was wrong, and it stands last until then"
+            for night in nights
+            if night.started > now
+        ]
+    return notes
+
+
+# --- a cell ---
 
 
 @dataclass(frozen=True)
@@ -122,7 +307,7 @@ class Detail:
     failed: int = 0
 
 
-def read(store: Store, history: History) -> dict[str, Detail]:
+def details(store: Store, history: History) -> dict[str, Detail]:
     """Cell -> what its page tells of it."""
     found = {key: Detail() for key in history.cells}
     for night, cell, attempt, error in store.query(
@@ -215,50 +400,42 @@ def _flips(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[ItemFlip]]:
     return found
 
 
+# rounds and blocks of all attempts are numbered through
+_TIMES = """
+SELECT cell, attempt, side, seconds, temperature_c, coalesce(throttled, false)::INT AS throttled,
+    dense_rank() OVER (PARTITION BY cell ORDER BY attempt, round) - 1 AS round,
+    dense_rank() OVER (PARTITION BY cell ORDER BY attempt, round, block) - 1 AS block
+FROM times WHERE night = $night ORDER BY cell, attempt, times.round, times.block, position, began
+"""
+
+
 def _times(store: Store, night: str, members: Mapping[str, Detail]) -> dict[str, Raw]:
     """The iterations of a night by cell."""
-    table = store.arrow(
-        "SELECT cell, attempt, side, round, block, seconds, temperature_c, throttled FROM times WHERE night = $night "
-        "ORDER BY cell, attempt, round, block, position, began",
-        night=night,
-    )
+    table = store.arrow(_TIMES, night=night)
     cells = table.column("cell").combine_chunks().dictionary_encode()
     codes = cells.indices.to_numpy()
-    sides = table.column("side").combine_chunks().dictionary_encode()
-    side = np.array([*sides.dictionary.to_pylist(), ""])[sides.indices.to_numpy()]
-    column = {name: table.column(name).to_numpy() for name in ("attempt", "round", "block", "seconds")}
-    warm = table.column("temperature_c").to_numpy()
-    throttled = table.column("throttled").fill_null(False).to_numpy()
+    column = {name: table.column(name).to_numpy() for name in table.column_names if name != "cell"}
     edges = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
-    found = {}
+    taken = {}
     for start, end in itertools.pairwise(edges):
         if start == end or (cell := cells.dictionary[int(codes[start])].as_py()) not in members:
             continue
-        here = slice(start, end)
-        seconds = column["seconds"][here]
-        sound = np.isfinite(seconds) & (seconds > 0)
-        rounds = _numbered(column["attempt"][here], column["round"][here])
-        blocks = _numbered(column["attempt"][here], column["round"][here], column["block"][here])
-        degrees = warm[here][np.isfinite(warm[here].astype(float))]
-        found[cell] = Raw(
-            side[here][sound],
-            blocks[sound],
-            rounds[sound],
-            seconds[sound],
-            int((~sound).sum()),
-            int(throttled[here].sum()),
-            (float(degrees.min()), float(degrees.max())) if degrees.size else None,
-            int(rounds[later[0]]) if (later := np.flatnonzero(column["attempt"][here] > 1)).size else None,
+        here = {name: values[start:end] for name, values in column.items()}
+        sound = np.isfinite(here["seconds"]) & (here["seconds"] > 0)
+        warm = here["temperature_c"].astype(float)
+        degrees = warm[np.isfinite(warm)]
+        later = np.flatnonzero(here["attempt"] > 1)
+        taken[cell] = Raw(
+            side=here["side"][sound],
+            block=here["block"][sound],
+            round=here["round"][sound],
+            seconds=here["seconds"][sound],
+            dropped=int((~sound).sum()),
+            throttled=int(here["throttled"].sum()),
+            temperature=(float(degrees.min()), float(degrees.max())) if degrees.size else None,
+            again=int(here["round"][later[0]]) if later.size else None,
         )
-    return found
-
-
-def _numbered(*columns: Array) -> Array:
-    """Rows by number, one more wherever any of the columns, which are sorted, changes."""
-    changed = np.zeros(len(columns[0]), bool)
-    for column in columns:
-        changed[1:] |= column[1:] != column[:-1]
-    return np.cumsum(changed)
+    return taken
 
 
 def _names(versions: str, device: str) -> dict[str, str]:
