@@ -13,14 +13,13 @@ Targets: of 200 equal pairs none is called different, and of 200 with +10 % at l
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
 from collections.abc import Callable
 
 import numpy as np
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
 from quantkit.measurement.timing.schedule import Visit, unnamed
@@ -57,12 +56,10 @@ def different(found: Comparison, margin: float) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--comparisons", type=int, default=200, help="of each kind")
     parser.add_argument("--blocks", type=int, default=160, help="ABBA blocks a comparison")
     parser.add_argument("--margin", type=float, default=0.02, help="below this nobody cares")
-    parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     plain, slower = sides()
@@ -107,13 +104,7 @@ def main() -> int:
     show(f"{LINEAR.label}, {VARIANT}, 1 thread, {options.blocks} blocks", rows, columns)
     settings = {"blocks": options.blocks, "margin": options.margin, "runs": RUNS, "note": options.note}
     settings |= {"seconds": time.perf_counter() - began}
-    record(
-        "aa",
-        "a thing is never called different from itself, +10 % is found",
-        rows,
-        settings,
-        write=not options.no_record,
-    )
+    record("aa", "a thing is never called different from itself, +10 % is found", rows, settings)
     equal, planted = rows
     return verdicts(
         {

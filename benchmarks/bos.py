@@ -12,14 +12,13 @@ text that begins as prompts do. The source at hand was published in 4 bits (GGUF
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from harness.process import THREADS, compiled, helper, scored
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 RECIPES = ["gptq-int4", "int8+kv-fp8"]
 TOKENS, SAMPLES, EVALUATED = 512, 16, 12
@@ -44,11 +43,10 @@ def own(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--label", help="what sets the record apart")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     rows: list[dict[str, Any]] = []
@@ -102,7 +100,7 @@ def main() -> int:
     }
     name = "-".join(["bos", options.label or Path(options.model).name])
     claim = "on text that begins as prompts do, calibrating on such text loses no more than on text without BOS"
-    record(name, claim, rows, settings, write=not options.no_record)
+    record(name, claim, rows, settings)
     return verdicts(checks)
 
 

@@ -11,12 +11,11 @@ held-out text of the kind that calibrates (`own`), and on a text of another kind
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 from harness.process import THREADS, compiled, scored
-from harness.record import record, sha256, show
+from harness.record import parsing, record, sha256, show
 
 RECIPES = ["gptq-int4", "int4-best"]
 SAMPLES = [4, 8, 16, 32, 64, 128]
@@ -24,13 +23,12 @@ FICTION = Path(__file__).resolve().parent / "texts" / "alice.txt"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES)
     parser.add_argument("--calibration", help="a set's name or a path; default: the recipe's own")
     parser.add_argument("--eval", type=Path, help="a JSON list of token id lists to score; default: prose-en, eval")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     change = ["--calibration", options.calibration] if options.calibration else []
@@ -73,13 +71,7 @@ def main() -> int:
         "fiction": sha256(FICTION),
     }
     claim = "the KL falls with the number of calibration sequences; where it stops paying"
-    record(
-        "calibration-size-ids" if options.eval else "calibration-size",
-        claim,
-        rows,
-        settings,
-        write=not options.no_record,
-    )
+    record("calibration-size-ids" if options.eval else "calibration-size", claim, rows, settings)
     return 0
 
 

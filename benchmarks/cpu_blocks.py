@@ -11,7 +11,6 @@ what else runs on the machine hits all alike: only ratios are of use, and they a
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from harness.process import THREADS
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit import machine
@@ -184,12 +183,10 @@ def slower(rows: Sequence[dict[str, Any]], block: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="KxN")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="M, rows of the activation")
     parser.add_argument("--seconds", type=float, default=30.0, help="for each M and each set of variants")
-    parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     onnxruntime.set_global_thread_pool_sizes(THREADS, 1)
@@ -234,9 +231,7 @@ def main() -> int:
         "note": options.note,
     }
     name = Path(__file__).stem
-    record(
-        name, "the table by which cpu-x86 picks block and accuracy level", rows, settings, write=not options.no_record
-    )
+    record(name, "the table by which cpu-x86 picks block and accuracy level", rows, settings)
     fast, lost = beaten(rows, block, 8), slower(rows, block)
     for place in (*fast, *lost):
         print(f"        {place}")

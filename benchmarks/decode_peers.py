@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from harness.decode_prepared import PeerFiles, graph, prepare, scores
 from harness.process import THREADS, compiled, helper
-from harness.record import command, record, show, verdicts
+from harness.record import command, parsing, record, show, verdicts
 from harness.turns import QUIET, WARM, Side, play, turn
 from numpy.typing import NDArray
 from scipy import stats
@@ -128,7 +128,7 @@ def summary(turns: dict[str, list[dict[str, Any]]], lost: dict[str, dict[str, An
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("bundle", nargs="?", type=Path, help="of the model, with onnx/; default: compile int4-cpu")
     parser.add_argument("--model", default=MODEL, help="an alias, or a GGUF file")
     parser.add_argument("--float", type=Path, dest="high", help="the float bundle; default: made, if BUNDLE is")
@@ -148,7 +148,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a JSON file with every step's seconds")
     parser.add_argument("--prepare", action="store_true", help="make the peers' environment and files, and end")
     parser.add_argument("--score", action="store_true", help="score what has no score yet, and end")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     made = prepare(options.model)
     if options.prepare:
@@ -279,7 +278,6 @@ def compare(chosen: list[tuple[str, str, Path]], made: PeerFiles, options: argpa
         claim,
         rows,
         settings,
-        write=not options.no_record,
     )
     by_name = {row["side"]: row for row in rows}
     checks = {}

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from devices.loopback import Loopback
 from harness.random_model import LARGE, make
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.cli import run
 from quantkit.devices.job import Found
@@ -55,12 +55,11 @@ TIMED = ("latency.decode_step", "latency.prefill")
 
 def main() -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parsing(__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="runs with latency, and as many without")
     parser.add_argument("--seconds", type=float, default=10.0, help="of times, a run")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--wheelhouse", type=Path, help="a folder of wheels, where there is no network")
-    parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         return measured(Path(folder), args)
@@ -94,7 +93,7 @@ def measured(work: Path, args: argparse.Namespace) -> int:
     }
     settings = {"delay": DELAY, "rounds": args.rounds, "seconds": args.seconds, "layers": args.layers, **LARGE}
     found = [{"what": "install", **install}, {"what": "first row", **first}, *rows]
-    record("devices_link", "; ".join(checks), found, settings, write=not args.no_record)
+    record("devices_link", "; ".join(checks), found, settings)
     return verdicts(checks)
 
 

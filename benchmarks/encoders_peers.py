@@ -17,7 +17,6 @@ are ONNX Runtime's profiler's, of one text.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,14 +27,8 @@ from typing import Any
 
 import numpy as np
 from harness import nncf
-from harness.record import record, show, verdicts
-from onnxruntime.quantization import (
-    CalibrationDataReader,
-    QuantFormat,
-    QuantType,
-    quantize_dynamic,
-    quantize_static,
-)
+from harness.record import parsing, record, show, verdicts
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 
 import quantkit
 from quantkit import machine
@@ -197,12 +190,11 @@ def ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--pairs", type=int, default=400, help="that are scored")
     parser.add_argument("--seconds", type=float, default=20.0, help="of timing, for each shape")
     parser.add_argument("--work", type=Path, help="where graphs are kept, and taken from")
     parser.add_argument("--prepare", action="store_true", help="make the graphs, and end")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     source = open_model(ALIAS)
     verses = load_pairs("verse-pairs", "calib", samples=CALIBRATED, seed=0).left
@@ -266,7 +258,7 @@ def main() -> int:
     }
     settings = {"model": ALIAS, "pairs": options.pairs, "calibration of peers": CALIBRATED, "longest": LONGEST}
     settings["isa"] = machine.isa()
-    record("encoders_peers", "; ".join(claims), rows, settings, write=not options.no_record)
+    record("encoders_peers", "; ".join(claims), rows, settings)
     return verdicts(claims)
 
 

@@ -10,13 +10,12 @@ floats in their place, and inductor generates code for the CPU, whose count stan
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from typing import Any
 
 import torch
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -97,10 +96,9 @@ def counted(of: Any) -> tuple[int, int, float]:
 
 def main() -> int:
     """Count, compare, time where there is a GPU, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parsing(__doc__)
     parser.add_argument("--batch", type=int, action="append", help="sequences; 1 and 16")
     parser.add_argument("--layers", type=int, default=32, help="of the model that is timed")
-    parser.add_argument("--no-record", action="store_true", help="leave no file")
     args = parser.parse_args()
     at = "cuda" if torch.cuda.is_available() else "cpu"
     few, more = (counted(model(layers, at)) for layers in (2, 3))
@@ -120,7 +118,7 @@ def main() -> int:
                     {"device": at, "what": f"seconds, batch {batch}, {fuse or 'apart'}", "value": taken[_STEPS // 2]}
                 )
     show("decode steps, apart and joined", rows, {"device": "device", "what": "what", "value": "value:.3g"})
-    record("fused-steps", "joined kernels, same logits", rows, {"layers": args.layers}, write=not args.no_record)
+    record("fused-steps", "joined kernels, same logits", rows, {"layers": args.layers})
     return verdicts(
         {
             "logits are the same": off < (2.0**-7 if at == "cuda" else 1e-5),

@@ -6,7 +6,6 @@ python benchmarks/fuzz.py --minutes 60 --jobs 2
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -15,17 +14,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--minutes", type=float, default=14)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--outcomes", type=Path, help="of a campaign that ran already")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     guided = importlib.util.find_spec("atheris") is not None
     with tempfile.TemporaryDirectory() as place:
@@ -47,7 +45,7 @@ def main() -> int:
     claim = (
         "a mutant of a file is read or refused by a code: no other exception, hang, lack of memory, crash or silence"
     )
-    record("fuzz", claim, rows, settings, write=not options.no_record)
+    record("fuzz", claim, rows, settings)
     return verdicts(
         {f"{total:,} mutants, a million at least": total >= 1e6, f"{clean:,} of them clean": clean == total}
     )

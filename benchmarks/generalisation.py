@@ -16,7 +16,6 @@ position, so its standard error is far smaller than that of either side.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sysconfig
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.process import THREADS, compiled, scored
-from harness.record import record, sha256, show, verdicts
+from harness.record import parsing, record, sha256, show, verdicts
 
 HERE = Path(__file__).resolve().parent / "texts"
 TEXTS = {"fiction": "alice.txt", "french": "candide.txt", "scripture": "king-james.txt"}
@@ -42,12 +41,11 @@ def code(place: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--recipes", nargs="+", default=[AGAINST, SUBJECT, BEST])
     parser.add_argument("--calibration", help="a set's name or a path; default: the recipe's own")
     parser.add_argument("--samples", type=int, help="calibration sequences; default: the recipe's own")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     change = ["--calibration", options.calibration] if options.calibration else []
@@ -95,7 +93,7 @@ def main() -> int:
     }
     claim = f"on text of other kinds the KL of {SUBJECT} stays below that of {AGAINST}"
     label = "generalisation-ids" if options.calibration else "generalisation"
-    record(label, claim, rows, settings, write=not options.no_record)
+    record(label, claim, rows, settings)
     if not {SUBJECT, AGAINST} <= folders.keys():
         return 0
     checks = {}

@@ -10,7 +10,6 @@ file (needs `sentencepiece` and `protobuf` where the converter runs).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.model.source.alias import ALIASES, materialize
 
@@ -96,10 +95,9 @@ def compared(mine: Path, theirs: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--converter", type=Path, required=True, help="llama.cpp's convert_hf_to_gguf.py")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     rows = []
     for model in options.models:
@@ -122,7 +120,7 @@ def main() -> int:
     }
     show("a file of ours, and llama.cpp's converter's", rows, columns)
     claim = "the metadata and tensors of a float GGUF equal those that llama.cpp's converter writes"
-    record("gguf-converter", claim, rows, {"converter": options.converter.parent.name}, write=not options.no_record)
+    record("gguf-converter", claim, rows, {"converter": options.converter.parent.name})
     named = {f"{row['model']} {row['floats']}": row for row in rows}
     equal = {
         f"{name} equal": not row["fields_that_differ"] and not row["tensors_that_differ"] for name, row in named.items()

@@ -12,14 +12,13 @@ GELU is a table in 16 bits), KL at most 1e-5 nats.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from harness.decode_prepared import PYTHON
 from harness.process import helper
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.model.source.alias import ALIASES, materialize
 
@@ -68,10 +67,9 @@ def compared(model: str, python: Path, place: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--python", type=Path, default=PYTHON, help="of an environment with llama-cpp-python")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as place:
@@ -87,7 +85,7 @@ def main() -> int:
     }
     show("transformers on the converted folder, llama.cpp on the file", rows, columns)
     claim = f"equal token ids, logits within {NORM:g} of their norm, KL at most {KL:g}"
-    record("gguf_models", claim, rows, {"every": EVERY}, write=not options.no_record)
+    record("gguf_models", claim, rows, {"every": EVERY})
     held = {
         model: all(row["same_ids"] and row["norm"] <= NORM and row["kl"] <= KL for row in rows if row["model"] == model)
         for model in options.models

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from harness.decode_prepared import PYTHON
 from harness.process import THREADS, compiled, helper, quantkit, run
-from harness.record import record, sha256, show, verdicts
+from harness.record import parsing, record, sha256, show, verdicts
 from scipy import stats
 
 from quantkit.calibrate.statistics import imatrix
@@ -189,7 +189,7 @@ def timed(files: dict[str, str], rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     parser.add_argument(
@@ -201,7 +201,6 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=11, help="in which both sides of a type are loaded and timed")
     parser.add_argument("--no-time", dest="time", action="store_false")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     rows = []
     claim = "the same bytes, less harm than llama-quantize with an importance matrix of the same tokens, in llama.cpp"
@@ -217,7 +216,7 @@ def main() -> int:
             place = Path(temporary) if options.folder is None else options.folder / model
             place.mkdir(parents=True, exist_ok=True)
             found = compared(model, options.types, options, place)
-        record(f"gguf-peers-{model}", claim, found, settings, write=not options.no_record)
+        record(f"gguf-peers-{model}", claim, found, settings)
         rows += found
     printed = [each | {"interval": "{:.3f} to {:.3f}".format(*each["ratio_ci95"])} for each in rows]
     title = f"KL from the float32 file, in llama.cpp, {options.samples} x {LENGTH} tokens to calibrate"

@@ -21,11 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "results"
 PAGE, PICTURE = ROOT / "docs" / "gguf.md", ROOT / "docs" / "gguf-peers.svg"
 BLOCK = re.compile(r"(<!-- peers -->\n).*?(<!-- end -->)", re.DOTALL)
-MODELS = {
-    "smollm2-135m": "SmolLM2-135M",
-    "gemma-3-270m": "Gemma 3 270M",
-    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B",
-}
+MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
 TEXTS = {"speeches": "speeches", "fiction": "fiction", "code": "code"}
 Row = dict[str, Any]
 # of the picture, in pixels: a panel a model

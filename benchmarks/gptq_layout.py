@@ -10,7 +10,6 @@ the first run (GPTQModel builds without its compiled kernels).
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.environments import environment
-from harness.record import record, show
+from harness.record import parsing, record, show
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = {"granularity": "group", "group": 64}
@@ -88,9 +87,7 @@ def compare(layout: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-record", action="store_true", help="a trial run")
-    arguments = parser.parse_args()
+    parsing(__doc__).parse_args()
     environment("gptqmodel")
     rows = [compare(layout, fields) for layout, fields in CASES]
     show(
@@ -99,7 +96,7 @@ def main() -> int:
         {"layout": "layout", "scheme": "scheme", "kernel": "kernel", "difference": "difference:.1e"},
     )
     claim = "transformers with GPTQModel loads our GPTQ checkpoints as our own dequantization, to 1e-3"
-    record("gptq-layout", claim, rows, {"limit": LIMIT}, write=not arguments.no_record)
+    record("gptq-layout", claim, rows, {"limit": LIMIT})
     return 0 if all(row["ok"] and not row["wrong"] for row in rows) else 1
 
 

@@ -12,13 +12,12 @@ interval of its agreement; a table to choose by is what is wanted.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.graph.codes import solve
 from quantkit.graph.pairs import qdq
@@ -56,10 +55,9 @@ def accuracy(quantized: QuantizedGraph, made: Any, folder: Path) -> dict[str, An
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("model", choices=[name for name, alias in ALIASES.items() if alias.kind == "network"])
     parser.add_argument("--set", help="of images; the model's own")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     alias = ALIASES[options.model]
     rows: list[dict[str, Any]] = []
@@ -102,7 +100,7 @@ def main() -> int:
         "calibration": len(prepared.calib),
         "round": ROUND,
     }
-    record(f"graph_settings-{options.model}", "; ".join(claims), rows, settings, write=not options.no_record)
+    record(f"graph_settings-{options.model}", "; ".join(claims), rows, settings)
     return verdicts(claims)
 
 

@@ -14,25 +14,23 @@ third off what is left; the embedding of `int4-cpu` (the head's codes and 2 bits
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 
 from harness.process import compiled, helper
-from harness.record import record, sha256, show, verdicts
+from harness.record import parsing, record, sha256, show, verdicts
 
 MODEL, RECIPE, CHECKPOINT = "smollm2-135m", "int4-best", "export=[{checkpoint: {layout: pack-quantized}}]"
 GROUPS, ROWS = [32, 64], [2048, 8192]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--blocks", type=Path, help=f"a bundle with a checkpoint; default: compile {RECIPE}")
     parser.add_argument("--calibration", type=Path, help="lines of {input_ids: [...]}; default: prose-en")
     parser.add_argument("--samples", type=int, default=16, help="calibration sequences")
     parser.add_argument("--eval", type=Path, help="a JSON list of id lists; default: prose-en, eval")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     asked = {"model": MODEL, "set": "prose-en", "tokens": 512}
     given, _ = helper("ids.py", {**asked, "samples": options.samples})
@@ -58,7 +56,7 @@ def main() -> int:
         "eval": sha256(options.eval) if options.eval else "prose-en, eval split, 12 x 512",
     }
     claim = "a head in 4 bits, solved, costs at most a quarter of one that is rounded"
-    record("head-codes-ids" if options.eval else "head-codes", claim, rows, settings, write=not options.no_record)
+    record("head-codes-ids" if options.eval else "head-codes", claim, rows, settings)
     costs = {(row["head"], row["embedding"]): row["costs"] for row in rows}
     solved = costs[f"group {GROUPS[0]}, solved, drift corrected", "floats"]
     first = costs[f"the best of group {GROUPS[0]}, {ROWS[0]} rows in 8 bits", "floats"]

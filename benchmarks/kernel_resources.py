@@ -9,12 +9,11 @@ configuration of each width of x is compiled, with it every one that `quantkit/k
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.kernels import ahead
 from quantkit.kernels.configs import candidates
@@ -37,10 +36,9 @@ NATIVE = (("i8", "int8 w8a8"), ("fp8e4nv", "fp8_e4m3 w8a8"))
 
 def main() -> int:
     """Compile, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parsing(__doc__)
     parser.add_argument("--sm", type=int, action="append", choices=(80, 89, 90), help="architectures; all three")
     parser.add_argument("--all", action="store_true", help="every configuration")
-    parser.add_argument("--no-record", action="store_true", help="leave no file")
     args = parser.parse_args()
     rows = []
     for sm in args.sm or (80, 89, 90):
@@ -70,7 +68,7 @@ def main() -> int:
     shown = {"sm": "SM", "name": "kernel", "registers": "registers:d", "shared_bytes": "shared B:d"}
     show("solvers, compiled ahead of time", solvers, shown | {"spill_bytes": "spill B:d", "code": "instructions:d"})
     rows += solvers
-    record("kernel-resources", "nothing spills on SM 9.0", rows, {"all": args.all}, write=not args.no_record)
+    record("kernel-resources", "nothing spills on SM 9.0", rows, {"all": args.all})
     hopper = [row for row in rows if row["sm"] == 90]
     return verdicts(
         {

@@ -8,7 +8,6 @@ process of its own, in turns; seconds are medians over rounds of each process's 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -17,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 _GIVEN = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SIDE = """
@@ -38,10 +37,9 @@ print(json.dumps({name: median(run) for name, run in ways.items()}))
 
 def main() -> int:
     """Time, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parsing(__doc__)
     parser.add_argument("--million", type=int, default=60, help="numbers of the tensor, in float32")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-record", action="store_true", help="leave no file")
     args = parser.parse_args()
     taken: dict[str, list[dict[str, float]]] = {"0": [], "1": []}
     for _ in range(args.rounds):
@@ -57,7 +55,7 @@ def main() -> int:
     show(f"a tensor of {4 * args.million} MB", rows, columns)
     given = _GIVEN.read_text().strip() if _GIVEN.exists() else "none"
     settings = {"million": args.million, "rounds": args.rounds, "given": given}
-    record("large-pages", "large pages are faster", rows, settings, write=not args.no_record)
+    record("large-pages", "large pages are faster", rows, settings)
     return verdicts({f"{row['what']}: faster in large pages": row["ratio"] < 1 for row in rows})
 
 

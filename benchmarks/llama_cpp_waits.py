@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.record import record
+from harness.record import parsing, record
 
 from quantkit import machine
 
@@ -59,9 +59,8 @@ def visited(file: Path, count: str | None) -> dict[str, float]:
 
 def main() -> int:
     """Measure, print a line for each count, record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inner:
@@ -81,7 +80,7 @@ def main() -> int:
             rows.append({"others": others, "spin_count": count, **best})
             print(f"beside {others}, spin count {count}: {best['step_ms']:.2f} and {best['prompt_ms']:.1f} ms")
     settings = {"model": options.model.name, "threads": machine.cores()}
-    record("llama-cpp-waits", "no claim", rows, settings, write=not options.no_record)
+    record("llama-cpp-waits", "no claim", rows, settings)
     return 0
 
 

@@ -16,7 +16,6 @@ mapped to be read are not in it: the kernel can drop those pages at any time.)
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 from harness.process import THREADS, compiled, environment, helper
 from harness.random_model import LARGE, layer_bytes
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 SETTINGS = ["calibration.samples=4", "calibration.tokens=128", "awq.grid=4", "gates={}"]
 
@@ -62,7 +61,7 @@ def measured(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--recipe", default="awq-int4")
     parser.add_argument("--layers", type=int, nargs=2, default=[12, 24])
     parser.add_argument("--repeats", type=int, default=2)
@@ -70,7 +69,6 @@ def main() -> int:
     parser.add_argument("--cap", type=float, default=1.0e9, help="bytes")
     parser.add_argument("--cap-layers", type=int, default=48)
     parser.add_argument("--no-cap", action="store_true", help="leave the capped run out")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     few, many = options.layers
@@ -99,7 +97,7 @@ def main() -> int:
     show(f"{options.recipe}, layers of {layer_bytes(**LARGE) / 1e6:.1f} MB, {THREADS} threads", rows, columns)
     settings = {"recipe": options.recipe, "changes": SETTINGS, **LARGE, "threads": THREADS, "cap": "RLIMIT_DATA"}
     claim = "the peak grows by less than one block from 12 to 24 layers; a model larger than its memory compiles"
-    record("memory", claim, rows, settings, write=not options.no_record)
+    record("memory", claim, rows, settings)
     block = layer_bytes(**LARGE)
     checks = {}
     for allocator in options.allocators:

@@ -14,7 +14,6 @@ one model, not with the model as it was trained.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 from harness.compile_fit import peaks, spec, spent
 from harness.compiles import compiled
 from harness.process import THREADS
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.model.source.open import open_model
 from quantkit.planning.compiling import peaks as forecast
@@ -100,14 +99,13 @@ COLUMNS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, help="aliases, or folders")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--samples", type=int, default=8, help="calibration sequences; 0: the recipes' own")
     parser.add_argument("--scored", type=int, default=3000, help="positions")
     parser.add_argument("--rows", type=Path, help="file of what was compiled so far")
     parser.add_argument("--table", action="store_true", help="no compile: the record and the page from the rows")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     known = json.loads(options.rows.read_text()) if options.rows and options.rows.is_file() else []
@@ -130,7 +128,7 @@ def main() -> int:
     if options.table:
         PAGE.write_text(page(found), encoding="utf-8")
     compiles = [{**line, "compile": row} for line, row in zip(found, known, strict=True)]
-    record("models", claim, compiles, settings, write=not options.no_record)
+    record("models", claim, compiles, settings)
     return verdicts(held(found))
 
 

@@ -16,7 +16,6 @@ within 0.3 points of the float graph.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from harness import nncf
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -125,7 +124,7 @@ def speeds(files: dict[str, Path], shape: tuple[int, ...], seconds: float) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("model", choices=[name for name, alias in ALIASES.items() if alias.kind == "network"])
     parser.add_argument("--set", help="of images; the model's own")
     parser.add_argument("--scored", nargs="+", default=[], metavar="SET", help="others to score on as well, untimed")
@@ -135,7 +134,6 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="of timing, for each batch and number of threads; 0: none"
     )
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     alias = ALIASES[options.model]
     chosen = options.set or alias.calibration
@@ -152,12 +150,7 @@ def main() -> int:
         for side in options.side:
             recipe, changes = SIDES[side]
             bundle = quantkit.compile(
-                options.model,
-                recipe=recipe,
-                calibration=chosen,
-                out=Path(folder) / side,
-                changes=changes,
-                speed=False,
+                options.model, recipe=recipe, calibration=chosen, out=Path(folder) / side, changes=changes, speed=False
             )
             files[f"quantkit {side}"] = bundle.path / "onnx" / "model.onnx"
         prepared = Path(folder) / "prepared.onnx"
@@ -195,7 +188,7 @@ def main() -> int:
                 **{"calibration": len(calib.images), "calibration_set": calib.name},
             }
             name = f"networks_peers-{options.model}" + (f"-{scoring.name}" if options.set else "")
-            record(name, "; ".join(claims), rows, settings, write=not options.no_record)
+            record(name, "; ".join(claims), rows, settings)
             done |= verdicts(claims)
     return done
 

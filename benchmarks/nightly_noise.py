@@ -16,7 +16,6 @@ beside it.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import os
@@ -27,7 +26,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from harness.record import record, show
+from harness.record import parsing, record, show
 
 from quantkit.measurement.timing.schedule import Visit, unnamed
 from quantkit.model.source.alias import ALIASES, materialize
@@ -120,13 +119,11 @@ def night(number: int, rounds: int, blocks: int, once: bool) -> tuple[Any, float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--nights", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="ABBA blocks of a cell in each round")
     parser.add_argument("--once", action="store_true", help="load both sides once a night, not once a round")
-    parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
@@ -158,7 +155,7 @@ def main() -> int:
     settings |= {"burst": BURST, "settle": SETTLE, "note": options.note, "cells": list(CELLS)}
     settings |= {"seconds": sum(each[1] for each in found), "cpu_seconds": sum(each[2] for each in found)}
     name = "nightly_noise_once" if options.once else "nightly_noise"
-    path = record(name, "raw times of equal sides", rows, settings, write=not options.no_record)
+    path = record(name, "raw times of equal sides", rows, settings)
     if path:
         np.savez_compressed(path.with_suffix(".npz"), times=times, rounds=options.rounds, cells=CELLS)
     return 0

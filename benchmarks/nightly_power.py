@@ -24,7 +24,6 @@ an alarm on times is run again before it is raised. A night has 16 cells.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.record import RESULTS, record, show, verdicts
+from harness.record import RESULTS, parsing, record, show, verdicts
 
 from quantkit.stats.deciding.decision import ALPHA, CellDecision, confirm, decide
 from quantkit.stats.deciding.evidence import Resampled
@@ -191,9 +190,8 @@ def answers(nights: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--nights", type=int, default=300)
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     began = time.process_time()
     noise, once = (max(RESULTS.glob(f"{name}-*.npz")) for name in ("nightly_noise", "nightly_noise_once"))
@@ -244,7 +242,6 @@ def main() -> int:
             "nights": options.nights,
             "cpu_seconds": time.process_time() - began,
         },
-        write=not options.no_record,
     )
     default = [row for row in parts["simulated"] if row["default"]]
     usual = [row for row in parts["answers"] if row["flips"] <= USUAL]

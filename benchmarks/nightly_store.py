@@ -17,7 +17,6 @@ of five counts, since what other programs do can only make it longer.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 from harness.year import STEPS, synthesise
 
 from quantkit.nightly.page import write
@@ -127,12 +126,10 @@ def opened(out: Path) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--cells", type=int, default=400)
     parser.add_argument("--nights", type=int, default=365)
     parser.add_argument("--keep", type=Path, help="a folder for the store and the site; taken again if it is there")
-    parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = options.keep or Path(temporary)
@@ -159,7 +156,6 @@ def main() -> int:
         "a store of 400 cells and 365 nights answers in 1 s, its page weighs less than 5 MB and opens in 2 s",
         [*asked, *written, *drawn],
         settings,
-        write=not options.no_record,
     )
     slow = [row["what"] for row in asked if row["most"] and row["seconds"] > row["most"]]
     loaded = next(row["bytes"] for row in written if "most_bytes" in row)

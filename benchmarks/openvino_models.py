@@ -13,14 +13,13 @@ No claim: it says where a processor is served better by which.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from harness.process import THREADS
-from harness.record import record, show
+from harness.record import parsing, record, show
 
 from quantkit import machine
 from quantkit.bundle import Bundle
@@ -72,11 +71,10 @@ def jobs_of_network(bundle: Bundle, seconds: float, folder: Path) -> dict[str, S
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--network", action="store_true")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each pair")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     bundle = Bundle.load(options.bundle)
     rows: list[dict[str, Any]] = []
@@ -102,7 +100,7 @@ def main() -> int:
     columns |= {"ms": "OpenVINO, ms:.1f", "ratio": "times as fast:.2f", "interval": "95 %"}
     show(f"{model} in OpenVINO, {THREADS} threads, {machine.cpu_name()}, {machine.isa()}", rows, columns)
     settings = {"isa": machine.isa(), "threads": THREADS, "versions": machine.versions()}
-    record(f"openvino-{model}", "no claim", rows, settings, write=not options.no_record)
+    record(f"openvino-{model}", "no claim", rows, settings)
     return 0
 
 

@@ -14,14 +14,13 @@ No claim: it decides whether OpenVINO is worth an exporter on x86 processors (do
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
 import numpy as np
 import onnxruntime
 from harness.process import THREADS
-from harness.record import record, show
+from harness.record import parsing, record, show
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from scipy import stats
@@ -162,9 +161,8 @@ def openvino_side(blocks: list[dict[str, tuple[Array, Array, Array]]]) -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     blocks = layers()
     sides = {ORT: onnx_side(graph(blocks)), OWN: onnx_side(graph(blocks), own=True), VINO: openvino_side(blocks)}
@@ -197,9 +195,7 @@ def main() -> int:
         rows,
         columns | {"apart": "largest difference:.4f"},
     )
-    record(
-        "openvino-products", "no claim", rows, {"isa": machine.isa(), "threads": THREADS}, write=not options.no_record
-    )
+    record("openvino-products", "no claim", rows, {"isa": machine.isa(), "threads": THREADS})
     return 0
 
 

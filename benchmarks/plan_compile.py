@@ -29,7 +29,7 @@ from harness.compile_fit import fitted, peaks, spec
 from harness.compiles import compiled
 from harness.process import THREADS, environment, quantkit, run
 from harness.random_model import make
-from harness.record import RESULTS, record, show, verdicts
+from harness.record import RESULTS, parsing, record, show, verdicts
 
 from quantkit import machine as host
 from quantkit.model.sizes import configs
@@ -174,7 +174,7 @@ def _config(folder: Path) -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the table on random models")
     parser.add_argument("--again", action="store_true", help="from the compiles of the last record, without compiling")
     parser.add_argument(
@@ -186,7 +186,6 @@ def main() -> int:
     parser.add_argument("--scored", type=int, default=0, help="positions; 0: as a user's compile")
     parser.add_argument("--speed", action="store_true", help="time graphs as well")
     parser.add_argument("--timed", nargs="+", metavar="MODEL", help="compile these with a graph that is timed")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     if options.timed:
         return timed(options.timed)
@@ -237,7 +236,7 @@ def learn(options: argparse.Namespace) -> int:
             added = True
     if added or options.rows or not options.again:
         claim = "compiles of random models, part by part: what planning/compiling_memory.json is fitted to"
-        record("plan_compile-fit", claim, rows, {"models": MODELS}, write=not options.no_record)
+        record("plan_compile-fit", claim, rows, {"models": MODELS})
     shutil.rmtree(place, ignore_errors=True)
     measured = max(RESULTS.glob("models-*.json"), default=None)
     real = [row["compile"] for row in json.loads(measured.read_text())["rows"]] if measured else []
@@ -278,7 +277,7 @@ def tell(rows: list[dict[str, Any]], options: argparse.Namespace) -> int:
     show(f"{MODEL}, {THREADS} threads", shown, COLUMNS)
     claim = f"{MODEL} by every recipe: peak memory within 10 %, fitted on other models"
     settings = {"threads": THREADS, "load": os.getloadavg()}
-    record("plan_compile", claim, rows, settings, write=not options.no_record)
+    record("plan_compile", claim, rows, settings)
     worst = max(rows, key=lambda row: abs(row["peak_error"]))
     text = f"peak memory: at most {abs(worst['peak_error']):.1%} off ({worst['recipe']}); at most 10%"
     checks = {text: abs(worst["peak_error"]) <= 0.10}

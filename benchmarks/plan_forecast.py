@@ -11,7 +11,6 @@ else, on this machine's figures as measured in the same run, and timed. Targets:
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
@@ -24,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from harness.process import helper
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 import quantkit
 from quantkit import machine
@@ -51,10 +50,7 @@ SIZES: list[dict[str, Any]] = [
     {"layers": 24, "hidden": 512, "intermediate": 1408, "heads": 8, "kv_heads": 4, "vocabulary": 16384, "tied": True},
 ]
 # rounding is what differs least between models, and takes seconds
-RECIPES = {
-    "int4": ("rtn-int4", []),
-    "int8": ("int8-weights", []),
-}
+RECIPES = {"int4": ("rtn-int4", []), "int8": ("int8-weights", [])}
 QUICK = replace(verdict.QUICK, seconds=30.0)
 EXPORT = "export=[{onnx: {dialect: onnxruntime, accuracy_level: 4}}]"
 NEAR, WITHIN = 0.25, 0.8
@@ -162,12 +158,10 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--fit", action="store_true", help="time random models, and ship what they teach")
     parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the random models")
     parser.add_argument("--seconds", type=float, default=math.inf, help="that the fit may take")
-    parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -205,7 +199,6 @@ def main() -> int:
         "forecasts from other models' efficiencies",
         rows,
         {"learned": learned(efficiency.shipped()), "ceilings": ceilings, "note": options.note},
-        write=not options.no_record,
     )
     known = [row for row in rows if row["error"] is not None]
     claims = {"every step has a forecast": len(known) == len(rows)}

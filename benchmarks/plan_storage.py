@@ -11,7 +11,6 @@ the shipped config alone; an engine is not built here.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import tempfile
@@ -19,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.process import compiled
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.bundle import Bundle
+from quantkit.exporters import storage
 from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.model.sizes import configs
-from quantkit.model.sizes.storage import storage
 from quantkit.recipe import Recipe
 
 MODEL, LIMIT = "smollm2-135m", 0.005
@@ -78,10 +77,9 @@ def rows_of(label: str, place: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(BUNDLES), default=list(BUNDLES))
     parser.add_argument("--rows", type=Path, help="file of what was compared so far")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     known = json.loads(options.rows.read_text()) if options.rows and options.rows.is_file() else {}
     with tempfile.TemporaryDirectory() as name:
@@ -94,7 +92,7 @@ def main() -> int:
     columns = {"bundle": "bundle", "export": "export", "bytes": "bytes:,", "planned": "planned:,", "error": "off:+.4%"}
     show("weights of SmolLM2-135M", rows, columns)
     claim = f"a plan's bytes of weights are within {LIMIT:.1%} of a real bundle's"
-    record("plan_storage", claim, rows, {"model": MODEL, "quick": QUICK}, write=not options.no_record)
+    record("plan_storage", claim, rows, {"model": MODEL, "quick": QUICK})
     worst = max(rows, key=lambda row: abs(row["error"]))
     return verdicts({f"{claim}; the worst: {worst['bundle']}, {worst['error']:+.4%}": abs(worst["error"]) <= LIMIT})
 

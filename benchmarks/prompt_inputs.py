@@ -13,12 +13,11 @@ Claim: smoothing at 0.5 takes at least half off what rounding by token costs bey
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 from harness.process import compiled, helper
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 MODEL, RECIPE, CHECKPOINT = "smollm2-135m", "int4-best", "export=[{checkpoint: {layout: pack-quantized}}]"
 ALL = ("qkv", "gate_up", "o", "down")
@@ -39,10 +38,9 @@ def ways() -> dict[str, dict[str, dict[str, object]]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--blocks", type=Path, help=f"a bundle with a checkpoint; default: compile {RECIPE}")
     parser.add_argument("--sequences", type=int, default=12, help="to score, of 512 tokens")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     asked = {"model": MODEL, "set": "prose-en", "tokens": 512}
     given, _ = helper("ids.py", {**asked, "samples": 16})
@@ -56,7 +54,7 @@ def main() -> int:
     show(f"{MODEL}, blocks by {RECIPE}", rows, {"way": "inputs", "kl": "KL:.4f", "kl_se": "±:.4f"})
     claim = "smoothing takes at least half off what inputs by token cost beyond inputs by block"
     settings = {"calibration": "prose-en, 8 x 512", "eval": f"prose-en, eval split, {options.sequences} x 512"}
-    record("prompt-inputs", claim, rows, settings, write=not options.no_record)
+    record("prompt-inputs", claim, rows, settings)
     kl = {row["way"]: row["kl"] for row in rows}
     more = {name: kl[name] - kl["by block"] for name in ("by token", "by token, smoothed 0.5")}
     return verdicts({claim: more["by token, smoothed 0.5"] <= more["by token"] / 2})

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from harness.process import THREADS, compiled, helper
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit import machine
 from quantkit.stats.abba import compare
@@ -106,11 +106,10 @@ def accuracy(found: dict[str, Path], place: Path, given: Path | None) -> list[di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--bundles", type=Path, help="a folder to compile and score into")
     parser.add_argument("--eval", type=Path, help="a JSON list of id lists")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each shape, at least six turns")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         place = options.bundles or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -139,7 +138,7 @@ def tell(
     settings = {"threads": THREADS, "isa": machine.isa(), "seconds": options.seconds}
     settings["scored"] = options.eval.name if options.eval else "prose-en, eval, 12 x 512"
     claim = "quantkit_cpu: prompts at least 2.0 times float32, batch 16 at least 1.8, nothing slower"
-    record("prompt-ways", claim, [*times, *sizes, *scores], settings, write=not options.no_record)
+    record("prompt-ways", claim, [*times, *sizes, *scores], settings)
     ours = [row for row in times if row["side"] == OWN]
     checks = {f"a prompt of {row['tokens']} at least {PROMPTS}": row["ratio"] >= PROMPTS for row in ours[:2]}
     checks |= {f"batch 16 at least {BATCH}": ours[2]["ratio"] >= BATCH}

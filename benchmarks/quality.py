@@ -11,13 +11,12 @@ packed weights on disk, without import and opening. The model was published in a
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from harness.process import THREADS, compiled, scored
-from harness.record import record, sha256, show, verdicts
+from harness.record import parsing, record, sha256, show, verdicts
 
 RECIPES = ["rtn-int4", "gptq-int4", "awq-int4", "int4-best", "int4-symmetric", "int3", "int8-weights"]
 # mean KL in nats and processor seconds, at 8 x 512 calibration tokens
@@ -47,7 +46,7 @@ def measured(model: str, recipe: str, out: Path, arguments: list[str]) -> dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--calibration", help="a set's name or a path; default: the recipe's own")
@@ -55,7 +54,6 @@ def main() -> int:
     parser.add_argument("--eval", type=Path, help="a JSON list of token id lists to score; default: prose-en, eval")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=YAML", help="change every recipe")
     parser.add_argument("--label", help="what sets the record apart")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     arguments = [f"--set={change}" for change in options.set]
@@ -99,7 +97,7 @@ def main() -> int:
     }
     claim = "KL and processor seconds of each recipe; gptq-int4 at most 0.100 in 45 s, awq-int4 at most 0.110 in 120 s"
     name = options.label or ("ids" if given else "")
-    record(f"quality-{name}" if name else "quality", claim, rows, settings, write=not options.no_record)
+    record(f"quality-{name}" if name else "quality", claim, rows, settings)
     if not given:
         return 0
     checks = {}

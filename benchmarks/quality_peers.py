@@ -26,7 +26,7 @@ from typing import Any
 from harness import process
 from harness.environments import environment
 from harness.process import THREADS, compiled, helper
-from harness.record import record, sha256, show
+from harness.record import parsing, record, sha256, show
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = Path(__file__).resolve().parent / "peers"
@@ -47,10 +47,7 @@ OURS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "int4-g64-symmetric": {"int4-symmetric": ("int4-symmetric", (ALONE,))},
     "int3-g64": {"int3": ("int3", (ALONE,))},
     "int4-channel": {
-        "int4-symmetric": (
-            "int4-symmetric",
-            (ALONE, "scheme.weights.granularity=channel", "scheme.weights.group=null"),
-        )
+        "int4-symmetric": ("int4-symmetric", (ALONE, "scheme.weights.granularity=channel", "scheme.weights.group=null"))
     },
     "nf4-b64": {"nf4": ("nf4", ())},
     "int8-w8a8": {"int8-dynamic": ("int8-dynamic", ())},
@@ -139,7 +136,7 @@ def inputs(options: argparse.Namespace, place: Path) -> tuple[dict[str, Any], di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="an alias or a folder of a float model")
     parser.add_argument("--schemes", nargs="+", choices=list(OURS), default=list(OURS))
     parser.add_argument("--peers", nargs="*", choices=peers(), default=peers())
@@ -151,7 +148,6 @@ def main() -> int:
     parser.add_argument("--scored", type=int, default=12, help=f"sequences of {TOKENS} tokens of each text to score on")
     parser.add_argument("--threads", type=int, default=THREADS)
     parser.add_argument("--work", type=Path, help="keep ids and the original's logits here; a later run reads them")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     rows: list[dict[str, Any]] = []
@@ -169,7 +165,7 @@ def main() -> int:
             rows.append(row)
             print(row, file=sys.stderr)
             label = re.sub(r"[^a-z0-9.]+", "-", f"{settings['model']} {scheme} {side} {method}".lower())
-            record(f"peers/{label}", CLAIM, [row], settings, write=not options.no_record)
+            record(f"peers/{label}", CLAIM, [row], settings)
 
         for scheme in options.schemes:
             for method, (recipe, changes) in OURS[scheme].items():

@@ -9,12 +9,11 @@ baseline and `ci95` for the value itself. Claim: at least 90 of 100 rows agree.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from dataclasses import replace
 from pathlib import Path
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.bundle import Bundle
 from quantkit.measurement.rows import Row
@@ -24,11 +23,10 @@ _LEAST = 0.9
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--times", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=QUICK.seconds)
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     bundle = Bundle.load(options.bundle)
     original = original_of(bundle, None, "onnxruntime")
@@ -63,7 +61,7 @@ def main() -> int:
     show(f"{options.times} runs of {options.bundle.name}, every pair, row by row", table, columns)
     claim = "repeated measurements agree within their printed intervals in at least 90 of 100 rows"
     settings = {"times": options.times, "seconds": options.seconds, "agree": shares}
-    record("repeat", claim, measured, settings, write=not options.no_record)
+    record("repeat", claim, measured, settings)
     return verdicts({f"{kind}: {share:.0%} of the rows agree": share >= _LEAST for kind, share in shares.items()})
 
 

@@ -14,7 +14,6 @@ was not done again. Speed is not measured. Linux only.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -28,7 +27,7 @@ from typing import Any
 from harness.process import THREADS, compiled, envelope, environment, helper, quantkit, run
 from harness.random_encoder import SIZES
 from harness.random_model import SMALL
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 AGAIN = 1 / 3
 EARLY = 0.1
@@ -137,13 +136,12 @@ class Trials:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--trials", "--kills", type=int, default=20, help="each is killed at least once")
     parser.add_argument("--model", help=f"or {ENCODER}; default: a random Llama of 16 small layers")
     parser.add_argument("--calibration", help="of a float ONNX graph: its samples")
     parser.add_argument("--recipe", default="gptq-int4")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as name:
@@ -204,7 +202,7 @@ def main() -> int:
     }
     claim = "killed at random moments and resumed, the same content_sha256 as undisturbed; two runs the same"
     name = f"resume-{Path(options.model).stem}" if options.model else "resume"
-    record(name, claim, rows, settings, write=not options.no_record)
+    record(name, claim, rows, settings)
     same = sum(row["same"] for row in rows)
     return verdicts(
         {

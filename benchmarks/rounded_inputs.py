@@ -11,13 +11,12 @@ each. That is why a compile confirms such a score on the very tokens (`quantkit/
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from harness.process import compiled, helper
-from harness.record import record, show
+from harness.record import parsing, record, show
 
 SHORT, LONG, SEQUENCES = 96, 512, 2
 COLUMNS = {
@@ -54,11 +53,10 @@ def compared(folder: Path, model: str, ids: list[list[int]]) -> dict[str, float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--recipes", nargs="+", default=["int8", "int8-dynamic", "gptq-int4"])
     parser.add_argument("--samples", type=int, default=4, help="calibration sequences")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     asked = {"model": options.model, "set": "prose-en", "split": "eval", "samples": SEQUENCES, "tokens": LONG}
     ids = helper("ids.py", asked)[0]["ids"]
@@ -72,7 +70,7 @@ def main() -> int:
     show(f"{options.model}, {SEQUENCES} sequences, plain transformers", rows, COLUMNS)
     claim = "how far a checkpoint departs from itself when sequences are longer"
     settings = {"model": options.model, "samples": options.samples, "short": SHORT, "long": LONG}
-    record("rounded_inputs", claim, rows, settings, write=not options.no_record)
+    record("rounded_inputs", claim, rows, settings)
     return 0
 
 

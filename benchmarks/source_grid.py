@@ -11,7 +11,6 @@ by their sizes; KL is of the default text.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.process import compiled
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.model.source.alias import ALIASES, materialize
 
@@ -71,14 +70,12 @@ def rounded(how: str, place: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-record", action="store_true")
-    options = parser.parse_args()
+    parsing(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as place:
         rows = [own_grid(), *(rounded(how, Path(place)) for how in ("minmax", "mse"))]
     claim = "int4 in groups of 32 with whole zero points is not lossless on a model from Q4_1; the file's grid is"
     show(claim, rows, {"grid": "grid", "error": "relative squared error:.2g", "kl": "KL:.3f"})
-    record("source_grid", claim, rows, {"model": MODEL}, write=not options.no_record)
+    record("source_grid", claim, rows, {"model": MODEL})
     lossless, *others = rows
     return verdicts(
         {

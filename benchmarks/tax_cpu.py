@@ -13,12 +13,11 @@ nf4 is "do not", and for int4 at level 4 "ship", with its break-even batch.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from typing import Any
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.errors import QuantkitError
 from quantkit.measurement.rows import Row
@@ -54,14 +53,12 @@ def overlap(one: Row, other: Row) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="KxN")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="M, rows of the activation")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--formats", nargs="+", default=["all"])
     parser.add_argument("--seconds", type=float, default=300.0, help="of one run, without preparing")
-    parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     runs = []
@@ -161,7 +158,7 @@ def main() -> int:
     skipped = sorted({(str(row.settings.get("variant")), *row.flags) for row in absent})
     settings = {"seconds": options.seconds, "note": options.note, "ceilings": ceilings, "verdicts": judged}
     settings |= {"break_even": ends, "skipped": [list(each) for each in skipped]}
-    record("tax_cpu", "the CPU table of quantkit tax reproduces", rows, settings, write=not options.no_record)
+    record("tax_cpu", "the CPU table of quantkit tax reproduces", rows, settings)
     held = sum(row["reproduced"] for row in rows)
     groups = [int(match[1]) for each in judged if (match := SHIPPED.fullmatch(each["format"]))]
     shipped = f"int4.g{max(groups, default=0)}.level4"

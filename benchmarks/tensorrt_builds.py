@@ -11,7 +11,6 @@ Nothing is run and nothing is timed; `seconds` are of the whole compile, on a ma
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from harness.random_model import byte_tokenizer
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 import quantkit
 from quantkit import content
@@ -123,10 +122,9 @@ def compiled(model: Path, recipe: str, changes: Sequence[str], data: Path, out: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--models", nargs="+", default=["llama", "qwen3", "bert", "cnn", "vit"])
     parser.add_argument("--recipes", nargs="*", default=content.names("recipes"))
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
@@ -159,7 +157,7 @@ def main() -> int:
     show(f"what is built for {TARGET}", rows, columns)
     claim = "16 bits, int8, int4 and fp8 of five kinds of model build for SM 8.9; recipes build or are refused by us"
     settings = {"target": TARGET, "export": EXPORT}
-    record(Path(__file__).stem, claim, rows, settings, write=not options.no_record)
+    record(Path(__file__).stem, claim, rows, settings)
     matrix, recipes = ([row for row in rows if bool(row["form"]) == formed] for formed in (True, False))
     return verdicts(
         {

@@ -12,7 +12,6 @@ compiler on the user's machine reads, and how much of it are copies (the same te
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import resource
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 import quantkit
 from quantkit.errors import QuantkitError
@@ -34,8 +33,7 @@ SIDES = {"int4-tensorrt": [], "float": ["export=[{tensorrt: {}}]"]}
 
 def main() -> int:
     """Compile both and compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--no-record", action="store_true")
+    parser = parsing(__doc__)
     parser.add_argument("--bundles", nargs=2, type=Path, metavar=("INT4", "FLOAT"), help="that have engines already")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -79,7 +77,7 @@ def main() -> int:
     claims = {f"ratio at most {RATIO}": ratio <= RATIO}
     if not options.bundles:
         claims[f"under {SECONDS:g} s"] = rows[0]["seconds"] < SECONDS
-    record("tensorrt_engine", "; ".join(claims), rows, {"target": "rtx-4090"}, write=not options.no_record)
+    record("tensorrt_engine", "; ".join(claims), rows, {"target": "rtx-4090"})
     return verdicts(claims)
 
 

@@ -9,13 +9,12 @@ cells `tensorrt_rtx` of `export/*.yaml` rest on what is recorded here. No GPU is
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from harness.record import record, show
+from harness.record import parsing, record, show
 
 from quantkit.errors import InputError
 from quantkit.exporters.tensorrt import engine as _engine
@@ -113,9 +112,7 @@ def values(folder: Path, weights: dict[str, Any] | None, inputs: str | None) -> 
 
 def main() -> None:
     """Build everything and record what was built."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--no-record", action="store_true")
-    options = parser.parse_args()
+    parsing(__doc__).parse_args()
     library = load("tensorrt_rtx")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
@@ -151,7 +148,7 @@ def main() -> None:
         {"form": "form", "sm": "SM", "logits": "logits:.2g", "bytes": "bytes", "refused": "refused"},
     )
     settings = {"library": library.name, "version": library.version}
-    record("tensorrt_formats", "the cells of TensorRT-RTX", rows, settings, write=not options.no_record)
+    record("tensorrt_formats", "the cells of TensorRT-RTX", rows, settings)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ momentum, the rate up to its peak and down again (Smith and Topin 2018). Seeded,
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 from torch import Tensor, nn
 
 from quantkit.calibrate.sets.images import load_images
@@ -106,13 +105,12 @@ def right(network: nn.Module, inputs: Tensor, labels: Tensor) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--data", type=Path, help="train on this file first")
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=FOLDER, help="where trained weights go")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -152,7 +150,7 @@ def main() -> int:
         "trained": options.data is not None,
     }
     claim = f"top-1 of at least {RIGHT} on the test images, in at most {BYTES:,} bytes"
-    record("train_fashion_mnist", claim, [row], settings, write=not options.no_record)
+    record("train_fashion_mnist", claim, [row], settings)
     return verdicts(
         {
             f"at least {RIGHT} of the test images are right": float(row["eval_top1"]) >= RIGHT,

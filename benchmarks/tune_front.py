@@ -13,14 +13,13 @@ offsets in floats); that grid would be lossless, and is none of them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from harness.process import THREADS, envelope, quantkit, run
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 BUDGETS = (3.9, 4.3125, 4.6)
 
@@ -47,14 +46,13 @@ def line(front: dict[str, Any], cpu: float | None) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--recipe", default="gptq-int4")
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="bits a weight")
     parser.add_argument("--formats", default="int3,int4,int8")
     parser.add_argument("--samples", type=int, help="calibration sequences; default: the recipe's own")
     parser.add_argument("--fronts", nargs="+", type=Path, help="folders of searches that were made already")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     rows: list[dict[str, Any]] = []
@@ -92,7 +90,7 @@ def main() -> int:
         "cpu_seconds": "of the first budget with the harms, of the others without",
     }
     claim = "at equal bits a tuned mixture has a lower KL than the best single scheme"
-    record("tune-front", claim, rows, settings, write=not options.no_record)
+    record("tune-front", claim, rows, settings)
     checks = {}
     for row in rows:
         if row["uniform"] and row["uniform_bits"] >= 0.97 * row["bits"]:  # at equal bits

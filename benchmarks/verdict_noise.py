@@ -12,11 +12,10 @@ would have shipped stands beside it. Target: of the verdicts in which nothing di
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import numpy as np
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.rows import latency_row
@@ -41,9 +40,8 @@ def rows(noise: Noise, blocks: int, seed: int, faster: float) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--verdicts", type=int, default=100, help="of each noise and number of blocks")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     table = []
     for name, noise in NOISES.items():
@@ -70,7 +68,7 @@ def main() -> int:
     show("verdicts in which nothing differs", table, columns)
     settings = {"batches": list(BATCHES), "faster": FASTER}
     claim = "of verdicts on planted noise in which nothing differs at most one in 300 ships something"
-    record("verdict_noise", claim, table, settings, write=not options.no_record)
+    record("verdict_noise", claim, table, settings)
     total, shipped = (sum(row[key] for row in table) for key in ("verdicts", "shipped"))
     return verdicts({f"{shipped} of {total} ship, at most one in 300": shipped <= total / 300})
 

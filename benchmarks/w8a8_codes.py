@@ -11,7 +11,6 @@ expects. All sides are visited in randomised palindromes on one thread (`measure
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import torch
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 from quantkit import machine
 from quantkit.exporters.onnx.dialect import OrtDialect
@@ -134,12 +133,10 @@ def compared(k: int, n: int, rows: Sequence[int], seconds: float) -> list[dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="KxN")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="M, tokens")
     parser.add_argument("--seconds", type=float, default=6.0, help="for each shape and M")
-    parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     rows = []
     for shape in options.shapes:
@@ -161,7 +158,7 @@ def main() -> int:
     chosen = Target.load("cpu-x86").build["onnxruntime"]["weight_codes"]
     settings = {"threads": 1, "seconds": options.seconds, "onnxruntime": onnxruntime.__version__, "note": options.note}
     claim = "the table by which cpu-x86 picks how weights of integer products are stored"
-    record(Path(__file__).stem, claim, rows, settings, write=not options.no_record)
+    record(Path(__file__).stem, claim, rows, settings)
     wrong = sorted({row["weights"] for row in rows if row["error"] > 1e-4})
     return verdicts({f"{chosen} weights give exact sums, as they are loaded by anyone": chosen not in wrong})
 

@@ -25,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.record import record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -34,13 +34,12 @@ DECODERS, SHARE = "AutoModelForCausalLM", 0.9
 
 def main() -> int:
     """Run, record, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parsing(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="classes, model types or auto classes")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lines", type=Path, help="verdicts as they come; a run goes on where they end")
     parser.add_argument("--half", action="store_true", help="decoders alone, stored in bfloat16, compiled and no more")
     parser.add_argument("--dtypes", action="store_true", help="recipes and dtypes, instead of architectures")
-    parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--page", action="store_true", help="write docs/models.md from the newest record, and no more")
     options = parser.parse_args()
     from zoo import campaign, judge, page

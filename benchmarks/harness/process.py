@@ -71,11 +71,7 @@ def run(
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         began = time.perf_counter()
         process = subprocess.Popen(
-            [str(part) for part in command],
-            stdout=out,
-            stderr=err,
-            env=dict(env or environment()),
-            cwd=cwd,
+            [str(part) for part in command], stdout=out, stderr=err, env=dict(env or environment()), cwd=cwd
         )
         _, status, used = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began

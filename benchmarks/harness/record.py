@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import json
@@ -20,19 +21,27 @@ from quantkit import machine
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
+def parsing(doc: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a script: its docstring is the help; `--no-record`, which `record` looks for, and `--note`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-record", action="store_true", help="leaves no file in results/")
+    parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
+    return parser
+
+
 def record(
     name: str, claim: str, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], *, write: bool = True
 ) -> Path | None:
-    """Write `results/NAME-YYYYMMDD.json`; a later run of the same day takes its place.
+    """Write `results/NAME-YYYYMMDD.json`; a later run of the same day takes its place. Not with `--no-record`.
 
     Args:
         name: of the script, and what sets this run apart.
         claim: what the figures are for, with the target.
         rows: the figures.
         settings: of the run.
-        write: False for a trial run.
+        write: False for a trial run of another kind.
     """
-    if not write:
+    if not write or "--no-record" in sys.argv:
         return None
     today = datetime.datetime.now(datetime.UTC).date()
     path = RESULTS / f"{name}-{today:%Y%m%d}.json"

@@ -17,17 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from quantkit.nightly.records import (
-    Item,
-    Night,
-    NightCell,
-    Record,
-    Result,
-    StoredDecision,
-    Time,
-    schema,
-    to_table,
-)
+from quantkit.nightly.records import Item, Night, NightCell, Record, Result, StoredDecision, Time, schema, to_table
 from quantkit.nightly.store import Store
 from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS
 

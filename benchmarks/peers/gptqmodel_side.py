@@ -8,12 +8,7 @@ from typing import Any
 from side import Clock, Quantized, Scheme, calibration, original, serve
 
 HOW = {"gptq": "`GPTQConfig`: its defaults; `gptq_v2` where asymmetric"}
-SCHEMES = {
-    "int4-g64": ["gptq"],
-    "int4-g64-symmetric": ["gptq"],
-    "int3-g64": ["gptq"],
-    "int4-channel": ["gptq"],
-}
+SCHEMES = {"int4-g64": ["gptq"], "int4-g64-symmetric": ["gptq"], "int3-g64": ["gptq"], "int4-channel": ["gptq"]}
 
 
 def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:

@@ -28,11 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results" / "peers"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "comparisons.md")
 LEVEL = 0.95
-MODELS = {
-    "smollm2-135m": "SmolLM2-135M",
-    "gemma-3-270m": "Gemma 3 270M",
-    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B",
-}
+MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
 # scheme, whether the sides saw text (None: both kinds), what a table calls it
 SECTIONS: list[tuple[str, bool | None, str]] = [
     ("int4-g64", True, "int4, group 64, zero points"),
@@ -134,10 +130,7 @@ def amount(row: Row, others: Sequence[Row], text: str | None = None) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """README's table: ours against the best of the others, and who else ran."""
-    lines = [
-        "| scheme | quantkit | the best of the others | who else ran |",
-        "|---|---|---|---|",
-    ]
+    lines = ["| scheme | quantkit | the best of the others | who else ran |", "|---|---|---|---|"]
     for model, title in MODELS.items():
         for scheme, calibrated, name in SECTIONS:
             found = of(rows, model, scheme, calibrated)

@@ -306,10 +306,7 @@ def test_a_baseline_that_does_not_load_is_never_the_same() -> None:
     gone = done(ONE, flags=("reused", "baseline-unloadable: no manifest.json"))
     times = [each for each in timed(ONE) if each.side == "candidate"]
     latency = row(judged([gone], times), "latency")
-    assert (latency.answer, latency.because) == (
-        "inconclusive",
-        "the baseline could not be loaded: no manifest.json",
-    )
+    assert (latency.answer, latency.because) == ("inconclusive", "the baseline could not be loaded: no manifest.json")
 
 
 def test_failed_and_missing_cells_have_answers_of_their_own() -> None:

@@ -231,10 +231,7 @@ def test_the_command_s_exit_and_its_warning(
 
 
 def test_a_file_that_cannot_be_written_is_an_error(store: Store, tmp_path: Path) -> None:
-    for writes in (
-        lambda: write(tmp_path, b"x"),
-        lambda: append(tmp_path / "nowhere" / "x", "x"),
-    ):
+    for writes in (lambda: write(tmp_path, b"x"), lambda: append(tmp_path / "nowhere" / "x", "x")):
         with pytest.raises(InputError, match="file-unwritable"):
             writes()  # type: ignore[no-untyped-call]
 

@@ -187,13 +187,7 @@ class Sweep:
         return all(self.reached.get(name) == 1.0 for name in names)
 
     def _batch(
-        self,
-        where: dict[str, Any],
-        shape: Shape,
-        batch: int,
-        variant: FormatVariant,
-        held: Any,
-        part: Pass,
+        self, where: dict[str, Any], shape: Shape, batch: int, variant: FormatVariant, held: Any, part: Pass
     ) -> None:
         """All candidates of one cell, the baseline first."""
         x = sides.inputs(batch, shape[1], self.dtype, self.device.torch_device)

@@ -329,15 +329,7 @@ def respect(
     whole = svg(count, TALL, *shapes)
     labels = scale.labels(partial(say.tick, what))
     readout = {"rows": [["", told]]}
-    return Chart(
-        whole,
-        alt,
-        labels,
-        merged(marks, 3.0),
-        months(days),
-        readout,
-        "" if what == "latency" else "low",
-    )
+    return Chart(whole, alt, labels, merged(marks, 3.0), months(days), readout, "" if what == "latency" else "low")
 
 
 def _interval(count: int) -> str:
