@@ -184,13 +184,13 @@ import time
 from pathlib import Path
 from test_limits import refused
 from quantkit import limits
-from quantkit.calibrate.tokens import chat
+from quantkit.calibrate.tokens import pack
 from quantkit.model.source import pretrained
 from quantkit.runtimes.text import Tokenizer
 
 for folder in map(Path, sys.argv[1:]):
     refused(lambda: Tokenizer(folder).chat("hello"))
-    render = chat.renderer(pretrained.tokenizer(folder))
+    render = pack.renderer(pretrained.tokenizer(folder))
     refused(lambda: render([{"role": "user", "content": "hello"}], "line 1"))
     print(folder.name)
 

@@ -24,8 +24,8 @@ from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
 
 if TYPE_CHECKING:
+    from quantkit.kernels.launch import Workspace
     from quantkit.kernels.layout import PackedWeight
-    from quantkit.kernels.workspace import Workspace
 
 # rows up to which our own kernels are taken where nothing was measured: of codes of 8 bits, of others
 _OURS_TO = {True: (16, 32), False: (16, 32, 64, 128)}

@@ -30,9 +30,8 @@ from quantkit.errors import InputError
 from quantkit.kernels.configs import Config
 from quantkit.kernels.decoders import fp8_e4m3, int4, int8, nf4
 from quantkit.kernels.decoders.fragment import undecoded
-from quantkit.kernels.launch import begin, overlap
+from quantkit.kernels.launch import Workspace, begin, interpreted, overlap
 from quantkit.kernels.layout import KINDS, PackedWeight
-from quantkit.kernels.workspace import Workspace, interpreted
 
 if TYPE_CHECKING:
     import torch

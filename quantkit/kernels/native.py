@@ -20,10 +20,9 @@ import triton.language as tl
 
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config
-from quantkit.kernels.launch import begin, overlap
+from quantkit.kernels.launch import Workspace, begin, overlap
 from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import finish, prepared
-from quantkit.kernels.workspace import Workspace
 
 if TYPE_CHECKING:
     import torch

@@ -158,8 +158,7 @@ class Gptq(Pass):
         from quantkit.passes.assign import nearest
         from quantkit.passes.solvers import one_thread
         from quantkit.passes.solvers.factor import awaited
-        from quantkit.passes.solvers.gptq import gptq
-        from quantkit.passes.solvers.gptq_rows import gptq_rows
+        from quantkit.passes.solvers.gptq import gptq, gptq_rows
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
         if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):

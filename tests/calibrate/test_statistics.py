@@ -13,7 +13,7 @@ from quantkit.calibrate.statistics.collected import Original, Stats
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import InputError
 from quantkit.model.streaming.stream import LoadedModel
-from quantkit.model.structure import skip
+from quantkit.model.structure import residual
 from quantkit.model.structure.traced import SharedInput, trace
 
 
@@ -242,7 +242,7 @@ def test_drift_is_how_far_inputs_are_from_the_original_ones(name: str, chunk: in
     found = stats(name, chunk)
     module = copy.deepcopy(found.module)
     hidden = found.hidden + 0.1 * torch.randn(found.hidden.shape, generator=torch.Generator().manual_seed(0))
-    skips = dict(skip.skips(module, lambda block: found.calls.run(block, 0, found.hidden[:chunk])))
+    skips = dict(residual.skips(module, lambda block: found.calls.run(block, 0, found.hidden[:chunk])))
     found.original = Original(module, hidden, found.calls, skips)
     plain = Stats(module, found.groups, found.calls, 0, hidden)
     before, expected = inputs_of(plain, *skips.values()), plain.settled()

@@ -16,9 +16,9 @@ from quantkit.kernels import linear as layers
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.dispatch import EXPANDED, INT_MM, OURS, Choice, Table
+from quantkit.kernels.launch import Workspace
 from quantkit.kernels.layout import pack
 from quantkit.kernels.linear import QuantLinear, unmeasured
-from quantkit.kernels.workspace import Workspace
 
 N, K = 40, 128
 TILES = Config(block_n=64, block_m=16, unroll=1, split=2, warps=4, stages=2)

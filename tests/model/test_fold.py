@@ -18,9 +18,8 @@ from quantkit.model.source.open import open_model
 from quantkit.model.streaming.calls import Call, Given, primary
 from quantkit.model.streaming.stream import LoadedModel, StreamedModel
 from quantkit.model.structure import fold
-from quantkit.model.structure.computed import Computed
 from quantkit.model.structure.fold import TOLERANCE, Fold
-from quantkit.model.structure.traced import SharedInput, Structure, trace
+from quantkit.model.structure.traced import Computed, SharedInput, Structure, trace
 
 _IDENTITY = list(range(64))
 # two heads of queries share one head of keys and values: [4, 16] inputs come from [2, 16] channels

@@ -26,9 +26,8 @@ from quantkit.formats import load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.source.gguf.convert import note_on, stored_as
-from quantkit.model.source.gguf.pretokenizers import PRE, SAME
-from quantkit.model.source.gguf.rope import llama3
-from quantkit.model.source.gguf.tokenizer import tokenizer_json
+from quantkit.model.source.gguf.rules import llama3
+from quantkit.model.source.gguf.tokenizer import PRE, SAME, tokenizer_json
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.scheme import WeightScheme

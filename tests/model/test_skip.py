@@ -8,7 +8,7 @@ import zoo
 from torch import Tensor, nn
 
 from quantkit.model.streaming.stream import LoadedModel
-from quantkit.model.structure.skip import skips
+from quantkit.model.structure.residual import skips
 
 LLAMA = {"self_attn.o_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"}
 

@@ -13,11 +13,11 @@ from parts.shapes import DTYPES, VARIANTS, settings
 from quantkit.formats.nf4 import VALUES
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
+from quantkit.kernels.launch import Workspace
 from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
-from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.sides import inputs
 from quantkit.measurement.cuda.weights import FormatVariant, error, known, values, weight

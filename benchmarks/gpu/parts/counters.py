@@ -73,8 +73,8 @@ def main() -> None:
     sys.path[:0] = [str(here.parents[1]), str(here.parents[3])]
     import torch
 
+    from quantkit.kernels.launch import Workspace
     from quantkit.kernels.matmul import weight_only
-    from quantkit.kernels.workspace import Workspace
     from quantkit.measurement.cuda.sides import inputs
     from quantkit.measurement.cuda.weights import known, weight
 

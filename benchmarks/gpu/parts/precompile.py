@@ -25,11 +25,11 @@ from parts import solvers
 from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, INT4, PROFILED, SWEPT, VARIANTS, settings
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
+from quantkit.kernels.launch import Workspace
 from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
-from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda.weights import FormatVariant, known, weight
 
 # bytes of shared memory that a program may have

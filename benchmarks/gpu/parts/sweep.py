@@ -31,7 +31,7 @@ from parts.shapes import (
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config, width
 from quantkit.kernels.dispatch import KernelTiming
-from quantkit.kernels.workspace import Workspace
+from quantkit.kernels.launch import Workspace
 from quantkit.measurement.cuda import sides
 from quantkit.measurement.cuda.ceilings import of
 from quantkit.measurement.cuda.device import GpuDevice

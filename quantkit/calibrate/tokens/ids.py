@@ -32,7 +32,7 @@ from quantkit import content
 from quantkit.calibrate.sets import parts
 from quantkit.calibrate.sets.card import Card, Split
 from quantkit.calibrate.sets.pairs import SUFFIX, PairSet, load_pairs
-from quantkit.calibrate.tokens import chat, pack, sources
+from quantkit.calibrate.tokens import pack, sources
 from quantkit.calibrate.tokens.pack import begins, filled, frame, named
 from quantkit.calibrate.tokens.sources import Conversations, Ids, Texts
 from quantkit.errors import InputError
@@ -231,7 +231,7 @@ def _from_text(asked: _Asked, found: Texts | Conversations, room: int, before: S
     part = asked.part
     if isinstance(found, Conversations):
         raise InputError(
-            chat.CODE,
+            pack.CODE,
             where=part.where,
             value=f"conversations (`{sources.MESSAGES}`)",
             rule="conversations are written by the model's chat template, where the recipe says so",
@@ -247,9 +247,9 @@ def _from_text(asked: _Asked, found: Texts | Conversations, room: int, before: S
 def _from_chat(asked: _Asked, found: Texts | Conversations, before: Sequence[int]) -> NDArray[np.int64]:
     """Sequences that begin with a conversation, and go on with others until they are full."""
     asked.demand_tokenizer()
-    render = chat.renderer(asked.tokenizer)
+    render = pack.renderer(asked.tokenizer)
     if isinstance(found, Texts):
-        talks = [(chat.exchange(piece), asked.part.where) for piece in _pieces(asked, found) if piece.strip()]
+        talks = [(pack.exchange(piece), asked.part.where) for piece in _pieces(asked, found) if piece.strip()]
     else:
         talks = list(zip(found.items, found.places, strict=True))
     generator = asked.generator

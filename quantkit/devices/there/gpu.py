@@ -70,7 +70,7 @@ class KernelTimes(_GpuTimes):
     def __init__(self, work: jobs.Measure, workdir: Path) -> None:
         import torch
 
-        from quantkit.kernels.workspace import interpreted
+        from quantkit.kernels.launch import interpreted
 
         seen = torch.cuda.is_available()
         if not seen and not interpreted():

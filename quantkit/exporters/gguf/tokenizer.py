@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
 from quantkit.errors import InputError, reading
-from quantkit.model.source.gguf.pretokenizers import DIGITS, GPT2, PRE
+from quantkit.model.source.gguf.tokenizer import DIGITS, GPT2, PRE
 
 if TYPE_CHECKING:
     import gguf

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import require_contiguous, search_steps, snapped
+from quantkit.kernels.solving.search import require_contiguous, search_steps, snapped
 
 # rows a program, columns a panel, columns a product, warps: no spill on SM 8.0 and 9.0 (benchmarks/kernel_resources.py)
 ROWS, PANEL, CHUNK, WARPS, STAGES = 16, 64, 32, 4, 2

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import kept, require_contiguous, search_steps, snapped
+from quantkit.kernels.solving.search import kept, require_contiguous, search_steps, snapped
 
 # rows a program, columns a block at most, columns a product, warps: no spill (benchmarks/kernel_resources.py)
 ROWS, BLOCK, CHUNK, WARPS, STAGES = 16, 64, 32, 4, 2

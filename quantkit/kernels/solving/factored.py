@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import require_contiguous
+from quantkit.kernels.solving.search import require_contiguous
 
 # columns of a square, of the diagonal at a time, warps
 SQUARE, AT_ONCE, WARPS = 64, 1024, 8

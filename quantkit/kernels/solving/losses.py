@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.solving.grid import kept, require_contiguous, spanned, whole
-from quantkit.kernels.solving.search import piece_of
+from quantkit.kernels.solving.search import kept, piece_of, require_contiguous, spanned, whole
 
 # inputs a program has of its own, inputs at a time, warps
 TILE, AT_ONCE, FEW = 16, 64, 4

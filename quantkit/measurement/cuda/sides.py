@@ -10,11 +10,11 @@ import torch
 from quantkit.kernels import operators
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
+from quantkit.kernels.launch import Workspace
 from quantkit.kernels.layout import KINDS, PackedWeight, codes_of
 from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
-from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.timing import Implementation, copies
 from quantkit.measurement.cuda.weights import FormatVariant, weight

@@ -11,9 +11,9 @@ from functools import cache
 
 import torch
 
+from quantkit.kernels.launch import interpreted
 from quantkit.kernels.layout import KINDS, PackedWeight, codes_of, pack_parts, scales_of
 from quantkit.kernels.quantize import quantize_tokens
-from quantkit.kernels.workspace import interpreted
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ import torch
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config, candidates, width
 from quantkit.kernels.dispatch import EXPANDED, OURS
+from quantkit.kernels.launch import Workspace
 from quantkit.kernels.layout import KINDS, PackedWeight
 from quantkit.kernels.linear import other
 from quantkit.kernels.native import require
-from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides, timing
 from quantkit.measurement.cuda.device import GpuDevice, fitting
 from quantkit.measurement.cuda.weights import FormatVariant, error, known, values, weight

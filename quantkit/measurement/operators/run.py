@@ -142,7 +142,7 @@ class CpuLimits:
 def _on_gpu(job: SweepJob, report: Report) -> list[Row]:
     import torch
 
-    from quantkit.kernels.workspace import interpreted
+    from quantkit.kernels.launch import interpreted
     from quantkit.measurement.cuda.ceilings import sampled, slower
     from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.operators.cuda import RUNTIME, CudaBench

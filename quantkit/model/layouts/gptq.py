@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from quantkit.formats import QuantTensor
 from quantkit.lazy import torch
 from quantkit.model.layouts import MARLIN_GROUPS, REGEX, Expansion, Header, Layout, Read, missing, unsupported
-from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
+from quantkit.model.layouts._plain_codes import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
 
 QWEIGHT, QZEROS, SCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"

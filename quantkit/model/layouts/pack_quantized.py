@@ -23,7 +23,7 @@ from quantkit.formats import QuantTensor
 from quantkit.lazy import torch
 from quantkit.model.layouts import MARLIN_GROUPS, Header, Layout, Read, unsupported
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
-from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
+from quantkit.model.layouts._plain_codes import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
 
 PACKED, ZERO, SHAPE = ".weight_packed", ".weight_zero_point", ".weight_shape"

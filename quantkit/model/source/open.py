@@ -7,12 +7,15 @@
 
 A bare word is an alias and never a folder. No pickle is ever read. A model's own code (`auto_map`) runs only with
 `trust_remote_code`; a folder that offers code for a class which transformers has itself is opened with transformers'.
+
+Which files of a folder are the model, and the hash over them.
 """
 
 from __future__ import annotations
 
 import copy
 import glob
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,16 +32,16 @@ from quantkit.model.source import adapter, code, converted, pretrained
 from quantkit.model.source.alias import ALIASES, demand_no_graph, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
-from quantkit.model.source.hashes import source_changed
-from quantkit.model.source.identity import PATTERNS, files_of, identity
-from quantkit.model.source.modules import modules_of, pools
-from quantkit.model.source.weights import Weights, checked_file, strict_json
+from quantkit.model.source.hashes import at_once, file_sha256, source_changed
+from quantkit.model.source.modules import files_of_modules, modules_of, pools
+from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
 from quantkit.model.structure.names import match_names
 from quantkit.model.structure.sizes import cut_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 _TOKENIZERS = (
     "tokenizer.json",
@@ -48,6 +51,8 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
+# beside the weights; no other text, which may be the log of this very process
+PATTERNS = ("*.json", "*vocab*.txt", "*merges*.txt", "*.model", "*.jinja", "*.tiktoken")
 _HUB_FILES = (*PATTERNS, "*.txt", "*.safetensors")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
 _QUANTIZED_NAMES = (
@@ -487,3 +492,20 @@ def _stored_dtype(weights: Weights, ref: str) -> str:
 
 def _first_line(problem: BaseException) -> str:
     return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)[:200]
+
+
+def files_of(path: Path, weights: Weights, trust: bool) -> list[str]:
+    """Names of config, weights and tokenizer files, sorted, and of what stands behind it in folders of its own; of the
+    model's own code too where that is trusted."""
+    patterns = (*PATTERNS, "*.py") if trust else PATTERNS
+    names = {found.name for pattern in patterns for found in path.glob(pattern) if found.is_file()}
+    if weights.shards == ["model.safetensors"]:
+        names.discard(INDEX)
+    return sorted(names | set(weights.shards) | {name for _, name in files_of_modules(path)})
+
+
+def identity(path: Path, weights: Weights, trust: bool) -> str:
+    """The hash of a model: over (name, sha256) of its files."""
+    files = files_of(path, weights, trust)
+    lines = map("{} {}\n".format, files, at_once(file_sha256, [path / name for name in files]))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

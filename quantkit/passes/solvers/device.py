@@ -51,7 +51,7 @@ def table(form: GridFormat, where: torch.device) -> tuple[Tensor | None, Tensor 
     """Values of a format's grid and the edges between them, for the kernels; None of whole numbers."""
     if not isinstance(form, ScaledFormat):
         return None, None
-    from quantkit.kernels.solving.grid import tabled
+    from quantkit.kernels.solving.search import tabled
 
     values = form.element.codebook()
     if values is None:  # the code is a number itself, of eight bits

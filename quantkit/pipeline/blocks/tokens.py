@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import content
 from quantkit.bundle import Decision
-from quantkit.calibrate.tokens import chat
+from quantkit.calibrate.tokens import pack
 from quantkit.errors import InputError
 from quantkit.lazy import torch
 from quantkit.model.structure.sizes import positions
@@ -77,11 +77,11 @@ def demand_talking(choice: CalibrationChoice, kind: str) -> None:
         )
     if choice.template is not None and kind != "decoder":
         raise InputError(
-            chat.CODE,
+            pack.CODE,
             where="calibration.template",
             value=f"{choice.template}, and the model's kind is {kind}",
             rule="conversations are what a decoder goes on with",
-            remedy=chat.NONE,
+            remedy=pack.NONE,
         )
 
 

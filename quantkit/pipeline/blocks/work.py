@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from quantkit import machine
 from quantkit.bundle import Decision
-from quantkit.calibrate.statistics import routing
+from quantkit.calibrate.statistics import collected
 from quantkit.calibrate.statistics.collected import Original, Stats
 from quantkit.calibrate.statistics.scales import Scales
 from quantkit.calibrate.statistics.sums import nonfinite
@@ -31,10 +31,9 @@ from quantkit.model.streaming.stream import BlockStream
 from quantkit.model.structure import experts, fold
 from quantkit.model.structure import traced as structure
 from quantkit.model.structure.block import Block
-from quantkit.model.structure.computed import Computed
 from quantkit.model.structure.fold import Fold
-from quantkit.model.structure.skip import skips
-from quantkit.model.structure.traced import Structure
+from quantkit.model.structure.residual import skips
+from quantkit.model.structure.traced import Computed, Structure
 from quantkit.passes import Outcome, Pass, decision
 from quantkit.passes.solvers.factor import ATTEMPTS, no_factor
 from quantkit.planning.compiling import chunk_size
@@ -380,7 +379,7 @@ class _Loop:
             traced, computed = _traced(module, call)
         counts: dict[str, int] = {}
         if states.calls is not None and hidden is not None:
-            counts = routing.count(module, states.calls, stage, hidden)
+            counts = collected.count(module, states.calls, stage, hidden)
         folds = _ProvedFolds(module, traced, call, known, computed)
         name = self.stream.block_names[index]
         prefix = f"{name}." if name else ""
@@ -428,7 +427,7 @@ class _Loop:
                 if linear not in block.tensors:
                     reason = "no calibration token reached it; it stays in high precision"
                     worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
-        routing.force(module, [])
+        collected.force(module, [])
         return worked, stats, folds.known(known)
 
 
@@ -496,14 +495,14 @@ def settle(block: Block, counts: Mapping[str, int], rare: Rare) -> tuple[dict[st
     Returns:
         linear's full name -> the tokens its expert is routed, and the decisions.
     """
-    owners = {linear: owner for linear in block.linears() if (owner := routing.expert_of(linear, block.module))}
+    owners = {linear: owner for linear in block.linears() if (owner := collected.expert_of(linear, block.module))}
     routed = {block.full_name(linear): counts[owner] for linear, owner in owners.items() if owner in counts}
     chosen = [expert for expert, seen in counts.items() if seen < rare.tokens and expert in owners.values()]
     done, reason = _DONE[rare.action]
     if rare.action == "force":
         for module in (block.module, block.original):
             if module is not None:
-                routing.force(module, chosen)
+                collected.force(module, chosen)
     else:
         block.schemes = {linear: None if owners.get(linear) in chosen else how for linear, how in block.schemes.items()}
     found = []

@@ -106,8 +106,8 @@ def load(
         raise InputError(
             "kernel-dtype", where="dtype", value=str(dtype), rule="kernels multiply in float16 or bfloat16"
         )
+    from quantkit.kernels.launch import Workspace
     from quantkit.kernels.linear import QuantLinear, other
-    from quantkit.kernels.workspace import Workspace
 
     model_class, config = described(folder)
     weights = dense(source).weights

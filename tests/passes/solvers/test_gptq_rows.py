@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.passes.solvers.gptq import gptq
-from quantkit.passes.solvers.gptq_rows import gptq_rows
+from quantkit.passes.solvers.gptq import gptq, gptq_rows
 from quantkit.scheme import WeightScheme
 
 

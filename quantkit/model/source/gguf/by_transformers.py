@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.lazy import torch
 from quantkit.model.source import pretrained
-from quantkit.model.source.gguf.parts import Read, damaged, refused, special_tokens
+from quantkit.model.source.gguf.file import Read, damaged, refused, special_tokens
 from quantkit.model.source.gguf.rules import RULES
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from typing import Any
 from quantkit.errors import InputError, reading
 from quantkit.lazy import torch
 from quantkit.model.source.gguf import by_transformers, rules
-from quantkit.model.source.gguf.file import fields, tensors
-from quantkit.model.source.gguf.parts import damaged, shape_of, short
+from quantkit.model.source.gguf.file import damaged, fields, shape_of, short, tensors
 from quantkit.model.source.gguf.tokenizer import demand_whole, tokenizer_config, tokenizer_json
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import Header, write_json, write_safetensors
