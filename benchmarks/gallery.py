@@ -27,7 +27,8 @@ from quantkit.measurement.rows import read_rows
 from quantkit.pipeline import verdict
 from quantkit.pipeline.keep import page
 from quantkit.report.bundle import figures
-from quantkit.report.tune import page as tune_page
+from quantkit.report.kit import html
+from quantkit.report.tune import document
 from quantkit.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +122,7 @@ def report() -> str:
 def tuned() -> str:
     """The page of the search, from its front and its recipe."""
     data = json.loads(Path("tuned/front.json").read_text(encoding="utf-8"))
-    return tune_page.page(data, Path("tuned/tuned.yaml").read_text(encoding="utf-8"))
+    return html.page(document(data, Path("tuned/tuned.yaml").read_text(encoding="utf-8")))
 
 
 def apart(text: str) -> str:

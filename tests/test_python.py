@@ -18,7 +18,7 @@ from quantkit.bundle import Bundle, Verdict
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.rows import write_rows
 from quantkit.pipeline.progress import showing
-from quantkit.report.kit import shell
+from quantkit.report.kit import html as pages
 from quantkit.report.kit.progress import Display, notebook
 
 INT8 = {"weights": {"format": "int8"}}
@@ -121,7 +121,7 @@ def test_a_chart(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [row for row in bundle.measurements if row["name"] == "latency.decode_step"]
     ratios = [row["baseline"]["ratio"] for row in steps if row["shape"]["context"] == 128]
     assert any(list(trace.y) == pytest.approx(ratios) for trace in figure.data if len(trace.y) == len(ratios))
-    blue = shell.read("page.css").partition("--quantized: light-dark(")[2].partition(",")[0]
+    blue = pages.read("page.css").partition("--quantized: light-dark(")[2].partition(",")[0]
     assert "var(--" not in figure.to_json() and blue in figure.to_json()
     assert bundle.plot("Weights on disk").layout.title.text == "Weights on disk"
     with pytest.raises(InputError, match=r"unknown-figure.*Weights on disk"):

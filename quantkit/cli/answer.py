@@ -12,6 +12,8 @@ from quantkit.pipeline.progress import showing
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from quantkit.report.kit.tree import Part
+
 __all__ = ["Answer", "showing"]
 
 
@@ -28,7 +30,7 @@ class Answer:
     """
 
     result: Any
-    shown: Sequence[RenderableType] = ()
+    shown: Sequence[RenderableType | Part] = ()
     decisions: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     error: QuantkitError | None = None

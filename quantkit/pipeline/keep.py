@@ -164,10 +164,13 @@ def page(
     manifest: Manifest, rows: Sequence[Row], notes: Sequence[str], folder: Path, devices: Sequence[DeviceRows] = ()
 ) -> tuple[bytes | None, list[Decision]]:
     """`report.html`; None, with the reason, where plotly is missing."""
-    from quantkit.report.bundle.page import page as make
+    from quantkit.report.bundle.document import document
+    from quantkit.report.kit import html
 
     try:
-        return make(manifest, rows, notes, harm=read_harm(folder), engines=stored(folder), devices=devices).encode(), []
+        harm, engines = read_harm(folder), stored(folder)
+        tree = document(manifest, rows, notes, harm=harm, engines=engines, devices=devices)
+        return html.page(tree).encode(), []
     except QuantkitError as problem:
         return None, [decision("report", "page-not-made", REPORT, problem.line())]
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import RenderableType
-from rich.text import Text
-
 from quantkit.planning import matrix
 from quantkit.planning.matrix import MatrixEntry
 from quantkit.report.bundle import figures
-from quantkit.report.kit.screen import DIM, grid, indented, lines, table
+from quantkit.report.kit.tree import Cell, Facts, Line, Part, Remark, Section, Sheet, Styled
 
-_STYLES = {"native": "green", "emulated": "yellow", "absent": DIM}
+_TONES = {"native": "good", "emulated": "inconclusive", "absent": "dim"}
 # one letter a part, so that a cell takes three: `WIK`
 _PARTS = {"weights": "w", "inputs": "i", "kv_cache": "k"}
-_NAMES = 14
 _LEGEND = (
     "w: weights, i: inputs too, k: keys and values; a capital: a kernel computes in the stored form, a small letter: "
     "it is expanded to floats first. What has no letter does not run, or is not known. --target and --format choose; "
@@ -23,47 +19,41 @@ _LEGEND = (
 )
 
 
-def shown(found: Sequence[MatrixEntry]) -> list[RenderableType]:
-    """All targets alike in a line; of one target what each runtime does; of one format or runtime of it each source."""
-    targets, formats, runtimes = ({getattr(e, part) for e in found} for part in ("target", "format", "runtime"))
+def shown(cells: Sequence[MatrixEntry]) -> list[Part]:
+    """Build all targets alike in a line; of one target what each runtime does; of one runtime of it each source."""
+    targets, formats, runtimes = ({getattr(e, part) for e in cells} for part in ("target", "format", "runtime"))
     if len(formats) > 1 and len(targets) > 1:
-        return _all(found)
+        return _all(cells)
     whole = len(formats) > 1 and len(runtimes) > 1
-    shown = [
-        part
-        for runtime, cells in figures.by(found, lambda each: each.runtime).items()
-        for part in _of(runtime, cells, sources=not whole)
-    ]
-    return [*shown, Text("with the source of each: --runtime or --format", DIM)] if whole else shown
+    by_runtime = figures.by(cells, lambda cell: cell.runtime).items()
+    parts: list[Part] = [_of(runtime, own, sources=not whole) for runtime, own in by_runtime]
+    return [*parts, Remark("with the source of each: --runtime or --format", "caption")] if whole else parts
 
 
-def _all(found: Sequence[MatrixEntry]) -> list[RenderableType]:
-    """A line for all targets that a runtime takes alike."""
-    columns = _columns(found)
+def _all(cells: Sequence[MatrixEntry]) -> list[Part]:
+    """Build a line for all targets that a runtime takes alike."""
+    columns = _columns(cells)
     formats = [names[0] for names in columns]
-    everywhere = {each.target for each in found}
+    everywhere = {cell.target for cell in cells}
     heads = [f"{_short(first)}{'+' if others else ''}" for first, *others in columns]
-    made = table(["", *heads], left=len(formats) + 1, gap=1)
-    made.columns[0].width = _NAMES
-    for column in made.columns[1:]:
-        column.no_wrap = True
+    rows: list[list[Line]] = []
     for runtime in matrix.runtimes():
         alike: dict[tuple[str, ...], list[str]] = {}
-        for target, cells in figures.by((e for e in found if e.runtime == runtime), lambda each: each.target).items():
-            letters = tuple("".join(_letter(each) for each in cells if each.format == name) for name in formats)
+        for target, own in figures.by((e for e in cells if e.runtime == runtime), lambda cell: cell.target).items():
+            letters = tuple("".join(_letter(cell) for cell in own if cell.format == name) for name in formats)
             alike.setdefault(letters, []).append(target)
         if not alike:
             continue
         nowhere = tuple("" for _ in formats)
         largest = max(alike, key=lambda letters: len(alike[letters]))
-        if set(alike) != {nowhere}:
-            made.add_row(Text(runtime, "bold"))
+        rows += [[Styled(runtime, "strong")]] if set(alike) != {nowhere} else []
         for letters, targets in sorted(alike.items(), key=lambda pair: pair[0] == largest):
             rest = letters == largest and len(alike) > 1 and sum(map(len, alike.values())) == len(everywhere)
             if letters != nowhere:
-                made.add_row(Text("all others" if rest else ", ".join(targets), "cyan"), *letters)
+                rows.append([Styled("all others" if rest else ", ".join(targets), "name"), *letters])
     alike_everywhere = [f"{first}+: {', '.join(others)} too. " for first, *others in columns if others]
-    return [made, Text("".join([*alike_everywhere, _LEGEND]), DIM)]
+    table = Sheet(["", *heads], rows, words=len(formats) + 1)
+    return [table, Remark("".join([*alike_everywhere, _LEGEND]), "caption")]
 
 
 def _columns(found: Sequence[MatrixEntry]) -> list[list[str]]:
@@ -96,17 +86,17 @@ def _short(name: str) -> str:
     return name
 
 
-def _of(runtime: str, found: Sequence[MatrixEntry], *, sources: bool) -> list[RenderableType]:
-    """One runtime: cells of one state, and of one source where it is asked for, share a line."""
-    several, columns = len({each.target for each in found}) > 1, matrix.columns(found)
-    ordered = sorted(found, key=lambda each: (list(_STYLES).index(each.state), columns.index(each.column)))
-    alike = figures.by(ordered, lambda each: (_state(each), each.source if sources else ""))
-    rows: list[list[RenderableType]] = []
-    for (state, source), cells in alike.items():
-        names = dict.fromkeys(f"{each.target} {each.column}" if several else each.column for each in cells)
-        what = lines([Text(", ".join(names), "cyan"), *([Text(source, DIM)] if source else [])])
-        rows.append([Text(state, _STYLES[cells[0].state]), what])
-    return [Text(runtime, "bold"), *indented(grid(rows))]
+def _of(runtime: str, cells: Sequence[MatrixEntry], *, sources: bool) -> Part:
+    """Build one runtime: cells of one state, and of one source where it is asked for, share a line."""
+    several, columns = len({cell.target for cell in cells}) > 1, matrix.columns(cells)
+    ordered = sorted(cells, key=lambda cell: (list(_TONES).index(cell.state), columns.index(cell.column)))
+    alike = figures.by(ordered, lambda cell: (_state(cell), cell.source if sources else ""))
+    rows: list[tuple[Line, Cell]] = []
+    for (state, source), own in alike.items():
+        names = dict.fromkeys(f"{cell.target} {cell.column}" if several else cell.column for cell in own)
+        what: list[Line] = [Styled(", ".join(names), "name"), *([Styled(source, "dim")] if source else [])]
+        rows.append((Styled(state, _TONES[own[0].state]), what))
+    return Section(runtime, [Facts(rows)])
 
 
 def _state(each: MatrixEntry) -> str:

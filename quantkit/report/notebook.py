@@ -9,9 +9,9 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency, did_you_mean
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import accuracy, curves, figures, sections, speed
-from quantkit.report.kit import shell, words
+from quantkit.report.kit import html as page
 from quantkit.report.kit.charts import plain
-from quantkit.report.kit.parts import Panel
+from quantkit.report.kit.tree import Code, Conclusion, Part, Plot, Remark, Styled
 
 
 def html(bundle: Bundle) -> str:
@@ -21,17 +21,15 @@ def html(bundle: Bundle) -> str:
         InputError: `measurements-invalid`.
     """
     manifest, rows = bundle.manifest, _rows(bundle)
+    dtype = manifest.model.source.dtype
+    failed = ", a gate failed" if manifest.state != "complete" else ""
+    title = f"{manifest.model.name}, {manifest.recipe.get('name', 'quantized')}{failed}"
     answer, because = figures.verdict(manifest, rows)
-    return shell.fragment(
-        "notebook.html.j2",
-        title=f"{manifest.model.name}, {manifest.recipe.get('name', 'quantized')}",
-        failed=manifest.state != "complete",
-        answer=words.sentence(answer),
-        because=because,
-        tables=figures.tables(rows, layers=len(manifest.layers), dtype=manifest.model.source.dtype),
-        speed=[line for series in curves.series(manifest, rows) for line in curves.results(series)],
-        path=str(bundle.path),
-    )
+    table = figures.results_table(rows, layers=len(manifest.layers), dtype=dtype)
+    parts: list[Part] = [Remark(Styled(title, "strong")), Conclusion(answer, "", because)]
+    parts += [table] if table.rows else []
+    parts += [Remark(line) for series in curves.series(manifest, rows) for line in curves.results(series)]
+    return page.fragment([*parts, Code("", str(bundle.path))])
 
 
 def plot(bundle: Bundle, title: str | None = None) -> Any:
@@ -64,7 +62,7 @@ def _rows(bundle: Bundle) -> list[Row]:
     return [Row.model_validate(row) for row in bundle.measurements]
 
 
-def _panels(bundle: Bundle) -> dict[str, Panel]:
+def _panels(bundle: Bundle) -> dict[str, Plot]:
     """By title, in the order of the page."""
     manifest, rows = bundle.manifest, _rows(bundle)
     parts = [
@@ -73,13 +71,13 @@ def _panels(bundle: Bundle) -> dict[str, Panel]:
         *sections.sizes(manifest, rows),
         *sections.weights(manifest),
     ]
-    return {": ".join(filter(None, (part.title, panel.title))): panel for part in parts for panel in part.panels}
+    return {": ".join(filter(None, (part.title, panel.title))): panel for part in parts for panel in part.charts}
 
 
 def _colours() -> dict[str, str]:
     """The page's colours and fonts by name, those of its light side: a figure outside of it cannot ask the page."""
     given = r"--([a-z0-9-]+):\s*(?:light-dark\()?(#\w+|rgba?\([^)]*\)|[^;]+)"
-    named = dict(re.findall(given, shell.read("page.css")))
+    named = dict(re.findall(given, page.read("page.css")))
     return {name: named[text[6:-1]] if text.startswith("var(--") else text for name, text in named.items()}
 
 

@@ -8,11 +8,11 @@ from itertools import cycle
 
 from quantkit.bundle import Manifest, Verdict
 from quantkit.measurement.rows import Row
-from quantkit.report.bundle import accuracy, curves, figures, speed
+from quantkit.report.bundle import curves, figures, speed
 from quantkit.report.bundle.curves import Series
 from quantkit.report.kit import axes, charts, words
 from quantkit.report.kit.charts import Curve
-from quantkit.report.kit.parts import Panel, Section, Sheet
+from quantkit.report.kit.tree import Conclusion, Exhibit, Part, Plot, Remark, Section, Sheet
 from quantkit.report.kit.words import Form
 
 HERE = "here"
@@ -28,59 +28,34 @@ class DeviceRows:
     verdict: Verdict | None
 
 
-@dataclass(frozen=True)
-class DeviceTab:
-    """One device, as a page shows it.
-
-    Args:
-        about: processor, machine, instruction set.
-        answer: its verdict, or why there is none.
-        because: of the verdict.
-        tone: of the verdict.
-        cautions: clocks that fell, an emulator.
-    """
-
-    name: str
-    about: str
-    answer: str
-    because: Sequence[str]
-    tone: str
-    speed: Sequence[Section]
-    accuracy: Sequence[tuple[str, Sequence[object]]]
-    cautions: Sequence[str]
+def parts(manifest: Manifest, rows: Sequence[Row], devices: Sequence[DeviceRows]) -> list[Part]:
+    """Build all devices in one picture, then a tab for each; nothing where there are none."""
+    return [*together(manifest, rows, devices), *(_tab(manifest, device) for device in devices)] if devices else []
 
 
-def tabs(manifest: Manifest, devices: Sequence[DeviceRows]) -> list[DeviceTab]:
-    """One for each device."""
-    return [_tab(manifest, each) for each in devices]
-
-
-def _tab(manifest: Manifest, found: DeviceRows) -> DeviceTab:
-    judged = manifest.model_copy(update={"verdict": found.verdict})
-    flags = {flag for row in found.rows for flag in row.flags}
-    answer, because = figures.verdict(judged, found.rows) if found.verdict else ("no verdict", [])
-    if found.verdict is None:
+def _tab(manifest: Manifest, of: DeviceRows) -> Section:
+    judged = manifest.model_copy(update={"verdict": of.verdict})
+    flags = {flag for row in of.rows for flag in row.flags}
+    answer, because = figures.verdict(judged, of.rows) if of.verdict else ("no verdict", [])
+    if of.verdict is None:
         because = ["its times are an emulator's"] if "emulated" in flags else ["its speed was not measured"]
-    cautions = []
-    if "emulated" in flags:
-        cautions.append("An emulator: what it computes counts, how long it takes says nothing of any machine.")
-    if "throttled" in flags:
-        cautions.append("Its processor lowered its clock while it was timed: cool it, and measure again.")
-    device = next(row.device for row in found.rows if row.device)
-    about = ", ".join(part for part in (device.name, device.machine, device.isa) if part)
-    return DeviceTab(
-        found.name,
-        about,
-        words.sentence(answer),
-        because,
-        figures.tone(judged) if found.verdict else "",
-        speed.sections(judged, found.rows),
-        accuracy.accuracy_tables(found.rows),
-        cautions,
-    )
+    cautions = {
+        "emulated": "An emulator: what it computes counts, how long it takes says nothing of any machine",
+        "throttled": "Its processor lowered its clock while it was timed: cool it, and measure again",
+    }
+    device = next(row.device for row in of.rows if row.device)
+    scored = [row for row in of.rows if row.name.startswith("accuracy.")]
+    parts: list[Part] = [
+        Remark(", ".join(part for part in (device.name, device.machine, device.isa) if part), "caption"),
+        *(Remark(text, "note") for flag, text in cautions.items() if flag in flags),
+        Conclusion(answer, figures.tone(judged) if of.verdict else "", because),
+        *speed.sections(judged, of.rows),
+        *([figures.results_table(scored)] if scored else []),
+    ]
+    return Section(of.name, parts, tab=True)
 
 
-def together(manifest: Manifest, rows: Sequence[Row], devices: Sequence[DeviceRows]) -> list[Section]:
+def together(manifest: Manifest, rows: Sequence[Row], devices: Sequence[DeviceRows]) -> list[Exhibit]:
     """Speed-up and tax against the batch, a line for each device; none of fewer than two.
 
     Args:
@@ -124,7 +99,7 @@ def together(manifest: Manifest, rows: Sequence[Row], devices: Sequence[DeviceRo
         for cell in curve.cells
     ]
     said = [f"{first[0][1].title}: each device against its own {first[0][1].other}, in its own runtime."]
-    return [Section(said, [panel for panel in panels if panel], [], Sheet(head, body), title="All devices at once")]
+    return [Exhibit(said, [panel for panel in panels if panel], [], Sheet(head, body), title="All devices at once")]
 
 
 def curves_axis(curve: Series) -> str:
@@ -145,7 +120,7 @@ def _panel(
     form: Form,
     tick: Form,
     even: float | None = None,
-) -> Panel | None:
+) -> Plot | None:
     drawn = []
     for (name, curve), colour, symbol in zip(found, cycle(_COLOURS), cycle(_SYMBOLS), strict=False):
         known = [(cell.x, y) for cell in curve.cells if (y := value(cell))]
@@ -158,4 +133,4 @@ def _panel(
     up = axes.log_axis(axis, [*values, *([even] if even else [])], form=tick)
     across = axes.points_axis(curves_axis(found[0][1]), [x for curve in drawn for x in curve.x])
     alt = f"{title} against {curves_axis(found[0][1])}, of {words.listed([curve.label for curve in drawn])}"
-    return Panel(title, alt, charts.lines(drawn, across, up, even=even))
+    return Plot(title, alt, charts.lines(drawn, across, up, even=even))

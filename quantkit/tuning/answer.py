@@ -92,14 +92,15 @@ def front_of(
 
 def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence[UnitHarm]) -> None:
     """Write everything but the bundle. Raises MissingDependency (plotly)."""
-    from quantkit.report.tune.page import page
+    from quantkit.report.kit import html
+    from quantkit.report.tune import document
 
     write_atomic(folder / RECIPE, recipe_text(recipe, comment(data)).encode())
     Recipe.load(folder / RECIPE, allow_code=bool(recipe.code))  # what is written is what can be read
     write_atomic(folder / HARMS, store.text(harms).encode())
     write_atomic(folder / FRONT, (json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     text = (folder / RECIPE).read_text(encoding="utf-8")
-    write_atomic(folder / REPORT, page(data, text, code=bool(recipe.code)).encode())
+    write_atomic(folder / REPORT, html.page(document(data, text, code=bool(recipe.code))).encode())
 
 
 def comment(data: Mapping[str, Any]) -> list[str]:

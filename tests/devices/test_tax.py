@@ -265,10 +265,10 @@ def test_an_emulator_s_times_are_not_judged() -> None:
     assert (emulated.advice, emulated.verdicts, emulated.inconclusive) == ({}, {}, False)
     assert all("emulated" in row.flags for row in emulated.rows)
     assert "an emulator" in " ".join(emulated.notes)
-    from quantkit.report.tax import page, screen
+    from quantkit.report.kit import html
+    from quantkit.report.tax.document import document
 
-    assert "ship" not in page.page(emulated.reported()).partition("<main")[2].partition("explained")[0]
-    assert screen.terminal(emulated.reported())
+    assert "ship" not in html.page(document(emulated.reported())).partition("<main")[2].partition("explained")[0]
 
 
 def test_what_does_not_fit_is_said_before_anything_is_made_or_carried() -> None:

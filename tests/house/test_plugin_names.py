@@ -14,8 +14,7 @@ from quantkit import plugins
 OTHER_WORDS = {
     ("quantkit.passes.awq", "gptq"): "a value of its setting `cost`: what is left of an error behind GPTQ",
     ("quantkit.measurement.compared", "mixed"): "a verdict: better in one thing, worse in another",
-    ("quantkit.report.compare.page", "mixed"): "that verdict",
-    ("quantkit.report.compare.screen", "mixed"): "that verdict",
+    ("quantkit.report.compare.document", "mixed"): "that verdict",
     ("quantkit.nightly.page.data", "round"): "a column: the round of a timing",
     ("quantkit.measurement.timing.anew", "round"): "that column",
     ("quantkit.devices.there.night", "round"): "that column",
@@ -25,7 +24,8 @@ OTHER_WORDS = {
     ("quantkit.model.sizes.configs", "onnx"): "a folder of a bundle",
     ("quantkit.bundle.manifest", "onnx"): "a folder of a bundle, and a file's role",
     ("quantkit.report.bundle.card", "onnx"): "a file's role",
-    ("quantkit.report.bundle.card", "gguf"): "a file's role",
+    ("quantkit.report.bundle.document", "onnx"): "a file's role",
+    ("quantkit.report.bundle.document", "gguf"): "a file's role",
 }
 # the name itself: five reasons at most
 EXCEPTIONS = {

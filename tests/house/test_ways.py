@@ -21,8 +21,8 @@ OURS = {
     *("quantkit.measurement.timing.clocks", "quantkit.measurement.timing.speed", "quantkit.nightly.config"),
     *("quantkit.nightly.page.site", "quantkit.nightly.bundles", "quantkit.pipeline.finished.engine"),
     *("quantkit.pipeline.finished.layerwise", "quantkit.pipeline.measure", "quantkit.planning.support"),
-    *("quantkit.planning.compiling", "quantkit.report.bundle.card", "quantkit.report.catalog"),
-    *("quantkit.report.kit.shell", "quantkit.runtimes.onnxruntime.session", "quantkit.tuning.answer"),
+    *("quantkit.planning.compiling", "quantkit.report.catalog"),
+    *("quantkit.report.kit.html", "quantkit.runtimes.onnxruntime.session", "quantkit.tuning.answer"),
     # on a device, where nothing of ours is; and the programs that are sent there
     *("quantkit.devices.sent.jobs", "quantkit.devices.sent.store", "quantkit.devices.ssh.openssh"),
     *("quantkit.devices.probed", "quantkit.devices.ssh.client", "quantkit.devices.wheels"),

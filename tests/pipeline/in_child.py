@@ -24,7 +24,7 @@ _IMPORTED = [
     "quantkit.pipeline.compile",
     "quantkit.pipeline.blocks.work",
     "quantkit.measurement.accuracy.score",
-    "quantkit.report.bundle.page",
+    "quantkit.report.bundle.document",
 ]
 _IMPORTED_OF_GRAPHS = [
     "onnxruntime",

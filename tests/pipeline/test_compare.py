@@ -26,7 +26,7 @@ from quantkit.measurement.timing.schedule import Timing
 from quantkit.pipeline.compare.compare import Margins, compare_bundles
 from quantkit.pipeline.compare.sides import open_sides
 from quantkit.report.compare import words
-from quantkit.report.compare.screen import terminal
+from quantkit.report.compare.document import document
 
 if TYPE_CHECKING:
     from conftest import Made
@@ -357,7 +357,7 @@ def shown(found: Compared) -> str:
     from quantkit.report.kit.screen import write as show
 
     out = io.StringIO()
-    show(terminal(found), out)
+    show([document(found)], out)
     return out.getvalue()
 
 

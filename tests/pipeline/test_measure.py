@@ -393,7 +393,7 @@ def test_an_old_page_does_not_outlive_its_figures(made: Made, copied: Copy, monk
 
     bundle, notes = copied(made.both), Notes()
     assert (bundle.path / REPORT).is_file()
-    monkeypatch.setattr("quantkit.report.bundle.page.page", fail)
+    monkeypatch.setattr("quantkit.report.kit.html.page", fail)
     measure_bundle(bundle, str(made.model), notes, plan=PLAN)
     assert not (bundle.path / REPORT).exists()
     assert any("plotly" in line for line in notes.lines)

@@ -235,7 +235,7 @@ def test_the_documents_of_a_bundle(made: Made, monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: object, **__: object) -> str:
         raise MissingDependency("plotly", extra="report", purpose="the report page")
 
-    monkeypatch.setattr("quantkit.report.bundle.page.page", fail)
+    monkeypatch.setattr("quantkit.report.kit.html.page", fail)
     files, decisions = keep.documents(bundle.manifest, [], bundle.path)
     assert files[keep.REPORT] is None
     assert [each.code for each in decisions] == ["page-not-made"]

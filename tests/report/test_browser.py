@@ -8,8 +8,8 @@ from pathlib import Path
 import planted
 import pytest
 
-from quantkit.report.bundle.page import page
 from report.hurt import hurt
+from report.shown import page
 from report.timed import everything, judged
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -11,7 +11,8 @@ import yaml
 from quantkit.bundle import Manifest
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import figures
-from quantkit.report.bundle.card import card, escape, fenced
+from quantkit.report.bundle.card import card
+from quantkit.report.kit.markdown import escape, fenced
 from report import labelled
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
@@ -58,7 +59,7 @@ def test_licence_of_an_alias_is_known() -> None:
     "part",
     [
         *("16.92", "19.53", "0.143", "82.1 %", "170 MB", "4.31", planted.CONTENT, "b" * 64, "c" * 64, "d" * 64),
-        *('AutoModelForCausalLM.from_pretrained("./model")', "vllm serve ./model", "torch 2.13.0", "seed 7"),
+        *('AutoModelForCausalLM.from_pretrained("./model")', "vllm serve ./model", "torch 2.13.0", "| seed | 7 |"),
         *("int4, group 64, asymmetric, float16 scales", "damping-raised", "range: mse", "16 sequences of 512 tokens"),
         *("quantkit compile hf:org/a-model@main --recipe ./recipe.yaml", "2027-01-01", "ot measured yet: nothing says"),
     ],

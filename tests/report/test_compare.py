@@ -6,7 +6,7 @@ import io
 from dataclasses import replace
 
 from quantkit.measurement.compared import Compared, DecidedCell, NamedSide, Quantity, WordFlip, WordFlips, decided
-from quantkit.report.compare.screen import terminal
+from quantkit.report.compare.document import document
 from quantkit.report.compare.words import because
 from quantkit.report.kit.screen import write
 from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
@@ -48,7 +48,7 @@ DATA = Compared(
 
 def shown(data: Compared) -> str:
     out = io.StringIO()
-    write(terminal(data), out)
+    write([document(data)], out)
     return out.getvalue()
 
 
@@ -76,7 +76,7 @@ def test_times_of_several_devices_are_told_apart() -> None:
 
 def test_the_screen_says_how_it_is_known_and_fits() -> None:
     said = shown(DATA)
-    for part in ("verdict: mixed", "item by item", "a ratio of ratios", "4.31 bits a weight", "40.0 %", "inconclusive"):
+    for part in ("verdict: mixed", "item by item", "ratio of ratios", "4.31 bits a weight", "40.0 %", "inconclusive"):
         assert part in said, part
     assert "twice" in shown(replace(DATA, cells=[replace(CELLS[0], confirmed=True)]))
     assert "once" in shown(replace(DATA, cells=[replace(CELLS[0], confirmed=False)]))

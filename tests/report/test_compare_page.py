@@ -14,9 +14,9 @@ from plotly import graph_objects
 from quantkit.bundle import LayerEntry
 from quantkit.errors import InputError
 from quantkit.measurement.compared import LayerPair, WordFlip, WordFlips
-from quantkit.report.compare import page as compare_page
 from quantkit.report.compare import words as say
-from quantkit.report.kit import shell, words
+from quantkit.report.compare.document import document
+from quantkit.report.kit import html, words
 
 from .test_compare import DATA, cell
 
@@ -41,7 +41,7 @@ WHOLE = replace(
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return compare_page.page(WHOLE, "1.2.3")
+    return html.page(document(WHOLE, "1.2.3"))
 
 
 def figures(page: str) -> list[dict[str, Any]]:
@@ -59,16 +59,16 @@ def test_one_offline_file_with_all_sections(page: str, tmp_path: Path) -> None:
     for figure in figures(page):
         graph_objects.Figure(figure)  # refuses what its schema does not know
     path = tmp_path / "compare.html"
-    shell.write(path, compare_page.page(WHOLE, "1.2.3"))
+    html.write(path, html.page(document(WHOLE, "1.2.3")))
     assert path.read_text(encoding="utf-8") == page
     with pytest.raises(InputError, match="file-unwritable"):
-        shell.write(tmp_path / "nowhere" / "x.html", compare_page.page(WHOLE))
+        html.write(tmp_path / "nowhere" / "x.html", html.page(document(WHOLE)))
 
 
 def test_what_a_model_says_is_text_and_nothing_else(page: str) -> None:
     assert "<img" not in page
     assert "\x1b" not in page
-    assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;\\x1b[2J <strong>·war</strong>" in page
+    assert '&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;\\x1b[2J <span class="tone strong">[·war]</span>' in page
 
 
 def test_every_cell_has_its_line_and_its_place_in_a_figure(page: str) -> None:
@@ -88,24 +88,24 @@ def test_both_sides_of_layers_are_drawn_on_one_scale_and_an_empty_one_is_not(pag
     (only,) = heats(page)  # A's layers are in floats: no error anywhere
     assert (only["z"], only["zmin"], only["zmax"]) == ([[0.01, 0.02]], 0.0, 0.02)
     turned = [LayerPair(each.name, each.b, each.b) for each in WHOLE.layers]
-    both = heats(compare_page.page(replace(WHOLE, layers=turned)))
+    both = heats(html.page(document(replace(WHOLE, layers=turned))))
     assert [(each["zmin"], each["zmax"]) for each in both] == [(0.0, 0.02)] * 2
     assert "relative squared weight error" in page
 
 
 def test_what_is_not_known_has_no_section() -> None:
-    bare = compare_page.page(replace(WHOLE, cells=[], flips=None, layers=[LayerPair("x", layer("x", None), None)]))
+    bare = html.page(document(replace(WHOLE, cells=[], flips=None, layers=[LayerPair("x", layer("x", None), None)])))
     for title in ("Accuracy", "Time, by batch", "Size", "Next words that flipped"):
         assert f"<h2>{title}</h2>" not in bare
     assert not figures(bare), "a layer without a known error is in the table alone"
-    encoder = compare_page.page(replace(WHOLE, kind="encoder", flips=None))
+    encoder = html.page(document(replace(WHOLE, kind="encoder", flips=None)))
     assert "pass, batch 1, 256 tokens" in encoder
     assert "prefill" not in encoder
 
 
 def test_a_flip_without_its_text_is_shown_by_its_place() -> None:
     flip = WordFlip(7, 3, "B", -2.0, None, None, "#5", 0.6, "#9", 0.2)
-    shown = compare_page.page(replace(WHOLE, flips=replace(FLIPS, examples=[flip])))
+    shown = html.page(document(replace(WHOLE, flips=replace(FLIPS, examples=[flip]))))
     assert "sequence 7, position 3" in shown
 
 

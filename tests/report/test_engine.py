@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import planted
-from rich.console import Console, Group
+import pytest
 
 from quantkit.measurement.engine_layers import Costly, EngineProduct, Inspected
 from quantkit.report.bundle import engine
-from quantkit.report.bundle.page import page
+from report.shown import page, printed
 from report.timed import everything, judged
 
 FALLEN = EngineProduct(
@@ -54,9 +52,9 @@ def test_what_fell_back_comes_first_and_the_rest_by_kind() -> None:
     )
     assert "130 nodes became 40 layers, 12 fused." in first.said
     assert "Layers that only change how a tensor lies: 1." in first.said
-    assert [row[0] for row in first.sheet.rows] == [FALLEN.linear, "q_proj, 3 of them"]
-    assert costs.sheet.rows[0][1] == "25.0 %"
-    assert "sm89_xmma_gemm_i8" in costs.sheet.rows[0][-1]
+    assert [row[0] for row in first.table.rows] == [FALLEN.linear, "q_proj, 3 of them"]
+    assert costs.table.rows[0][1] == "25.0 %"
+    assert "sm89_xmma_gemm_i8" in costs.table.rows[0][-1]
     assert "as the build timed them" in costs.captions[-1]
 
 
@@ -73,11 +71,9 @@ def test_the_page_has_it_and_escapes_it() -> None:
     assert "What the engine does" not in page(judged(), everything(), [planted.NOTE])
 
 
-def test_the_terminal_names_what_fell_back() -> None:
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(Group(*engine.table(FOUND)))
-    text = console.export_text()
+def test_the_terminal_names_what_fell_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = printed(engine.brief(FOUND), monkeypatch, 200)
     assert "✗ engine/sm89.engine" in text
     assert FALLEN.linear in text and "sm89_xmma_gemm_f16" in text
-    console.print(Group(*engine.table(FOUND.model_copy(update={"products": tuple(KEPT), "costliest": ()}))))
-    assert "✓ engine/sm89.engine: All of 3 quantized layers" in console.export_text()
+    kept = FOUND.model_copy(update={"products": tuple(KEPT), "costliest": ()})
+    assert "✓ engine/sm89.engine: All of 3 quantized layers" in printed(engine.brief(kept), monkeypatch, 200)

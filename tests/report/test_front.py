@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from quantkit.report.kit import html
 from quantkit.report.kit.screen import write
-from quantkit.report.tune import page as front
+from quantkit.report.tune import document, verdict
 
 NAMES = ("int4 g32", "int8 g32", "float")
 BITS = (4.5, 8.5, 32.0)
@@ -68,12 +69,12 @@ def data(**changes: Any) -> dict[str, Any]:
 
 def shown(given: dict[str, Any]) -> str:
     out = io.StringIO()
-    write(front.terminal(given, "./out"), out)
+    write([document(given)], out)
     return out.getvalue()
 
 
 def test_a_mixture_that_wins_says_by_how_much() -> None:
-    tone, answer, because = front.verdict(data())
+    tone, answer, because = verdict(data())
     assert tone == "good"
     assert answer == "Mixed precision is better by 57 % of the KL"
     assert any("0.00720" in reason for reason in because)
@@ -82,14 +83,14 @@ def test_a_mixture_that_wins_says_by_how_much() -> None:
 def test_a_mixture_that_does_not_win_says_so() -> None:
     worse = data()
     worse["uniform"]["measured"] = 0.003
-    tone, answer, _ = front.verdict(worse)
+    tone, answer, _ = verdict(worse)
     assert (tone, answer) == ("bad", "A mixture is no better than int4 g32 throughout")
 
 
 def test_a_scheme_of_far_fewer_bits_is_no_comparison() -> None:
     fewer = data()
     fewer["uniform"]["bits"] = 4.5
-    tone, answer, because = front.verdict(fewer)
+    tone, answer, because = verdict(fewer)
     assert tone == "open"
     assert "no single scheme has as many bits" in answer
     assert any("no comparison at equal size" in reason for reason in because)
@@ -99,24 +100,24 @@ def test_a_prediction_is_called_one() -> None:
     given = data(uniform=None, checks=[], factor=None)
     given["chosen"] |= {"measured": None, "held_out": None}
     given["texts"] |= {"check": None}
-    assert "prediction" in front.verdict(given)[1]
-    assert "predicted, not compiled" in front.page(given, "schema: 1\n")
+    assert "prediction" in verdict(given)[1]
+    assert "predicted, not compiled" in html.page(document(given, "schema: 1\n"))
     assert "prediction" in shown(given)
 
 
 def test_a_limit_on_kl_that_was_not_met_is_named() -> None:
-    assert front.verdict(data(budget={"kl": 0.001}))[1] == "The limit on KL was not met"
+    assert verdict(data(budget={"kl": 0.001}))[1] == "The limit on KL was not met"
 
 
 def test_the_screen_holds_every_name_and_fits() -> None:
     text = shown(data())
-    assert all(name in text for name in ("chosen", "int4 g32", "int8 g32", "int4 g32, compiled", "./out/tuned.yaml"))
+    assert all(name in text for name in ("chosen", "int4 g32", "int8 g32", "int4 g32, compiled"))
     assert max(len(line) for line in text.splitlines()) <= 80
     assert len(text.splitlines()) < 30
 
 
 def test_the_page_has_every_figure_and_is_escaped() -> None:
-    page = front.page(data(), "schema: 1\nsummary: <b>\n")
+    page = html.page(document(data(), "schema: 1\nsummary: <b>\n"))
     figures = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page, re.S)]
     assert len(figures) == 3
     assert "a &lt;model&gt;" in page
@@ -133,4 +134,4 @@ def test_the_page_has_every_figure_and_is_escaped() -> None:
 
 
 def test_the_same_data_give_the_same_page() -> None:
-    assert front.page(data(), "x") == front.page(json.loads(json.dumps(data())), "x")
+    assert html.page(document(data(), "x")) == html.page(document(json.loads(json.dumps(data())), "x"))

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from quantkit.measurement.accuracy.harm import Harm, MixedSearch
 from quantkit.report.bundle.mixed import said, sections
-from quantkit.report.bundle.page import page
 from report import labelled
+from report.shown import page
 
 NAMES = [f"features.{i}.conv" for i in range(12)]
 
@@ -40,7 +40,7 @@ def mixed(**changes: Any) -> MixedSearch:
 
 def test_the_curve_has_every_point_the_choice_and_the_gate() -> None:
     section = sections(mixed())[0]
-    curve, alone = section.panels
+    curve, alone = section.charts
     lines = {tuple(trace["x"]): trace["y"] for trace in curve.figure["data"] if trace["mode"] == "lines+markers"}
     assert lines[tuple((1_200_000 + 30_000 * i) / 1e6 for i in range(6))] == pytest.approx(
         [0.8 / 2**i for i in range(6)]
@@ -55,16 +55,16 @@ def test_the_curve_has_every_point_the_choice_and_the_gate() -> None:
     kept, rest = alone.figure["data"]
     assert kept["x"] == [0.4, 0.2, *[0.0] * 4]
     assert rest["x"][:3] == [0.0, 0.0, 0.1]
-    for panel in section.panels:
+    for panel in section.charts:
         graph_objects.Figure(panel.figure)
 
 
 def test_the_tables_have_all_of_it() -> None:
     curve, layers = sections(mixed())
-    assert curve.sheet.rows[2] == ["2 (chosen)", "1.26 MB", "0.200", "0.175 to 0.225", "features.1.conv"]
-    assert curve.sheet.rows[0][-1] == "–"
-    assert len(layers.sheet.rows) == 12
-    assert layers.sheet.rows[11][0] == NAMES[11]
+    assert curve.table.rows[2] == ["2 (chosen)", "1.26 MB", "0.200", "0.175 to 0.225", "features.1.conv"]
+    assert curve.table.rows[0][-1] == "–"
+    assert len(layers.table.rows) == 12
+    assert layers.table.rows[11][0] == NAMES[11]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_no_harm_at_all_is_drawn_on_a_straight_axis() -> None:
     steps = [{"kept": [], "bytes": 10, "harm": 0.0}]
     only = mixed(steps=steps, chosen=0, limit=None, layers=[])
     (section,) = sections(only)
-    assert section.panels[0].figure["layout"]["yaxis"]["type"] == "linear"
+    assert section.charts[0].figure["layout"]["yaxis"]["type"] == "linear"
     assert sections(None) == []
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from quantkit.bundle import Verdict
-from quantkit.report.bundle.page import page
-from quantkit.report.on_devices import HERE, DeviceRows, tabs, together
+from quantkit.report.kit import html
+from quantkit.report.kit.tree import Section
+from quantkit.report.on_devices import HERE, DeviceRows, parts, together
 from report.reached import DEVICES, on_devices, there
+from report.shown import page
 from report.timed import BATCHES, judged
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -21,7 +23,7 @@ def test_each_device_has_a_tab_and_a_verdict_of_its_own() -> None:
     manifest, rows, devices = on_devices()
     found = page(manifest, rows, [], devices=devices)
     assert re.findall(r"<summary>(pi5|box)</summary>", found) == ["pi5", "box"]
-    assert found.count('name="devices"') == 2
+    assert found.count('name="tab"') == 2
     # this machine's at the top, the others' in their tabs
     answers = ["Ship it up to batch 8.", "Ship it up to batch 4.", "Ship it up to batch 16."]
     places = [found.index(answer, found.index("<body")) for answer in answers]
@@ -33,25 +35,24 @@ def test_each_device_has_a_tab_and_a_verdict_of_its_own() -> None:
 def test_a_tab_says_what_its_device_met() -> None:
     flagged = [row.model_copy(update={"flags": ["throttled"]}) for row in there("pi5")]
     emulated = [row.model_copy(update={"flags": ["emulated"]}) for row in there("box")]
-    hot, program = tabs(
-        judged(), [DeviceRows("pi5", flagged, Verdict(answer="ship")), DeviceRows("qemu", emulated, None)]
-    )
-    assert any("lowered its clock" in each for each in hot.cautions)
-    assert (program.answer, program.because) == ("No verdict", ["its times are an emulator's"])
-    assert any("emulator" in each for each in program.cautions)
+    devices = [DeviceRows("pi5", flagged, Verdict(answer="ship")), DeviceRows("qemu", emulated, None)]
+    hot, program = (html.fragment([tab]) for tab in parts(judged(), [], devices) if isinstance(tab, Section))
+    assert "lowered its clock" in hot
+    assert "No verdict." in program and "its times are an emulator&#39;s" in program
+    assert "An emulator: what it computes counts" in program
 
 
 def test_one_picture_shows_all_by_batch() -> None:
     manifest, rows, devices = on_devices()
     (section,) = together(manifest, rows, devices)
-    assert len(section.panels) == 2
-    for panel, what in zip(section.panels, ("Speed-up", "Tax"), strict=True):
+    assert len(section.charts) == 2
+    for panel, what in zip(section.charts, ("Speed-up", "Tax"), strict=True):
         assert panel.title.startswith(what)
         assert panel.alt.endswith("against batch, of here, pi5 and box")
-    assert section.sheet is not None
-    names = [line[0] for line in section.sheet.rows]
+    assert section.table is not None
+    names = [line[0] for line in section.table.rows]
     assert names == [name for name in (HERE, *DEVICES) for _ in BATCHES]
-    speed = {(line[0], line[1]): line[2] for line in section.sheet.rows}
+    speed = {(line[0], line[1]): line[2] for line in section.table.rows}
     assert (speed[HERE, "1"], speed["pi5", "1"], speed["box", "1"]) == ("2.40×", "2.00×", "3.00×")
     # of one alone there is nothing to compare
     assert together(manifest, rows, []) == []

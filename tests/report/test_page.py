@@ -18,8 +18,8 @@ from quantkit.errors import MissingDependency
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import curves, speed
 from quantkit.report.bundle.accuracy import traps
-from quantkit.report.bundle.page import page
 from report.hurt import hurt
+from report.shown import page
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
 
@@ -58,7 +58,7 @@ def full() -> str:
         ),
         *("24 % of all KL lies in the worst 1 %", "… the cat sat on the·", "·mat (75 %)", "⏎ (50 %)"),
         "2 of 3 shared inputs had a channel more than 20 times its median channel, 0 have one now.",
-        *("172 MB", "peak memory", "damping-raised", "no factor", "0.01 → 0.1", "gate of the recipe"),
+        *("172 MB", "peak memory", "damping-raised", "no factor", "0.01 → 0.1", "gate kl_max"),
         # how to run it, and where it is from
         *("quantkit verify .", "AutoModelForCausalLM", "quantkit generate . --runtime onnxruntime", "og.Model("),
         *(
@@ -149,7 +149,7 @@ def test_hostile_names_change_nothing(full: str) -> None:
 
 def test_without_a_measurement_it_says_how_to_get_one() -> None:
     text = text_of(page(planted.manifest(), planted.rows(), []))
-    assert "Speed was not measured." in text
+    assert "Not measured yet: nothing says whether it is faster" in text
     assert "quantkit export . --to onnx\nquantkit measure . --runtime onnxruntime" in text
     assert 'id="speed"' not in text
     assert "quantkit generate" not in text
@@ -157,7 +157,7 @@ def test_without_a_measurement_it_says_how_to_get_one() -> None:
 
 def test_without_a_checkpoint_the_page_offers_none() -> None:
     text = text_of(page(onnx_only(), exported_rows(), []))
-    assert "Speed was not measured." in text
+    assert "Not measured yet: nothing says whether it is faster" in text
     assert "quantkit export" not in text
     assert "quantkit generate . --runtime onnxruntime" in text
     assert not re.search("from_pretrained|vllm|og.Model", text)
@@ -215,7 +215,7 @@ def test_a_failed_gate_comes_first() -> None:
 
 def test_a_baseline_and_an_empty_bundle_have_a_page() -> None:
     text = text_of(page(planted.manifest(layers=[], files=[], decisions=[], checks=[], calibration=None), [], []))
-    assert "A baseline." in text
+    assert "it is a baseline for other bundles" in text
     assert 'class="plot"' not in text
 
 
@@ -236,7 +236,7 @@ def test_win_intervals_are_shaded(given: dict[str, Any], marks: list[tuple[float
         name="tax.break_even", value=None, unit="1", subject="a", shape=shape, runtime="onnxruntime", settings=settings
     )
     (section,) = speed.sections(judged(), [*rows, even])
-    shapes = section.panels[1].figure["layout"]["shapes"]
+    shapes = section.charts[1].figure["layout"]["shapes"]
     shaded = [(s["x0"], s["x1"]) for s in shapes if s.get("fillcolor") == "var(--win)"]
     assert shaded == [pytest.approx((max(a, 1 / 1.18), b), rel=0.2) for a, b in marks]
 
@@ -273,8 +273,8 @@ def test_decode_and_prefill_of_every_runtime_stand_in_one_picture() -> None:
     ]
     (section,) = speed.overview(curves.series(judged(), [*ours, *card]))
     assert section.title == "Every runtime at once"
-    assert [panel.title for panel in section.panels] == ["Decode with 128 tokens of context", "Prefill at batch 1"]
-    for panel, name in zip(section.panels, ("latency.decode_step", "latency.prefill"), strict=True):
+    assert [panel.title for panel in section.charts] == ["Decode with 128 tokens of context", "Prefill at batch 1"]
+    for panel, name in zip(section.charts, ("latency.decode_step", "latency.prefill"), strict=True):
         drawn = {each["name"]: each["y"] for each in panel.figure["data"]}
         cells = [(row.batch or 0, row.shape or {}, row) for row in ours if row.name == name]
         cells = [(batch * shape["new_tokens"], shape, row) for batch, shape, row in cells if shape["context"] < 1024]

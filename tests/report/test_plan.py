@@ -16,8 +16,9 @@ import pytest
 from quantkit.planning.outlook import Outlook, PlannedMemory, Recommendation
 from quantkit.report.kit import words
 from quantkit.report.kit.screen import write
-from quantkit.report.plan import screen
 from quantkit.report.plan import words as plan_words
+from quantkit.report.plan.as_json import as_dict
+from quantkit.report.plan.document import document
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +35,14 @@ def one() -> Outlook:
 def text(outlook: Outlook, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
-    write(screen.terminal(outlook), stream)
+    write([document(outlook)], stream)
     return stream.getvalue()
 
 
 def line(shown: str, start: str, after: str = "") -> str:
     """The first line that starts so, of those after another."""
     lines = shown.splitlines()
-    begin = next((i for i, each in enumerate(lines) if after and each.startswith(after)), 0)
+    begin = next((i for i, each in enumerate(lines) if after and each.strip().startswith(after)), 0)
     return next(each for each in lines[begin:] if each.strip().startswith(start))
 
 
@@ -53,8 +54,8 @@ def test_the_screen_fits_and_answers(three: Outlook, monkeypatch: pytest.MonkeyP
         *("llama-3-8b: decoder, 8.03 B parameters in bfloat16, 32 layers, contexts up to 8,192",),
         *("holds 84.9 GB, reads 3.35 TB/s, bf16 989 Tflop/s, fp8_e4m3 1.98 Pflop/s",),
         *("prompts of 1,024 and outputs of 256 tokens, context 1,280, batches 1 to 64",),
-        *("assumed: prompts of 1,024 tokens", "forecast: take int4", "1.9×"),
-        *("all times: 14 steps of 3 models measured on a GPU", "nvfp4 weights: absent in vllm (TensorRT docs)"),
+        *("Assumed: prompts of 1,024 tokens", "forecast: take int4", "1.9×"),
+        *("all times 14 steps of 3 models measured on a GPU", "nvfp4 weights: absent in vllm (TensorRT docs)"),
         *(
             "quantkit compile MODEL --recipe int4-best --target h100",
             "quantkit measure BUNDLE --batch 1,4,16,64 --baseline MODEL",
@@ -68,12 +69,12 @@ def test_a_line_has_the_figures_of_its_candidate(three: Outlook, monkeypatch: py
     fp8 = three.candidates[1]
     assert fp8.memory is not None
     total = f"✓ {words.size(fp8.memory.total)} 84.9 GB {fp8.memory.largest_batch}"
-    assert line(shown, "fp8", "does it fit").split() == f"fp8 vllm native 8.00 7.50 GB 64 {total}".split()
-    timed = line(shown, "fp8", "how long")
+    assert line(shown, "fp8", "Does it fit").split() == f"fp8 vllm native 8.00 7.50 GB 64 {total}".split()
+    timed = line(shown, "fp8", "How long")
     assert plan_words.forecast(fp8.rows[0].prefill).replace("\u00a0", " ") in timed.replace("\u00a0", " ")
     for row in (fp8.rows[0], fp8.rows[-1]):
         assert plan_words.forecast(row.step) in timed
-    assert line(shown, "fp8", "what it gives").split()[-1] == "64"
+    assert line(shown, "fp8", "What it gives").split()[-1] == "64"
 
 
 @pytest.mark.parametrize("efficiency", [0.6, 0.3])
@@ -82,19 +83,19 @@ def test_forecasts_follow_the_outlook(efficiency: float, monkeypatch: pytest.Mon
     step = found.candidates[0].rows[0].step
     assert step.least is not None
     expected = f"{float(f'{1e3 * step.least / efficiency:.1e}'):.2g} ms"
-    assert expected in line(text(found, monkeypatch), "bf16", "how long").replace("\u00a0", " ")
+    assert expected in line(text(found, monkeypatch), "bf16", "How long").replace("\u00a0", " ")
 
 
 def test_a_bound_is_marked_and_no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = text(planned.outlook("bf16", "int4", efficiency=None), monkeypatch)
-    timed = line(shown, "bf16", "how long").split("  ")
-    assert all(each.strip().startswith("≥") for each in timed[2:] if each.strip())
-    assert "≤" in line(shown, "bf16", "what it gives")
+    timed = line(shown, "bf16", "How long").split("  ")
+    assert all(each.strip().startswith("≥") for each in timed[3:] if each.strip())
+    assert "≤" in line(shown, "bf16", "What it gives")
     assert "mark bounds" in shown
     assert "is a forecast" not in shown
     assert "nothing was measured of this near here" in shown
     forecasts = text(planned.outlook("bf16", "int4"), monkeypatch)
-    assert "≥" not in line(forecasts, "bf16", "how long")
+    assert "≥" not in line(forecasts, "bf16", "How long")
 
 
 def test_a_rate_never_mixes_a_bound_with_a_forecast(one: Outlook) -> None:
@@ -118,10 +119,10 @@ def test_of_a_single_candidate_every_batch_and_what_memory_goes_into(
     assert max(len(each) for each in shown.splitlines()) <= 80
     (candidate,) = one.candidates
     for row in candidate.rows:
-        cells = line(shown, f"{row.batch} ", "how long")
-        for said in (plan_words.bound(row.prefill), plan_words.forecast(row.prefill), plan_words.bound(row.step)):
+        cells = line(shown, f"{row.batch} ", "How long")
+        forecast = plan_words.forecast(row.step).split()[0]
+        for said in (plan_words.bound(row.prefill), plan_words.bound(row.step), forecast):
             assert said in cells
-        assert plan_words.forecast(row.step) in cells
         assert "memory" in cells
         assert cells.endswith("✓")
     for part, size in (("weights", "4.05 GB"), ("runtime", "500 MB"), ("a token of cache", "131 kB")):
@@ -132,10 +133,10 @@ def test_of_a_single_candidate_every_batch_and_what_memory_goes_into(
 def test_what_does_not_fit_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned.outlook("bf16", "int4", model="llama-3-70b")
     shown = text(found, monkeypatch)
-    assert "✗" in line(shown, "bf16", "does it fit")
-    assert "does not fit" in line(shown, "bf16", "how long")
+    assert "✗" in line(shown, "bf16", "Does it fit")
+    assert "does not fit" in line(shown, "bf16", "How long")
     assert "bf16: a sequence needs 2 devices" in shown
-    assert line(shown, "bf16", "what it gives").split() == ["bf16", "–"]
+    assert line(shown, "bf16", "What it gives").split() == ["bf16", "–"]
     assert "that gives the most of those that fit" in shown
 
 
@@ -143,8 +144,8 @@ def test_without_times_there_is_no_table_of_them(monkeypatch: pytest.MonkeyPatch
     notes = ["cpu-x86 has no figure for compute.fp32"]
     shown = text(planned.outlook("bf16", "int4", target=planned.unmeasured(), notes=notes), monkeypatch)
     assert "! cpu-x86 has no figure for compute.fp32" in shown
-    assert "all times: the target has no figure for memory.read_bandwidth" in shown
-    assert "how long" not in shown
+    assert "all times the target has no figure for memory.read_bandwidth" in " ".join(shown.split())
+    assert "How long" not in shown
     assert "≥" not in shown
 
 
@@ -172,7 +173,7 @@ def test_rates_are_of_one_device_where_several_share_a_model(monkeypatch: pytest
     assert shared[1].interval == (alone[1].interval[0] / 4, alone[1].interval[1] / 4)
     shown = text(found, monkeypatch)
     assert "tokens/s a device" in shown
-    assert plan_words.expected(shared[1]) in line(shown, "bf16", "what it gives")
+    assert plan_words.expected(shared[1]) in line(shown, "bf16", "What it gives")
 
 
 def test_an_encoder_has_passes_and_no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +204,7 @@ def test_nobodys_text_is_markup_and_long_names_wrap(monkeypatch: pytest.MonkeyPa
 
 
 def test_json_has_units_in_its_names_and_no_nan(three: Outlook) -> None:
-    found = screen.as_dict(three)
+    found = as_dict(three)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["model"]["parameters"] == 8_030_261_248
     fp8, nvfp4 = found["candidates"][1], found["candidates"][3]
@@ -221,10 +222,10 @@ def test_json_has_units_in_its_names_and_no_nan(three: Outlook) -> None:
 
 def test_json_has_null_for_what_is_not_known(one: Outlook) -> None:
     broken = planned.with_first(one, bits=math.nan, cost={"usd": math.inf})
-    (found,) = screen.as_dict(broken)["candidates"]
+    (found,) = as_dict(broken)["candidates"]
     assert found["bits_per_weight"] is None
     assert found["cost"] == {"usd": None}
-    (bounds,) = screen.as_dict(planned.outlook("int4", efficiency=None))["candidates"]
+    (bounds,) = as_dict(planned.outlook("int4", efficiency=None))["candidates"]
     assert bounds["rows"][0]["step"]["forecast_s"] is None
     assert bounds["rows"][0]["forecast_per_s"] is None
     assert bounds["forecast"] is False
@@ -233,6 +234,6 @@ def test_json_has_null_for_what_is_not_known(one: Outlook) -> None:
 def test_nothing_heavy_is_imported() -> None:
     """A plan answers in a second: neither torch nor what draws pages."""
     heavy = ("torch", "scipy", "plotly", "transformers", "jinja2")
-    code = f"import sys, quantkit.report.plan.screen; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, quantkit.report.plan.document; print([name for name in {heavy} if name in sys.modules])"
     done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

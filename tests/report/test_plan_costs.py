@@ -16,10 +16,12 @@ from quantkit.planning.outlook import Outlook, PlannedRecipe
 from quantkit.planning.serving.cost import RequestTime, bill
 from quantkit.planning.serving.load import Load
 from quantkit.planning.serving.prices import Prices
+from quantkit.report.kit import html
 from quantkit.report.kit.screen import write
 from quantkit.report.plan import costs as plan_costs
-from quantkit.report.plan import figures, screen
-from quantkit.report.plan import page as plan_page
+from quantkit.report.plan import figures
+from quantkit.report.plan.as_json import as_dict
+from quantkit.report.plan.document import document
 from quantkit.stats.clustered import Estimate
 
 PRICES = Prices.from_dict(
@@ -81,7 +83,7 @@ def loaded(found: Outlook) -> Outlook:
 def text(found: Outlook, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
-    write(screen.terminal(found), stream)
+    write([document(found)], stream)
     return stream.getvalue()
 
 
@@ -137,10 +139,11 @@ def test_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = text(loaded(priced("bf16", "int4")), monkeypatch)
     assert max(len(line) for line in shown.splitlines()) <= 80
     whole = " ".join(shown.split())
-    assert "what a million tokens cost" in whole
     assert "by a <cloud>: 3.6 EUR an hour, 2026-11-09" in whole
-    assert "under 4 requests/s, in a simulation of continuous batching" in whole
-    waits = next(line for line in shown[shown.index("under 4") :].splitlines() if line.strip().startswith("bf16"))
+    assert "4 requests/s, in a simulation of continuous batching" in whole
+    waits = next(
+        line for line in shown[shown.index("Under the load") :].splitlines() if line.strip().startswith("bf16")
+    )
     assert " ".join(waits.split()) == "bf16 40 % 22 ms 44 ms 4.6 ms 9.2 ms 1.4 s 2.8 s"
     assert "int4: 3.00 requests/s can be served" in whole
     assert "no percentile exists" in whole
@@ -157,11 +160,11 @@ def test_old_prices_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     old = replace(first.cost, warnings=["a price of 2024: look it up again"])
     found = replace(found, candidates=[replace(first, cost=old), replace(second, cost=old)])
     assert text(found, monkeypatch).count("look it up again") == 1
-    assert plan_page.page(found).count("look it up again") == 1
+    assert html.page(document(found)).count("look it up again") == 1
 
 
 def test_on_the_page() -> None:
-    page = plan_page.page(loaded(priced("bf16", "int4")))
+    page = html.page(document(loaded(priced("bf16", "int4"))))
     for said in (
         "What it gives and costs",
         "Under the load",
@@ -197,8 +200,8 @@ def test_without_prices_energy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [replace(row, cost=replace(row.cost, rented=[], owned=None)) for row in candidate.rows if row.cost]
     found = replace(found, candidates=[replace(candidate, rows=rows, cost=rows[-1].cost)])
     assert plan_costs.head(found) == ["J a token, full power"]
-    assert "what tokens take at full power" in text(found, monkeypatch)
-    assert "<h2>What it gives</h2>" in plan_page.page(found)
+    assert "J a token" in text(found, monkeypatch)
+    assert "<h2>What it gives</h2>" in html.page(document(found))
 
 
 @pytest.mark.parametrize(
@@ -210,17 +213,17 @@ def test_what_the_compile_takes(seconds: dict[str, float] | None, told: str, mon
     found = planned.outlook("bf16", "int4")
     found = planned.with_first(found, compiling=Compiling(memory, disk, ("a note",), seconds=seconds))
     shown = text(found, monkeypatch).replace("\u00a0", " ")
-    (line,) = [each for each in shown[shown.index("the compile itself") :].splitlines() if "12.0 GB" in each]
+    (line,) = [each for each in shown[shown.index("The compile itself") :].splitlines() if "12.0 GB" in each]
     assert " ".join(line.split()) == "bf16 12.0 GB quantize 9.00 GB"
-    page = plan_page.page(found)
-    assert "a note" in shown and "The compile itself" in page
+    page = html.page(document(found))
+    assert "A note." in shown and "The compile itself" in page
     assert told in shown and told in page
     total = sum(seconds.values()) if seconds else None
-    assert screen.as_dict(found)["candidates"][0]["compiling"]["total_seconds"] == total
+    assert as_dict(found)["candidates"][0]["compiling"]["total_seconds"] == total
 
 
 def test_json_has_the_bills_and_the_load() -> None:
-    found = screen.as_dict(loaded(priced("bf16", "int4")))
+    found = as_dict(loaded(priced("bf16", "int4")))
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     first, second = found["candidates"]
     assert first["rows"][0]["cost"]["rented"][0]["per_hour"] == 3.6

@@ -16,10 +16,10 @@ from plotly import graph_objects
 from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
 from quantkit.planning.outlook import Outlook, Recommendation
-from quantkit.report.kit import shell, words
+from quantkit.report.kit import html, words
 from quantkit.report.plan import figures as plan_figures
-from quantkit.report.plan import page as plan_page
 from quantkit.report.plan import words as plan_words
+from quantkit.report.plan.document import document
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -32,7 +32,7 @@ def three() -> Outlook:
 
 @pytest.fixture(scope="module")
 def page(three: Outlook) -> str:
-    return plan_page.page(three)
+    return html.page(document(three))
 
 
 def figures(page: str) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def figures(page: str) -> list[dict[str, Any]]:
 
 def test_one_offline_file_with_all_sections(page: str, three: Outlook, tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=\"(https?:)?//", page)
-    for title in ("Side by side", "Does it fit", "How long it takes", "What it gives", "Under the roofs", "Provenance"):
+    for title in ("Does it fit", "How long it takes", "What it gives", "Under the roofs", "Provenance"):
         assert f"<h2>{title}</h2>" in page
     # two of memory, two of time, one of output, the roofline
     assert len(figures(page)) == 6
@@ -55,7 +55,7 @@ def test_one_offline_file_with_all_sections(page: str, three: Outlook, tmp_path:
     for source in (three.target.memory.read_bandwidth.source, "vLLM documentation", "14 steps of 3 models"):
         assert source in page
     path = tmp_path / "plan.html"
-    shell.write(path, plan_page.page(three))
+    html.write(path, html.page(document(three)))
     assert path.read_text(encoding="utf-8") == page
 
 
@@ -78,7 +78,7 @@ def test_every_table_has_the_figures_of_the_outlook(page: str, three: Outlook) -
 
 def test_another_figure_is_another_page(three: Outlook, page: str) -> None:
     first, *rows = three.candidates[0].rows
-    changed = plan_page.page(planned.with_first(three, rows=[replace(first, parts={"weights": 33.3e9}), *rows]))
+    changed = html.page(document(planned.with_first(three, rows=[replace(first, parts={"weights": 33.3e9}), *rows])))
     assert "33.3 GB" in changed
     assert "33.3 GB" not in page
 
@@ -138,14 +138,14 @@ def test_bounds_alone_are_drawn_as_bounds() -> None:
         drawn = [each for each in panel.figure["data"] if each.get("hoverinfo") == "text"]
         assert drawn
         assert all(each["line"]["dash"] == "dot" and "open" in each["marker"]["symbol"] for each in drawn)
-    page = plan_page.page(found)
+    page = html.page(document(found))
     assert "is a forecast from measurements" not in page
     assert "\u2265 int4" in json.dumps(figures(page), ensure_ascii=False)
 
 
 def test_a_single_batch_an_encoder_and_a_target_without_figures() -> None:
     encoder = planned.outlook("int4", model="bert-base", workload=planned.work(8, prompt=128, output=0))
-    shown = plan_page.page(encoder)
+    shown = html.page(document(encoder))
     assert "sequences/s" in shown
     assert "diamonds" not in shown
     assert "a token of cache" not in shown
@@ -154,13 +154,15 @@ def test_a_single_batch_an_encoder_and_a_target_without_figures() -> None:
     assert "<td" in part and "<details" not in part, "its table stands in the open"
     for figure in figures(shown):
         graph_objects.Figure(figure)
-    shown = plan_page.page(planned.outlook("int4", target=planned.unmeasured(), notes=["no figure for compute.fp32"]))
+    shown = html.page(
+        document(planned.outlook("int4", target=planned.unmeasured(), notes=["no figure for compute.fp32"]))
+    )
     assert "no figure for compute.fp32" in shown
     assert "<h2>How long it takes</h2>" not in shown
     nothing = Outlook(
         encoder.architecture, encoder.target, encoder.workload, [planned.refused()], Recommendation(None, ["no"])
     )
-    shown = plan_page.page(nothing)
+    shown = html.page(document(nothing))
     assert not figures(shown)
     assert "SM 10.0 on" in shown
 
@@ -175,7 +177,7 @@ def test_hostile_text_stays_text() -> None:
         recommendation=Recommendation(HOSTILE, [HOSTILE]),
         notes=[HOSTILE],
     )
-    shown = plan_page.page(hostile)
+    shown = html.page(document(hostile))
     assert "<img" not in shown
     for figure in figures(shown):  # plotly reads some HTML in text
         assert "<img" not in json.dumps(figure)
@@ -185,15 +187,15 @@ def test_more_candidates_than_colours() -> None:
     found = planned.outlook("int4")
     many = replace(found, candidates=[replace(found.candidates[0], label=f"int4-{i}") for i in range(9)])
     assert len(set(plan_figures.colours(many).values())) == 6
-    assert len(figures(plan_page.page(many))) == 6
+    assert len(figures(html.page(document(many)))) == 6
 
 
 def test_what_the_page_needs(monkeypatch: pytest.MonkeyPatch, three: Outlook, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="file-unwritable"):
-        shell.write(tmp_path / "nowhere" / "x.html", plan_page.page(three))
+        html.write(tmp_path / "nowhere" / "x.html", html.page(document(three)))
     monkeypatch.setattr(machine, "has", lambda name: False)
     with pytest.raises(MissingDependency, match=r"quantkit\[report\]"):
-        shell.demand()
+        html.demand()
 
 
 def test_what_does_not_fit_is_drawn_against_the_card_alone() -> None:
@@ -203,10 +205,10 @@ def test_what_does_not_fit_is_drawn_against_the_card_alone() -> None:
     memory = plan_figures.memory_lines(found)
     assert memory is not None
     assert any(each.get("name") == "bf16" for each in memory.figure["data"])
-    page = plan_page.page(found)
+    page = html.page(document(found))
     assert "does not fit" in page
     assert "Batches that do not fit are in the table alone." in page
-    nothing = plan_page.page(planned.outlook("bf16", model="llama-3-70b"))
+    nothing = html.page(document(planned.outlook("bf16", model="llama-3-70b")))
     assert "No batch fits." in nothing
 
 

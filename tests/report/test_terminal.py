@@ -14,18 +14,11 @@ from quantkit.measurement.rows import Row
 from quantkit.report import terminal
 from quantkit.report.bundle import figures
 from quantkit.report.bundle.card import card
-from quantkit.report.bundle.page import page
+from quantkit.report.bundle.document import document, took
 from quantkit.report.kit.progress import Display
-from quantkit.report.kit.screen import indented, marked, table, write
+from quantkit.report.kit.screen import indented, marked, table
+from report.shown import page, printed
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
-
-
-def printed(renderables: object, monkeypatch: pytest.MonkeyPatch, width: int = 80) -> str:
-    monkeypatch.setenv("COLUMNS", str(width))
-    stream = io.StringIO()
-    write(renderables, stream)  # type: ignore[arg-type]
-    return stream.getvalue()
-
 
 FORGED = "it is fine\n✓ all 10 checks hold\r\x1b[2K"
 
@@ -46,15 +39,11 @@ def test_what_others_say_stays_in_its_line_on_a_screen_that_can_be_read(
 
 
 def summary(monkeypatch: pytest.MonkeyPatch, width: int = 80, **changes: object) -> str:
-    found = terminal.summary(
-        Path("/somewhere/a bundle"),
-        planted.manifest(**changes),
-        planted.rows(),
-        [planted.NOTE],
-        seconds={"total": 73.2, "quantize_cpu": 41.3},
-        memory_peak_bytes=1_900_000_000,
+    text = took({"total": 73.2, "quantize_cpu": 41.3}, 1_900_000_000)
+    found = document(
+        planted.manifest(**changes), planted.rows(), [planted.NOTE], path=Path("/somewhere/a bundle"), took=text
     )
-    return printed(found, monkeypatch, width)
+    return printed([found], monkeypatch, width)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +51,15 @@ def summary(monkeypatch: pytest.MonkeyPatch, width: int = 80, **changes: object)
     [
         *("538 MB", "170 MB", "3.16× smaller", "4.31", "16.92", "19.53", "1.154 times (1.142 to 1.167)", "0.143"),
         *("82.1 %", "81.0 % to 83.2 %", "43.1 %", "41.2 %", "−1.9 points", "6,132 positions of prose-en (eval)"),
-        *("kl_max 0.143 ≤ 0.5", "reload.transformers 3e-07 ≤ 0.0001", "3 × damping-raised (gptq), first layers.0.mlp"),
-        *("0.01 → 0.1; no factor", planted.NOTE, "ot measured yet: nothing says", "1 min 13 s in all", "1.90 GB"),
+        *(
+            "gate kl_max",
+            "0.143 ≤ 0.5",
+            "check reload.transformers",
+            "3e-07 ≤ 0.0001",
+            "damping-raised (gptq)",
+            "layers.0.mlp",
+        ),
+        *("0.01 → 0.1", "no factor", planted.NOTE, "ot measured yet: nothing says", "1 min 13 s in all", "1.90 GB"),
         *("a-model", "rtn-int4", "cpu-x86", "quantkit verify '/somewhere/a bundle'", "quantkit generate"),
     ],
 )
@@ -91,8 +87,8 @@ def test_plain_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
 def test_failed_gate_is_said_at_the_top_and_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     text = summary(monkeypatch, state="gate_failed", checks=[planted.FAILED_GATE])
     assert "✗ a-model" in text
-    assert "a gate failed" in text
-    assert "✗ top1_agreement_min 0.821 < 0.85" in text
+    assert "A gate failed." in text
+    assert "top1_agreement_min 0.821 < 0.85" in text
 
 
 def test_where_no_gate_was_judged_nothing_is_said_to_be_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +96,10 @@ def test_where_no_gate_was_judged_nothing_is_said_to_be_good(monkeypatch: pytest
     recipe = {**planted.manifest().recipe, "gates": {"agreement_min": 0.9}}
     text = summary(monkeypatch, checks=checks, recipe=recipe)
     assert "– a-model" in text and "✓ a-model" not in text
-    assert "– agreement_min not judged" in text and "✓ reload.transformers" in text
+    assert "gate agreement_min" in text and "– not judged" in text and "check reload.transformers" in text
     manifest = planted.manifest(checks=checks, recipe=recipe)
-    assert r"| gate agreement\_min | | not judged |" in card(manifest, planted.rows(), [])
-    assert "; 1 gate not judged" in page(manifest, planted.rows(), [])
+    assert r"| gate agreement\_min | – not judged | |" in card(manifest, planted.rows(), [])
+    assert " not judged</td>" in page(manifest, planted.rows(), [])
 
 
 def test_names_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,13 +123,16 @@ def test_a_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, rows: list[Row], width: int = 80) -> str:
-    return printed(terminal.summary(Path("/somewhere/b"), manifest, rows, []), monkeypatch, width)
+    return printed([document(manifest, rows, path=Path("/somewhere/b"))], monkeypatch, width)
 
 
 def test_the_verdict_stands_first_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown(monkeypatch, judged(), everything()).splitlines()
-    assert lines[3] == "  verdict: ship it up to batch 8"
-    assert lines[4] == "    · 2.40× the speed of float32 at batch 1 (2.33 to 2.47)"
+    assert "  verdict: ship it up to batch 8" in lines[:7]
+    assert (
+        lines[lines.index("  verdict: ship it up to batch 8") + 1]
+        == "    · 2.40× the speed of float32 at batch 1 (2.33 to 2.47)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,8 +160,8 @@ def test_every_verdict_is_a_sentence(given: dict[str, object], said: str, monkey
 
 def test_speed_is_a_line_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, judged(), everything())
-    assert "  1  31.2 → 13.0     2.40×    2.33 to 2.47  35.9 → 15.6     76.8     52 %\n" in text
-    assert "Break-even at batch\n  10 (95\u00a0% 9.6 to 11, ideal 19)" in text
+    assert "1 31.2 → 13.0 2.40× 2.33 to 2.47 35.9 → 15.6 76.8 52 %" in " ".join(text.split())
+    assert "Break-even at batch 10 (95 % 9.6 to 11, ideal 19)" in " ".join(text.split())
     assert "A/A spread 1.3 %" in text
     assert "peak memory" in text
     assert "23.1 GB/s" in text
@@ -187,13 +186,13 @@ def test_a_failed_gate_is_a_verdict_without_latency(monkeypatch: pytest.MonkeyPa
     given = {"answer": "do_not_quantize", "because": ["int4 failed gate.kl_max: 0.3 against a limit of 0.25"]}
     checks = [{"name": "gate.onnxruntime.kl_max", "value": 0.3, "limit": 0.25, "ok": False}]
     text = shown(monkeypatch, judged(verdict=given, checks=checks, state="gate_failed"), exported_rows())
-    assert "✗ kl_max in onnxruntime 0.300 > 0.25" in text
+    assert "kl_max in onnxruntime" in text and "0.300 > 0.25" in text
     assert "its speed has not been measured" in text
 
 
 def test_every_export_has_its_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, judged(), [*planted.rows(), *exported_rows()])
-    parts = [text.index(f"\n  {name}\n") for name in ("torch", "onnxruntime, level 0", "onnxruntime, level 4")]
+    parts = [text.index(f"\n    {name}\n") for name in ("torch", "onnxruntime, level 0", "onnxruntime, level 4")]
     assert parts == sorted(parts)
     assert "19.53" in text[parts[0] : parts[1]]
     assert "0.0979" in text[parts[1] : parts[2]]
@@ -207,8 +206,8 @@ def test_a_bundle_of_onnx_alone_offers_no_checkpoint(monkeypatch: pytest.MonkeyP
 
 
 def test_measured_says_verdict_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = printed(terminal.measured(Path("/b"), judged(), everything(), [planted.NOTE]), monkeypatch)
-    assert text.splitlines()[2] == "  verdict: ship it up to batch 8"
+    text = printed([document(judged(), everything(), [planted.NOTE], path=Path("/b"), whole=False)], monkeypatch)
+    assert "  verdict: ship it up to batch 8" in text.splitlines()
     assert "Decode with 128 tokens of context, float32 → int4" in text
     assert planted.NOTE in text
 

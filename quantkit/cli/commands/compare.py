@@ -61,8 +61,10 @@ def compare(
     """Set one bundle against another: by token, batch, size and layer."""
     from quantkit.bundle.disk import check_place
     from quantkit.pipeline.compare.compare import Margins, compare_bundles
-    from quantkit.report.compare.screen import terminal
+    from quantkit.report.compare.document import document
     from quantkit.report.compare.words import because
+    from quantkit.report.kit import html as pages
+    from quantkit.report.kit.tree import Code, Part
 
     demand_device(on, wheelhouse)
     if on is not None and not measure:
@@ -75,10 +77,7 @@ def compare(
         )
     check_place(html)
     if html is not None:
-        from quantkit.report.compare import page as compare_page
-        from quantkit.report.kit import shell
-
-        shell.demand()
+        pages.demand()
     with showing() as progress, ExitStack() as devices:
         progress.begin(f"comparing {a} and {b}")
         timer = None
@@ -98,8 +97,11 @@ def compare(
             examples=examples,
             timer=timer,
         )
+    tree = document(found, __version__)
+    shown: list[Part] = [tree]
     if html is not None:
-        shell.write(html, compare_page.page(found, __version__))
+        pages.write(html, pages.page(tree))
+        shown.append(Code("", str(html)))
     error: QuantkitError | None = None
     answer = {GateError.exit: "worse", Inconclusive.exit: "inconclusive"}.get(found.exit)
     named = [cell for cell in found.cells if cell.answer == answer and not cell.is_allowed]
@@ -114,7 +116,7 @@ def compare(
         longer = "time both for longer (--seconds)" if measure else "time both in one run (--measure)"
         remedy = f"{longer}, or score more text; or compare with --no-speed"
         error = Inconclusive("inconclusive", where=b, value=said, rule=rule, remedy=remedy)
-    return Answer(found.as_dict(), terminal(found, html), warnings=list(found.notes), error=error)
+    return Answer(found.as_dict(), shown, warnings=list(found.notes), error=error)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def compile(  # noqa: A001 (the word of the command line)
     from quantkit.pipeline.imatrix import weighed_by
     from quantkit.pipeline.request import Request, demand_model
     from quantkit.report import terminal
+    from quantkit.report.bundle.document import document, took
     from quantkit.report.bundle.usage import Files
 
     changes = list(set_ or ())
@@ -79,14 +80,13 @@ def compile(  # noqa: A001 (the word of the command line)
             return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
         compiled = compile_model(request, progress)
     manifest = compiled.bundle.manifest
-    shown = terminal.summary(
-        compiled.bundle.path,
+    shown = document(
         manifest,
         compiled.rows,
         compiled.warnings,
-        seconds=compiled.seconds,
-        memory_peak_bytes=compiled.memory_peak_bytes,
+        path=compiled.bundle.path,
+        took=took(compiled.seconds, compiled.memory_peak_bytes),
         files=Files(model, calibration),
     )
     taken = [decision.as_dict() for decision in compiled.decisions]
-    return Answer(compiled.as_dict(), shown, taken, compiled.warnings, failed_gate(manifest))
+    return Answer(compiled.as_dict(), [shown], taken, compiled.warnings, failed_gate(manifest))

@@ -70,11 +70,10 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
     """Where inputs are better left in 16 bits, as changes of a recipe; the bundle stays as it is."""
     import json
 
-    from rich.text import Text
-
     from quantkit.errors import InputError
     from quantkit.exporters import load_exporter
     from quantkit.pipeline.finished.export import engine_options
+    from quantkit.report.kit.tree import Remark
     from quantkit.tuning.placement.engine import autotune
 
     if to != "tensorrt":
@@ -91,6 +90,6 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
     result = {"off": list(found.off), "gain": found.gain, "tried": found.tried, "overrides": overrides}
     result["keep"] = changed.get("keep", [])
     said = f"{found.gain:.3f} times as fast with {len(found.off)} groups of inputs in 16 bits; {found.tried} measured"
-    shown = [Text(said)]
-    shown += [Text(f"compile again with: --set '{key}={json.dumps(value)}'") for key, value in changed.items()]
+    shown = [Remark(said)]
+    shown += [Remark(f"compile again with: --set '{key}={json.dumps(value)}'") for key, value in changed.items()]
     return Answer(result, shown)

@@ -53,8 +53,9 @@ def measure(
     from quantkit.pipeline.graphs.bundles import RUNTIMES, holds_graph
     from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
     from quantkit.pipeline.measure import quick as few
-    from quantkit.report import terminal
     from quantkit.report.bundle import engine, figures
+    from quantkit.report.bundle.document import document
+    from quantkit.report.kit.tree import Part
     from quantkit.runtimes import load_runtime
 
     demand_device(on, wheelhouse)
@@ -125,11 +126,11 @@ def measure(
             rule="an interval lies above or below 1",
             remedy=f"measure again on a quieter machine, or for longer: --seconds {3 * plan.seconds:g}",
         )
-    shown = terminal.measured(opened.path, manifest, rows, notes)
+    shown: list[Part] = [document(manifest, rows, notes, path=opened.path, whole=False)]
     if chosen.startswith("tensorrt"):
         for each in stored(opened.path):
             result.setdefault("engines", []).append(each.model_dump(mode="json"))
-            shown += engine.table(each)
+            shown += engine.brief(each)
     taken = [each.as_dict() for each in decisions]
     return Answer(result, shown, taken, notes, error)
 

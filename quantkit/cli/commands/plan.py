@@ -80,7 +80,10 @@ def plan(
     from quantkit.model.device import demand_name
     from quantkit.pipeline.plan.plan import PlanQuestion
     from quantkit.pipeline.plan.plan import plan as answer
-    from quantkit.report.plan import screen as report
+    from quantkit.report.kit import html as pages
+    from quantkit.report.kit.tree import Code, Part
+    from quantkit.report.plan.as_json import as_dict
+    from quantkit.report.plan.document import document, rehearsed
 
     asked = [*(recipe or ()), *listed(compare)]
     question = PlanQuestion(
@@ -104,22 +107,22 @@ def plan(
     )
     check_place(html)
     if html is not None:
-        from quantkit.report.kit import shell
-        from quantkit.report.plan import page as plan_page
-
-        shell.demand()
+        pages.demand()
     outlook = answer(question)
     rehearsal = _rehearsed(question, outlook) if rehearse else None
     if rehearsal is not None and rehearsal.compiling is not None:
         outlook = replace(outlook, candidates=[replace(outlook.candidates[0], compiling=rehearsal.compiling)])
+    tree = document(outlook, quantkit.__version__)
+    shown: list[Part] = [tree]
     if html is not None:
-        shell.write(html, plan_page.page(outlook, quantkit.__version__))
-    result, shown = report.as_dict(outlook), report.terminal(outlook, html)
+        pages.write(html, pages.page(tree))
+        shown.append(Code("", str(html)))
+    result = as_dict(outlook)
     if rehearsal is None:
         return Answer(result, shown, warnings=list(outlook.notes))
     result["rehearsal"] = rehearsal.as_dict()
     lines = [(each.line, each.fails) for each in rehearsal.findings]
-    shown += report.rehearsed(rehearsal.block, rehearsal.seconds, lines)
+    shown += rehearsed(rehearsal.block, rehearsal.seconds, lines)
     failing = next((each for each in rehearsal.findings if each.fails), None)
     error = None
     if failing is not None:

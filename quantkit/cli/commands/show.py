@@ -26,6 +26,7 @@ def show(
     from quantkit.pipeline.verdict import of_original
     from quantkit.report import catalog, terminal
     from quantkit.report.bundle import figures
+    from quantkit.report.bundle.document import document
 
     if content.is_path(name) and (Path(name).expanduser() / MANIFEST).is_file():
         opened = quantkit.load(name)
@@ -33,7 +34,7 @@ def show(
         measured = [Row.model_validate(row) for row in opened.measurements]
         rows = of_original(measured, opened.manifest.model.source.sha256)
         result = {"kind": "bundle", "manifest": opened.manifest.as_dict(), "measurements": opened.measurements}
-        return Answer(result, terminal.summary(opened.path, opened.manifest, rows, notes), warnings=notes)
+        return Answer(result, [document(opened.manifest, rows, notes, path=opened.path)], warnings=notes)
     entries = (
         [catalog.find_file(Path(name).expanduser(), allow_code=allow_code)]
         if content.is_path(name)

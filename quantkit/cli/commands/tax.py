@@ -74,9 +74,9 @@ def tax(
     from quantkit.pipeline.tax.question import Question, batch_range, prepare
     from quantkit.pipeline.tax.tax import measure_tax, record
     from quantkit.planning.serving.traffic import traffic_of
-    from quantkit.report.kit import shell
-    from quantkit.report.tax import page as tax_page
-    from quantkit.report.tax import screen as report
+    from quantkit.report.kit import html as pages
+    from quantkit.report.kit.tree import Code
+    from quantkit.report.tax.document import document
 
     demand_device(on, wheelhouse)
     asked = Question(
@@ -95,7 +95,7 @@ def tax(
     for path in (html, out):
         check_place(path)
     if html is not None:
-        shell.demand()
+        pages.demand()
     with ExitStack() as stack:
         there = stack.enter_context(tax_on(on, wheelhouse)) if on is not None else None
         plan = prepare(asked if there is None else there.asked(asked))
@@ -114,9 +114,9 @@ def tax(
         found = measure_tax(plan, told, None if there is None else there.sweep(progress))
     if out is not None:
         write_rows(out, found.rows)
-    data = found.reported()
+    tree = document(found.reported())
     if html is not None:
-        shell.write(html, tax_page.page(data))
+        pages.write(html, pages.page(tree))
     record(found)
     error: QuantkitError | None = None
     if found.inconclusive:
@@ -127,7 +127,8 @@ def tax(
             rule="an interval lies above or below 1",
             remedy=f"time it again on a quieter machine, or for longer: --seconds {3 * seconds:g}",
         )
-    return Answer(found.as_dict(), report.terminal(data, html, out), warnings=list(found.notes), error=error)
+    shown = [tree, *(Code("", str(path)) for path in (html, out) if path is not None)]
+    return Answer(found.as_dict(), shown, warnings=list(found.notes), error=error)
 
 
 def tax_on(on: str, wheelhouse: Path | None = None) -> AbstractContextManager[TaxDevice]:

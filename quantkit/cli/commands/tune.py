@@ -52,7 +52,8 @@ def tune(
 ) -> Answer:
     """Choose a format for every layer within a budget; write the recipe."""
     from quantkit.measurement.rows import read_rows
-    from quantkit.report.tune import page
+    from quantkit.report.kit.tree import Code
+    from quantkit.report.tune import document
     from quantkit.tuning import Budget, TuneQuestion, asked
 
     allowed = Budget.parse(budget)
@@ -93,7 +94,8 @@ def tune(
             rule=f"at most {limit:g}",
             remedy="allow more, or add candidates (--formats, --scheme)",
         )
-    return Answer(tuned.as_dict(), page.terminal(tuned.front, str(tuned.out)), taken, tuned.warnings, error)
+    shown = [document(tuned.front), *(Code("", f"{tuned.out}/{name}") for name in ("tuned.yaml", "report.html"))]
+    return Answer(tuned.as_dict(), shown, taken, tuned.warnings, error)
 
 
 def _scheme(text: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
 from quantkit.nightly.page import cell, data, index, say
 from quantkit.nightly.store import Store
-from quantkit.report.kit import shell, words
+from quantkit.report.kit import html, words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -159,12 +159,12 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 def _rendered(template: str, **values: Any) -> str:
     values |= {"date": say.date, "version": __version__}
-    return shell.page_of_site(_FOLDER, template, **values)
+    return html.page_of_site(_FOLDER, template, **values)
 
 
 def _style() -> str:
     """The reports' style, and what this site has besides."""
-    return shell.read("page.css") + "\n" + _read("site.css")
+    return html.read("page.css") + "\n" + _read("site.css")
 
 
 def _read(name: str) -> str:

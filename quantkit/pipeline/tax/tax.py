@@ -17,7 +17,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.verdict import MeasuredFormat
 from quantkit.pipeline.tax.question import TaxPlan
 from quantkit.planning.bound import efficiency
-from quantkit.report.tax.screen import Taxed
+from quantkit.report.tax.words import Taxed
 
 Report = Callable[[float, str], None]
 # what times one thread count

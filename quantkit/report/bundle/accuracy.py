@@ -14,7 +14,7 @@ from quantkit.measurement.rows import Row
 from quantkit.report.bundle import figures
 from quantkit.report.kit import axes, charts, shares, words
 from quantkit.report.kit.charts import ChartPoint, Mark
-from quantkit.report.kit.parts import Panel, Section, Sheet
+from quantkit.report.kit.tree import Exhibit, Plot, Sheet
 from quantkit.report.kit.words import Form, Interval
 
 _HEAD = ("measure", "export", "value", "95 % interval", "")
@@ -119,18 +119,18 @@ _MEASURES = {
 _DROPS = {"accuracy.top1": "top1_drop_max", "accuracy.recall_at_1": "recall_drop_max"}
 
 
-def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
+def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
     """Right answers and their change, then how far the outputs have moved."""
     gates = {gate: v for gate, v in (manifest.recipe.get("gates") or {}).items() if isinstance(v, int | float)}
     known = [row for row in rows if row.value is not None]
-    found: list[Section] = []
+    found: list[Exhibit] = []
     answers = [row for name in shares.NAMES for row in known if row.name == name]
     if answers:
         sides = [(charts.QUANTIZED, "this model"), (charts.ORIGINAL, "the original")]
         keys = sides if any(row.baseline is not None for row in answers) else []
         panels = [_right(answers), *_changes(answers, gates)]
         # of one answer the table below says as much
-        found.append(Section([], panels if len(answers) > 1 else [], [], Sheet(_HEAD, _as_text(answers), 1), keys=keys))
+        found.append(Exhibit([], panels if len(answers) > 1 else [], [], Sheet(_HEAD, _as_text(answers), 1), keys=keys))
     panels, body, said = [], [], []
     for name, measure in _MEASURES.items():
         among = [row for row in known if _measure_of(row) == name]
@@ -143,7 +143,7 @@ def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
             else:
                 said.append(_sentence(lines[0], gates.get(measure.gate), measure.tick))
     if body:
-        found.append(Section(said, panels, [], Sheet(_HEAD, body, remarks=1)))
+        found.append(Exhibit(said, panels, [], Sheet(_HEAD, body, remarks=1)))
     return found
 
 
@@ -160,7 +160,7 @@ def _measure_of(row: Row) -> str:
 
 def _moved(
     measure: _Measure, rows: Sequence[Row], gates: dict[str, int | float]
-) -> tuple[Panel, list[list[str]]] | None:
+) -> tuple[Plot, list[list[str]]] | None:
     """One measure of how far outputs have moved; None where no row has it."""
     known = [(row, found) for row in rows if (found := measure.read(row)) is not None]
     if not known:
@@ -177,7 +177,7 @@ def _moved(
     ends = [end for _, (value, interval) in known for end in (interval or (value, value))]
     across = axes.straight_axis(measure.axis, [*ends, *(mark.x for mark in marks)], form=measure.tick)
     alt = f"{measure.title}, by export, with 95 % intervals"
-    return Panel(measure.title, alt, charts.forest(points, across, marks=marks)), body
+    return Plot(measure.title, alt, charts.forest(points, across, marks=marks)), body
 
 
 def _among(row: Row) -> str:
@@ -196,7 +196,7 @@ def _named(row: Row) -> str:
     return ", ".join(part for part in (_short(row), figures.variant(row)) if part)
 
 
-def _right(rows: Sequence[Row]) -> Panel:
+def _right(rows: Sequence[Row]) -> Plot:
     points = []
     for row in rows:
         form, base = shares.form(row), row.baseline
@@ -206,10 +206,10 @@ def _right(rows: Sequence[Row]) -> Panel:
     title = "Right partner found" if rows[0].name in shares.RECALL else "Right answers"
     unit = "pairs" if rows[0].name in shares.RECALL else "samples"
     across = axes.straight_axis(f"of {unit} (higher is better)", ends, form=_percent)
-    return Panel(title, f"{title}, by export, with 95 % intervals", charts.forest(points, across))
+    return Plot(title, f"{title}, by export, with 95 % intervals", charts.forest(points, across))
 
 
-def _changes(rows: Sequence[Row], gates: dict[str, int | float]) -> list[Panel]:
+def _changes(rows: Sequence[Row], gates: dict[str, int | float]) -> list[Plot]:
     points, marks = [], [Mark(0.0, "no change")]
     for row in rows:
         base = row.baseline
@@ -233,7 +233,7 @@ def _changes(rows: Sequence[Row], gates: dict[str, int | float]) -> list[Panel]:
     )
     title = "Change against the original"
     alt = "Changes of the shares of right answers, by export, with paired 95 % intervals"
-    return [Panel(title, alt, charts.forest(points, across, marks=marks))]
+    return [Plot(title, alt, charts.forest(points, across, marks=marks))]
 
 
 def _as_text(rows: Sequence[Row]) -> list[list[str]]:
@@ -252,12 +252,6 @@ def _as_text(rows: Sequence[Row]) -> list[list[str]]:
 
 
 # --- before and after ------------------------------------------------------------------------------------------------
-
-
-def accuracy_tables(rows: Sequence[Row]) -> list[tuple[str, list[figures.FigureLine]]]:
-    """(export, its lines): before and after, as the card and the terminal have them."""
-    scored = [row for row in rows if row.name.startswith("accuracy.")]
-    return figures.tables(scored)
 
 
 def traps(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:

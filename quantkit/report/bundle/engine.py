@@ -7,25 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import RenderableType
-from rich.text import Text
-
 from quantkit.measurement.engine_layers import Costly, EngineProduct, Inspected
 from quantkit.report.bundle import figures
-from quantkit.report.kit import screen, words
-from quantkit.report.kit.parts import Section, Sheet
-from quantkit.report.kit.screen import indented
+from quantkit.report.kit import words
+from quantkit.report.kit.tree import MARK, Exhibit, Part, Remark, Sheet, Styled
 
 _COST = ("layer of the engine", "share", "median", "fastest", "slowest", "kernel", "computes", "kernels tried")
 
 
-def sections(engines: Sequence[Inspected]) -> list[Section]:
+def sections(engines: Sequence[Inspected]) -> list[Exhibit]:
     """Two of each engine: precision by layer, and the costliest layers where they were timed."""
     head = ["layers of the model", "weights", "read in", "inputs", "multiplied in", "reason"]
     found = []
     for each in engines:
         how = f"{each.engine}, opened by {each.library} on {each.gpu}; from its inspector."
-        found.append(Section(said(each), [], [how], Sheet(head, _grouped(each), 5), title=each.engine))
+        found.append(Exhibit(said(each), [], [how], Sheet(head, _grouped(each), 5), title=each.engine))
         if each.costliest:
             share = words.percent(sum(layer.share for layer in each.costliest))
             count = words.plural(len(each.costliest), "layer")
@@ -33,7 +29,7 @@ def sections(engines: Sequence[Inspected]) -> list[Section]:
             text = f"{count} {verb} {share} of a step's time, {each.costliest[0].layer} the most."
             how = "Timed by the library's profiler, without CUDA graphs: what a layer takes beside the others."
             sheet = Sheet(_COST, [_cost(layer) for layer in each.costliest], 3)
-            found.append(Section([text], [], [how, _tried(each)], sheet, title="Costliest layers"))
+            found.append(Exhibit([text], [], [how, _tried(each)], sheet, title="Costliest layers"))
     return found
 
 
@@ -58,19 +54,18 @@ def said(engine: Inspected) -> list[str]:
     return [text, *more, made]
 
 
-def table(engine: Inspected) -> list[RenderableType]:
-    """For a terminal: what fell back, a line each, and the costliest."""
-    fallen = [each for each in engine.products if each.fell_back]
-    mark, style = ("✗", "bold red") if fallen else ("✓", "bold green")
-    head = Text.assemble((f"{mark} ", style), (engine.engine, "bold"), f": {' '.join(said(engine))}")
-    shown: list[RenderableType] = [head]
+def brief(engine: Inspected) -> list[Part]:
+    """Build for a terminal: what fell back, a line each, and the costliest."""
+    fallen = [product for product in engine.products if product.fell_back]
+    parts: list[Part] = [
+        Remark((MARK[not fallen], " ", Styled(engine.engine, "strong"), f": {' '.join(said(engine))}"))
+    ]
     if fallen:
-        rows = [(each.linear, each.asked, str(each.got), each.why) for each in fallen[:10]]
-        shown += indented(screen.table(("fell back", "asked", "got", "reason"), rows, left=4))
+        rows = [(product.linear, product.asked, str(product.got), product.why) for product in fallen[:10]]
+        parts.append(Sheet(("fell back", "asked", "got", "reason"), rows, words=4))
     if engine.costliest:
-        costs = screen.table(_COST[:6], (_cost(layer)[:6] for layer in engine.costliest), numbers=4, whole=False)
-        shown += [Text(), *indented(costs)]
-    return shown
+        parts.append(Sheet(_COST[:6], [_cost(layer)[:6] for layer in engine.costliest], 1))
+    return parts
 
 
 def _grouped(engine: Inspected) -> list[list[str]]:

@@ -16,6 +16,7 @@ from quantkit.measurement.rows import Row
 from quantkit.model.sizes.assigned import FLOATS_LIMIT
 from quantkit.model.source.alias import ALIASES
 from quantkit.report.kit import shares, words
+from quantkit.report.kit.tree import Line, Sheet, Styled
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _GATE = "gate."
@@ -334,6 +335,26 @@ def grouped(decisions: Sequence[Decision]) -> list[DecisionLine]:
     """Decisions by pass and code, in the order of their first appearance."""
     groups = by(decisions, lambda each: (each.pass_, each.code)).values()
     return [DecisionLine.of(group[0], len(group)) for group in groups]
+
+
+def decisions_table(lines: Sequence[DecisionLine]) -> Sheet:
+    """Build decisions as a table; where any stands for several, with how many."""
+    several = any(line.count > 1 for line in lines)
+    head = ["decision", *(["times"] if several else []), "first at" if several else "at", "change", "reason"]
+    rows: list[list[Line]] = []
+    for line in lines:
+        count = [f"{line.count}"] if several else []
+        rows.append([(Styled(line.code, "name"), f" ({line.pass_})"), *count, line.where, line.change, line.reason])
+    return Sheet(head, rows, words=len(head), title="Decisions", stacked=True)
+
+
+def results_table(rows: Sequence[Row], *, layers: int = 0, dtype: str = "", quantized: bool = True) -> Sheet:
+    """Build before and after: size, accuracy and memory, a heading for each export."""
+    body: list[list[Line]] = []
+    for export_, group in tables(rows, layers=layers, dtype=dtype):
+        body += [[Styled(export_, "dim")]] if export_ else []
+        body += [[line.label, line.before, Styled(line.after, "strong"), line.remark] for line in group]
+    return Sheet(["", "original", "quantized" if quantized else "bundle", ""], body, 1, title="Before and after")
 
 
 def change(decision: Decision) -> str:

@@ -6,7 +6,6 @@ Every sentence follows from the numbers by a rule that stands with its function,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from quantkit.measurement.accuracy.harm import BlockHarm, Harm, InputHarm, LayerHarm, Position
@@ -14,31 +13,14 @@ from quantkit.report.bundle import figures, mixed
 from quantkit.report.bundle.sections import heat
 from quantkit.report.kit import axes, charts, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve
-from quantkit.report.kit.parts import Panel, Section, Sheet
+from quantkit.report.kit.tree import Exhibit, Part, Plot, Remark, Section, Sheet
 
 # half of the harm in at most this part of the blocks is called concentrated
 _CONCENTRATED = 1 / 3
 # an input with a channel this many times its median channel is said to have outliers
 _OUTLIER = 20.0
-
-
-@dataclass(frozen=True)
-class WorstLine:
-    """One of the worst positions, ready to be read."""
-
-    kl: str
-    before: str
-    follows: str
-    original: str
-    candidate: str
-
-
-@dataclass(frozen=True)
-class Worst:
-    """The worst positions, and how much they weigh."""
-
-    said: str
-    lines: Sequence[WorstLine]
+# worst positions that a page shows at once
+_SHOWN = 3
 
 
 def said(harm: Harm | None) -> list[str]:
@@ -93,7 +75,7 @@ def by_depth(blocks: Sequence[BlockHarm]) -> str:
     return f"Half of what the blocks add comes from {many}: {numbers}."
 
 
-def sections(harm: Harm | None) -> list[Section]:
+def sections(harm: Harm | None) -> list[Exhibit]:
     """Layers, depth and outliers, as far as they are known."""
     if harm is None:
         return []
@@ -103,29 +85,34 @@ def sections(harm: Harm | None) -> list[Section]:
     return found + ([_inputs(harm.inputs)] if harm.inputs else [])
 
 
-def worst(harm: Harm | None) -> Worst | None:
-    """The worst positions; None where there are none."""
+def worst(harm: Harm | None) -> list[Part]:
+    """Build the worst positions, and how much they weigh."""
     if harm is None or not harm.worst:
-        return None
-    said = ""
+        return []
+    said: list[Part] = []
     if harm.worst_share is not None:
-        said = (
-            f"{words.percent(harm.worst_share, 0)} of all KL lies in the worst 1 % of the positions; the first of them:"
-        )
-    return Worst(said, [_line(position) for position in harm.worst])
+        share = words.percent(harm.worst_share, 0)
+        said.append(Remark(f"{share} of all KL lies in the worst 1 % of the positions; the first of them:"))
+    head, rows = ("text", "goes on", "original says", "this model says", "KL, nats"), list(map(_line, harm.worst))
+    tables = [Sheet(head, rows[:_SHOWN], words=4, title="Positions with the largest KL divergence", stacked=True)]
+    if len(rows) > _SHOWN:
+        more = words.plural(len(rows) - _SHOWN, "more position")
+        tables.append(Sheet(head, rows[_SHOWN:], words=4, title=more, folded=True, stacked=True))
+    about = "Beside each most likely token stands how likely it is held; · is a space at an end, ⏎ a new line."
+    return [Section("Worst positions", [*said, *tables, Remark(about, "caption")])]
 
 
-def _line(position: Position) -> WorstLine:
-    return WorstLine(
-        words.figure(position.kl, 3),
+def _line(position: Position) -> list[str]:
+    return [
         "… " + words.visible(position.before),
         words.visible(position.follows),
         f"{words.visible(position.original)} ({words.percent(position.original_chance, 0)})",
         f"{words.visible(position.candidate)} ({words.percent(position.candidate_chance, 0)})",
-    )
+        words.figure(position.kl, 3),
+    ]
 
 
-def _layers(layers: Sequence[LayerHarm]) -> Section:
+def _layers(layers: Sequence[LayerHarm]) -> Exhibit:
     largest = max(layers, key=lambda layer: layer.error)
     panels = heat(
         [(layer.name, layer.error) for layer in layers],
@@ -136,10 +123,10 @@ def _layers(layers: Sequence[LayerHarm]) -> Section:
     text = f"Median {middle}; largest in {largest.name}, {words.percent(largest.error)}."
     how = "‖ŷ − y‖ / ‖y‖ of what each layer returns, given the same inputs as the layer before it was rounded."
     body = [[layer.name, words.percent(layer.error, 2)] for layer in layers]
-    return Section([text], panels, [how], Sheet(["layer", "relative output error"], body), title="Layers")
+    return Exhibit([text], panels, [how], Sheet(["layer", "relative output error"], body), title="Layers")
 
 
-def _depth(blocks: Sequence[BlockHarm]) -> Section:
+def _depth(blocks: Sequence[BlockHarm]) -> Exhibit:
     names = [_number(block.name, i) for i, block in enumerate(blocks)]
     across = _blocks_axis("behind block", names)
     values = [value for block in blocks for value in (block.error, block.own)]
@@ -160,7 +147,7 @@ def _depth(blocks: Sequence[BlockHarm]) -> Section:
             [f"{block.name}: {words.percent(block.own)} of its own" for block in blocks],
         ),
     ]
-    panel = Panel(
+    panel = Plot(
         "Error of the hidden state",
         "Relative error of the hidden state behind each block, built up and added by the block itself",
         charts.lines(curves, across, axis, height=270),
@@ -171,10 +158,10 @@ def _depth(blocks: Sequence[BlockHarm]) -> Section:
     body = [[block.name, words.percent(block.error, 2), words.percent(block.own, 2)] for block in blocks]
     head = ["block", "built up", "its own"]
     # one block is a point: the sentence says it
-    return Section([text], [panel] if len(blocks) > 1 else [], [how], Sheet(head, body), title="Through depth")
+    return Exhibit([text], [panel] if len(blocks) > 1 else [], [how], Sheet(head, body), title="Through depth")
 
 
-def _inputs(inputs: Sequence[InputHarm]) -> Section:
+def _inputs(inputs: Sequence[InputHarm]) -> Exhibit:
     by_kind: dict[str, dict[str, InputHarm]] = {}
     for found in inputs:
         block, kind = figures.place(found.name)
@@ -182,7 +169,7 @@ def _inputs(inputs: Sequence[InputHarm]) -> Section:
         # of experts, the one with the largest
         row[block] = max(found, row.get(block, found), key=lambda each: each.before)
     panels = [
-        Panel(
+        Plot(
             f"Into {kind}",
             f"Largest over median channel of the input of {kind} by block, before and after",
             _outliers(row),
@@ -199,7 +186,7 @@ def _inputs(inputs: Sequence[InputHarm]) -> Section:
     body = [[each.name, f"{each.before:.1f}×", f"{each.after:.1f}×"] for each in inputs]
     sheet = Sheet(["input of", "before", "after"], body)
     keys = [(ORIGINAL, "original"), (QUANTIZED, "this model")]
-    return Section([text], panels, [how], sheet, keys=keys, title="Outlier channels", folded=True)
+    return Exhibit([text], panels, [how], sheet, keys=keys, title="Outlier channels", folded=True)
 
 
 def _sides(inputs: Sequence[InputHarm]) -> tuple[list[float], list[float]]:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from rich.console import RenderableType
-from rich.text import Text
 
 from quantkit.measurement.accuracy.layerwise import LayerError
-from quantkit.report.kit.screen import DIM, table
+from quantkit.report.kit.tree import Line, Part, Remark, Sheet, Styled
 
 SHOWN = 24
 
 
-def layers(found: Sequence[LayerError], notes: Sequence[str] = ()) -> list[RenderableType]:
-    """The layers with the lowest cosine in the order of the network, and what the network gives out."""
-    worst = sorted(range(len(found)), key=lambda place: _cosine(found[place]))[:SHOWN]
-    shown = sorted({*worst, *(place for place, each in enumerate(found) if each.kind == "output")})
-    engines = any(each.engine is not None for each in found)
-    names = ("layer", "", "max error", "mean error", "cosine", "SNR, dB", *(["engine"] if engines else []))
-    lines = table(names, left=2, whole=False, fold=True)
-    for each in (found[place] for place in shown):
-        row: list[Any] = [Text(each.layer), Text(each.kind, DIM), f"{each.max_error:.2%}", f"{each.mean_error:.2%}"]
-        row += [_figure(each.cosine, ".5f"), _figure(each.snr, ".1f")]
-        lines.add_row(*row, *([_figure(each.engine, ".5f")] if engines else []))
-    head = f"{len(found)} layers; {len(shown)} are shown: the lowest cosines, and what comes out"
-    return [Text(head), lines, *(Text(f"! {note}") for note in notes)]
+def layers(errors: Sequence[LayerError], notes: Sequence[str] = ()) -> list[Part]:
+    """Build the layers with the lowest cosine in the order of the network, and what the network gives out."""
+    worst = sorted(range(len(errors)), key=lambda place: _cosine(errors[place]))[:SHOWN]
+    shown = sorted({*worst, *(place for place, error in enumerate(errors) if error.kind == "output")})
+    engines = any(error.engine is not None for error in errors)
+    rows: list[list[Line]] = []
+    for error in (errors[place] for place in shown):
+        row: list[Line] = [error.layer, Styled(error.kind, "dim"), f"{error.max_error:.2%}", f"{error.mean_error:.2%}"]
+        row += [_figure(error.cosine, ".5f"), _figure(error.snr, ".1f")]
+        rows.append([*row, *([_figure(error.engine, ".5f")] if engines else [])])
+    head = ["layer", "", "max error", "mean error", "cosine", "SNR, dB", *(["engine"] if engines else [])]
+    about = f"{len(errors)} layers; {len(shown)} are shown: the lowest cosines, and what comes out"
+    return [Remark(about), Sheet(head, rows, words=2), *(Remark(note, "note") for note in notes)]
 
 
 def _cosine(each: LayerError) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quantkit.measurement.accuracy.harm import MixedPoint, MixedSearch
 from quantkit.report.kit import axes, charts, words
 from quantkit.report.kit.charts import QUANTIZED, BarPart, Curve, Mark
-from quantkit.report.kit.parts import Panel, Section, Sheet
+from quantkit.report.kit.tree import Exhibit, Plot, Sheet
 
 # layers that are drawn; the table has all
 _SHOWN = 6
@@ -15,7 +15,7 @@ _SHOWN = 6
 _LEFT = 76
 
 
-def sections(mixed: MixedSearch | None) -> list[Section]:
+def sections(mixed: MixedSearch | None) -> list[Exhibit]:
     """The curve, and the layers behind it."""
     if mixed is None:
         return []
@@ -30,10 +30,10 @@ def sections(mixed: MixedSearch | None) -> list[Section]:
         f"Scored on {mixed.scored}, which guided this choice and no other figure of this page."
     )
     sheet = Sheet(["kept high", "weights", mixed.what, "95 % interval", "layer"], _steps(mixed), remarks=1)
-    found = [Section(said(mixed), panels, [how], sheet, keys=keys, title="Mixed precision")]
+    found = [Exhibit(said(mixed), panels, [how], sheet, keys=keys, title="Mixed precision")]
     if len(mixed.layers) > _SHOWN:
         rows = [[each.name, words.figure(each.harm, 3), words.size(each.bytes)] for each in mixed.layers]
-        found.append(Section([], [], [], Sheet(["layer", f"alone: {mixed.alone or mixed.what}", "saves"], rows)))
+        found.append(Exhibit([], [], [], Sheet(["layer", f"alone: {mixed.alone or mixed.what}", "saves"], rows)))
     return found
 
 
@@ -55,7 +55,7 @@ def said(mixed: MixedSearch) -> list[str]:
     return [low, f"Keeping {what} high brings it to {words.figure(step.harm, 3)}, for {more} more bytes."]
 
 
-def _curve(mixed: MixedSearch) -> Panel:
+def _curve(mixed: MixedSearch) -> Plot:
     steps = mixed.steps
     sizes = [step.bytes / 1e6 for step in steps]
     hover = [f"{len(step.kept)} kept high, {words.size(step.bytes)}, {words.figure(step.harm, 3)}" for step in steps]
@@ -75,10 +75,10 @@ def _curve(mixed: MixedSearch) -> Panel:
     y = axes.log_axis(mixed.what, ends) if log else axes.straight_axis(mixed.what, [0.0, *ends])
     figure = charts.lines(curves, x, y, marks=marks)
     figure["layout"]["margin"]["l"] = _LEFT
-    return Panel("Harm against bytes", f"{mixed.what}, falling as more layers are kept high", figure)
+    return Plot("Harm against bytes", f"{mixed.what}, falling as more layers are kept high", figure)
 
 
-def _alone(mixed: MixedSearch) -> Panel:
+def _alone(mixed: MixedSearch) -> Plot:
     kept = set(mixed.steps[mixed.chosen].kept) if mixed.chosen is not None else set()
     shown, what = mixed.layers[:_SHOWN], mixed.alone or mixed.what
     parts = [
@@ -93,7 +93,7 @@ def _alone(mixed: MixedSearch) -> Panel:
     figure = charts.stacked(bars, [part for part in parts if any(part.values)], totals, what, form=form)
     many = len(mixed.layers)
     title = f"The {len(shown)} worst of {many} layers, each alone" if many > len(shown) else "Each layer alone"
-    return Panel(title, f"{what} with one layer quantized", figure)
+    return Plot(title, f"{what} with one layer quantized", figure)
 
 
 def _steps(mixed: MixedSearch) -> list[list[str]]:

@@ -17,7 +17,7 @@ from quantkit.measurement.rows import Row
 from quantkit.report.bundle import figures
 from quantkit.report.kit import charts, words
 from quantkit.report.kit.charts import BarPart
-from quantkit.report.kit.parts import Panel, Section, Sheet
+from quantkit.report.kit.tree import Exhibit, Plot, Sheet
 
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -25,7 +25,7 @@ _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def weights(manifest: Manifest) -> list[Section]:
+def weights(manifest: Manifest) -> list[Exhibit]:
     """The squared error of each layer's weights, as a share of their squares."""
     known = [(layer, layer.error) for layer in manifest.layers if layer.error is not None]
     if not known:
@@ -50,10 +50,10 @@ def weights(manifest: Manifest) -> list[Section]:
     said = f"Median {middle}; largest in {worst.name}, {words.share(error)}."
     how = "‖W − Ŵ‖² / ‖W‖² of each layer: of its weights alone, whatever they do to the output."
     head = ["layer", "shape [N, K]", "scheme", "bits per weight", "relative squared error"]
-    return [Section([said], panels, [how], Sheet(head, body), title="Weights", folded=True)]
+    return [Exhibit([said], panels, [how], Sheet(head, body), title="Weights", folded=True)]
 
 
-def heat(errors: Sequence[tuple[str, float]], title: str, alt: str) -> list[Panel]:
+def heat(errors: Sequence[tuple[str, float]], title: str, alt: str) -> list[Plot]:
     """Kinds of layers by blocks, the largest of those alike; where names have no number, all in one column.
 
     None where there is nothing to see: a single cell, or no error anywhere.
@@ -68,13 +68,13 @@ def heat(errors: Sequence[tuple[str, float]], title: str, alt: str) -> list[Pane
     blocks = list(dict.fromkeys(block for row in cells.values() for block in row))
     blocks.sort(key=lambda block: int(block) if block.isdecimal() else -1)
     values = [[row.get(block) for block in blocks] for row in cells.values()]
-    return [Panel(title, alt, charts.heat(blocks, list(cells), values), wide=True)]
+    return [Plot(title, alt, charts.heat(blocks, list(cells), values), wide=True)]
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
+def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
     """Bytes of each export beside the original, in parts where the manifest says what they are, and peak memory."""
     exports = [row for row in rows if row.name == "size.bytes" and row.value]
     memory = [row for row in rows if row.name == "memory.peak" and row.value]
@@ -87,7 +87,7 @@ def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
         parts = [part for part in parts if any(part.values)]
         totals = [words.size(total) + (f", {ratio:.2f}× smaller" if ratio else "") for _, total, _, ratio in bars]
         figure = charts.stacked([name for name, *_ in bars], parts, totals, "weights on disk")
-        panels.append(Panel("Weights on disk", "Bytes of each export in parts, beside the original", figure))
+        panels.append(Plot("Weights on disk", "Bytes of each export in parts, beside the original", figure))
         body += [[n, words.size(total), *(words.size(v) if v else "–" for v in values)] for n, total, values, _ in bars]
         keys = [(part.shade, part.label) for part in parts]
     if memory:
@@ -98,7 +98,7 @@ def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
         ]
         totals = [words.size(value) for _, value, _ in found]
         figure = charts.stacked([name for name, *_ in found], parts, totals, "peak memory of the process")
-        panels.append(Panel("Peak memory while it runs", "Peak memory of the process, beside the original's", figure))
+        panels.append(Plot("Peak memory while it runs", "Peak memory of the process, beside the original's", figure))
         body += [[f"peak memory, {name}", words.size(value), *["–"] * len(names)] for name, value, _ in found]
     if not panels:
         return []
@@ -110,7 +110,7 @@ def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
     if bits is not None:
         many = words.plural(len(manifest.layers), "quantized layer")
         said.append(f"{words.figure(bits, 3)} bits a weight in {many}, scales and zero points counted.")
-    return [Section(said, panels, [], Sheet(["what", "total", *names], body), keys=keys)]
+    return [Exhibit(said, panels, [], Sheet(["what", "total", *names], body), keys=keys)]
 
 
 def _bars(manifest: Manifest, exports: Sequence[Row]) -> list[tuple[str, float, list[float], float | None]]:

@@ -12,7 +12,7 @@ from quantkit.report.bundle import curves, figures
 from quantkit.report.bundle.curves import CurvePoint, Series
 from quantkit.report.kit import axes, charts, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Mark
-from quantkit.report.kit.parts import Panel, Section, Sheet
+from quantkit.report.kit.tree import Exhibit, Plot, Sheet
 from quantkit.report.kit.words import Form, Interval
 
 _PROMISED = "muted"
@@ -20,7 +20,7 @@ _PROMISED = "muted"
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
 
 
-def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
+def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
     """One for each curve; what to beware of in all of them is not told in each."""
     found = curves.series(manifest, rows)
     shared = curves.shared_cautions(found)
@@ -28,7 +28,7 @@ def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
     return [replace(each, cautions=[text for text in each.cautions if text not in shared]) for each in made]
 
 
-def overview(found: Sequence[Series]) -> list[Section]:
+def overview(found: Sequence[Series]) -> list[Exhibit]:
     """Decode and prefill of every runtime in one place, each with its original beside it; none of a single curve.
 
     Of several contexts, or batches of prompts, the first of each runtime: the others have figures of their own.
@@ -56,10 +56,10 @@ def overview(found: Sequence[Series]) -> list[Section]:
     ]
     title = "Every runtime at once" if len({variant for _, variant in first}) > 1 else "Decode and prefill at once"
     counted = f"{next(iter(first.values())).counted.capitalize()}s a second, of all sequences together."
-    return [Section([counted], panels, [], Sheet(head, body), title=title)]
+    return [Exhibit([counted], panels, [], Sheet(head, body), title=title)]
 
 
-def _together(found: Sequence[Series]) -> Panel:
+def _together(found: Sequence[Series]) -> Plot:
     """Curves of one kind; those of a runtime have a symbol of their own."""
     drawn = []
     for series, symbol in zip(found, cycle(_SYMBOLS), strict=False):
@@ -81,20 +81,20 @@ def _together(found: Sequence[Series]) -> Panel:
     what = one.title.partition(",")[0] if len(found) > 1 else one.title
     lines = words.listed([curve.label for curve in drawn])
     alt = f"{what}: {form} against {_axis(one)}, of {lines}; both axes logarithmic"
-    return Panel(what, alt, charts.lines(drawn, across, axis))
+    return Plot(what, alt, charts.lines(drawn, across, axis))
 
 
-def section(rows: Sequence[Row], series: Series) -> Section:
+def section(rows: Sequence[Row], series: Series) -> Exhibit:
     """The times of one curve, and their ratios; of a single size a sentence says as much."""
     said, cautions = curves.results(series), curves.cautions(series)
     if len(series.cells) == 1:
-        return Section(
+        return Exhibit(
             [single(series), *said], [], _measured(series), _sheet(series), cautions=cautions, title=series.title
         )
     panels = [_rates(series) if series.unit == "prompt" else _durations(series)]
     if any(cell.ratio for cell in series.cells):
         panels.append(_ratios(series))
-    return Section(said, panels, _measured(series), _sheet(series), cautions=cautions, title=series.title)
+    return Exhibit(said, panels, _measured(series), _sheet(series), cautions=cautions, title=series.title)
 
 
 def single(series: Series) -> str:
@@ -172,16 +172,16 @@ def _axis(series: Series) -> str:
     )
 
 
-def _durations(series: Series) -> Panel:
+def _durations(series: Series) -> Plot:
     drawn = _curves(series, words.moment, lambda _, seconds: seconds)
     values = [y for curve in drawn for y in curve.y]
     factor, unit = words.time_unit(min(values))
     axis = axes.log_axis(f"time of a {series.unit}, p50, {unit}", values, form=lambda v: f"{v * factor:,g}")
     alt = f"Time of a {series.unit} against {_axis(series)}: {series.this} and {series.other}, both axes logarithmic"
-    return Panel(f"Time of a {series.unit}", alt, charts.lines(drawn, _across(series), axis))
+    return Plot(f"Time of a {series.unit}", alt, charts.lines(drawn, _across(series), axis))
 
 
-def _rates(series: Series) -> Panel:
+def _rates(series: Series) -> Plot:
     def form(value: float) -> str:
         return f"{words.figure(value, 3)} {series.counted}s/s"
 
@@ -190,10 +190,10 @@ def _rates(series: Series) -> Panel:
     values = [y for curve in drawn for y in curve.y]
     axis = axes.log_axis(f"{what.lower()}, p50", values, form=lambda v: f"{v:g}" if v < 1e4 else f"{v / 1e3:g}k")
     alt = f"{what} against {_axis(series)}: {series.this} and {series.other}, both axes logarithmic"
-    return Panel(what, alt, charts.lines(drawn, _across(series), axis))
+    return Plot(what, alt, charts.lines(drawn, _across(series), axis))
 
 
-def _ratios(series: Series) -> Panel:
+def _ratios(series: Series) -> Plot:
     known = [(cell, cell.ratio, cell.ratio_ci95) for cell in series.cells if cell.ratio]
     hover = [
         f"measured {words.times(ratio)}{curves.bracketed(words.between(sure, words.times))}" for _, ratio, sure in known
@@ -216,7 +216,7 @@ def _ratios(series: Series) -> Panel:
     alt = f"How many times as fast {series.this} is as {series.other}, with 95 % intervals, both axes logarithmic"
     wins = [(max(start, low), min(end, high)) for start, end in _wins(series)]
     figure = charts.lines(drawn, across, axis, noise=noise, even=1.0, wins=wins, marks=marks)
-    return Panel(f"Speed-up over {series.other}", alt, figure)
+    return Plot(f"Speed-up over {series.other}", alt, figure)
 
 
 def _marks(series: Series) -> list[Mark]:

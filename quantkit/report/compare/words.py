@@ -9,7 +9,7 @@ from quantkit.bundle import LayerEntry
 from quantkit.measurement.compared import Compared, DecidedCell, LayerPair, NamedSide, WordFlips
 from quantkit.report.bundle import figures
 from quantkit.report.kit import words
-from quantkit.report.kit.parts import Sheet
+from quantkit.report.kit.tree import Sheet
 
 _NAMES = {
     "accuracy.next_word": "next word right",

@@ -1,4 +1,4 @@
-"""What screens are made of: tables, notes, lines to copy. Text from outside never passes through rich's markup."""
+"""The tree on a terminal, and what screens are made of. Text from outside never passes through rich's markup."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from quantkit.errors import in_line, printable
+from quantkit.report.kit import tree
+from quantkit.report.kit.tree import Line, On, Part
 
 # columns
 _NARROWEST = 20
@@ -20,23 +22,94 @@ DIM, WARNING = "dim", "bold yellow"
 MARK = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("–", "yellow")}
 # of what is good, bad or open
 STYLES = {"good": "green", "bad": "bold red", "inconclusive": "yellow"}
+_TONES = {**STYLES, "open": "bold", "dim": DIM, "strong": "bold", "name": "cyan", "warning": WARNING}
+_KINDS = {"note": ("!", WARNING), "caution": ("!", WARNING), "reason": ("·", DIM)}
 
 
-def write(renderables: Iterable[RenderableType], file: IO[str]) -> None:
-    """Print renderables: in colour on a terminal, plain elsewhere."""
+def write(renderables: Iterable[RenderableType | Part], file: IO[str]) -> None:
+    """Print a tree or renderables: in colour on a terminal, plain elsewhere."""
     console = readable(Console(file=file, highlight=False, markup=False, emoji=False))
     with console.capture() as captured:
-        for renderable in map(_in_line, renderables):
+        for renderable in map(_in_line, shown(renderables)):
             # text that must not be wrapped is to be copied: it may run over the edge
             soft = isinstance(renderable, Text) and bool(renderable.no_wrap)
             options = console.options.update(no_wrap=True, overflow="ignore") if soft else console.options
-            shown = (
+            segments = (
                 part if part.control else part._replace(text=printable(part.text))
                 for part in console.render(renderable, options)
             )
-            console.print(Segments(shown), soft_wrap=soft, end="")
+            console.print(Segments(segments), soft_wrap=soft, end="")
     # tables fill their lines up with spaces
     file.write("".join(f"{line.rstrip(' ')}\n" for line in captured.get().split("\n")[:-1]))
+
+
+def shown(parts: Iterable[RenderableType | Part], by: int = 0) -> list[RenderableType]:
+    """A tree as renderables, `by` columns from the left; what is a renderable already stays as it is."""
+    made: list[RenderableType] = []
+    for part in parts:
+        if isinstance(part, tree.Document):
+            made += [Text(), styled(part.title), *(styled(line) for line in part.about), *shown(part.head, by + 2)]
+            made += shown(part.parts, by + 2)
+        elif not isinstance(part, Part):
+            made.append(part)
+        elif tree.only([part], On.SCREEN):
+            made += _part(part, by)
+    return made
+
+
+def styled(line: Line, style: str = "") -> Text:
+    """A line with the tones of its texts."""
+    return Text.assemble(*((in_line(text), _TONES.get(getattr(text, "tone", ""), style)) for text in tree.spans(line)))
+
+
+def _part(part: Part, by: int) -> list[RenderableType]:
+    match part:
+        case tree.Remark(text, kind):
+            if kind in _KINDS:
+                mark, style = _KINDS[kind]
+                return indented(grid([(Text(mark, style), styled(text))], 1), by=by)
+            return indented(styled(text, DIM if kind == "caption" else ""), by=by)
+        case tree.Facts(rows, title):
+            head = [Text(), *indented(Text(title, "bold"), by=by)] if title else []
+            return [*head, *indented(pairs((styled(label), _cell(value)) for label, value in rows), by=by)]
+        case tree.Sheet():
+            return indented(_table(part), by=by)
+        case tree.Exhibit():
+            parts = [
+                tree.Remark(" ".join(part.said)),
+                part.table,
+                *(tree.Remark(text, "caution") for text in part.cautions),
+            ]
+            return shown([tree.Section(part.title, parts)] if part.title else parts, by)
+        case tree.Code(label, text):
+            head = indented(Text(label, DIM), by=by) if label else []
+            return [*head, *(copied(f"{' ' * by}{line}") for line in text.splitlines())]
+        case tree.Tiles(tiles):
+            return shown([tree.Facts([(each.label, f"{each.value}, {each.detail}") for each in tiles])], by)
+        case tree.Conclusion():
+            style = f"bold {STYLES.get(part.tone, '')}".strip() if part.tone else ""
+            spoken = (f"{part.label}: ", DIM) if part.label else ""
+            line = Text.assemble(spoken, (part.answer, style), "" if part.label else part.aside)
+            reasons = [tree.Remark(reason, "reason") for reason in part.because]
+            return [*indented(line, by=by), *shown([*reasons, *part.commands], by + 2)]
+        case tree.Section():
+            over = indented(Text(part.title, "bold"), by=by) if part.title else []
+            return [Text(), *over, *shown(part.parts, by + 2 if part.title else by)]
+    raise TypeError(type(part).__name__)
+
+
+def _cell(value: tree.Cell) -> RenderableType:
+    return lines(map(styled, value)) if isinstance(value, list) else styled(value)
+
+
+def _table(part: tree.Sheet) -> Table:
+    """Labels are wrapped, numbers are not; columns close up where there are many."""
+    numbers = max(len(part.head) - part.words - part.remarks, 0)
+    gap, whole = (1, False) if len(part.head) > 6 else (2, True)
+    made = table(part.head, left=part.words, gap=gap, numbers=numbers, whole=whole, fold=True)
+    for row in part.rows:
+        made.add_row(*map(_cell, row))
+    return made
 
 
 def readable(console: Console) -> Console:

@@ -14,7 +14,7 @@ from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
 from quantkit.planning.serving.cost import Bill, RequestCost
 from quantkit.planning.serving.load import METRICS
 from quantkit.report.kit import words
-from quantkit.report.kit.parts import Sheet
+from quantkit.report.kit.tree import Sheet
 from quantkit.report.plan import words as say
 
 _MILLION = 1e6

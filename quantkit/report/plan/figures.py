@@ -18,7 +18,7 @@ from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
 from quantkit.report.kit import words
 from quantkit.report.kit.axes import Form, log_axis, points_axis
 from quantkit.report.kit.charts import BarPart, Curve, Mark, lines, stacked
-from quantkit.report.kit.parts import Panel
+from quantkit.report.kit.tree import Plot
 from quantkit.report.plan import costs as plan_costs
 from quantkit.report.plan import words as say
 
@@ -50,7 +50,7 @@ def parts(candidates: Iterable[PlannedRecipe]) -> dict[str, str]:
 # --- roofline --------------------------------------------------------------------------------------------------------
 
 
-def roofline(outlook: Outlook) -> Panel | None:
+def roofline(outlook: Outlook) -> Plot | None:
     """All candidates under the target's roofs; None where the target lacks the figures for them."""
     drawn: list[Curve] = []
     for each in outlook.candidates:
@@ -72,7 +72,7 @@ def roofline(outlook: Outlook) -> Panel | None:
     y = log_axis("operations per second", [*values, _ROOM * max(values)], form=_round_rate)
     figure = lines([*roofs, *drawn], x, y, height=460, right=14, hover="closest")
     alt = "Operations per second against operations per byte for each recipe and batch, under the target's roofs"
-    return Panel(
+    return Plot(
         f"The roofs of {outlook.target.name}, and where each recipe and batch lies under them", alt, figure, True
     )
 
@@ -139,7 +139,7 @@ def _round_rate(value: float) -> str:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory_bars(outlook: Outlook) -> Panel | None:
+def memory_bars(outlook: Outlook) -> Plot | None:
     """What memory goes into at the largest batch that fits, a bar a candidate, against the capacity."""
     found = [(each.label, each.memory) for each in outlook.candidates if each.memory is not None]
     if not found:
@@ -152,10 +152,10 @@ def memory_bars(outlook: Outlook) -> Panel | None:
     labels = [f"{say.short(label, 24)}, batch {memory.batch:,}" for label, memory in found]
     figure = stacked(labels, stack, totals, "memory of one device", marks=_capacity(outlook))
     alt = f"Parts of memory of each recipe, against what a runtime uses of {outlook.target.name}"
-    return Panel("At the largest batch asked for that fits, else at the smallest", alt, figure)
+    return Plot("At the largest batch asked for that fits, else at the smallest", alt, figure)
 
 
-def memory_lines(outlook: Outlook) -> Panel | None:
+def memory_lines(outlook: Outlook) -> Plot | None:
     """All that one device holds over the batch."""
     drawn = []
     for each in outlook.candidates:
@@ -172,7 +172,7 @@ def memory_lines(outlook: Outlook) -> Panel | None:
     drawn += [Curve(mark.label, "ink", ends, [mark.x] * 2, symbol="") for mark in _capacity(outlook)]
     y = log_axis("", [size for curve in drawn for size in curve.y], form=_round_size)
     figure = lines(drawn, points_axis("batch", batches), y, height=360)
-    return Panel("Against the batch", "Memory of each recipe by batch, against the capacity, both logarithmic", figure)
+    return Plot("Against the batch", "Memory of each recipe by batch, against the capacity, both logarithmic", figure)
 
 
 def _capacity(outlook: Outlook) -> list[Mark]:
@@ -203,7 +203,7 @@ class _At:
     said: tuple[str, str]
 
 
-def times(outlook: Outlook) -> list[Panel]:
+def times(outlook: Outlook) -> list[Plot]:
     """Time of a step, and of the prompts, by batch."""
     titles = {"step": "A step: one more token of each sequence", "pass": "A pass", "prompts": "The prompts of a batch"}
     phases, found = _phases(outlook), []
@@ -223,7 +223,7 @@ def times(outlook: Outlook) -> list[Panel]:
     return found
 
 
-def rates(outlook: Outlook, *, wide: bool = False) -> Panel | None:
+def rates(outlook: Outlook, *, wide: bool = False) -> Plot | None:
     """What comes out each second, by batch."""
     drawn = []
     unit = say.per_second(outlook)
@@ -244,7 +244,7 @@ def rates(outlook: Outlook, *, wide: bool = False) -> Panel | None:
     return _over_batches(title, f"{title} of each recipe", drawn, unit, wide=wide)
 
 
-def costs(outlook: Outlook) -> Panel | None:
+def costs(outlook: Outlook) -> Plot | None:
     """What the traffic's tokens cost by the cheapest way, by batch; None where nothing has a price."""
     drawn, money = [], plan_costs.currency(outlook)
     for each in outlook.candidates:
@@ -279,13 +279,13 @@ def _both(outlook: Outlook, label: str, points: Sequence[_At], sign: str) -> lis
 
 def _over_batches(
     title: str, alt: str, drawn: Sequence[Curve], unit: str = "", *, form: Form | None = None, wide: bool = False
-) -> Panel | None:
+) -> Plot | None:
     across = [x for curve in drawn for x in curve.x]
     if len(set(across)) < 2:  # one batch is no curve: its table says it
         return None
     axis = log_axis(unit, _values(drawn), form=form)
     batches = points_axis("batch", across)
-    return Panel(title, f"{alt} by batch, both axes logarithmic", lines(drawn, batches, axis, height=360), wide)
+    return Plot(title, f"{alt} by batch, both axes logarithmic", lines(drawn, batches, axis, height=360), wide)
 
 
 def _values(drawn: Iterable[Curve]) -> list[float]:

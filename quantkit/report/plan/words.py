@@ -16,7 +16,7 @@ from quantkit.model.source.alias import ALIASES
 from quantkit.planning.bound.forecast import TimedStep
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedMemory, PlannedRecipe, Rate, Workload
 from quantkit.report.kit import words
-from quantkit.report.kit.parts import Sheet
+from quantkit.report.kit.tree import Sheet
 from quantkit.target import State
 
 NONE = "–"
@@ -25,8 +25,6 @@ _UNTIMED = "a compile's time is known after its first block, or by --rehearse"
 _FORECAST = "What has an interval behind it, like 19 ms (15–26), is a forecast from measurements."
 # what a model puts out, and what one step of it is called
 _OUTPUT = {"decoder": "tokens", "encoder": "sequences", "network": "images"}
-# factor, unit, and the seconds from which on a long time is said in it
-_LONG = ((1 / 3600, "h", 5400.0), (1 / 60, "min", 90.0), (1.0, "s", 0.0))
 _WORST: Sequence[State] = ("native", "emulated", "absent")
 
 
@@ -306,16 +304,15 @@ def every_caution(outlook: Outlook) -> dict[str, list[str]]:
     return found
 
 
-def compiling(candidates: Sequence[PlannedRecipe]) -> tuple[Sheet, list[str]] | None:
-    """What each compile takes: memory at its peak, disk; of time what a rehearsal measured."""
+def compiling(candidates: Sequence[PlannedRecipe]) -> tuple[Sheet, list[str]]:
+    """Say what each compile takes: memory at its peak, disk; of time what a rehearsal measured."""
     body, notes = [], []
     for each in candidates:
-        found = each.compiling
-        if found is not None:
-            body.append([each.label, words.size(found.peak), found.at_peak, words.size(found.disk.most)])
-            rehearsed = ", ".join(f"{stage} {words.duration(value)}" for stage, value in (found.seconds or {}).items())
-            notes += [f"by the block that was run: {rehearsed}" if rehearsed else _UNTIMED, *found.notes]
-    return (Sheet(["recipe", "memory", "at", "disk"], body), list(dict.fromkeys(notes))) if body else None
+        if (need := each.compiling) is not None:
+            body.append([each.label, words.size(need.peak), need.at_peak, words.size(need.disk.most)])
+            rehearsed = ", ".join(f"{stage} {words.duration(value)}" for stage, value in (need.seconds or {}).items())
+            notes += [f"by the block that was run: {rehearsed}" if rehearsed else _UNTIMED, *need.notes]
+    return Sheet(["recipe", "memory", "at", "disk"], body), list(dict.fromkeys(notes))
 
 
 # --- what to do ------------------------------------------------------------------------------------------------------

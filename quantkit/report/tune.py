@@ -1,4 +1,4 @@
-"""The page and the screen of a search for mixed precision: harm against bits, and where in the model the harm is.
+"""A search for mixed precision as a tree: harm against bits, and where in the model the harm is.
 
 Made from `front.json` and the recipe alone. Of the figures, the front is the predicted harm times the factor that was
 measured; what was compiled and scored stands on it as points.
@@ -9,15 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import RenderableType
-from rich.text import Text
-
 from quantkit.bundle import Decision
-from quantkit.report.bundle.figures import DecisionLine
-from quantkit.report.kit import axes, charts, shell, words
+from quantkit.report.bundle.figures import DecisionLine, decisions_table
+from quantkit.report.kit import axes, charts, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark
-from quantkit.report.kit.parts import FigureTile, Panel, Section, Sheet
-from quantkit.report.kit.screen import DIM, STYLES, copied, indented, table
+from quantkit.report.kit.tree import (
+    Code,
+    Conclusion,
+    Document,
+    Exhibit,
+    FigureTile,
+    On,
+    Part,
+    Plot,
+    Remark,
+    Section,
+    Sheet,
+    Styled,
+    Tiles,
+)
 
 Data = Mapping[str, Any]
 
@@ -31,49 +41,45 @@ _SHOWN, _LEFT = 8, 76
 _SHADES = (QUANTIZED, "quantized-soft", ORIGINAL, "rest")
 
 
-def page(data: Data, recipe: str, *, code: bool = False) -> str:
-    """The page as HTML.
+def document(data: Data, recipe: str = "", *, code: bool = False) -> Document:
+    """Build the tree of a search.
 
     Args:
-        data: of `front.json`.
-        recipe: the text of the recipe.
+        data: content of `front.json`.
+        recipe: text of the recipe.
         code: whether a pass of it stands in a file of the user's, which has to be allowed.
-
-    Raises:
-        MissingDependency: plotly, extra `report`.
     """
     tone, answer, because = verdict(data)
     allowed = " --allow-code" if code else ""
-    return shell.rendered(
-        "tune.html.j2",
-        title=f"{data['model']['name']} in mixed precision",
-        data=data,
-        budget=_limits(data),
-        tone=tone,
-        answer=answer,
-        because=because,
-        tiles=_tiles(data),
-        pareto=_pareto(data),
-        harm=_harm(data),
-        chosen=_chosen(data),
-        recipe=recipe.rstrip("\n"),
-        command=f"quantkit compile {_model(data['model']['ref'])} --recipe ./tuned.yaml{allowed}",
-        decisions=[DecisionLine.of(Decision.model_validate(each)) for each in data["decisions"]],
-        facts=_facts(data),
-    )
-
-
-def terminal(data: Data, out: str) -> list[RenderableType]:
-    """The same on one screen: the answer, the choice among its neighbours on the front, where to go on."""
-    tone, answer, because = verdict(data)
+    ref = data["model"]["ref"]
     lines = [
-        [Text(cell, "bold" if line[0] == _CHOSEN else "") for cell in line[:-1]] for line in _thinned(_lines(data))
+        [Styled(cell, "strong" if line[0] == _CHOSEN else "") for cell in line[:-1]] for line in _thinned(_lines(data))
     ]
-    found = [Text(), Text(f"{answer}.", STYLES.get(tone, "bold")), *indented(*map(Text, because)), Text()]
-    found += [*indented(table(_HEAD[:-1], lines)), Text()]
+    decided = [DecisionLine.of(Decision.model_validate(each)) for each in data["decisions"]]
+    front: list[Part] = [
+        Sheet(_HEAD[:-1], lines, on=On.SCREEN),
+        *(Remark(note, "note", On.PAGE) for note in data["notes"]),
+    ]
     if not data["timings"]:
-        found.append(Text("  no timings were given: speed took no part in the choice", DIM))
-    return [*found, copied(f"  {out}/tuned.yaml"), copied(f"  {out}/report.html")]
+        front.append(Remark("No timings were given: speed took no part in the choice.", "caption", On.SCREEN))
+    how = [
+        Remark("This compiles it, in the folder that holds this page.", on=On.PAGE),
+        Code("the command", f"quantkit compile {_model(ref)} --recipe ./tuned.yaml{allowed}", on=On.PAGE),
+        Code("the recipe", recipe.rstrip("\n"), "yaml", folded=True, on=On.PAGE),
+    ]
+    return Document(
+        f"{data['model']['name']} in mixed precision",
+        [f"{ref}, tuned from {data['base']} for {data['target']} within {_limits(data)}"],
+        [Conclusion(answer, tone, because), Tiles(_tiles(data))],
+        [
+            Section("The front", [*front, _pareto(data)], "front"),
+            Section("Harm by depth", [_harm(data), _chosen(data)], "harm"),
+            Section("The recipe", how, "recipe"),
+            *([Section("Decisions", [decisions_table(decided)], "decisions", on=On.PAGE)] if decided else []),
+        ],
+        _facts(data),
+        f"Made by quantkit {data['quantkit']} from front.json.",
+    )
 
 
 def _model(ref: str) -> str:
@@ -165,7 +171,7 @@ def _thinned(lines: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     return [line for i, line in enumerate(lines) if line[0] or i in kept]
 
 
-def _pareto(data: Data) -> Section:
+def _pareto(data: Data) -> Exhibit:
     points = [entry for entry in data["front"] if entry["expected"] > 0]
     chosen = data["chosen"]
     factor = "expected" if data["factor"] else "predicted"
@@ -218,8 +224,8 @@ def _pareto(data: Data) -> Section:
         captions.append(f"Measured: over {scored['items']:,} positions of {scored['set']} ({scored['split']}).")
     if not data["timings"]:
         captions.append("No timings were given, so speed took no part in the choice.")
-    panel = Panel("KL against bits", "KL divergence falls as bits a weight grow.", figure, wide=True)
-    return Section(said, [panel], captions, Sheet(_HEAD, _lines(data), remarks=1), keys=keys)
+    panel = Plot("KL against bits", "KL divergence falls as bits a weight grow.", figure, wide=True)
+    return Exhibit(said, [panel], captions, Sheet(_HEAD, _lines(data), remarks=1), keys=keys)
 
 
 def _label_points(figure: Figure, points: Sequence[tuple[str, float, float]]) -> None:
@@ -253,7 +259,7 @@ def _shown(data: Data) -> str:
     return shown
 
 
-def _harm(data: Data) -> Section:
+def _harm(data: Data) -> Exhibit:
     name = _shown(data)
     kinds = list(dict.fromkeys(_kind(unit) for unit in data["units"]))
     blocks = sorted({unit["block"] for unit in data["units"]})
@@ -282,8 +288,8 @@ def _harm(data: Data) -> Section:
         for unit in data["units"]
     ]
     keys = [(shade, kind) for shade, kind in zip(_cycled(len(kinds)), kinds, strict=True)]
-    panel = Panel(f"Harm in {name}", f"Bars of KL by block, for each kind of unit in {name}.", figure, wide=True)
-    return Section(said, [panel], [], Sheet(head, rows, remarks=1), keys=keys)
+    panel = Plot(f"Harm in {name}", f"Bars of KL by block, for each kind of unit in {name}.", figure, wide=True)
+    return Exhibit(said, [panel], [], Sheet(head, rows, remarks=1), keys=keys)
 
 
 def _cycled(count: int) -> list[str]:
@@ -317,7 +323,7 @@ def _bars(blocks: Sequence[int], values: Mapping[str, Sequence[float]]) -> Figur
     return {**figure, "data": data}
 
 
-def _chosen(data: Data) -> Section:
+def _chosen(data: Data) -> Exhibit:
     """Which unit got how many bits."""
     bits = {entry["name"]: entry["bits"] for entry in data["alone"]}
     kinds = list(dict.fromkeys(_kind(unit) for unit in data["units"]))
@@ -329,10 +335,10 @@ def _chosen(data: Data) -> Section:
     counts = data["chosen"]["units"]
     units = ", ".join(f"{words.plural(count, 'unit')} in {name}" for name, count in counts.items())
     said = [f"{words.sentence(units)}."]
-    panel = Panel("Bits by unit and block", "A table of bits a weight, as colours.", figure, wide=True)
+    panel = Plot("Bits by unit and block", "A table of bits a weight, as colours.", figure, wide=True)
     sheet = Sheet(["candidate", "units"], [[name, str(count)] for name, count in counts.items()])
     # where all units have the same bits there is nothing to see
-    return Section(said, [panel] if len(set(at.values())) > 1 else [], [], sheet, title="What was chosen")
+    return Exhibit(said, [panel] if len(set(at.values())) > 1 else [], [], sheet, title="What was chosen")
 
 
 # --- where it is from ------------------------------------------------------------------------------------------------

@@ -1,13 +1,9 @@
-"""What `quantkit tax` found, as curves and on one screen: a line a batch, the verdict on each format, the ceilings."""
+"""What `quantkit tax` found, as curves and words: where each format wins, what its verdict says, the ceilings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from quantkit.bundle import Verdict
 from quantkit.measurement.rows import Row
@@ -15,8 +11,7 @@ from quantkit.model.sizes.shapes import LinearShapes
 from quantkit.report.bundle import curves, figures
 from quantkit.report.bundle.curves import CurvePoint, Series
 from quantkit.report.kit import words
-from quantkit.report.kit.parts import Sheet
-from quantkit.report.kit.screen import DIM, STYLES, WARNING, copied, grid, indented, table, titled
+from quantkit.report.kit.tree import Sheet
 from quantkit.target import Target
 
 # what a verdict says, and in which tone
@@ -67,7 +62,7 @@ class Taxed:
 
 
 @dataclass(frozen=True)
-class Panelled:
+class CurveGroup:
     """The curves of one shape, or of the sum over a model's linears, with one number of threads."""
 
     title: str
@@ -76,7 +71,7 @@ class Panelled:
     series: Sequence[Series]
 
 
-def groups(data: Taxed) -> list[Panelled]:
+def groups(data: Taxed) -> list[CurveGroup]:
     """The sum over a model first, then shape by shape; each with every number of threads."""
     timed = [row for row in data.rows if row.name == "latency.op" and row.op is not None and row.batch]
     keyed = figures.by(sorted(timed, key=lambda row: _shape(row) != ""), lambda row: (_shape(row), _threads(row)))
@@ -91,7 +86,7 @@ def groups(data: Taxed) -> list[Panelled]:
         variants = dict.fromkeys(str(row.settings["variant"]) for row in rows if row.baseline or row.value is None)
         series = [_series(data, rows, variant) for variant in variants]
         of = [each for each in series if each.cells or each.skipped]
-        found.append(Panelled(f"{title}, {on(threads)}", threads, not label, of))
+        found.append(CurveGroup(f"{title}, {on(threads)}", threads, not label, of))
     return found
 
 
@@ -168,7 +163,7 @@ def ceilings(data: Taxed) -> Sheet:
         what = f"{_CEILINGS[row.name]} {kind}".strip()
         by = str(row.settings.get("kernel") or "–")
         body.append([str(_threads(row) or "–"), what, value, words.between(row.ci95, form) or "–", by, stated])
-    return Sheet(["threads", "ceiling", "measured", "95 % interval", "by", f"{data.target.name} says"], body, 2)
+    return Sheet(["threads", "ceiling", "measured", "95 % interval", "by", "target says"], body, 2, words=2)
 
 
 def last_level_cache(data: Taxed) -> float:
@@ -177,40 +172,8 @@ def last_level_cache(data: Taxed) -> float:
     return next((float(size) for size in sizes if isinstance(size, int | float)), 0.0)
 
 
-# --- on a screen -----------------------------------------------------------------------------------------------------
-
-_HEAD = ("batch", "p50, {unit}", "faster", "95 %", "ideal", "gain", "tax", "share", "slack", "A/A")
-
-
-def terminal(data: Taxed, html: Path | None = None, out: Path | None = None) -> list[RenderableType]:
-    """All of it; of a model's single shapes what follows, the page has their lines."""
-    shown: list[RenderableType] = []
-    for threads, advice in data.advice.items():
-        answer, tone = said(advice)
-        of = f" ({on(threads)})" if len(data.advice) > 1 else ""
-        shown += [Text(), Text.assemble((data.title, "bold"), f"{of}: ", (f"{answer}.", STYLES.get(tone, "bold")))]
-        shown += indented(*map(Text, advice.because))
-    if data.traffic:
-        mix = ", ".join(f"{share:.0%} at batch {batch}" for batch, share in sorted(data.traffic.items()))
-        shown += indented(Text(f"traffic: {mix}", DIM))
-    shown += [_warned(note) for note in data.notes]
-    for group in groups(data):
-        whole = group.whole or not data.shapes.name
-        shown += titled(group.title, *(map(_curve, group.series) if whole else [_brief(group.series)]))
-    shown += titled("verdict on each", _verdicts(data)) if data.verdicts else []
-    sheet = ceilings(data)
-    head = [{"ceiling": "", "95 % interval": "95 %"}.get(name, name) for name in sheet.head]
-    shown += titled("ceilings, measured before and after", table(head, sheet.rows, left=0, gap=1, whole=False))
-    shown += indented(*(Text(text, DIM) for text in explained(data)))
-    return shown + [copied(f"  {path}") for path in (html, out) if path is not None]
-
-
-def _warned(text: str) -> Text:
-    return Text.assemble(("! ", WARNING), text)
-
-
 def explained(data: Taxed) -> list[str]:
-    """What the columns are, a sentence each."""
+    """Say what the columns are, a sentence each."""
     cache = last_level_cache(data)
     beyond, name = f" ({words.size(cache)})" if cache else "", data.baseline
     split = (
@@ -228,35 +191,22 @@ def explained(data: Taxed) -> list[str]:
     ]
 
 
-def _curve(series: Series) -> RenderableType:
-    """One variant: a line a batch, then what follows."""
-    if not series.cells:
-        return Group(Text(series.title, "cyan"), *map(Text, curves.skipped(series)))
-    factor, unit = series.time_unit
-    head = [name.format(unit=unit) for name in _HEAD]
-    lines = table(head, (line(cell, factor) for cell in series.cells), left=0, gap=1, whole=False)
-    kernel = series.cells[0].row.settings.get("kernel")
-    title = Text.assemble((series.title, "cyan"), (f"  {kernel}" if kernel else "", DIM))
-    return Group(title, lines, Text(" ".join(outcomes(series))), *map(_warned, curves.cautions(series)))
-
-
 def line(cell: CurvePoint, factor: float) -> list[str]:
-    """The cells of one batch; times in the unit of `factor`."""
+    """Write the cells of one batch; times in the unit of `factor`."""
 
     def time_(seconds: float | None) -> str:
         return words.figure(seconds * factor, 3) if seconds is not None else "–"
 
-    tax = cell.tax.value if cell.tax is not None else None
-    gain = cell.gain
+    tax, sure = cell.tax.value if cell.tax is not None else None, cell.ratio_ci95
     share = tax / cell.original if tax is not None and cell.original else None
     noisy = "~" if cell.doubtful else ""
     return [
         f"{cell.x:,}",
         f"{time_(cell.original)} → {time_(cell.row.value)}",
         words.or_dash(cell.ratio, lambda ratio: f"{noisy}{words.times(ratio)}"),
-        _span(cell.ratio_ci95),
+        f"{words.figure(sure[0], 2)}–{words.figure(sure[1], 2)}" if sure else "–",
         words.or_dash(cell.promised, words.times),
-        words.or_dash(gain, lambda share: words.percent(share, 0) if share <= 1 else "?"),
+        words.or_dash(cell.gain, lambda gain: words.percent(gain, 0) if gain <= 1 else "?"),
         time_(tax),
         words.or_dash(share, lambda v: words.percent(v, 0)),
         time_(cell.excess),
@@ -264,32 +214,6 @@ def line(cell: CurvePoint, factor: float) -> list[str]:
     ]
 
 
-def _span(interval: words.Interval | None) -> str:
-    """`2.6–2.7`: a column has no room for words."""
-    return f"{words.figure(interval[0], 2)}–{words.figure(interval[1], 2)}" if interval else "–"
-
-
 def outcomes(series: Series) -> list[str]:
-    """Where it wins, its break-even point, what was left out."""
+    """Say where it wins, its break-even point, what was left out."""
     return [*curves.outcomes(series), *(text for text in [curves.break_even(series)] if text), *curves.skipped(series)]
-
-
-def _brief(found: Sequence[Series]) -> RenderableType:
-    """The speed-up at each batch, a line a variant."""
-    batches = sorted({cell.x for series in found for cell in series.cells})
-    made = table(["", *(f"{batch:,}" for batch in batches)], left=0, gap=1, whole=False)
-    for series in found:
-        ratios = {cell.x: words.or_dash(cell.ratio, words.times) for cell in series.cells}
-        made.add_row(Text(series.title, "cyan"), *(ratios.get(batch, "–") for batch in batches))
-    return made
-
-
-def _verdicts(data: Taxed) -> RenderableType:
-    rows = []
-    for threads, found in data.verdicts.items():
-        for verdict in found:
-            answer, tone = said(verdict)
-            of = Text(on(threads) if len(data.verdicts) > 1 else "", DIM)
-            style = {"good": "green", "bad": "red"}.get(tone, "")
-            rows.append((of, Text(answer, style), Text(verdict.because[0] if verdict.because else "", DIM)))
-    return grid(rows)

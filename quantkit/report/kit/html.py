@@ -1,4 +1,4 @@
-"""The shell of every page: one base template, one style sheet, one policy for what a page may do, one way to write it.
+"""The tree as a page: one template, one style sheet, one policy for what a page may do, one way to write it.
 
 What comes from models and data is untrusted: Jinja escapes it in the text, JSON in a script element is escaped besides,
 and each page's own policy lets no other script run and no request leave. A report is one file: plotly is embedded once,
@@ -11,6 +11,7 @@ import base64
 import functools
 import gzip
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from quantkit import machine
 from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError, MissingDependency
 from quantkit.report.kit import words
+from quantkit.report.kit.tree import Document, Facts, Line, On, Part, Section, only, spans
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -31,6 +33,8 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 _BESIDE = "'self' file:"
+# facts that are there to be looked up, not to be read
+_EXACT = {"versions", "seed", "A's content", "B's content"}
 
 
 def demand() -> None:
@@ -48,8 +52,8 @@ def write(path: Path, text: str) -> None:
         raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
 
 
-def rendered(template: str, **values: Any) -> str:
-    """A report from one of its templates: one file with its style, its script and plotly.
+def page(document: Document) -> str:
+    """Render a tree as one file with its style, its script and plotly.
 
     Raises:
         MissingDependency: plotly, extra `report`.
@@ -61,12 +65,25 @@ def rendered(template: str, **values: Any) -> str:
     policy = _POLICY.format(scripts=" ".join(f"'sha256-{digest}'" for digest in hashes), styles="")
     # these three are this package's own and plotly's; everything else is escaped
     own = {"style": read("page.css"), "script": script, "library": _packed(library)}
-    return _filled(_TEMPLATES, template, policy, **values, **{name: Markup(text) for name, text in own.items()})  # noqa: S704
+    exact = [fact for fact in document.facts if "sha256" in fact[0] or fact[0] in _EXACT]
+    facts: list[Part] = [Facts([fact for fact in document.facts if fact not in exact])] if document.facts else []
+    facts += [Section("Hashes and versions", [Facts(exact)], folded=True)] if exact else []
+    chapters = only(document.parts, On.PAGE)
+    return _filled(
+        _TEMPLATES,
+        "page.html.j2",
+        policy,
+        document=document,
+        head=only(document.head, On.PAGE),
+        chapters=[*chapters, Section("Provenance", [*facts, *document.provenance], "provenance")],
+        **{name: Markup(text) for name, text in own.items()},  # noqa: S704
+    )
 
 
-def fragment(template: str, **values: Any) -> str:
-    """A part of somebody else's page, from one of the templates, everything in it escaped."""
-    return _environment(_TEMPLATES).get_template(template).render(**values)
+def fragment(parts: Sequence[Part]) -> str:
+    """Render parts for somebody else's page, everything in them escaped."""
+    template = _environment(_TEMPLATES).get_template("parts.html.j2")
+    return str(template.module.all(only(parts, On.PAGE), 3))  # type: ignore[attr-defined]
 
 
 def page_of_site(folder: Path, template: str, **values: Any) -> str:
@@ -95,17 +112,33 @@ def _environment(folder: Path) -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"plural": words.plural, "sentence": words.sentence, "visible": words.visible, "coded": _coded}
+    made.filters |= {
+        "line": _line,
+        "kind": lambda part: type(part).__name__,
+        "shown": functools.partial(only, on=On.PAGE),
+    }
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return made
 
 
+def _line(line: Line) -> Markup:
+    """Escape a line; what stands between backticks is code, tones are classes, links are links."""
+    from markupsafe import Markup
+
+    made = Markup("")
+    for text in spans(line):
+        inner, tone, href = _coded(text), getattr(text, "tone", ""), getattr(text, "href", "")
+        inner = Markup('<a href="{}">{}</a>').format(href, inner) if href else inner
+        made += Markup('<span class="{}">{}</span>').format(f"tone {tone}", inner) if tone else inner
+    return made
+
+
 def _coded(text: str) -> Markup:
-    """Escaped text, what stands between backticks as code."""
     from markupsafe import Markup, escape
 
-    parts = text.split("`")
+    parts = str(text).split("`")
     if len(parts) % 2 == 0:  # a backtick without its other one is a backtick
-        return escape(text)
+        return escape(str(text))
     return Markup("").join(Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts))
 
 

@@ -1,1 +1,0 @@
-"""The page and the screen of a search for mixed precision."""
