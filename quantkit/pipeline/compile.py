@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from quantkit.pipeline.gates import demand, judge, refuse, warnings
 from quantkit.pipeline.graphs.located import takes_graph
 from quantkit.pipeline.keep import with_documents
 from quantkit.pipeline.progress import Progress, Stage, Stages
-from quantkit.pipeline.request import Request
+from quantkit.pipeline.request import Request, demand_model
 from quantkit.pipeline.subject import Subject, Work
 from quantkit.pipeline.verdict import decide
 from quantkit.report.kit import words
@@ -88,6 +88,34 @@ class Compiled:
             "stages": [stage.as_dict() for stage in self.stages],
             "memory_peak_bytes": self.memory_peak_bytes,
         }
+
+
+def asked(
+    model: str,
+    *,
+    recipe: str = "awq-int4",
+    changes: Sequence[str] = (),
+    imatrix: Path | None = None,
+    **how: Any,
+) -> Request:
+    """Read and check all that is asked of a compile, before the model is opened.
+
+    Args:
+        imatrix: an importance matrix that `rtn` weighs errors by.
+        how: see `Request.of`.
+
+    Raises:
+        InputError: of `Request.of`, `demand_model` and `weighed_by`.
+    """
+    weighing: Sequence[str] = ()
+    weighed: tuple[Decision, ...] = ()
+    if imatrix is not None:
+        from quantkit.pipeline.imatrix import weighed_by
+
+        weighing, weighed = weighed_by(imatrix, recipe, changes)
+    request = replace(Request.of(model, recipe=recipe, changes=[*changes, *weighing], **how), taken=weighed)
+    demand_model(model)
+    return request
 
 
 def compile_model(request: Request, progress: Progress | None = None) -> Compiled:

@@ -37,11 +37,20 @@ def module(code):
     return modules[code]
 
 
+def importing(frame):
+    # classes and decorators that run while a module is read are no steps of a recipe
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def entered(frame, event, _):
     if event != "call":
         return
     here = module(frame.f_code)
-    if not here:
+    if not here or importing(frame):
         return
     there = module(frame.f_back.f_code) if frame.f_back is not None else ""
     if there:
@@ -49,7 +58,7 @@ def entered(frame, event, _):
         if low < high:
             climbs.add(there + " -> " + here + "." + frame.f_code.co_name)
     if not arrived:
-        if here == "pipeline.compile" and frame.f_code.co_name == "compile_model":
+        if here == "pipeline.compile":
             arrived.append(True)
         else:
             before.append(here)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -43,24 +42,22 @@ def compile(  # noqa: A001 (the word of the command line)
     as_json: Json = False,
 ) -> Answer:
     """Quantize a model into a bundle, load it again, score it, time it."""
+    from quantkit.pipeline.compile import asked, compile_model, opened
     from quantkit.pipeline.gates import failed_gate
-    from quantkit.pipeline.imatrix import weighed_by
-    from quantkit.pipeline.request import Request, demand_model
     from quantkit.report import terminal
     from quantkit.report.bundle.document import document, took
     from quantkit.report.bundle.usage import Files
 
     changes = list(set_ or ())
     changes += [f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else []
-    weighing, weighed = weighed_by(imatrix, recipe, set_ or ()) if imatrix is not None else ([], ())
-    changes += weighing
-    request = Request.of(
+    request = asked(
         model,
         recipe=recipe,
         target=target,
         calibration=calibration,
         out=out,
         changes=changes,
+        imatrix=imatrix,
         resume=resume,
         strict=strict,
         trust_remote_code=trust_remote_code,
@@ -69,12 +66,8 @@ def compile(  # noqa: A001 (the word of the command line)
         device=device,
         tf32=tf32,
     )
-    request = replace(request, taken=weighed)
-    demand_model(model)
     with showing() as progress:
         progress.begin(f"opening {model}")
-        from quantkit.pipeline.compile import compile_model, opened
-
         if dry_run:
             plan = opened(request, dry=True).planned()
             return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
