@@ -25,7 +25,7 @@ from quantkit.formats import load_format
 from quantkit.measurement.accuracy.positions import Accuracy, Items
 from quantkit.passes import load_pass
 from quantkit.passes.assign import in_pieces, nearest
-from quantkit.pipeline.blocks.head import moments_of_sums
+from quantkit.pipeline.blocks.quantize import moments_of_sums
 from quantkit.scheme import WeightScheme
 
 # of `int4-cpu`

@@ -24,9 +24,9 @@ from quantkit.measurement.rows import read_rows
 from quantkit.measurement.timing.anew import CANDIDATE
 from quantkit.nightly.evidence import UNSCORED
 from quantkit.nightly.records import Side
-from quantkit.pipeline.compare.scores import demand_one_text
+from quantkit.pipeline.compare.compare import flips, scored_text
 from quantkit.pipeline.compare.sides import BundleSide as Compared
-from quantkit.pipeline.compare.words import flips, scored_text
+from quantkit.pipeline.compare.sides import demand_one_text
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph, is_network
 from quantkit.pipeline.request import Request
 from quantkit.runtimes import load_runtime

@@ -13,8 +13,7 @@ from quantkit.errors import GateError, InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.experts import routers
-from quantkit.pipeline.blocks.accounting import about, account, left_in_floats
-from quantkit.pipeline.blocks.layers import lay_out
+from quantkit.pipeline.blocks.layers import about, account, lay_out, left_in_floats
 from quantkit.pipeline.gates import refuse, warnings
 from quantkit.recipe import Recipe
 

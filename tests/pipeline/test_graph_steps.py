@@ -18,10 +18,9 @@ from quantkit.errors import QuantkitError
 from quantkit.formats import QuantTensor
 from quantkit.graph.codes import solve, weights_only
 from quantkit.graph.pairs.qdq import Codes, Range
-from quantkit.pipeline.graphs.plan import estimate
 from quantkit.pipeline.graphs.prepared import prepare
-from quantkit.pipeline.graphs.quantized import QuantizedGraph
-from quantkit.pipeline.graphs.steps import IntegerForm, Steps, WeightForm
+from quantkit.pipeline.graphs.quantized import IntegerForm, QuantizedGraph, Steps, WeightForm
+from quantkit.pipeline.graphs.subject import estimate
 from quantkit.pipeline.request import Request
 from quantkit.scheme import WeightScheme
 

@@ -24,9 +24,9 @@ from quantkit.passes.rtn import Rtn
 from quantkit.passes.solvers import ranges
 from quantkit.passes.solvers.gptq import gptq
 from quantkit.pipeline import Request, compile_model
-from quantkit.pipeline.blocks.head import quantize_head
 from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.pipeline.blocks.prepared import prepare
+from quantkit.pipeline.blocks.quantize import quantize_head
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 

@@ -15,7 +15,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy import layerwise
-from quantkit.pipeline.finished.layerwise import compare_layers, fed
+from quantkit.pipeline.finished.reload import compare_layers, fed
 from quantkit.report.bundle.layers import layers as shown
 from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.scheme import WeightScheme

@@ -12,8 +12,8 @@ from small_graph import chain
 
 import quantkit
 from quantkit.errors import GateError, InputError, QuantkitError
-from quantkit.pipeline.graphs.plan import estimate
 from quantkit.pipeline.graphs.prepared import prepare
+from quantkit.pipeline.graphs.subject import estimate
 from quantkit.pipeline.request import Request
 
 # nothing is declined, but samples without labels cannot judge the gate, which is a decision

@@ -24,8 +24,7 @@ from quantkit.model.source.hashes import file_sha256
 from quantkit.model.structure.kinds import model_graph
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.accounting import about, account
-from quantkit.pipeline.blocks.layers import Layers, lay_out
+from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
 from quantkit.pipeline.request import Request, default_out, for_target, with_own_runtime
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned

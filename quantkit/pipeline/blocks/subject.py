@@ -27,7 +27,7 @@ from quantkit.measurement.accuracy.purpose import TextResults
 from quantkit.measurement.rows import Row
 from quantkit.model.sizes.assigned import takes_head
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline.blocks.accounting import account
+from quantkit.pipeline.blocks.layers import account
 from quantkit.pipeline.blocks.prepared import Prepared, fingerprint
 from quantkit.pipeline.blocks.quantize import quantize, results
 from quantkit.pipeline.blocks.score import KL, OUTPUT, original_of, score_exports, unscored

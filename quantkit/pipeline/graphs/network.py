@@ -18,8 +18,7 @@ from quantkit.passes.rtn import Rtn
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.engine import EXPORT, wanted
 from quantkit.pipeline.graphs.prepared import PreparedGraph
-from quantkit.pipeline.graphs.quantized import BATCH, SOLVING
-from quantkit.pipeline.graphs.steps import IntegerForm, Steps, WeightForm
+from quantkit.pipeline.graphs.quantized import BATCH, SOLVING, IntegerForm, Steps, WeightForm
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK

@@ -19,7 +19,7 @@ from quantkit.passes.gptq import Gptq
 from quantkit.passes.mixed import Mixed
 from quantkit.passes.rtn import Rtn
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.accounting import about, account_graph
+from quantkit.pipeline.blocks.layers import about, account_graph
 from quantkit.pipeline.graphs import engine as graph_engine
 from quantkit.pipeline.graphs.answers import SampleCost, cost
 from quantkit.pipeline.graphs.located import located

@@ -30,15 +30,13 @@ from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.rows import Row
 from quantkit.model.device import ComputeDevice
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline.blocks.accounting import account_graph
+from quantkit.pipeline.blocks.layers import account_graph
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.graphs.engine import wanted
 from quantkit.pipeline.graphs.mixed import NAME, mix
 from quantkit.pipeline.graphs.network import Network
-from quantkit.pipeline.graphs.plan import estimate
 from quantkit.pipeline.graphs.prepared import PreparedGraph
-from quantkit.pipeline.graphs.quantized import QuantizedGraph
-from quantkit.pipeline.graphs.steps import Steps
+from quantkit.pipeline.graphs.quantized import QuantizedGraph, Steps, estimate
 from quantkit.pipeline.keep import HARM
 from quantkit.pipeline.measure import MeasuredAgainst, measure, quick_times
 from quantkit.pipeline.progress import Progress, Stages

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.formats import stored_bits
 from quantkit.pipeline import estimate
-from quantkit.pipeline.blocks.accounting import account_graph, left_in_floats
+from quantkit.pipeline.blocks.layers import account_graph, left_in_floats
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.report.bundle import figures
 
@@ -49,7 +49,7 @@ def planned(prepared: Prepared) -> dict[str, Any]:
 
 def planned_graph(prepared: PreparedGraph) -> dict[str, Any]:
     """The same of a float graph, with the multiply-accumulates of one sample and the runtime."""
-    from quantkit.pipeline.graphs import plan
+    from quantkit.pipeline.graphs import quantized as plan
     from quantkit.pipeline.graphs.answers import RUNTIME
 
     graph, scheme = prepared.graph, prepared.request.recipe.scheme
