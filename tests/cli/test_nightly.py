@@ -240,7 +240,7 @@ def test_the_remedy_of_a_store_of_parquet_files_makes_a_new_one(
         def ready(self) -> None: ...
 
         def run(self, jobs: Any, work: Any, progress: Any) -> Any:
-            return (JobOutcome(job, "failed", {"code": "process-died"}) for job in jobs)
+            return (JobOutcome(job, "failed", {"code": "process-died", "value": "SIGKILL"}) for job in jobs)
 
     monkeypatch.setitem(executors.NAMES, "local", Failing)
     (config.parent / "kept").mkdir()
