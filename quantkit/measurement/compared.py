@@ -16,7 +16,7 @@ worse in something; 3, neither is shown.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from math import isfinite
 from typing import Any, Literal
 
@@ -32,8 +32,8 @@ How = Literal["paired", "interleaved", "apart", "ratio of ratios", "counted"]
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """One thing that is compared, before it is decided.
+class _Thing:
+    """One thing that is compared.
 
     Args:
         what: the kind of thing.
@@ -42,7 +42,6 @@ class Quantity:
         b: B's.
         unit: of both.
         how: see `How`.
-        evidence: what is known of the difference.
         n: items or timed steps that it rests on.
         runtime: of both.
         batch: of times.
@@ -57,7 +56,7 @@ class Quantity:
     b: float | None
     unit: str
     how: How
-    evidence: Evidence
+    _: KW_ONLY
     n: int | None = None
     runtime: str | None = None
     batch: int | None = None
@@ -67,17 +66,19 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class DecidedCell:
-    """What was decided of one thing; see `Asked` for what is not named here.
+class Quantity(_Thing):
+    """One thing before it is decided; `evidence` is what is known of the difference. The rest: see `_Thing`."""
+
+    evidence: Evidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecidedCell(_Thing):
+    """What was decided of one thing; see `_Thing`, and `CellDecision` for what is not named here.
 
     Args:
         answer: of B: `better`, `same`, `worse` or `inconclusive`.
         effect: how much worse B is: a share (0.05: 5 % slower or larger, 0.01: one item in a hundred lost), or nats.
-        ci95: of that.
-        margin: a difference of less is nobody's concern.
-        p_worse: that B is worse, adjusted for all that is decided together.
-        p_better: that it is better.
-        detectable: the smallest effect that would have been called worse in 9 of 10 comparisons.
         no_worse: B is shown to be no worse than the margin.
         no_better: nor better.
         confirmed: whether a second run said the same of a time; None where there was none.
@@ -87,12 +88,6 @@ class DecidedCell:
         doubt: why neither side is called better, whatever the interval says.
     """
 
-    what: What
-    name: str
-    a: float | None
-    b: float | None
-    unit: str
-    how: How
     answer: Answer
     effect: float
     ci95: Interval
@@ -102,12 +97,6 @@ class DecidedCell:
     detectable: float
     no_worse: bool
     no_better: bool
-    n: int | None = None
-    runtime: str | None = None
-    batch: int | None = None
-    shape: Mapping[str, int] | None = None
-    device: str | None = None
-    output: str | None = None
     confirmed: bool | None = None
     allowed: float | None = None
     shipped: str = ""

@@ -20,7 +20,7 @@ from quantkit import content, machine
 from quantkit.bundle import cached
 from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.measurement.accuracy.labelled import About, classification, outputs, retrieval
-from quantkit.measurement.accuracy.labelled.classes import cosine_row
+from quantkit.measurement.accuracy.labelled.about import Drawn, cosine_row
 from quantkit.measurement.accuracy.purpose import TextResults, pooled
 from quantkit.measurement.rows import Data, Row
 from quantkit.runtimes import Headed
@@ -85,7 +85,7 @@ def rows_of(
             return retrieval(one[:count], one[count:], other[:count], other[count:], about=about)
         one, other = one.astype(np.float64), other.astype(np.float64)
         lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-        return [cosine_row((one * other).sum(axis=1) / lengths, np.arange(count), about, "sequence", [])]
+        return [cosine_row((one * other).sum(axis=1) / lengths, Drawn(count, "sequence"), about)]
     if result.purpose.gives == "text":
         return _of_texts(np.stack(before), np.stack(after), result.purpose.problem, about)
     texts = np.repeat(np.arange(len(before)), [len(each) for each in before])

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from quantkit.bundle.disk import stopping_when_full, write_atomic
 from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.errors import GateError, InputError
-from quantkit.measurement.accuracy.labelled.about import About
+from quantkit.measurement.accuracy.labelled.about import About, Drawn
 from quantkit.measurement.rows import Baseline, Data, Interval, Row
 from quantkit.stats.clustered import FEWEST, Estimate, clustered_mean, clusters_of, student
 from quantkit.stats.deciding.evidence import Evidence
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import torch
 
 Array = NDArray[Any]
-Better = Literal["lower", "higher"]
 
 # logits worked on at a time: on a CPU two float32 buffers of this many stay in the cache, twice as fast as in memory; a
 # GPU wants to be busy
@@ -118,35 +117,28 @@ class Items:
                 value="no scored position",
                 rule="at least two tokens a sequence",
             )
-        common = about.common(flags=[f"ci95-by-{self.clusters()[1]}"])
-        common |= {"n": self.n, "shape": {"sequences": int(np.unique(self.sequence).size)}}
+        drawn = Drawn(self.n, self.clusters()[1])
+        shape = {"sequences": int(np.unique(self.sequence).size)}
 
-        def row(name: str, value: float, better: Better, against: float, ci95: Interval | None, **others: Any) -> Row:
-            ratios = {key: others.pop(key) for key in ("ratio", "ratio_ci95") if key in others}
-            others = {"unit": "1", "stat": "mean", **others, **common}
-            baseline = Baseline(subject=about.baseline, value=against, **ratios)
-            return Row(name=name, value=value, better=better, ci95=ci95, baseline=baseline, **others)
+        def row(name: str, value: float, against: Baseline | float, ci95: Interval | None, **others: Any) -> Row:
+            return about.row(f"accuracy.{name}", value, drawn, against=against, ci95=ci95, shape=shape, **others)
 
         loss, original = self.mean(self.nll_candidate), self.mean(self.nll_original)
         divergence, agreement = self.mean(self.kl), self.mean(self.agree)
         right, before = self.mean(self.right_candidate), self.mean(self.right_original)
         # on the logarithm, where the two sides are paired and the interval is symmetric
         gain = self.mean(self.nll_original - self.nll_candidate)
-        gained = {"ratio": _exp(gain.value), "ratio_ci95": _exp_interval(gain.ci95), "stat": "exp_mean"}
+        gained: dict[str, Any] = {"ratio": _exp(gain.value), "ratio_ci95": _exp_interval(gain.ci95)}
         quantiles = dict(zip(("p50", "p90", "p99"), map(float, np.quantile(self.kl, (0.5, 0.9, 0.99))), strict=True))
+        perplexity = Baseline(subject=about.baseline, value=_exp(original.value), **gained)
         times = right.value / before.value if before.value else None
+        words = Baseline(subject=about.baseline, value=before.value, ratio=times)
+        nats: dict[str, Any] = {"unit": "nat", "better": "lower", "quantiles": quantiles}
         return [
-            row(
-                "accuracy.perplexity",
-                _exp(loss.value),
-                "lower",
-                _exp(original.value),
-                _exp_interval(loss.ci95),
-                **gained,
-            ),
-            row("accuracy.kl", divergence.value, "lower", 0.0, divergence.ci95, unit="nat", quantiles=quantiles),
-            row("accuracy.top1_agreement", agreement.value, "higher", 1.0, _share(agreement.ci95)),
-            row("accuracy.next_word", right.value, "higher", before.value, _share(right.ci95), ratio=times),
+            row("perplexity", _exp(loss.value), perplexity, _exp_interval(loss.ci95), better="lower", stat="exp_mean"),
+            row("kl", divergence.value, 0.0, divergence.ci95, **nats),
+            row("top1_agreement", agreement.value, 1.0, agreement.ci95, held=(0.0, 1.0)),
+            row("next_word", right.value, words, right.ci95, held=(0.0, 1.0)),
         ]
 
     def save(self, path: Path) -> None:
@@ -330,10 +322,6 @@ def _exp(value: float) -> float:
 
 def _exp_interval(interval: tuple[float, float] | None) -> tuple[float, float] | None:
     return None if interval is None else (_exp(interval[0]), _exp(interval[1]))
-
-
-def _share(interval: tuple[float, float] | None) -> tuple[float, float] | None:
-    return None if interval is None else (max(0.0, interval[0]), min(1.0, interval[1]))
 
 
 # nats, on average over positions: precisions of one original are hundredths apart, other texts are apart by whole nats

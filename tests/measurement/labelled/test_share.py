@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from measurement.labelled.made_up import about
-from quantkit.measurement.accuracy.labelled.about import difference_interval, share_interval, share_row
+from quantkit.measurement.accuracy.labelled.about import Drawn, difference_interval, share_interval, share_row
 
 
 def sides(both: int, only_before: int, only_right: int, neither: int):
@@ -18,7 +18,9 @@ def sides(both: int, only_before: int, only_right: int, neither: int):
 
 def test_the_row_says_all():
     right, before = sides(420, 12, 8, 40)
-    row = share_row("accuracy.top1", right, before, about=about(480), unit="image", shape={"classes": 10}, seed=1)
+    row = share_row(
+        "accuracy.top1", right, before, Drawn(right.size, "image"), about=about(480), shape={"classes": 10}, seed=1
+    )
     assert (row.value, row.n, row.runtime, row.settings, row.shape) == (
         428 / 480,
         480,
@@ -61,7 +63,7 @@ def test_tiny_samples_have_finite_intervals_or_none():
             low, high = difference_interval(d > 0, d < 0)
             assert -1 <= low <= d.mean() <= high <= 1, moved
     assert difference_interval(np.array([True]), np.array([False])) is None
-    row = share_row("accuracy.top1", np.array([True]), np.array([False]), about=about(), unit="image")
+    row = share_row("accuracy.top1", np.array([True]), np.array([False]), Drawn(1, "image"), about=about())
     assert row.baseline.ratio is None
     assert row.baseline.difference == 1.0
     assert row.ci95 == (pytest.approx(0.2065, abs=1e-4), 1.0)
@@ -73,7 +75,7 @@ def test_what_was_drawn_together_counts_as_one():
     clusters = np.repeat(np.arange(40), 12)
     alone, together = share_interval(right), share_interval(right, clusters)
     assert together[1] - together[0] > 2.5 * (alone[1] - alone[0])
-    row = share_row("accuracy.top1", right, None, about=about(), unit="image", clusters=clusters)
+    row = share_row("accuracy.top1", right, None, Drawn(480, "image", clusters), about=about())
     assert (row.flags, row.shape) == (["ci95-by-cluster"], {"clusters": 40})
     # all right: as much as 40 draws say
     assert share_interval(np.ones(480, bool), clusters)[0] == pytest.approx(0.9124, abs=1e-3)
@@ -88,7 +90,7 @@ def test_crops_of_five_photographs_are_five_draws():
     clusters = np.repeat(np.arange(5), 96)
     right = (generator.random((5, 96)) < shares[:, None]).ravel()
     before = np.ones(480, bool)
-    row = share_row("accuracy.top1", right, before, about=about(480), unit="image", clusters=clusters)
+    row = share_row("accuracy.top1", right, before, Drawn(480, "image", clusters), about=about(480))
     each = right.reshape(5, 96).mean(axis=1)
     reach = stats.t.ppf(0.975, 4) * stats.sem(each)
     assert np.ptp(row.ci95) == pytest.approx(2 * reach, rel=0.15)

@@ -10,6 +10,7 @@ give an interval without width; it is then ± the upper end of Wilson's interval
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,8 +49,8 @@ class About:
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str | bool | int | float | None] = field(default_factory=dict)
 
-    def common(self, *, flags: list[str], **settings: str | bool | int | float) -> dict[str, Any]:
-        """The fields that every row of the run has, with settings of its own."""
+    def common(self, *, flags: Sequence[str], **settings: str | bool | int | float) -> dict[str, Any]:
+        """Give the fields that every row of the run has, with settings of its own."""
         return {
             "subject": self.subject,
             "runtime": self.runtime,
@@ -57,8 +58,76 @@ class About:
             "device": self.device,
             "versions": dict(self.versions),
             "data": self.data,
-            "flags": flags,
+            "flags": list(flags),
         }
+
+    def row(
+        self,
+        name: str,
+        value: float | None,
+        drawn: Drawn | None = None,
+        *,
+        ci95: Interval | None = None,
+        held: tuple[float, float] = (-math.inf, math.inf),
+        against: Baseline | float | None = None,
+        flags: Sequence[str] = (),
+        shape: Mapping[str, int] | None = None,
+        settings: Mapping[str, str | float] | None = None,
+        **others: Any,
+    ) -> Row:
+        """Give a row of accuracy, by default a mean of which more is better.
+
+        Args:
+            drawn: the items that it rests on; None: nothing was scored.
+            held: ends that the interval keeps within.
+            against: the baseline, or the original's value.
+            settings: of the row, besides those of the run.
+        """
+        if isinstance(against, float):
+            against = Baseline(subject=self.baseline, value=against)
+        if ci95 is not None:
+            ci95 = max(held[0], ci95[0]), min(held[1], ci95[1])
+        fields: dict[str, Any] = {"unit": "1", "better": "higher", "baseline": against, "ci95": ci95}
+        if drawn is not None:
+            flags = [f"ci95-by-{drawn.by}", *flags]
+            fields |= {"stat": "mean", "n": drawn.n}
+            shape = {**(shape or {}), **drawn.shape} or None
+        common = self.common(flags=flags, **(settings or {}))
+        return Row(name=name, value=value, shape=dict(shape) if shape else None, **{**fields, **others}, **common)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """How items were drawn.
+
+    Args:
+        n: items.
+        unit: what one is, `image`.
+        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
+    """
+
+    n: int
+    unit: str
+    clusters: Array | None = None
+
+    @property
+    def by(self) -> str:
+        """What intervals are over."""
+        return self.unit if self.clusters is None else "cluster"
+
+    @property
+    def labels(self) -> Array:
+        """A label [n] for every draw."""
+        return np.arange(self.n) if self.clusters is None else np.asarray(self.clusters)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """What rows say of them beside `n`."""
+        return {} if self.clusters is None else {"clusters": int(np.unique(self.clusters).size)}
+
+    def among(self, chosen: Array) -> Drawn:
+        """Keep those of a mask [n]."""
+        return Drawn(int(chosen.sum()), self.unit, None if self.clusters is None else self.labels[chosen])
 
 
 def demand_alike(original: Array, candidate: Array, where: str, what: str) -> None:
@@ -96,57 +165,38 @@ def share_row(
     name: str,
     right: Array,
     before: Array | None,
+    drawn: Drawn,
     *,
     about: About,
-    unit: str,
-    clusters: Array | None = None,
-    shape: dict[str, int] | None = None,
-    flags: Sequence[str] = (),
     seed: int = 0,
-    **settings: float,
+    **others: Any,
 ) -> Row:
-    """A row of the share of `right` [n] bool.
+    """Give a row of the share of `right` [n] bool.
 
     Args:
         before: what the original gets right; None where right means "as the original", whose own share is 1.
-        about: what rows share.
-        unit: what an item is, `image`.
-        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
-        shape, flags, settings: of the row; the number of clusters joins `shape`.
+        others: see `About.row`.
     """
-    n = right.size
-    value = float(np.mean(right))
-    by = unit if clusters is None else "cluster"
-    if clusters is not None:
-        shape = {**(shape or {}), "clusters": int(np.unique(clusters).size)}
-    return Row(
-        name=name,
-        value=value,
-        unit="1",
-        stat="mean",
-        better="higher",
-        ci95=share_interval(right, clusters),
-        n=n,
-        shape=shape,
-        baseline=_against(right, before, value, about.baseline, clusters, seed),
-        **about.common(flags=[f"ci95-by-{by}", *flags], **settings),
-    )
+    value, against = float(np.mean(right)), Baseline(subject=about.baseline, value=1.0)
+    if before is not None:
+        base = float(np.mean(before))
+        against = Baseline(
+            subject=about.baseline,
+            value=base,
+            ratio=value / base if base else None,
+            difference=value - base,
+            difference_ci95=difference_interval(right, before, drawn.clusters, seed=seed),
+            p_value=mcnemar(before, right, drawn.clusters).p,
+        )
+    return about.row(name, value, drawn, ci95=share_interval(right, drawn.clusters), against=against, **others)
 
 
-def _against(
-    right: Array, before: Array | None, value: float, subject: str, clusters: Array | None, seed: int
-) -> Baseline:
-    if before is None:
-        return Baseline(subject=subject, value=1.0)
-    base = float(np.mean(before))
-    return Baseline(
-        subject=subject,
-        value=base,
-        ratio=value / base if base else None,
-        difference=value - base,
-        difference_ci95=difference_interval(right, before, clusters, seed=seed),
-        p_value=mcnemar(before, right, clusters).p,
-    )
+def cosine_row(values: Array, drawn: Drawn, about: About, flags: Sequence[str] = (), **settings: str | float) -> Row:
+    """Give `accuracy.cosine`: the mean of cosines [n] with its interval, the median, and the least as `p0`."""
+    mean = clustered_mean(values, drawn.labels)
+    quantiles = {"p0": float(values.min()), "p50": float(np.median(values))}
+    how: dict[str, Any] = {"flags": flags, "settings": settings, "held": (-1.0, 1.0), "against": 1.0}
+    return about.row("accuracy.cosine", mean.value, drawn, ci95=mean.ci95, n=values.size, quantiles=quantiles, **how)
 
 
 def share_interval(right: Array, clusters: Array | None = None) -> Interval:

@@ -21,6 +21,7 @@ nothing, is found by nothing, and its cosine counts as 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.measurement.accuracy.labelled.about import About, demand_alike, share_row
-from quantkit.measurement.rows import Baseline, Row
+from quantkit.measurement.accuracy.labelled.about import About, Drawn, cosine_row, demand_alike, share_row
+from quantkit.measurement.rows import Row
 from quantkit.stats.clustered import clustered_mean
 
 Array = NDArray[Any]
@@ -91,9 +92,8 @@ def classification(
             remedy="it is no classifier: its outputs are compared as they are",
         )
     chances = _are_chances(original)
-    flags = ["outputs-are-chances"] if chances else []
-    shape = {"classes": classes}
-    common: dict[str, Any] = {"about": about, "unit": unit, "shape": shape}
+    flags, drawn = ["outputs-are-chances"] if chances else [], Drawn(count, unit, clusters)
+    common: dict[str, Any] = {"about": about, "shape": {"classes": classes}}
     rows: list[Row] = []
     if labels is not None:
         truth = _checked(np.asarray(labels), count, classes, about.data.set)
@@ -102,22 +102,21 @@ def classification(
         for name, first in (("accuracy.top1", 1), ("accuracy.top5", _TOP)):
             if first < classes:
                 right, before = (rank < first for rank in ranks)
-                rows.append(share_row(name, right, before, clusters=clusters, flags=lonely, seed=seed, **common))
-    found = _answers(original, candidate, chances)
-    agree, sure = found.best == found.best_original, found.chance > SURE
-    rows.append(share_row("accuracy.top1_agreement", agree, None, clusters=clusters, **common))
+                rows.append(share_row(name, right, before, drawn, flags=lonely, seed=seed, **common))
+    same, name = _answers(original, candidate, chances), "accuracy.top1_agreement"
+    agree, sure = same.best == same.best_original, same.chance > SURE
+    rows.append(share_row(name, agree, None, drawn, **common))
+    surer: dict[str, Any] = {"settings": {"surer_than": SURE}}
     if sure.any():
-        among = None if clusters is None else np.asarray(clusters)[sure]
-        rows.append(
-            share_row(
-                "accuracy.top1_agreement", agree[sure], None, clusters=among, surer_than=SURE, **common, flags=flags
-            )
-        )
+        rows.append(share_row(name, agree[sure], None, drawn.among(sure), flags=flags, **surer, **common))
     else:
-        nothing = about.common(flags=[*flags, "nothing-is-surer"], surer_than=SURE)
-        rows.append(Row(name="accuracy.top1_agreement", value=None, unit="1", better="higher", shape=shape, **nothing))
-    rows.append(_divergence(found.kl, clusters, about, unit, shape, flags))
-    return rows
+        rows.append(about.row(name, None, flags=[*flags, "nothing-is-surer"], shape={"classes": classes}, **surer))
+    mean = clustered_mean(same.kl, drawn.labels)
+    p50, p90, p99 = (float(x) for x in np.quantile(same.kl, (0.5, 0.9, 0.99)))
+    quantiles = {"p50": p50, "p90": p90, "p99": p99}
+    how: dict[str, Any] = {"held": (0.0, math.inf), "against": 0.0, "flags": flags, "shape": {"classes": classes}}
+    kl: dict[str, Any] = {"unit": "nat", "better": "lower", "quantiles": quantiles, **how}
+    return [*rows, about.row("accuracy.kl", mean.value, drawn, ci95=mean.ci95, **kl)]
 
 
 def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str = "") -> tuple[Array | None, Array]:
@@ -138,29 +137,6 @@ def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str
         count, classes = float_logits.shape
         right = _rank(logits, _checked(np.asarray(labels), count, classes, where)) < 1
     return right, _answers(float_logits, logits, _are_chances(float_logits)).kl
-
-
-def _divergence(
-    kl: Array, clusters: Array | None, about: About, unit: str, shape: dict[str, int], flags: list[str]
-) -> Row:
-    mean = clustered_mean(kl, np.arange(kl.size) if clusters is None else clusters)
-    p50, p90, p99 = (float(x) for x in np.quantile(kl, (0.5, 0.9, 0.99)))
-    by = unit if clusters is None else "cluster"
-    if clusters is not None:
-        shape = {**shape, "clusters": mean.clusters}
-    return Row(
-        name="accuracy.kl",
-        value=mean.value,
-        unit="nat",
-        stat="mean",
-        better="lower",
-        quantiles={"p50": p50, "p90": p90, "p99": p99},
-        ci95=None if mean.ci95 is None else (max(0.0, mean.ci95[0]), mean.ci95[1]),
-        n=kl.size,
-        shape=shape,
-        baseline=Baseline(subject=about.baseline, value=0.0),
-        **about.common(flags=[f"ci95-by-{by}", *flags]),
-    )
 
 
 def _checked(labels: Array, count: int, classes: int, where: str) -> Array:
@@ -256,12 +232,27 @@ def retrieval(
     zero = ["zero-embeddings"] if nowhere else []
     flags = [*(["ties-are-misses"] if tied or tied_before else []), *zero]
     rows = [
-        share_row(name, rank < k, rank_before < k, about=about, unit="pair", flags=flags, seed=seed)
+        share_row(name, rank < k, rank_before < k, Drawn(count, "pair"), about=about, flags=flags, seed=seed)
         for k, name in NAMES.items()
         if k < count
     ]
+    both = _Pairs(count, "pair", np.tile(np.arange(count), 2))
     turned = np.concatenate([(a * b).sum(axis=1) for a, b in zip(units_before, units, strict=True)])
-    return [*rows, cosine_row(np.clip(turned, -1.0, 1.0), np.tile(np.arange(count), 2), about, "pair", zero)]
+    return [*rows, cosine_row(np.clip(turned, -1.0, 1.0), both, about, zero)]
+
+
+class _Pairs(Drawn):
+    """Both sides of pairs: the pair is what was drawn."""
+
+    @property
+    def by(self) -> str:
+        """See `Drawn`."""
+        return self.unit
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """See `Drawn`."""
+        return {}
 
 
 def found_first(left: Array, right: Array) -> Array:
@@ -269,32 +260,6 @@ def found_first(left: Array, right: Array) -> Array:
     ranks, _ = _partners(_unit(np.asarray(left)), _unit(np.asarray(right)))
     first: Array = ranks < 1
     return first
-
-
-def cosine_row(
-    values: Array,
-    clusters: Array,
-    about: About,
-    unit: str,
-    flags: list[str],
-    shape: dict[str, int] | None = None,
-    **settings: str | float,
-) -> Row:
-    """`accuracy.cosine`: the mean of cosines [n] with its interval, the median, and the least as `p0`."""
-    mean = clustered_mean(values, clusters)
-    return Row(
-        name="accuracy.cosine",
-        value=mean.value,
-        unit="1",
-        stat="mean",
-        better="higher",
-        quantiles={"p0": float(values.min()), "p50": float(np.median(values))},
-        ci95=None if mean.ci95 is None else (max(-1.0, mean.ci95[0]), min(1.0, mean.ci95[1])),
-        n=values.size,
-        shape=shape,
-        baseline=Baseline(subject=about.baseline, value=1.0),
-        **about.common(flags=[f"ci95-by-{unit}", *flags], **settings),
-    )
 
 
 def _unit(vectors: Array) -> Array:

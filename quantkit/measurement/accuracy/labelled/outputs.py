@@ -30,9 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.measurement.accuracy.labelled.about import About, demand_alike, demand_finite
-from quantkit.measurement.accuracy.labelled.classes import cosine_row
-from quantkit.measurement.rows import Baseline, Interval, Row
+from quantkit.measurement.accuracy.labelled.about import About, Drawn, cosine_row, demand_alike, demand_finite
+from quantkit.measurement.rows import Interval, Row
 from quantkit.stats.bootstrap import ratio_interval
 from quantkit.stats.clustered import clustered_ratio
 from quantkit.stats.shares import wilson
@@ -121,7 +120,7 @@ def _of_sets(
             if by == "boxes":
                 sides = [(a[i], b[j], (np.arange(len(i)),) * 2) for a, b, (i, j) in sides]
             moved, size = np.array([_moved(a, b, i, j) for a, b, (i, j) in sides]).T
-            rows.append(_error_row(name, moved, size, about, alike, seed))
+            rows.append(_error_row(name, moved, size, about, Drawn(moved.size, "item", alike), seed))
     return rows
 
 
@@ -139,49 +138,34 @@ def _vectors(values: Array) -> Array:
 
 def _rows(name: str, original: Array, candidate: Array, about: About, clusters: Array | None, seed: int) -> list[Row]:
     count, width = original.shape
+    drawn = Drawn(count, "item", clusters)
     lengths = np.linalg.norm(original, axis=1) * np.linalg.norm(candidate, axis=1)
-    nowhere = bool((lengths == 0).any())
-    found: list[Row] = []
+    rows: list[Row] = []
     if width > 1:
         products = (original * candidate).sum(axis=1)
         turned = np.clip(products / np.where(lengths > 0, lengths, 1.0), -1.0, 1.0)
-        flags = ["zero-outputs"] if nowhere else []
-        each, unit = (np.arange(count), "item") if clusters is None else (clusters, "cluster")
-        found.append(cosine_row(turned, each, about, unit, flags, _shape(clusters), output=name))
+        flags = ["zero-outputs"] if (lengths == 0).any() else []
+        rows.append(cosine_row(turned, drawn, about, flags, output=name))
     moved, size = ((candidate - original) ** 2).sum(axis=1), (original**2).sum(axis=1)
-    return [*found, _error_row(name, moved, size, about, clusters, seed)]
+    return [*rows, _error_row(name, moved, size, about, drawn, seed)]
 
 
-def _shape(clusters: Array | None) -> dict[str, int] | None:
-    return None if clusters is None else {"clusters": int(np.unique(clusters).size)}
-
-
-def _error_row(name: str, moved: Array, size: Array, about: About, clusters: Array | None, seed: int) -> Row:
-    count = moved.size
-    common: dict[str, Any] = {"name": "accuracy.relative_error", "unit": "1", "better": "lower"}
+def _error_row(name: str, moved: Array, size: Array, about: About, drawn: Drawn, seed: int) -> Row:
+    own: dict[str, Any] = {"better": "lower", "settings": {"output": name}}
     total = float(size.sum())
     if total == 0:
-        return Row(value=None, **common, **about.common(flags=["original-is-zero"], output=name))
+        return about.row("accuracy.relative_error", None, flags=["original-is-zero"], **own)
     value = float(np.sqrt(moved.sum() / total))
     interval = None
-    if clusters is not None:
-        ends = clustered_ratio(moved, size, clusters).ci95
+    if drawn.clusters is not None:
+        ends = clustered_ratio(moved, size, drawn.clusters).ci95
         interval = None if ends is None else (float(np.sqrt(ends[0])), float(np.sqrt(ends[1])))
     # an item of zeros has no error relative to itself: together with a neighbour it has
-    elif count > 1 and (size > 0).all():
+    elif drawn.n > 1 and (size > 0).all():
         low, high = (float(np.sqrt(max(0.0, end))) for end in ratio_interval(moved, size, seed=seed))
         interval = min(low, value), max(high, value)
-    by = "item" if clusters is None else "cluster"
-    return Row(
-        value=value,
-        stat="root_mean_square",
-        ci95=interval,
-        n=count,
-        shape=_shape(clusters),
-        baseline=Baseline(subject=about.baseline, value=0.0),
-        **common,
-        **about.common(flags=[f"ci95-by-{by}"] if interval else ["no-interval"], output=name),
-    )
+    row = about.row("accuracy.relative_error", value, drawn, ci95=interval, against=0.0, stat="root_mean_square", **own)
+    return row if interval else row.model_copy(update={"flags": ["no-interval"]})
 
 
 Side = Mapping[str, Sequence[Array]]
@@ -230,27 +214,17 @@ def equal_rows(before: Array, after: Array) -> Array:
 def same_row(
     name: str, same: Array, size: Array, about: About, clusters: Array | None, counts: dict[str, int], by: str
 ) -> Row:
-    """`accuracy.same`: Σ same / Σ size of items [n], with an interval over them or their clusters."""
-    own: dict[str, Any] = {"output": name, "by": by}
-    common: dict[str, Any] = {"name": "accuracy.same", "unit": "1", "better": "higher"}
+    """Give `accuracy.same`: Σ same / Σ size of items [n], with an interval over them or their clusters."""
+    own: dict[str, Any] = {"settings": {"output": name, "by": by}}
     if not size.sum():
-        return Row(value=None, **common, **about.common(flags=[NOTHING], **own))
-    drawn = np.arange(same.size) if clusters is None else clusters
-    found = clustered_ratio(same, size, drawn)
-    interval: Interval | None = found.ci95
-    if found.value in (0.0, 1.0):  # alike everywhere is no proof that it is so beyond the sample
-        interval = wilson(round(found.value) * found.clusters, found.clusters)
-    shape = {**counts, **({} if clusters is None else {"clusters": found.clusters})}
-    return Row(
-        value=found.value,
-        stat="mean",
-        ci95=None if interval is None else (interval[0], min(1.0, interval[1])),
-        n=same.size,
-        shape=shape or None,
-        baseline=Baseline(subject=about.baseline, value=1.0),
-        **common,
-        **about.common(flags=[f"ci95-by-{'item' if clusters is None else 'cluster'}"], **own),
-    )
+        return about.row("accuracy.same", None, flags=[NOTHING], **own)
+    drawn = Drawn(same.size, "item", clusters)
+    ratio = clustered_ratio(same, size, drawn.labels)
+    interval: Interval | None = ratio.ci95
+    if ratio.value in (0.0, 1.0):  # alike everywhere is no proof that it is so beyond the sample
+        interval = wilson(round(ratio.value) * ratio.clusters, ratio.clusters)
+    held = (-np.inf, 1.0)
+    return about.row("accuracy.same", ratio.value, drawn, ci95=interval, held=held, against=1.0, shape=counts, **own)
 
 
 def _equal(before: Array, after: Array) -> Pairs:
