@@ -35,12 +35,12 @@ import numpy as np
 import onnx
 import torch
 from devices.local_link import LocalLink
+from quantkit.devices.collect import CollectedCells
+from quantkit.devices.job import Job
 
 from quantkit import load, machine
 from quantkit.devices import job as jobs
 from quantkit.devices.answers import DeviceFacts, ScoredStretch
-from quantkit.devices.collect import CollectedCells
-from quantkit.devices.job import Job
 from quantkit.devices.link import carry
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph, samples_of
 from quantkit.pipeline.measure import original_of

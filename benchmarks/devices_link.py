@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from devices.loopback import Loopback
 from harness.random_model import LARGE, make
 from harness.record import parsing, record, show, verdicts
-
-from quantkit.cli import run
 from quantkit.devices.job import Found
 from quantkit.devices.ssh.link import SSHLink
+
+from quantkit.cli import run
 from quantkit.measurement.rows import read_rows
 from quantkit.pipeline import Request, compile_model
 from quantkit.recipe import Recipe

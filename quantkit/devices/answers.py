@@ -1,12 +1,13 @@
-"""What the cells of a job hold: written there, and validated here before anything is made of it.
+"""What a device answers: written there, and validated here before anything is made of it.
 
-All numbers are finite and every list has a limit: a line (`job.LINE`) is as much as one cell can be.
+All numbers are finite and every list has a limit: a line (`LINE`) is as much as one cell can be.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from quantkit import machine
 from quantkit.content import PRINTED, Bounded
-from quantkit.devices.job import SHAPES
 from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
@@ -23,6 +23,14 @@ from quantkit.measurement.timing.clocks import Clocks
 from quantkit.measurement.timing.rounds import TimedRound
 from quantkit.measurement.timing.schedule import Timing, Visit
 
+# bytes of one line, and of all lines of a work
+LINE, ANSWER = 1 << 20, 1 << 28
+# shapes that are timed in rounds: a round is a line
+SHAPES = 500
+# how the cells of products begin, and those of rounds
+LINEAR, ROUND = "linear-", "round-"
+# blocks of one product, at most
+_BLOCKS = 10_000
 # that a line holds: of a stretch of positions ten for each, of up to 25 bytes; of samples
 POSITIONS, NUMBERS = 1024, 40_000
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -32,13 +40,31 @@ Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 Name = Annotated[str, Field(max_length=200, pattern=PRINTED)]
 Flag = Annotated[str, Field(pattern=r"^[a-z-]{0,64}$")]
 Setting = Annotated[str, Field(max_length=2000, pattern=PRINTED)] | bool | int | Finite | None
+Words = Annotated[str, Field(max_length=2000)]
 Answer = TypeVar("Answer", bound=BaseModel)
-# blocks of one product, at most
-_BLOCKS = 10_000
+Rows = Sequence[dict[str, Any]]
 
 
 class _Answer(Bounded):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Failed(_Answer):
+    """What ended the work: the five fields of an error, and its exit code."""
+
+    code: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
+    where: Words = ""
+    value: Words = ""
+    rule: Words = ""
+    remedy: Words = ""
+    exit: Literal[1, 2, 3, 75] = 2
+
+
+class FoundCell(_Answer):
+    """What a cell gave; `rows` are of what JSON has, and whoever reads them validates each as what was asked for."""
+
+    cell: Annotated[str, Field(max_length=200)]
+    rows: tuple[dict[str, Any], ...] = Field(max_length=10_000)
 
 
 class DeviceFacts(_Answer):
@@ -295,6 +321,45 @@ class CheckResult(_Answer):
     where: Annotated[str, Field(max_length=2000)] = ""
 
 
+class Cells(Mapping[str, Rows]):
+    """The cells of one work, name -> rows, in the order in which they came.
+
+    They are text, made objects of one cell at a time: as objects, what `ANSWER` lets through would take twenty times as
+    much memory.
+
+    Args:
+        on: what the device is called.
+    """
+
+    def __init__(self, on: str) -> None:
+        self.on = on
+        self._texts: dict[str, bytes] = {}
+
+    def add(self, cell: str, rows: Rows) -> None:
+        """Take one more."""
+        self._texts[cell] = json.dumps(rows, separators=(",", ":")).encode()
+
+    def __getitem__(self, cell: str) -> Rows:
+        return list(json.loads(self._texts[cell]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def one(self, kind: Any, cell: str) -> Any:
+        """The only row of a cell, as what it has to be. Raises InputError `answer-invalid`."""
+        rows = self.get(cell, ())
+        return read(kind, rows[0] if len(rows) == 1 else None, self.on)
+
+    @property
+    def about(self) -> DeviceFacts:
+        """The device. Raises InputError `answer-invalid`."""
+        found: DeviceFacts = self.one(DeviceFacts, "about")
+        return found
+
+
 def _fitting(sides: Sequence[Any], rounds: Sequence[int]) -> bool:
     """Whether times of several sides are of the same blocks, [blocks, 2, burst]."""
     try:
@@ -338,10 +403,5 @@ def believed(where: str) -> Iterator[None]:
 
 def invalid(where: str, value: str) -> InputError:
     """The error of an answer that is not what was asked for."""
-    return InputError(
-        "answer-invalid",
-        where=where,
-        value=value[:200],
-        rule="a device answers as this version writes",
-        remedy="run it again; if it stays, what runs there is not this version's",
-    )
+    rule, remedy = "a device answers as this version writes", "run it again; if it stays, look at what runs there"
+    return InputError("answer-invalid", where=where, value=value[:200], rule=rule, remedy=remedy)

@@ -1,65 +1,381 @@
-"""What is asked of the way to a device: run, carry, start, listen."""
+"""The way to one device: carries files, runs what a child here would, and goes on when the connection breaks.
+
+A device runs the functions that this machine runs in processes of their own, by the same `runtimes.child.main`: it is
+told a job in a line, and answers in lines of `row`, `at`, `note` and `error`. A row is a cell: a shape, a round, a
+stretch of positions. Cells that came are kept here; where the connection breaks, the work there ends, and is begun
+again with the names of those that need not be done any more.
+
+A line is a stranger's data: it is never executed, it names no file, and it has a limit.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import getpass
 import hashlib
 import json
-from collections.abc import Generator, Mapping
+import math
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any
 
-from quantkit.bundle.disk import sha256
-from quantkit.devices.job import At, Done, Failed, Found, Job, Note
+from quantkit.bundle.disk import sha256, stopping_when_full
+from quantkit.devices.answers import ANSWER, LINE, ROUND, Cells, Failed, FoundCell, read
+from quantkit.devices.openssh import Conversation, OpenSSH, again, held
+from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError, Stopped
 from quantkit.runtimes.child import Report
 
+_CHUNK = 1 << 18
+# of the free disk: what is left to the device; a wheel takes about so many times as much unpacked
+_SPARE, _UNPACKED = 64 << 20, 4
+_PROGRAM = "from quantkit.runtimes.child import main; main('quantkit.devices.there.work:work', {what!r})"
+_KINDS: dict[int, Any] = {kind.exit: kind for kind in (GateError, Inconclusive, Stopped)}
+_PROC = Path("/proc")
 
-class Link(Protocol):
-    """The way to one device. Each call raises InputError where the device refuses, Stopped `device-gone` where it is
-    not there any more: what it has done is kept, and asking again goes on."""
 
-    @property
-    def name(self) -> str:
-        """Of the device, as rows and pages have it."""
-        ...
+class Link:
+    """The way to a device. Raises InputError where that refuses, `Lost` where it is not there any more.
 
-    def put(self, files: Mapping[str, Path], progress: Report | None = None) -> None:
-        """Carry what is not there yet: sha256 -> a file here."""
-        ...
+    Args:
+        shell: what runs programs there.
+        workdir: its folder there.
+        wheels: sha256 -> wheel of what runs there.
+        lease: seconds after which work there ends that nobody listens to.
+        patience: seconds that a broken connection is tried again for.
+    """
 
-    def lay_out(self, name: str, files: Mapping[str, str]) -> str:
-        """A folder of what was carried: relative path -> sha256. Returns its `Place`; lays nothing out twice."""
-        ...
+    def __init__(
+        self,
+        shell: OpenSSH,
+        workdir: str,
+        *,
+        wheels: Mapping[str, Path],
+        lease: int = 120,
+        patience: float = 300.0,
+    ) -> None:
+        self.name = shell.name
+        self._shell, self._workdir, self._wheels = shell, workdir, dict(wheels)
+        self._lease, self._patience = lease, patience
+        # this link's own work, where it was left behind by a connection that broke, is ended by its next
+        self._token = secrets.token_hex(16)
 
-    def start(self, job: Job) -> str:
-        """Start the job, or take up the one that asks the same; returns its id. A device does one at a time."""
-        ...
+    def close(self) -> None:
+        """End the connection."""
+        self._shell.close()
 
-    def follow(self, job: str, after: int = 0) -> Generator[At | Note | Found | Failed | Done]:
-        """Its answers from number `after` on, as they come, in order, each cell once; ends after `Failed` or `Done`.
+    def carry(self, name: str, files: Mapping[str, Path], progress: Report | None = None) -> str:
+        """Put a folder of files there, relative path -> file here; nothing travels twice.
 
-        To close it before ends the job: `contextlib.closing`, or the work there goes on until the collector comes.
+        Returns:
+            its path below the workdir.
+
+        Raises:
+            InputError: `device-full`, before anything is carried; `transfer-damaged`.
+            Stopped: `device-gone`.
         """
-        ...
+        sizes = {place: path.stat().st_size for place, path in files.items()}
+        hashes = {place: sha256(path) for place, path in files.items()}
+        folder = f"{name}-{hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()[:16]}"
+        left, damaged = [-1], [False]
 
-    def fetch(self, sha256: str, size: int, to: Path, progress: Report | None = None) -> None:
-        """A file that a job left in the store there, by its content: whole and of that hash, or none is at `to`.
+        def put() -> None:
+            there = self._have(folder, sizes)
+            if there["whole"]:
+                return
+            begins = {place: min(int(there["there"].get(place, 0)), size) for place, size in sizes.items()}
+            need = sum(size - begins[place] for place, size in sizes.items())
+            left[0] = need
+            self._demand_room(need, there["free"], "are to be carried")
 
-        Its name is whoever asks's; more than `size` bytes are not taken. There it is gone afterwards.
+            def send(stream: IO[bytes]) -> None:
+                sent = 0
+                for place, path in files.items():
+                    with path.open("rb") as content:
+                        content.seek(begins[place])
+                        while chunk := content.read(_CHUNK):
+                            stream.write(chunk)
+                            sent += len(chunk)
+                            if progress is not None:
+                                progress(sent / need, f"carrying {path.name} to {self.name}")
+
+            parts = [[place, size, hashes[place], begins[place]] for place, size in sizes.items()]
+            told = {"workdir": self._workdir, "do": "receive", "name": folder, "files": parts}
+            # as slow as a line may be: 20 kB a second
+            if self._shell.call("files", told, send=send, seconds=600 + need / 2e4).get("damaged"):
+                if damaged[0]:
+                    raise _damaged(self.name, "what arrived twice was not what was sent", "or the file changed here")
+                damaged[0] = True
+                put()
+
+        again(put, self._patience, lambda: left[0])
+        return f"files/{folder}"
+
+    def _have(self, folder: str, sizes: Mapping[str, int], wheels: list[str] | None = None) -> dict[str, Any]:
+        """What is there of a folder, of which only numbers count."""
+        asked = {"workdir": self._workdir, "do": "have", "name": folder, "files": list(sizes), "wheels": wheels or []}
+        found = self._shell.call("files", asked)
+        there, free, unpacked = found.get("there"), found.get("free"), found.get("wheels")
+        whole = isinstance(there, dict) and all(type(size) is int and size >= 0 for size in there.values())
+        if not (whole and isinstance(unpacked, list) and type(free) is int and 0 <= free < 1 << 63):
+            raise self._shell.invalid(repr(found).encode())
+        return {"whole": found.get("whole") is True, "there": there, "free": free, "wheels": unpacked}
+
+    def _demand_room(self, need: float, free: int, words: str) -> None:
+        if need and need + _SPARE > free:
+            raise self._shell.refused("no-space", f"{need / 1e6:,.0f} MB {words}, {free / 1e6:,.0f} are free")
+
+    def install(self, progress: Report | None = None) -> None:
+        """Carry and unpack what runs there, unless it is there. Raises as `carry`."""
+        there = again(lambda: self._have("wheels", {}, list(self._wheels)), self._patience)
+        missing = {sha: path for sha, path in self._wheels.items() if sha not in there["wheels"]}
+        need = _UNPACKED * sum(path.stat().st_size for path in missing.values())
+        self._demand_room(need, there["free"], "or so is what packages take")
+        if missing:
+            names = {f"{number}-{path.name}": path for number, path in enumerate(missing.values())}
+
+            def unpack() -> None:
+                folder = self.carry("wheels", names, progress).partition("/")[2]
+                wheels = dict(zip(names, missing, strict=True))
+                asked = {"workdir": self._workdir, "do": "unpack", "name": folder, "wheels": wheels}
+                self._shell.call("files", asked, seconds=1800)
+
+            again(unpack, self._patience)
+
+    def run(
+        self,
+        work: str,
+        job: Mapping[str, Any],
+        progress: Report | None = None,
+        *,
+        row: Callable[[Cells, str], None] = lambda cells, cell: None,
+        note: Callable[[str], None] = lambda line: None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Cells:
+        """The cells of a work of `devices.there.work`, to its end.
+
+        Args:
+            job: of what JSON has; its places are below the workdir.
+            row: told each cell that has come, with those before it.
+            environment: of its process.
+
+        Raises:
+            InputError: `device-busy`, `answer-invalid`, `job-died`.
+            Stopped: `device-gone`.
+            QuantkitError: what the work met.
         """
-        ...
+        cells, left = Cells(self.name), [ANSWER]
 
-    def cancel(self, job: str) -> None:
-        """End the job and all that it started; what it answered stays."""
-        ...
+        def hear() -> None:
+            # of rounds the next one goes by those before
+            done = {cell: cells[cell] if cell.startswith(ROUND) else [] for cell in cells}
+            told = {
+                **{"workdir": self._workdir, "wheels": list(self._wheels), "lease": self._lease, "what": work},
+                **{"who": f"{getpass.getuser()}@{socket.gethostname()}", "client": client(), "token": self._token},
+                **{"program": _PROGRAM.format(what=work), "environment": dict(environment or {}), "oust": ""},
+                "text": json.dumps({"work": work, "job": job, "cells": done}, allow_nan=False),
+            }
+            ended = self._heard(told, cells, left, progress, row, note)
+            holder = ended.get("holder")
+            if ended.get("why") == "busy" and isinstance(holder, dict) and is_gone(holder.get("client")):
+                # of a command that was killed here: nobody listens to it any more
+                ended = self._heard({**told, "oust": str(holder.get("token"))}, cells, left, progress, row, note)
+            if ended.get("why") == "busy":
+                raise busy(self.name, ended.get("holder"))
+            if ended.get("why") == "died":
+                raise InputError(
+                    "job-died",
+                    where=self.name,
+                    value=f"its process ended with exit code {ended.get('code')}: {str(ended.get('said'))[:200]}",
+                    rule="it ends by itself; SIGKILL (-9) is often too little memory",
+                    remedy="a smaller model or batch",
+                )
+            if ended.get("why") != "done":
+                raise self._shell.lost("its answer broke off")
+
+        again(hear, self._patience, lambda: len(cells))
+        return cells
+
+    def _heard(
+        self,
+        told: dict[str, Any],
+        cells: Cells,
+        left: list[int],
+        progress: Report | None,
+        row: Callable[[Cells, str], None],
+        note: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """Why the work has ended, once all of its lines were taken. Whoever leaves before ends it."""
+        over = threading.Event()
+        with self._shell.open("work", told) as talk:
+
+            def beat() -> None:
+                while not over.wait(self._lease / 6):
+                    talk.say(lambda stream: stream.writelines([b"\n"]))
+
+            threading.Thread(target=beat, daemon=True).start()
+            try:
+                for line in talk.lines(left[0] + LINE, LINE):
+                    if line.startswith(b"{"):
+                        return self._said(line)
+                    left[0] -= len(line)
+                    self._take(line, cells, progress, row, note)
+                talk.done()
+            finally:
+                over.set()
+        raise self._shell.lost("its answer broke off")
+
+    def _said(self, line: bytes) -> dict[str, Any]:
+        """What a program of `devices.sent` answers; raises what it has met."""
+        found = None
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(line)
+        if not isinstance(found, dict):
+            raise self._shell.invalid(line)
+        if "error" in found:
+            raise self._shell.refused(str(found["error"])[:64], str(found.get("value", ""))[:200])
+        return found
+
+    def _take(
+        self,
+        line: bytes,
+        cells: Cells,
+        progress: Report | None,
+        row: Callable[[Cells, str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        """One line of the work's. Raises InputError `answer-invalid`, and what it has met."""
+        kind, _, rest = line.partition(b" ")
+        try:
+            if kind == b"at":
+                share, _, words = rest.partition(b" ")
+                if not math.isfinite(done := float(share)):
+                    raise ValueError("a share is a number")
+                if progress is not None:
+                    progress(min(max(done, 0.0), 1.0), f"{_text(words)}, on {self.name}")
+                return
+            data = json.loads(rest, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            raise self._shell.invalid(line) from None
+        if kind == b"note" and isinstance(data, str):
+            note(f"{self.name}: {_text(data.encode())}")
+        elif kind == b"error":
+            raise self._met(read(Failed, data, self.name))
+        elif kind == b"row":
+            found = read(FoundCell, data, self.name)
+            if found.cell not in cells:
+                cells.add(found.cell, found.rows)
+                row(cells, found.cell)
+        else:
+            raise self._shell.invalid(line)
+
+    def _met(self, failed: Failed) -> QuantkitError:
+        """What ended the work there, as the error that it is; that its words are the device's stands before them."""
+        fields = failed.model_dump(exclude={"exit", "code", "where"})
+        where = f"{self.name} says: {failed.where}".removesuffix(": ")
+        met: QuantkitError = _KINDS.get(failed.exit, InputError)(failed.code, where=where, **fields)
+        return met
+
+    def fetch(self, sha: str, size: int, to: Path, progress: Report | None = None) -> None:
+        """Bring what a work has made, by its content: whole and of that hash, or nothing is at `to`; there it goes.
+
+        Raises:
+            InputError: `answer-invalid`, it is longer or no base64; `transfer-damaged`.
+            Stopped: `device-gone`; `disk-full` here.
+        """
+        part = to.with_name(f".{to.name}.part")
+
+        def bring() -> None:
+            begin = part.stat().st_size
+            told = {"workdir": self._workdir, "do": "send", "sha": sha, "begin": begin}
+            with self._shell.open("files", told) as talk, stopping_when_full(part.parent), part.open("ab") as stream:
+                self._bring(talk, size, stream, lambda share: progress and progress(share, f"bringing {to.name}"))
+
+        try:
+            part.write_bytes(b"")
+            again(bring, self._patience, lambda: part.stat().st_size)
+            if sha256(part) != sha:
+                raise _damaged(self.name, "what arrived is not what was made there", "run it again")
+            part.replace(to)
+        finally:
+            part.unlink(missing_ok=True)
+        told = {"workdir": self._workdir, "do": "drop", "sha": sha}
+        again(lambda: self._shell.call("files", told), self._patience)
+
+    def _bring(self, talk: Conversation, size: int, stream: IO[bytes], progress: Callable[[float], object]) -> None:
+        # four letters for three bytes, and line feeds
+        for line in talk.lines(2 * (size - stream.tell()) + (1 << 20), 2 << 20):
+            if line.startswith(b"{"):
+                self._said(line)
+                return
+            try:
+                data = base64.b64decode(line, validate=True)
+            except ValueError:
+                raise self._shell.invalid(line) from None
+            if stream.tell() + len(data) > size:
+                raise self._shell.invalid(line)
+            stream.write(data)
+            progress(stream.tell() / size)
+        talk.done()
+        raise self._shell.lost("its answer broke off")
 
 
-def carry(link: Link, name: str, files: Mapping[str, Path], progress: Report | None = None) -> str:
-    """A folder of files there, relative path -> file here; its `Place`. Raises as `Link.put`."""
-    hashes = {place: sha256(path) for place, path in files.items()}
-    link.put({hashes[place]: path for place, path in files.items()}, progress)
-    return link.lay_out(name, hashes)
+def _text(words: bytes) -> str:
+    return words.decode("utf-8", "replace")[:2000]
 
 
-def folder_of(name: str, files: Mapping[str, str]) -> str:
-    """What a folder of these files is called there, relative path -> sha256: others are another folder."""
-    return f"{name}-{hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()[:16]}"
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _damaged(name: str, value: str, remedy: str) -> InputError:
+    remedy = f"look at the device's disk and memory; {remedy}"
+    return InputError("transfer-damaged", where=name, value=value, rule="a file is what its hash says", remedy=remedy)
+
+
+def busy(name: str, holder: Any) -> InputError:
+    """The error for a device that is at work for somebody."""
+    rule = "a device does one job at a time"
+    return InputError("device-busy", where=name, value=held(holder), rule=rule, remedy="try again later")
+
+
+def client() -> str:
+    """This process, as `BOOT:NAMESPACE:PID:BEGAN`; empty where the system does not tell (not Linux)."""
+    try:
+        return f"{_kernel()}:{os.getpid()}:{_began(os.getpid())}"
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+def is_gone(other: object) -> bool:
+    """Whether a process was one of this machine and has ended; False where that is not certain.
+
+    Whether a connection broke or whoever had it was killed looks the same from a device; from here it does not.
+
+    Args:
+        other: what a device says that `client` had given; whatever it is, it names no file.
+    """
+    try:
+        kernel, pid, began = str(other).rsplit(":", 2)
+        if kernel != _kernel():
+            return False
+        try:
+            return _began(int(pid)) != int(began)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _kernel() -> str:
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{(_PROC / 'self/ns/pid').stat().st_ino}"
+
+
+def _began(pid: int) -> int:
+    """When it did, in ticks since the start of the machine; the name of a program may have brackets and blanks."""
+    return int((_PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()[19])

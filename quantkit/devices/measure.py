@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,10 @@ import numpy as np
 
 from quantkit.bundle import Bundle, Decision
 from quantkit.bundle.manifest import MEASUREMENTS
-from quantkit.devices import job as jobs
-from quantkit.devices.answers import (
-    CeilingSamples,
-    Footprints,
-    ShapeTimes,
-    SideCosts,
-    believed,
-    invalid,
-)
-from quantkit.devices.asked.room import Ready, unasked
-from quantkit.devices.collect import CollectedCells
-from quantkit.devices.job import Job
-from quantkit.devices.link import Link, carry
-from quantkit.devices.probed import Probed
-from quantkit.devices.sides.base import DeviceSides
-from quantkit.devices.sides.graph import GraphSides
-from quantkit.devices.sides.model import ModelSides
-from quantkit.devices.sides.streamed import StreamedSides
+from quantkit.devices.answers import CeilingSamples, Cells, Footprints, ShapeTimes, SideCosts, believed, invalid
+from quantkit.devices.reached import Reached
+from quantkit.devices.sides import DeviceSides, GraphSides, ModelSides, StreamedSides
+from quantkit.devices.there.times import cell_of
 from quantkit.measurement.operators.ceilings import joined, write_graphs
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing import latency
@@ -54,7 +42,7 @@ _TIMED = ("latency.decode_step", "latency.prefill")
 
 def measure_on(
     bundle: Bundle,
-    link: Link,
+    reached: Reached,
     baseline: str | None = None,
     progress: Progress | None = None,
     *,
@@ -64,16 +52,12 @@ def measure_on(
     speed: bool = True,
     resume: bool = False,
     decisions: list[Decision] | None = None,
-    about: Probed | None = None,
-    ready: Ready = unasked,
 ) -> list[Row]:
     """Score and time a bundle on a device; see `measure_bundle` for what is common to both.
 
     Args:
         plan: shapes and seconds.
-        about: the device, as it was probed: an engine has to be for it.
         resume: shapes that the bundle has of this device are left out, and so is the score.
-        ready: told the files of both models before anything is carried.
 
     Returns:
         the new rows, each with the device's name.
@@ -84,48 +68,31 @@ def measure_on(
         Stopped: `device-gone`; what came before is in the bundle.
     """
     progress, decisions = progress or Progress(), [] if decisions is None else decisions
-    runner = load_runtime(runtime)
+    runner, name = load_runtime(runtime), reached.link.name
     bundle.demand_writable()
     bundle.demand_intact()
     side: DeviceSides
     if holds_graph(bundle):
         side = GraphSides(bundle, original_of(bundle, baseline, None, calibration), runtime)
     else:
-        found = original_of(bundle, baseline, runner.floats, calibration)
-        of = (found, runtime, calibration, decisions)
-        side = StreamedSides(bundle, *of, about, link.name) if runner.floats is None else ModelSides(bundle, *of)
+        of = (original_of(bundle, baseline, runner.floats, calibration), runtime, calibration, decisions)
+        side = StreamedSides(bundle, *of, reached.about, name) if runner.floats is None else ModelSides(bundle, *of)
     if speed and side.untimed:
-        decisions.append(decision("measure", "speed-not-measured", runtime, f"{link.name}: {side.untimed}"))
+        decisions.append(decision("measure", "speed-not-measured", runtime, f"{name}: {side.untimed}"))
     speed = speed and side.timed
     stages = {"carrying": 30.0, "score": 60.0, **({"speed": 30.0 + plan.seconds} if speed else {})}
     progress.plan(stages)
     fitting = side.fitting(plan)
-    ready(*side.needs(fitting if speed else None))
-    kept = _kept(bundle, link.name, side.subject, runtime) if resume else []
-    work = _Measuring(bundle, link, side, progress, kept)
+    reached.prepare(*side.needs(fitting if speed else None), progress=partial(progress.at, "carrying"))
+    kept = _kept(bundle, name, side.subject, runtime) if resume else []
+    work = _Measuring(bundle, reached, side, progress, kept)
     rows = work.scored()
     if speed:
         rows += work.timed(fitting)
     if not rows:
         work.finish()
-        progress.note(f"nothing is missing of {link.name}")
+        progress.note(f"nothing is missing of {name}")
     return rows
-
-
-def measure_at(
-    on: str,
-    bundle: Bundle,
-    baseline: str | None = None,
-    progress: Progress | None = None,
-    *,
-    wheelhouse: Path | None = None,
-    **how: Any,
-) -> list[Row]:
-    """`measure_on` of a device's name or address. Raises InputError: those of `reach` as well."""
-    from quantkit.devices.reached import reach
-
-    with reach(on, wheelhouse=wheelhouse, runtimes=[how["runtime"]]) as found:
-        return measure_on(bundle, found.link, baseline, progress, about=found.about, ready=found.ready(progress), **how)
 
 
 def _kept(bundle: Bundle, on: str, against: str, runtime: str) -> list[Row]:
@@ -138,33 +105,27 @@ def _kept(bundle: Bundle, on: str, against: str, runtime: str) -> list[Row]:
 
 
 class _Measuring:
-    """The jobs of one measuring."""
+    """The work of one measuring."""
 
-    def __init__(self, bundle: Bundle, link: Link, side: DeviceSides, progress: Progress, kept: Sequence[Row]) -> None:
-        self.bundle, self.link, self.side, self.progress, self.kept = bundle, link, side, progress, kept
-        self.runtime = side.runtime
-        manifest, weights = bundle.manifest, side.weights()
+    def __init__(
+        self, bundle: Bundle, reached: Reached, side: DeviceSides, progress: Progress, kept: Sequence[Row]
+    ) -> None:
+        self.bundle, self.link, self.side, self.progress, self.kept = bundle, reached.link, side, progress, kept
+        self.runtime, self.subject = side.runtime, bundle.manifest.content_sha256
+        self._carried, weights = partial(progress.at, "carrying"), side.weights()
         places = []
         for name, files, opened in zip(("subject", "baseline"), side.files(), side.opened(), strict=True):
-            places.append(carry(link, name, files, self._carried) + opened)
-        self.ours = jobs.PlacedModel(
-            place=places[0],
-            subject=manifest.content_sha256,
-            format=side.own_form,
-            weight_bytes=weights[0],
-            built=dict(side.built),
-            saved_bytes=side.saved,
-        )
-        self.theirs = jobs.PlacedModel(place=places[1], subject=side.subject, format=side.form, weight_bytes=weights[1])
-
-    def _carried(self, share: float, words: str) -> None:
-        self.progress.at("carrying", share, words)
+            places.append(self.link.carry(name, files, self._carried) + opened)
+        ours = {"place": places[0], "subject": self.subject, "format": side.own_form, "weight_bytes": weights[0]}
+        ours |= {"built": dict(side.built), "saved_bytes": side.saved}
+        theirs = {"place": places[1], "subject": side.subject, "format": side.form, "weight_bytes": weights[1]}
+        self.job: dict[str, Any] = {"ours": ours, "theirs": theirs, "runtime": self.runtime, "floats": side.floats}
 
     def _sent(self, name: str, arrays: Mapping[str, Any]) -> str:
         with tempfile.TemporaryDirectory(prefix="quantkit-sent-") as folder:
             file = Path(folder) / f"{name}.npz"
             np.savez(file, allow_pickle=False, **arrays)
-            return f"{carry(self.link, name, {file.name: file}, self._carried)}/{file.name}"
+            return f"{self.link.carry(name, {file.name: file}, self._carried)}/{file.name}"
 
     def _keep(self, rows: Sequence[Row], *, more: bool = False) -> None:
         keep(self.bundle, rows, None, self.runtime, self.side.subject, self.progress, more=more)
@@ -174,51 +135,43 @@ class _Measuring:
         data = self.side.data()
         if not data or any(row.name.startswith("accuracy.") for row in self.kept):
             return []
-        work = self.side.scoring(self.ours, self.theirs, self._sent("scored", data))
-        answers = CollectedCells.of(self.link, Job(work=work), self.progress, "score")
+        floats = None if self.side.streams else self.side.floats
+        job = {**self.job, "of": self.side.of, "floats": floats, "data": self._sent("scored", data)}
+        job |= self.side.pooled()
+        answers = self.link.run("accuracy", job, partial(self.progress.at, "score"), note=self.progress.note)
         with believed(answers.on):
             rows = self.side.rows(answers)
-        flags = answers.about.flags
-        rows = [row.model_copy(update={"flags": [*row.flags, *flags]}) for row in rows]
+        rows = [row.model_copy(update={"flags": [*row.flags, *answers.about.flags]}) for row in rows]
         self._keep(rows)
         return rows
 
     def timed(self, plan: TimingPlan) -> list[Row]:
         """Times there, shape by shape, and memory; what is kept is left out."""
         known = {(row.name, row.batch, *sorted((row.shape or {}).items())) for row in self.kept if row.name in _TIMED}
-        shapes = [each for each in plan.shapes() if (each.name, each.batch, *sorted(each.sizes.items())) not in known]
+        shapes = [
+            shape for shape in plan.shapes() if (shape.name, shape.batch, *sorted(shape.sizes.items())) not in known
+        ]
         unweighed = self.side.of == "network" or self.side.on_gpu
         if not shapes and (unweighed or any(row.name == "memory.peak" for row in self.kept)):
             return []
-        samples = None
-        if (found := self.side.samples([each.batch for each in shapes])) is not None:
-            samples = jobs.PlacedSamples(place=self._sent("samples", found[0]), macs=found[1], outputs=found[2])
-        graphs = None
+        samples = graphs = None
+        if (found := self.side.samples([shape.batch for shape in shapes])) is not None:
+            samples = {"file": self._sent("samples", found[0]), "macs": found[1], "outputs": found[2]}
         if not self.side.on_gpu:
             with tempfile.TemporaryDirectory(prefix="quantkit-graphs-") as folder:
-                graphs = carry(self.link, "ceilings", {path.name: path for path in write_graphs(Path(folder))})
-        work = jobs.Measure(
-            ours=self.ours,
-            theirs=self.theirs,
-            runtime=self.runtime,
-            floats=self.side.floats,
-            shapes=tuple(jobs.ShapeCell(kind=each.kind, batch=each.batch, size=each.size) for each in shapes),
-            graphs=graphs,
-            seconds=plan.seconds,
-            cell_seconds=plan.cell_seconds,
-            rounds=plan.rounds,
-            seed=plan.seed,
-            samples=samples,
-            layers=tuple(self.side.layers),
-        )
-        asked = {each.cell: each for each in work.shapes}
+                graphs = self.link.carry("ceilings", {path.name: path for path in write_graphs(Path(folder))})
+        job = {**self.job, "shapes": [asdict(shape) for shape in shapes], "graphs": graphs, "samples": samples}
+        job |= {name: getattr(plan, name) for name in ("seconds", "cell_seconds", "rounds", "seed")}
+        job |= {"layers": [layer.model_dump(mode="json") for layer in self.side.layers]}
+        asked = {cell_of(shape): shape for shape in shapes}
 
-        def found_one(answers: CollectedCells, cell: str) -> None:
+        def come(answers: Cells, cell: str) -> None:
             if cell in asked:
-                self._keep(self._rows(answers, work, [asked[cell]]), more=True)
+                self._keep(self._rows(answers, plan.seed, [asked[cell]]), more=True)
 
-        answers = CollectedCells.of(self.link, Job(work=work), self.progress, "speed", found_one)
-        rows = self._rows(answers, work, work.shapes)
+        report = partial(self.progress.at, "speed")
+        answers = self.link.run("measure", job, report, row=come, note=self.progress.note)
+        rows = self._rows(answers, plan.seed, shapes)
         self._keep(rows)
         return rows
 
@@ -227,14 +180,14 @@ class _Measuring:
         if self.kept:
             self._keep(self.kept)
 
-    def _rows(self, answers: CollectedCells, work: jobs.Measure, shapes: Sequence[jobs.ShapeCell]) -> list[Row]:
+    def _rows(self, answers: Cells, seed: int, shapes: Sequence[Shape]) -> list[Row]:
         """What the times say that have come."""
         about = answers.about
         device, rows, threads = about.device(answers.on, gpu=self.side.on_gpu), list[Row](), about.cores
         if shapes:
             with believed(answers.on):
-                rows, threads = self._judged(answers, work, shapes)
-        if "memory" in answers.cells:
+                rows, threads = self._judged(answers, seed, shapes)
+        if "memory" in answers:
             found = answers.one(Footprints, "memory")
             names = {"before", "resident", "peak", "new_tokens", "context"}
             if set(found.ours) != names or set(found.theirs) != names or not found.ours["peak"]:
@@ -244,7 +197,7 @@ class _Measuring:
                     memory_row(
                         found.ours,
                         found.theirs,
-                        subjects=(self.ours.subject, self.theirs.subject),
+                        subjects=(self.subject, self.side.subject),
                         runtime=self.runtime,
                         threads=threads,
                         device=device,
@@ -253,13 +206,11 @@ class _Measuring:
                 )
         return [row.model_copy(update={"flags": list(dict.fromkeys([*row.flags, *about.flags]))}) for row in rows]
 
-    def _judged(
-        self, answers: CollectedCells, work: jobs.Measure, shapes: Sequence[jobs.ShapeCell]
-    ) -> tuple[list[Row], int]:
+    def _judged(self, answers: Cells, seed: int, shapes: Sequence[Shape]) -> tuple[list[Row], int]:
         """Of times, and the threads that they were taken with."""
         about, sides = answers.about, answers.one(SideCosts, "sides")
         limits = answers.one(CeilingSamples, "ceilings").ceilings
-        if "ceilings-after" in answers.cells:
+        if "ceilings-after" in answers:
             after = answers.one(CeilingSamples, "ceilings-after").ceilings
             if len(after) != len(limits):
                 raise invalid(answers.on, "other ceilings than before")
@@ -267,8 +218,8 @@ class _Measuring:
         rows = latency.judged(
             [_timing(answers, shape, counted=not self.side.on_gpu) for shape in shapes],
             {
-                SUBJECT: Side(sides.ours, self.ours.subject, sides.resident_bytes),
-                BASELINE: Side(sides.theirs, self.theirs.subject),
+                SUBJECT: Side(sides.ours, self.subject, sides.resident_bytes),
+                BASELINE: Side(sides.theirs, self.side.subject),
             },
             limits,
             runtime=self.runtime,
@@ -276,7 +227,7 @@ class _Measuring:
             device=about.device(answers.on, gpu=self.side.on_gpu),
             versions=about.versions | ({"driver": about.driver} if self.side.on_gpu else {}),
             cache=about.cache,
-            seed=work.seed,
+            seed=seed,
         )
         if sides.linears is not None:
             rows = explained(rows, sides.linears.get)
@@ -284,16 +235,16 @@ class _Measuring:
         return rows, threads if type(threads) is int and threads > 0 else about.cores
 
 
-def _timing(answers: CollectedCells, shape: jobs.ShapeCell, *, counted: bool) -> Timing:
+def _timing(answers: Cells, shape: Shape, *, counted: bool) -> Timing:
     """The times of one shape, if they fit together; `counted`: see `Between.of`. Raises InputError `answer-invalid`."""
-    found: ShapeTimes = answers.one(ShapeTimes, shape.cell)
+    found: ShapeTimes = answers.one(ShapeTimes, cell_of(shape))
     if not found.skipped:
-        found.demand_whole({SUBJECT, BASELINE}, f"{answers.on}, {shape.cell}")
+        found.demand_whole({SUBJECT, BASELINE}, f"{answers.on}, {cell_of(shape)}")
     state = Between.of(found.before, found.after, counted=counted)
     return Timing(
         {} if found.skipped else {side: np.asarray(times) for side, times in found.seconds.items()},
         rounds=tuple(found.rounds),
-        shape=Shape(shape.kind, shape.batch, shape.size),
+        shape=shape,
         skipped=found.skipped,
         settings=settings_of(found.before, found.after),
         flags=("throttled",) if state.throttled else (),

@@ -17,8 +17,8 @@ from pydantic import AfterValidator, Field
 
 from quantkit.bundle.disk import write_atomic, writing
 from quantkit.content import Closed, read_yaml, validated
+from quantkit.devices.openssh import SCHEME, WORKDIR, Address, as_workdir
 from quantkit.devices.probed import Probed
-from quantkit.devices.ssh.address import SCHEME, WORKDIR, Address, as_workdir
 from quantkit.errors import InputError, did_you_mean
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")

@@ -14,8 +14,7 @@ from pydantic import Field
 from quantkit import machine, plugins
 from quantkit.content import Closed, validated
 from quantkit.devices.answers import Bytes, Finite, Name
-from quantkit.devices.ssh.link import held
-from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.devices.openssh import OpenSSH, held
 from quantkit.errors import InputError
 from quantkit.kernels import GPUS, too_old
 from quantkit.runtimes import load_runtime

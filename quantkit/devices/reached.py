@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.devices import wheels
-from quantkit.devices.asked.room import Ready
-from quantkit.devices.link import carry
+from quantkit.devices.link import Link
 from quantkit.devices.named import NamedDevice, find
+from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import Probed, probe
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.link import SSHLink
-from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
-from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.child import Report
 
@@ -35,24 +31,19 @@ class Reached:
 
     device: NamedDevice
     about: Probed
-    link: SSHLink
+    link: Link
 
-    def carry(self, name: str, files: Mapping[str, Path], progress: Report | None = None) -> str:
-        """A folder of files there, relative path -> file here; its `Place`. Raises as `Link.put`."""
-        return carry(self.link, name, files, progress)
+    def prepare(self, models: Iterable[Path], running: float = 0.0, progress: Report | None = None) -> None:
+        """Refuse models that do not fit, and carry what runs there: before anything else is carried.
 
-    def ready(self, progress: Progress | None = None) -> Ready:
-        """What is called with the files of all models before they are carried: refuses those that do not fit, and
-        carries what runs there. Raises as `Probed.demand_memory` and `install`."""
+        Args:
+            models: files of weights, all loaded at once.
+            running: bytes besides, while they run.
 
-        def demand(models: Iterable[Path], running: float = 0.0) -> None:
-            self.about.demand_memory(models, self.device.name, running)
-            self.install(lambda share, words: progress.at("carrying", share, words) if progress else None)
-
-        return demand
-
-    def install(self, progress: Report | None = None) -> None:
-        """Carry what runs there, unless it is there: after all that can be refused has been. Raises as `Link.put`."""
+        Raises:
+            InputError: `out-of-memory`; those of `Link.install`.
+        """
+        self.about.demand_memory(models, self.device.name, running)
         self.link.install(progress)
 
 
@@ -82,7 +73,7 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: It
         installed = wheels.installed(about, [package for each in used for package in each.installed], device.name)
         more = [package for each in used for package in each.packages]
         brought = wheels.needed(about, wheelhouse=house, where=device.name, more=more, installed=installed)
-        yield Reached(device, about, SSHLink(way, device.workdir, wheels=brought))
+        yield Reached(device, about, Link(way, device.workdir, wheels=brought))
 
 
 def demand_sessions(runtimes: Iterable[str], *, text: bool = False) -> None:

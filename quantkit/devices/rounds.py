@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from quantkit.bundle import Bundle
 from quantkit.bundle.disk import walk
-from quantkit.devices import job as jobs
-from quantkit.devices.answers import MadeTokens, RoundTimes, invalid
-from quantkit.devices.asked.room import Ready, running, unasked
-from quantkit.devices.collect import CollectedCells
-from quantkit.devices.job import Job
-from quantkit.devices.link import Link, carry
+from quantkit.devices.answers import ROUND, Cells, MadeTokens, RoundTimes, invalid
+from quantkit.devices.reached import Reached
+from quantkit.devices.sides import running
 from quantkit.measurement.timing.clocks import Between
 from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, SIDES, RoundsJob, joined
 from quantkit.measurement.timing.schedule import Timing
@@ -31,45 +29,31 @@ class DeviceTimer:
     """See `pipeline.compare.times.RoundsTimer`.
 
     Args:
-        link: the way there.
-        ready: told the files of both before anything is carried.
+        reached: the device.
     """
 
-    def __init__(self, link: Link, ready: Ready = unasked) -> None:
-        self._link, self._ready = link, ready
-        self.device = link.name
+    def __init__(self, reached: Reached) -> None:
+        self._reached, self.device = reached, reached.link.name
 
     def __call__(self, job: RoundsJob, report: Report) -> list[Timing]:
         """Raw times of both. Raises InputError: `emulated`; what the device answers, those of the link."""
-        sides = {CANDIDATE: Path(job.candidate), BASELINE: Path(job.baseline)}
+        link, sides = self._reached.link, {CANDIDATE: Path(job.candidate), BASELINE: Path(job.baseline)}
         files = {side: _files(path) for side, path in sides.items()}
         beside = sum(running(path, job.shapes, "") for path in sides.values())
-        self._ready([path for found in files.values() for path in found.values()], beside)
-        placed = {}
+        self._reached.prepare([path for found in files.values() for path in found.values()], beside, report)
+        asked = asdict(job)
         for side, path in sides.items():
-            place = carry(self._link, side, files[side], report)
-            at = place if path.is_dir() else f"{place}/{path.name}"
-            placed[side] = jobs.PlacedModel(place=at, subject=side, format="")
-        samples = None
+            place = link.carry(side, files[side], report)
+            asked[side] = place if path.is_dir() else f"{place}/{path.name}"
         if job.samples:
-            place = carry(self._link, "samples", {"samples.npz": Path(job.samples)}, report)
-            samples = jobs.PlacedSamples(place=f"{place}/samples.npz", macs=0.0, outputs=0.0)
-        work = jobs.Rounds(
-            ours=placed[CANDIDATE],
-            theirs=placed[BASELINE],
-            runtimes=job.runtimes,
-            shapes=tuple(jobs.ShapeCell(kind=each.kind, batch=each.batch, size=each.size) for each in job.shapes),
-            seconds=job.seconds,
-            seed=job.seed,
-            samples=samples,
-        )
+            asked["samples"] = f"{link.carry('samples', {'samples.npz': Path(job.samples)}, report)}/samples.npz"
 
-        def come(answers: CollectedCells, cell: str) -> None:
+        def come(answers: Cells, cell: str) -> None:
             if cell == "about":
                 answers.about.demand_times(self.device)
 
-        found = CollectedCells.of(self._link, Job(work=work), Told(report), "speed", come)
-        rounds: list[RoundTimes] = [found.one(RoundTimes, cell) for cell in found.cells if cell.startswith(jobs.ROUND)]
+        found = link.run("rounds", asked, report, row=come)
+        rounds: list[RoundTimes] = [found.one(RoundTimes, cell) for cell in found if cell.startswith(ROUND)]
         if not LEAST <= len(rounds) <= MOST:
             raise invalid(self.device, f"{len(rounds)} rounds")
         try:
@@ -89,7 +73,7 @@ def _throttled(rounds: Sequence[RoundTimes]) -> bool:
 
 def generate_on(
     bundle: Bundle,
-    link: Link,
+    reached: Reached,
     prompt: str,
     progress: Progress | None = None,
     *,
@@ -98,14 +82,13 @@ def generate_on(
     sample: bool = False,
     seed: int = 0,
     chat: bool = False,
-    ready: Ready = unasked,
 ) -> dict[str, Any]:
     """Continue a prompt on a device: tokens go there and tokens come back; see `Runtime.generate`.
 
     Raises:
         InputError: what the device answers, those of the link; `not-a-decoder`, `no-tokenizer`, `prompt-empty`.
     """
-    progress = progress or Progress()
+    progress, link = progress or Progress(), reached.link
     demand_decoder(bundle)
     runner = load_runtime(runtime)
     tokenizer = runner.tokenizer(bundle)
@@ -113,29 +96,24 @@ def generate_on(
     demand_tokens(len(ids))
     files = _files(runner.checked(bundle))
     beside = running(bundle.path, [Shape("decode", 1, len(ids) + new_tokens)], runtime)
+    models = list(files.values())
     if runner.floats is None:
         # as torch loads it: what the files hold, and every weight of it as a float before the first token is there
         width = 4 if "float32" in str(config_of(bundle).get("dtype")) else 2
         floats = width * sum(prod(layer.shape) for layer in bundle.manifest.layers)
-        ready([], beside + floats + sum(path.stat().st_size for path in files.values()))
-    else:
-        ready(files.values(), beside)
+        models, beside = [], beside + floats + sum(path.stat().st_size for path in models)
     progress.plan({"carrying": 30.0, "generating": 30.0})
-    place = carry(link, "subject", files, lambda share, words: progress.at("carrying", share, words))
-    settings = tokenizer.generation
-    work = jobs.Generate(
-        ours=jobs.PlacedModel(place=place, subject=bundle.manifest.content_sha256, format=""),
-        runtime=runtime,
-        ids=tuple(ids),
-        ends=tuple(sorted(tokenizer.ends)),
-        new_tokens=new_tokens,
-        sample=sample,
-        temperature=float(settings.get("temperature") or 1.0),
-        top_k=int(settings.get("top_k", 50) or 0),
-        top_p=float(settings.get("top_p") or 1.0),
-        seed=seed,
-    )
-    made: MadeTokens = CollectedCells.of(link, Job(work=work), progress, "generating").one(MadeTokens, "made")
+    carrying, settings = partial(progress.at, "carrying"), tokenizer.generation
+    reached.prepare(models, beside, carrying)
+    sampling = {
+        "sample": sample,
+        "temperature": float(settings.get("temperature") or 1.0),
+        "top_k": int(settings.get("top_k", 50) or 0),
+        "top_p": float(settings.get("top_p") or 1.0),
+    }
+    job = {"place": link.carry("subject", files, carrying), "runtime": runtime, "ids": list(ids), "seed": seed}
+    job |= {"ends": sorted(tokenizer.ends), "new_tokens": new_tokens, "sampling": sampling}
+    made: MadeTokens = link.run("generate", job, partial(progress.at, "generating")).one(MadeTokens, "made")
     if len(made.ids) > new_tokens:
         raise invalid(link.name, f"{len(made.ids)} tokens, not at most {new_tokens}")
     steps = made.seconds - made.first_token_s
@@ -154,14 +132,3 @@ def _files(path: Path) -> dict[str, Path]:
     if path.is_dir():
         return {each.relative_to(path).as_posix(): each for each in walk(path)}
     return {each.name: each for each in sorted(path.parent.glob(f"{path.stem}.*"))}
-
-
-class Told(Progress):
-    """Progress of one stage."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-
-    def at(self, stage: str, share: float, words: str = "") -> None:
-        """See `Progress`."""
-        self._report(share, words)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -14,14 +14,11 @@ from quantkit._version import __version__
 from quantkit.bundle import Bundle
 from quantkit.bundle.disk import walk
 from quantkit.content import Closed, validated
-from quantkit.devices import job as jobs
-from quantkit.devices.answers import DeviceFacts, invalid, read
-from quantkit.devices.collect import failed
-from quantkit.devices.job import At, Failed, Found, Job
+from quantkit.devices.answers import Cells, invalid
 from quantkit.devices.named import NamedDevice
+from quantkit.devices.openssh import Lost
 from quantkit.devices.reached import Reached, reach
-from quantkit.devices.ssh.openssh import Lost
-from quantkit.errors import InputError, QuantkitError, Stopped
+from quantkit.errors import InputError, Stopped
 from quantkit.measurement.doctor import demand_architecture
 from quantkit.measurement.size import folder_of
 from quantkit.measurement.timing.anew import Task
@@ -102,43 +99,34 @@ class Timer:
             return self._run(task, progress)
 
     def _run(self, task: Task, progress: Report) -> CellTimes:
-        device, link = self._reached, self._reached.link
-        folders = {cast(Side, side): _files(Bundle.load(path), task.runtime) for side, path in task.sides.items()}
+        device, link, name = self._reached, self._reached.link, self._reached.device.name
+        folders = {side: _files(Bundle.load(path), task.runtime) for side, path in task.sides.items()}
         weights = {str(path): path for _, files in folders.values() for path in files.values()}
-        device.about.demand_memory(weights.values(), device.device.name)
-        device.install(progress)
-        sides: dict[Side, jobs.PlacedModel] = {}
+        device.prepare(weights.values(), progress=progress)
+        job = {field: getattr(task, field) for field in ("runtime", "batch", "rounds", "blocks", "seconds", "seed")}
+        job |= {"sides": {}, "samples": None}
         for side, (inner, files) in folders.items():
-            place = device.carry("night", files, progress)
-            sides[side] = jobs.PlacedModel(place=f"{place}/{inner}" if inner else place, subject=side, format="")
-        samples = None
+            place = link.carry("night", files, progress)
+            job["sides"][side] = f"{place}/{inner}" if inner else place
         if task.samples is not None:
-            samples = f"{device.carry('samples', {'samples.npz': Path(task.samples)})}/samples.npz"
-        work = jobs.NightTimes(
-            sides=sides,
-            runtime=task.runtime,
-            batch=task.batch,
-            rounds=task.rounds,
-            blocks=task.blocks,
-            seconds=task.seconds,
-            seed=task.seed,
-            samples=samples,
-        )
+            job["samples"] = f"{link.carry('samples', {'samples.npz': Path(task.samples)})}/samples.npz"
         rows: list[dict[str, Any]] = []
-        with closing(link.follow(self._started(Job(work=work), progress))) as answers:
-            for answer in answers:
-                if isinstance(answer, At):
-                    progress(answer.share, answer.words)
-                elif isinstance(answer, Failed):
-                    raise _failed(answer, device.device.name)
-                elif isinstance(answer, Found) and answer.cell == "about":
-                    about = read(DeviceFacts, answer.rows[0] if len(answer.rows) == 1 else None, device.device.name)
-                    about.demand_times(device.device.name)
-                    self._versions = dict(about.versions)
-                elif isinstance(answer, Found):
-                    rows += [self._checked(row) for row in answer.rows]
-                    if len(rows) > task.rounds + len(sides):
-                        raise invalid(device.device.name, f"more than the {task.rounds} rounds that were asked for")
+
+        def come(cells: Cells, cell: str) -> None:
+            if cell == "about":
+                cells.about.demand_times(name)
+                self._versions = dict(cells.about.versions)
+                return
+            rows.extend(self._checked(row) for row in cells[cell])
+            if len(rows) > task.rounds + len(folders):
+                raise invalid(name, f"more than the {task.rounds} rounds that were asked for")
+
+        try:
+            self._waited(lambda: link.run("night", job, progress, row=come), progress)
+        except Lost:
+            raise
+        except Stopped as problem:  # it may stop itself, not the night
+            raise InputError(**problem.as_dict()) from None
         return CellTimes.of(rows)
 
     def now(self) -> dict[str, Any]:
@@ -148,11 +136,13 @@ class Timer:
         device |= {"machine": about.machine, "isa": about.isa[0], "threads": about.cores}
         return {"device": device, "versions": {**self._versions, "quantkit": __version__, "python": about.python}}
 
-    def _started(self, job: Job, progress: Report) -> str:
+    def _waited(self, run: Callable[[], object], progress: Report) -> None:
+        """Run it once the device is free. Raises InputError `device-busy`, it is not in time."""
         until = time.monotonic() + self._limit
         while True:
             try:
-                return self._reached.link.start(job)
+                run()
+                return
             except InputError as problem:
                 if problem.code != "device-busy" or time.monotonic() + _LOOK > until:
                     raise
@@ -204,9 +194,3 @@ def _files(bundle: Bundle, runtime: str) -> tuple[str, dict[str, Path]]:
         return file.name, {path.name: path for path in sorted(file.parent.glob(f"{file.name}*"))}
     folder = bundle.path / folder_of(export_of(runtime))
     return "", {path.relative_to(folder).as_posix(): path for path in walk(folder)}
-
-
-def _failed(answer: Failed, on: str) -> QuantkitError:
-    """What the device says; it may stop itself, not the night."""
-    met = failed(answer, on)
-    return InputError(**met.as_dict()) if isinstance(met, Stopped) else met

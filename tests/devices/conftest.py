@@ -7,16 +7,15 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from devices.loopback import ABSENT, SSHD, Loopback, left
-from quantkit.devices.job import Found, Job, Measure, PlacedModel, ShapeCell
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.link import SSHLink
-from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.devices.link import Link
+from quantkit.devices.openssh import Address, OpenSSH
 
-Links = Callable[..., SSHLink]
+Links = Callable[..., Link]
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +43,9 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A wheel with a runner that needs nothing."""
     wheel = tmp_path_factory.mktemp("fake") / "quantkit-0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as made:
-        for name in ("quantkit/__init__.py", "quantkit/devices/__init__.py", "quantkit/devices/there/__init__.py"):
+        for name in ("quantkit/__init__.py", "quantkit/runtimes/__init__.py"):
             made.writestr(name, "")
-        made.write(Path(__file__).parent / "fake_there.py", "quantkit/devices/there/__main__.py")
+        made.write(Path(__file__).parent / "fake_there.py", "quantkit/runtimes/child.py")
         made.writestr("quantkit/tests/left_out.py", "")
     return {hashlib.sha256(wheel.read_bytes()).hexdigest(): wheel}
 
@@ -56,15 +55,14 @@ def linked(fake: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A link to a workdir, whose shell is `sh -c` where no host is named; no process may stay there."""
     # this machine is many devices
     monkeypatch.setenv("QUANTKIT_LOCK", "")
-    made: list[SSHLink] = []
+    made: list[Link] = []
     workdir = tmp_path / "there"
 
     def link(
-        host: str | None = None, workdir: Path = workdir, begin: Sequence[str] = ("sh", "-c"), **more: object
-    ) -> SSHLink:
+        host: str | None = None, workdir: Path = workdir, begin: Sequence[str] = ("sh", "-c"), **more: Any
+    ) -> Link:
         shell = OpenSSH(Address(host or "here"), name=host or "here", begin=None if host else begin)
-        wanted: dict[str, object] = {"wheels": fake, "lease": 20, "patience": 30.0, **more}
-        made.append(SSHLink(shell, str(workdir), **wanted))  # type: ignore[arg-type]
+        made.append(Link(shell, str(workdir), **{"wheels": fake, "lease": 20, "patience": 30.0, **more}))
         return made[-1]
 
     yield link
@@ -73,23 +71,11 @@ def linked(fake: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not left(workdir)
 
 
-def job(manner: str = "", rounds: int = 5) -> Job:
+def job(manner: str = "", rounds: int = 5) -> dict[str, Any]:
     """A job for the runner in `fake_there.py`."""
-    side = PlacedModel(place="bundles/x", subject=manner, format="int4")
-    shapes = (ShapeCell(kind="decode", batch=1, size=16),)
-    return Job(
-        work=Measure(
-            ours=side,
-            theirs=side,
-            runtime="onnxruntime",
-            floats="onnxruntime",
-            shapes=shapes,
-            graphs="graphs",
-            rounds=rounds,
-        )
-    )
+    return {"manner": manner, "rounds": rounds}
 
 
-def cells(link: SSHLink, name: str, after: int = 0) -> list[str]:
-    """What a job has answered."""
-    return [each.cell for each in link.follow(name, after) if isinstance(each, Found)]
+def numbered(count: int) -> list[str]:
+    """The cells that it answers."""
+    return [f"cell {n}" for n in range(count)]

@@ -10,29 +10,28 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.devices.answers import NUMBERS, DeviceFacts, MadeTokens, SessionSettings, read
-from quantkit.devices.collect import CollectedCells
-from quantkit.devices.job import LINE, Found, ShapeCell, parse
+from devices.planted import Told
+from quantkit.devices.answers import LINE, NUMBERS, Cells, MadeTokens, SessionSettings, read
 from quantkit.devices.measure import _timing
-from quantkit.devices.sides.answered import outputs_of
-from quantkit.devices.there import models, night
+from quantkit.devices.sides import outputs_of
+from quantkit.devices.there import models, work
 from quantkit.devices.there.models import positions
 from quantkit.errors import InputError
 from quantkit.measurement.accuracy.positions import Accuracy
 from quantkit.measurement.timing.anew import Task, measure
 from quantkit.measurement.timing.clocks import Clocks
 from quantkit.measurement.timing.schedule import Timing
+from quantkit.measurement.timing.shapes import Shape
 from quantkit.stats.deciding.slowdown import BURST
 
-SHAPE = ShapeCell(kind="decode", batch=1, size=16)
+SHAPE = Shape("decode", 1, 16)
 SIDE = [[[0.1], [0.2]], [[0.1], [0.2]]]
 TIMES: dict[str, Any] = {"seconds": {"subject": SIDE, "baseline": SIDE}, "rounds": [1, 1], "skipped": ""}
-ABOUT = DeviceFacts(id="x", name="y", machine="aarch64", isa="neon", cores=4, memory=1 << 30, versions={})
 
 
-def answered(cell: str, *rows: Any) -> CollectedCells:
-    found = CollectedCells("pi5")
-    found.cells[cell] = rows
+def answered(cell: str, *rows: Any) -> Cells:
+    found = Cells("pi5")
+    found.add(cell, rows)
     return found
 
 
@@ -96,35 +95,18 @@ def test_outputs_that_cannot_be_are_refused(row: dict[str, Any]) -> None:
         outputs_of(answered("outputs-0", row), 2)
 
 
-class Told:
-    """A child's caller, whose rows are kept as lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[bytes] = []
-
-    def at(self, share: float, words: str) -> None:
-        pass
-
-    def row(self, data: dict[str, Any]) -> None:
-        self.lines.append(json.dumps({"n": 1, "kind": "row", **data}).encode())
-
-
 def test_outputs_of_a_large_network_come_in_several_lines() -> None:
     generator = np.random.default_rng(0)
     given = {"y": generator.normal(0, 1e-5, (10, 50, 201)).astype(np.float32), "z": np.arange(10, dtype=np.int64)}
     told = Told()
     models.outputs(10, lambda part: {name: array[part] for name, array in given.items()}, {}, told)  # type: ignore[arg-type]
-    answers, found = CollectedCells("pi5"), [parse(line, where="pi5") for line in told.lines]
-    assert len(found) > 2
-    for each in found:
-        assert isinstance(each, Found)
-        answers.cells[each.cell] = each.rows
-    for name, array in outputs_of(answers, 10).items():
+    assert len(told.cells) > 2
+    for name, array in outputs_of(told.cells, 10).items():
         np.testing.assert_array_equal(array, given[name])
     # what was answered before is not answered again
     again = Told()
-    models.outputs(10, lambda part: {n: array[part] for n, array in given.items()}, {**answers.cells}, again)  # type: ignore[arg-type]
-    assert again.lines == []
+    models.outputs(10, lambda part: {n: array[part] for n, array in given.items()}, told.cells, again)  # type: ignore[arg-type]
+    assert not again.cells
     with pytest.raises(InputError, match=r"outputs-too-many.*10,051 numbers come out of each"):
         models.outputs(1000, lambda part: {"y": np.zeros((8, 10_051))}, {}, again)  # type: ignore[arg-type]
 
@@ -132,11 +114,11 @@ def test_outputs_of_a_large_network_come_in_several_lines() -> None:
 def test_a_round_of_a_night_is_a_line() -> None:
     """However short its steps are."""
     sides = ("candidate", "baseline", "release")
-    blocks = night.most(len(sides))
+    blocks = work.most(len(sides))
     times = {side: np.full((blocks, 2, BURST), 1764107543.1234567 / 3) for side in sides}
     turns = Timing(times, times, [sides] * blocks, (blocks,))
     row = {"cell": "round-0", "rows": [{"round": 0, "state": {}, "turns": turns.as_dict()}]}
-    assert LINE / 2 < len(json.dumps({"n": 1 << 30, "kind": "row", **row})) < LINE
+    assert LINE / 2 < len(f"row {json.dumps(row)}") < LINE
     task = Task({"candidate": "x"}, "onnxruntime", 1, 2, None, 1.0, 0, most=3)
     rows = list(measure(task, lambda side: lambda: None, Clocks))
     assert [row["turns"]["rounds"] for row in rows] == [[3], [3]]
@@ -144,25 +126,13 @@ def test_a_round_of_a_night_is_a_line() -> None:
 
 def test_what_was_answered_takes_as_much_memory_as_its_text() -> None:
     text = '{"x":[' + ",".join(["[]"] * 300_000) + "]}"
-    cells = CollectedCells("pi5").cells
+    cells = Cells("pi5")
     tracemalloc.start()
-    cells["x"] = (json.loads(text),)
+    cells.add("x", (json.loads(text),))
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert cells["x"] == (json.loads(text),)
+    assert cells["x"] == [json.loads(text)]
     assert kept < 2 * len(text) < 10 * len(text) < peak
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"", b"[" * 50_000, b"\xff\xfe", b'{"n":0,"kind":"row","cell":"x","rows":[],"to":"/etc"}',
-     b'{"n":-1,"kind":"done"}', b'{"n":0,"kind":"progress","share":NaN}', b" " * (1 << 20) + b'{"n":0,"kind":"done"}'],
-    ids=["nothing", "deep", "no text", "more", "before the first", "no number", "too long"],
-)  # fmt: skip
-def test_a_line_that_is_none_is_refused(line: bytes) -> None:
-    with pytest.raises(InputError, match="answer-invalid") as refused:
-        parse(line, where="pi5")
-    assert len(refused.value.line()) < 500
 
 
 def test_positions_are_scored_as_torch_scores_them() -> None:

@@ -5,31 +5,33 @@ And the commands of docs/devices.md as they stand; what takes minutes is only as
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shlex
 import shutil
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small_onnx
 
-from devices.conftest import Links, cells, job
+from devices.conftest import Links, job, numbered
 from devices.loopback import Loopback
 from devices.test_device_command import said
 from quantkit.bundle import Bundle
 from quantkit.cli import run
-from quantkit.devices.asked import doctor, room
-from quantkit.devices.asked.clean import clean
+from quantkit.devices import asked
+from quantkit.devices.answers import Cells
 from quantkit.devices.named import NamedDevice
+from quantkit.devices.openssh import OpenSSH
+from quantkit.devices.probed import probe
 from quantkit.devices.reached import reach
 from quantkit.devices.rounds import DeviceTimer
-from quantkit.devices.ssh.openssh import OpenSSH
+from quantkit.devices.sides import running
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.rounds import RoundsJob
@@ -60,7 +62,7 @@ def known(devices: Loopback, capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_a_doctor_measures_there_and_writes_a_target(
     known: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "RUNS", 2)
+    monkeypatch.setattr(asked, "RUNS", 2)
     found = said(capsys, "device", "doctor", "tiny", "--write")
     assert found["error"] is None
     rows = {(row["name"], row["settings"].get("compute_type")): row for row in found["result"]["measurements"]}
@@ -101,9 +103,9 @@ def test_what_a_doctor_is_not_asked(
 def test_an_emulator_makes_no_target(
     known: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = doctor.CollectedCells.about
+    real = Cells.about
     emulated = property(lambda self: real.fget(self).model_copy(update={"emulated": True}))  # type: ignore[attr-defined]
-    monkeypatch.setattr(doctor.CollectedCells, "about", emulated)
+    monkeypatch.setattr(Cells, "about", emulated)
     assert said(capsys, "device", "doctor", "plain", "--write")["error"]["code"] == "emulated"
     assert not list(known.rglob("targets/*.yaml"))
 
@@ -117,7 +119,7 @@ def test_a_bundle_is_verified_there_and_what_rotted_is_found(
     assert checks.pop("onnxruntime.loads")
     assert checks == {check.name: True for check in Bundle.load(bundle).verify()}
     # a bit falls over on its card
-    (graph,) = (known / "plain/bundles").rglob("onnx/model.onnx")
+    (graph,) = (known / "plain/files").rglob("onnx/model.onnx")
     data = bytearray(graph.read_bytes())
     data[len(data) // 2] ^= 1
     graph.write_bytes(data)
@@ -152,74 +154,46 @@ def test_too_little_memory_is_said_before_anything_is_carried(bundle: Path, know
     graph = str(bundle / "onnx")
     small, large = (Shape("decode", batch, tokens - 1) for batch in (1, fits))
     with reach("tiny") as found:
-        timer = DeviceTimer(found.link, found.ready())
+        timer = DeviceTimer(found)
         with pytest.raises(InputError, match=r"out-of-memory.*of its 1\.1 are free"):
             timer(RoundsJob(graph, graph, [large], threads=1, seconds=0.1), lambda share, words: None)
         # what is too large beside something that fits is left out there, with its reason
-        found.about.demand_memory([], "tiny", 2 * room.running(bundle, [small, large], "onnxruntime"))
+        found.about.demand_memory([], "tiny", 2 * running(bundle, [small, large], "onnxruntime"))
     assert not (known / "tiny").exists()
 
 
-def test_a_device_is_cleaned_of_what_no_job_needs(
-    linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = tmp_path / "there"
+def test_a_device_is_cleaned(linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, link = tmp_path / "there", linked()
     device = NamedDevice(name="here", address="ssh://here", workdir=str(there))
-    monkeypatch.setattr(
-        "quantkit.devices.asked.clean.shell",
-        lambda device: OpenSSH(linked()._shell.address, name="here", begin=["sh", "-c"]),
-    )
+    way = OpenSSH(link._shell.address, name="here", begin=["sh", "-c"])
+    monkeypatch.setattr(asked, "shell", lambda device: way)
     # where nothing was, nothing is made
-    assert (clean(device).bytes, there.exists()) == (0, False)
-    link = linked()
+    assert (asked.clean(device).bytes, there.exists()) == (0, False)
     link.install()
     (tmp_path / "file").write_bytes(b"x" * 1000)
-    sha = hashlib.sha256(b"x" * 1000).hexdigest()
-    link.put({sha: tmp_path / "file"})
-    link.lay_out("x", {"a": sha, "b": sha})
-    (there / "store" / f"{'0' * 64}.part").write_bytes(b"y" * 50)
-    # `job` names bundles/x: what an interrupted job needs stays, and so does all while one runs
-    (there / "bundles/x").mkdir()
-    (there / "bundles/x/kept").write_text("kept")
-    name = link.start(job("slow", rounds=4))
-    with pytest.raises(InputError, match=r"device-busy.*for: measure"):
-        clean(device)
-    link.cancel(name)
-    (installed,) = (there / "wheels").iterdir()
-    (there / "wheels" / ("0" * 64)).mkdir()
+    laid = {"a": tmp_path / "file", "b": tmp_path / "file"}
+    link.carry("x", laid)
+    (there / "files/.y-begun").mkdir()
+    (there / "files/.y-begun/z.part").write_bytes(b"y" * 50)
+    # while something is under way all of it stays, and a probe says whose that is
+    busy: list[str] = []
+
+    def row(cells: Cells, cell: str) -> None:
+        with pytest.raises(InputError, match=r"device-busy.*for: measure"):
+            asked.clean(device)
+        busy.append(probe(way, str(there)).busy)
+
+    link.run("measure", job("slow", rounds=1), row=row)
+    assert busy[0].endswith("has it, for: measure") and probe(way, str(there)).busy == ""
     before = sum(path.stat().st_size for path in there.rglob("*") if path.is_file())
-    removed = clean(device)
+    removed = asked.clean(device)
     after = sum(path.stat().st_size for path in there.rglob("*") if path.is_file())
     assert (removed.bundles, removed.wheels) == (1, 1)
     assert removed.bytes == before - after > 2050
-    assert [path.name for path in (there / "bundles").iterdir()] == ["x"]
-    assert list((there / "wheels").iterdir()) == [installed]
-    # a day later nobody takes it up any more
-    for path in (there / "jobs").iterdir():
-        os.utime(path, (0, 0))
-    removed = clean(device)
-    assert (removed.bundles, removed.wheels) == (1, 1)
     # what is needed again is carried again
     link.install()
-    assert cells(link, link.start(job("slow", rounds=4))) == [f"cell {n}" for n in range(4)]
-    link.put({sha: tmp_path / "file"})
-    assert (there / link.lay_out("x", {"a": sha}) / "a").read_bytes() == b"x" * 1000
-
-
-def test_a_device_at_work_says_so(
-    linked: Links, devices: Loopback, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    said(capsys, "device", "add", "plain", "ssh://plain", "--workdir", tmp_path / "there")
-    link = linked("plain")
-    link.install()
-    name = link.start(job(rounds=100))
-    time.sleep(0.5)
-    found = said(capsys, "device", "probe", "plain")["result"]["about"]["busy"]
-    assert found.endswith("has it, for: measure")
-    assert run(["device", "show", "plain"]) == 0
-    assert "has it, for: measure" in capsys.readouterr().out
-    link.cancel(name)
-    assert said(capsys, "device", "probe", "plain")["result"]["about"]["busy"] == ""
+    assert list(link.run("measure", job(rounds=4))) == numbered(4)
+    assert (there / link.carry("x", laid) / "a").read_bytes() == b"x" * 1000
 
 
 def test_a_name_is_not_given_to_another_device_unsaid(devices: Loopback, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,15 +238,24 @@ def place(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME")
-    monkeypatch.setattr(doctor, "RUNS", 2)
-    asked: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(asked, "RUNS", 2)
+    wanted: list[tuple[str, dict[str, Any]]] = []
 
-    def measure_at(on: str, bundle: Any, baseline: Any = None, progress: Any = None, **how: Any) -> list[Row]:
-        asked.append((on, how))
+    def measure_on(bundle: Any, device: Any, baseline: Any = None, progress: Any = None, **how: Any) -> list[Row]:
+        wanted.append((device.link.name, how))
         return []
 
-    monkeypatch.setattr("quantkit.devices.measure.measure_at", measure_at)
-    return tmp_path, asked
+    @contextmanager
+    def measured(on: str, **how: Any) -> Iterator[Any]:
+        if how.get("runtimes"):  # what it lacks to measure is not the question
+            yield SimpleNamespace(link=SimpleNamespace(name=on))
+        else:
+            with reach(on, **how) as found:
+                yield found
+
+    monkeypatch.setattr("quantkit.devices.measure.measure_on", measure_on)
+    monkeypatch.setattr("quantkit.devices.reached.reach", measured)
+    return tmp_path, wanted
 
 
 def as_here(line: str, folder: Path) -> list[str]:
@@ -291,7 +274,7 @@ def as_here(line: str, folder: Path) -> list[str]:
 def test_the_commands_run(
     place: tuple[Path, list[tuple[str, dict[str, Any]]]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder, asked = place
+    folder, wanted = place
     for line in [line for block in blocks(GUIDE) for line in block if line.startswith("quantkit ")]:
         words = as_here(line, folder)
         if words[0] == "compile":  # that it takes a path is its own tests' business; that it is this one is ours
@@ -301,11 +284,11 @@ def test_the_commands_run(
             continue
         code = run(words)
         assert code == 0, (words, capfd.readouterr().err)
-    assert [on for on, _ in asked] == ["pi5", "pi5", "jetson", "box", "box", "box", "board"]
-    assert [how["resume"] for _, how in asked] == [False, True, False, False, False, False, False]
-    assert [how["runtime"] for _, how in asked[4:6]] == ["torch", "tensorrt_rtx"]
+    assert [on for on, _ in wanted] == ["pi5", "pi5", "jetson", "box", "box", "box", "board"]
+    assert [how["resume"] for _, how in wanted] == [False, True, False, False, False, False, False]
+    assert [how["runtime"] for _, how in wanted[4:6]] == ["torch", "tensorrt_rtx"]
     # `clean` leaves nothing of what was carried
-    assert not list((folder / "there/pi5").glob("bundles/*"))
+    assert not list((folder / "there/pi5").glob("files/[!.]*"))
     assert not list((folder / "there/pi5").glob("wheels/*"))
 
 

@@ -15,15 +15,14 @@ import pytest
 import small_onnx
 
 from devices.conftest import Links
-from devices.local_link import LocalLink
+from devices.local import local
 from devices.loopback import Loopback
+from devices.planted import Planted, reached
 from quantkit import cli
 from quantkit.bundle import Bundle, seal
-from quantkit.devices.asked.engine import export_on
-from quantkit.devices.job import At, Done, Failed, Found, Note
+from quantkit.devices.engine import export_on
+from quantkit.devices.openssh import Address, Conversation, OpenSSH
 from quantkit.devices.probed import Gpu, Probed, probe
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.runtimes.tensorrt.file import verified
@@ -66,11 +65,11 @@ def about() -> Probed:
 
 def test_an_engine_is_built_there_and_checked_here(bundle: Bundle, about: Probed, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
-    link = LocalLink(tmp_path / "there", "box")
+    device = local(tmp_path / "there", "box", gpus=[A10], packages={"tensorrt-rtx": "1.7"})
     before = bundle.manifest.content_sha256
-    assert export_on(bundle, link, about, "tensorrt", dry_run=True).engine == ""
+    assert export_on(bundle, reached(device.link, about), "tensorrt", dry_run=True).engine == ""
     assert not (tmp_path / "there").exists()
-    done = export_on(bundle, link, about.model_copy(update={"gpus": [A10]}), "tensorrt")
+    done = export_on(bundle, device, "tensorrt")
     assert done.engine == "engine/sm86.engine", "the device's GPU, not the target's"
     after = Bundle.load(bundle.path)
     assert after.manifest.content_sha256 == before
@@ -82,26 +81,18 @@ def test_an_engine_is_built_there_and_checked_here(bundle: Bundle, about: Probed
     assert said.reason.startswith("built on box by tensorrt_rtx 1.") and said.reason in done.says
     # what this machine builds of it is the same but for what the library itself draws
     assert record["bytes"] == (bundle.path / "engine" / "sm86.engine").stat().st_size
-    assert not [path for path in (tmp_path / "there" / "store").iterdir() if path.stat().st_size == record["bytes"]]
+    assert not list((tmp_path / "there" / "made").iterdir())
     assert [path.name for path in bundle.path.parent.iterdir() if path.name.startswith(".")] == []
 
 
-class Lying(LocalLink):
+class Lying(Planted):
     """A device that says one thing of its engine and gives another."""
 
-    def __init__(self, workdir: Path, data: bytes, **said: Any) -> None:
-        super().__init__(workdir, "box")
+    def __init__(self, data: bytes, **said: Any) -> None:
         self.data = data
         sha = hashlib.sha256(data).hexdigest()
-        self.built = {"library": "tensorrt_rtx", "version": "1", "sm": ["8.9"], "gpu": "", "bytes": len(data)}
-        self.built |= {"sha256": sha, "seconds": 1.0, "layers": 1, **said}
-
-    def start(self, job: Any) -> str:
-        return str(job.id)
-
-    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-        yield Found(n=0, cell="engine", rows=(self.built,))
-        yield Done(n=1)
+        built = {"library": "tensorrt_rtx", "version": "1", "sm": ["8.9"], "gpu": "", "bytes": len(data)}
+        super().__init__(("engine", [{**built, "sha256": sha, "seconds": 1.0, "layers": 1, **said}]), name="box")
 
     def fetch(self, sha256: str, size: int, to: Path, progress: Any = None) -> None:
         to.write_bytes(self.data)
@@ -120,10 +111,10 @@ class Lying(LocalLink):
     ],
     ids=str,
 )
-def test_what_a_device_may_not_say_of_it(bundle: Bundle, about: Probed, tmp_path: Path, said: dict[str, Any]) -> None:
+def test_what_a_device_may_not_say_of_it(bundle: Bundle, about: Probed, said: dict[str, Any]) -> None:
     before = (bundle.path / "manifest.json").read_bytes()
     with pytest.raises(InputError, match="answer-invalid"):
-        export_on(bundle, Lying(tmp_path / "there", b"engine", **said), about, "tensorrt")
+        export_on(bundle, reached(Lying(b"engine", **said), about), "tensorrt")
     assert (bundle.path / "manifest.json").read_bytes() == before
     assert not list((bundle.path / "engine").glob("*.engine"))
     assert [path.name for path in bundle.path.parent.iterdir() if path.name.startswith(".")] == []
@@ -141,12 +132,13 @@ def test_what_a_device_may_not_say_of_it(bundle: Bundle, about: Probed, tmp_path
     ],
 )
 def test_what_cannot_be_built_is_refused_before_anything_is_carried(
-    bundle: Bundle, about: Probed, tmp_path: Path, changes: list[str], there: dict[str, Any], code: str
+    bundle: Bundle, about: Probed, changes: list[str], there: dict[str, Any], code: str
 ) -> None:
+    link = Planted()
     with pytest.raises(InputError) as met:
-        export_on(bundle, LocalLink(tmp_path / "there"), about.model_copy(update=there), "tensorrt", changes)
+        export_on(bundle, reached(link, about.model_copy(update=there)), "tensorrt", changes)
     assert met.value.code == code and "\n" not in met.value.line()
-    assert not (tmp_path / "there").exists()
+    assert not link.carried
 
 
 def test_only_what_is_built_needs_a_device(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,12 +153,13 @@ def test_only_what_is_built_needs_a_device(made: Path, capsys: pytest.CaptureFix
 
 
 def left_there(linked: Links, folder: Path, data: bytes) -> tuple[Any, str, Path]:
-    """A link, and a file that a job has left in the store."""
+    """A link, and a file that a work has left there."""
     link = linked()
     (folder / "seed").write_bytes(b"seed")
-    link.put({hashlib.sha256(b"seed").hexdigest(): folder / "seed"})
+    link.carry("x", {"seed": folder / "seed"})
     sha = hashlib.sha256(data).hexdigest()
-    path = folder / "there" / "store" / sha
+    path = folder / "there" / "made" / sha
+    path.parent.mkdir()
     path.write_bytes(data)
     return link, sha, path
 
@@ -202,8 +195,6 @@ def test_an_engine_comes_over_a_line_that_is_cut(
 ) -> None:
     """By the command, with the runner that travels, through sshd; the way back breaks once and goes on."""
     pytest.importorskip("tensorrt_rtx")
-    from quantkit.devices.ssh.openssh import Conversation
-
     wire, lines, cut = devices.wires["plain"], Conversation.lines, []
 
     def broken(self: Conversation, most: int, line_most: int | None = None) -> Iterator[bytes]:
@@ -224,4 +215,4 @@ def test_an_engine_comes_over_a_line_that_is_cut(
     verified(Bundle.load(bundle.path))
     record = json.loads((bundle.path / "engine" / "sm89.json").read_text())
     assert record["built_on"] == "box"
-    assert not (there / "store" / record["sha256"]).exists()
+    assert not (there / "made" / record["sha256"]).exists()

@@ -4,30 +4,27 @@ driver."""
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import sys
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")  # Linux alone has it
-
-from devices.local_link import LocalLink
+from devices.planted import Within, reached
 from devices.tiny_home import tiny_home
 from quantkit.bundle import Bundle, Decision
-from quantkit.devices.job import Job
 from quantkit.devices.measure import measure_on
+from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import Gpu, Probed, probe
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.devices.there import work
-from quantkit.devices.there.ledger import Ledger
-from quantkit.errors import InputError, QuantkitError
+
+pytest.importorskip("triton")  # Linux alone has it
+
+from quantkit.errors import InputError
 from quantkit.kernels import linear
 from quantkit.kernels.dispatch import EXPANDED, FILE, Choice, Recorded, Table
 from quantkit.measurement.cuda.device import GpuDevice
@@ -47,54 +44,6 @@ PROBED = Probed.model_construct(
 SMI = f"""#!/bin/sh
 case "$*" in *--query-gpu=name,compute_cap,*) echo "{GPU.name}, {GPU.sm}, 23034, {GPU.driver}";; esac
 """
-
-
-class Ended:
-    """A process that is through."""
-
-    returncode = 0
-
-    def poll(self) -> int:
-        return 0
-
-    def wait(self, seconds: float = 0.0) -> int:
-        return 0
-
-
-class WithinLink(LocalLink):
-    """A device whose runner is this process, so that what a GPU takes microseconds for can be stood in for."""
-
-    def __init__(self, workdir: Path) -> None:
-        super().__init__(workdir, "box")
-        self.asked: list[Any] = []
-
-    def start(self, job: Job) -> str:
-        self.asked.append(job.work)
-        folder = self.workdir / "jobs" / job.id
-        folder.mkdir(parents=True)
-        ledger = Ledger(folder)
-        try:
-            work.do(Job.read(job.text()).work, self.workdir, ledger)
-            ledger.done()
-        except QuantkitError as problem:
-            ledger.failed(problem)
-        self._jobs[job.id] = Ended()  # type: ignore[assignment]
-        return job.id
-
-    def cancel(self, job: str) -> None:
-        """Nothing runs any more."""
-
-
-class Told:
-    """What a child's work says, as it comes to whoever waits for it."""
-
-    def __init__(self, row: Callable[[Any], None], note: Callable[[str], None]) -> None:
-        self._row, self.note = row, note
-
-    def row(self, data: Any) -> None:
-        self._row(json.loads(json.dumps(data, allow_nan=False)))
-
-    def at(self, share: float, words: str) -> None: ...
 
 
 class Notes(Progress):
@@ -124,16 +73,11 @@ def bundle(home: Path, tmp_path: Path) -> Bundle:
 
 
 @pytest.fixture
-def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WithinLink:
+def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Within:
     # half a second each in the interpreter, a hundred times over: what they take is not what is looked at
     monkeypatch.setattr(linear, "dequantize", functools.cache(linear.dequantize))
-
-    def run(does: Any, job: Any, progress: Any, *, row: Any, note: Any, **_: Any) -> None:
-        does(json.loads(json.dumps(job)), Told(row, note))
-
-    monkeypatch.setattr(work.child, "run", run)
     driver(tmp_path / "bin", monkeypatch)
-    return WithinLink(tmp_path / "there")
+    return Within(tmp_path / "there", monkeypatch)
 
 
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,12 +89,12 @@ def driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
-def measured(bundle: Bundle, link: Any, home: Path, about: Probed | None = PROBED, **how: Any) -> list[Row]:
-    asked: dict[str, Any] = {"baseline": str(home / "model"), "plan": PLAN, "about": about, **how}
-    return measure_on(bundle, link, runtime="torch", **asked)
+def measured(bundle: Bundle, link: Any, home: Path, about: Probed = PROBED, **how: Any) -> list[Row]:
+    asked: dict[str, Any] = {"baseline": str(home / "model"), "plan": PLAN, **how}
+    return measure_on(bundle, reached(link, about), runtime="torch", **asked)
 
 
-def test_steps_there_are_the_rows_of_steps_here(home: Path, bundle: Bundle, link: WithinLink) -> None:
+def test_steps_there_are_the_rows_of_steps_here(home: Path, bundle: Bundle, link: Within) -> None:
     source = open_model(str(home / "model"))
     here, said = speed_cuda.run(bundle, source, PLAN, GpuDevice("cpu", dry=True))
     assert said == ""
@@ -178,16 +122,16 @@ def test_steps_there_are_the_rows_of_steps_here(home: Path, bundle: Bundle, link
         kind = "cpu" if row.name.startswith("accuracy.") else "gpu"
         assert (row.device.kind, row.on, row.device.name == GPU.name) == (kind, "box", kind == "gpu"), row.name
         assert row.versions.get("driver") == (GPU.driver if kind == "gpu" else None)
-    scored, asked = link.asked
-    assert [layer.name for layer in asked.layers] == [layer.name for layer in bundle.manifest.layers]
-    assert asked.graphs is None and not scored.ours.built
-    assert {path.name for path in (link.workdir / asked.ours.place).iterdir()} == {"model", FILE}
+    scored, asked = (job for _, job in link.asked)
+    assert [layer["name"] for layer in asked["layers"]] == [layer.name for layer in bundle.manifest.layers]
+    assert asked["graphs"] is None and not scored["ours"]["built"]
+    assert {path.name for path in (link.workdir / asked["ours"]["place"]).iterdir()} == {"model", FILE}
     stored = [Row.model_validate(row) for row in Bundle.load(bundle.path).measurements]
     assert {row.name for row in stored if row.on == "box"} == {row.name for row in rows}
     assert measured(Bundle.load(bundle.path), link, home, resume=True) == []
 
 
-def test_what_no_kernel_takes_there_is_said_here(home: Path, tmp_path: Path, link: WithinLink) -> None:
+def test_what_no_kernel_takes_there_is_said_here(home: Path, tmp_path: Path, link: Within) -> None:
     bundle, notes = Bundle.load(shutil.copytree(home / "int3", tmp_path / "int3")), Notes()
     other = Recorded({"id": "gpu-x", "kind": "gpu", "name": "another GPU"}, {}, "x", Table({}))
     bundle = bundle.put(FILE, other.as_bytes())
@@ -209,7 +153,7 @@ def test_what_no_kernel_takes_there_is_said_here(home: Path, tmp_path: Path, lin
     ids=["a torch for processors", "no Triton", "no GPU"],
 )
 def test_where_no_steps_are_timed_one_line_says_why(
-    home: Path, bundle: Bundle, link: WithinLink, there: dict[str, Any], said: str
+    home: Path, bundle: Bundle, link: Within, there: dict[str, Any], said: str
 ) -> None:
     decisions: list[Decision] = []
     rows = measured(bundle, link, home, PROBED.model_copy(update=there), decisions=decisions)
@@ -229,7 +173,7 @@ def test_where_no_steps_are_timed_one_line_says_why(
     ids=["a small GPU", "against another bundle"],
 )
 def test_what_cannot_be_timed_is_said_before_anything_is_carried(
-    home: Path, bundle: Bundle, link: WithinLink, there: dict[str, Any], how: dict[str, Any], code: str
+    home: Path, bundle: Bundle, link: Within, there: dict[str, Any], how: dict[str, Any], code: str
 ) -> None:
     about = PROBED.model_copy(update=there)
     how = {name: str(home / value) for name, value in how.items()}
@@ -241,27 +185,30 @@ def test_what_cannot_be_timed_is_said_before_anything_is_carried(
     assert measured(bundle, link, home, about, speed=False, **how)
 
 
-def test_the_memory_that_times_take_is_asked_for(home: Path, bundle: Bundle, link: WithinLink) -> None:
+def test_the_memory_that_times_take_is_asked_for(
+    home: Path, bundle: Bundle, link: Within, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[float] = []
 
-    def ready(models: Any, running: float = 0.0) -> None:
+    def demand(self: Probed, models: Any, where: str, running: float = 0.0) -> None:
         asked.append(running)
         raise InputError("enough")
 
+    monkeypatch.setattr(Probed, "demand_memory", demand)
     shared = PROBED.model_copy(update={"gpus": [GPU.model_copy(update={"memory": 0})]})
     for about, speed in ((PROBED, False), (shared, True)):
         with pytest.raises(InputError, match="enough"):
-            measured(bundle, link, home, about, ready=ready, speed=speed)
+            measured(bundle, link, home, about, speed=speed)
     files = sum(path.stat().st_size for path in [*bundle.model_folder.iterdir(), bundle.path / FILE])
     weights = sum(each.numel() for each in open_model(str(home / "model")).load().parameters())
     assert asked[1] - asked[0] == pytest.approx(files + 2 * weights, rel=0.2)
 
 
 def test_a_gpu_that_torch_there_does_not_see_ends_the_times_alone(
-    home: Path, bundle: Bundle, link: WithinLink, monkeypatch: pytest.MonkeyPatch
+    home: Path, bundle: Bundle, link: Within, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(InputError, match=r"device-absent.*box says: torch.*no GPU that torch sees") as met:
+    with pytest.raises(InputError, match=r"device-absent.*torch.*no GPU that torch sees") as met:
         measured(bundle, link, home)
     assert "\n" not in met.value.line()
     stored = [Row.model_validate(row) for row in Bundle.load(bundle.path).measurements]

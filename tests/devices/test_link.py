@@ -1,4 +1,4 @@
-"""The link's own logic, by `sh -c` instead of `ssh`: carrying, laying out, jobs; what a device may not do."""
+"""The link's own logic, by `sh -c` instead of `ssh`: carrying, work, and what a device may not do."""
 
 from __future__ import annotations
 
@@ -12,145 +12,158 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from devices.conftest import Links, cells, job
-from quantkit.devices.collect import CollectedCells
-from quantkit.devices.job import Done, Found
+from devices.conftest import Links, job, numbered
+from quantkit.devices import link as links
+from quantkit.devices.answers import Cells
+from quantkit.devices.link import Link, client, is_gone
+from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import probe
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.link import SSHLink
-from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import GateError, InputError, QuantkitError, Stopped
-from quantkit.pipeline.progress import Progress
 
 
-def content(folder: Path, **files: bytes) -> dict[str, Path]:
-    found = {}
-    for name, data in files.items():
+def files(folder: Path, **contents: bytes) -> dict[str, Path]:
+    for name, data in contents.items():
         (folder / name).write_bytes(data)
-        found[hashlib.sha256(data).hexdigest()] = folder / name
-    return found
+    return {name: folder / name for name in contents}
 
 
-def test_files_are_carried_once_and_laid_out(linked: Links, tmp_path: Path) -> None:
+def test_a_folder_is_carried_once(linked: Links, tmp_path: Path) -> None:
     link, there = linked(), tmp_path / "there"
-    files = content(tmp_path, a=b"a" * 1000, b=b"", c=os.urandom(3 << 20))
-    link.put(files)
-    for sha in files:
-        assert hashlib.sha256((there / "store" / sha).read_bytes()).hexdigest() == sha
-    a, b, c = files
-    place = link.lay_out("mine", {"x/a": a, "x/again": a, "b": b, "c": c})
-    folder = there / place
-    assert (folder / "x/a").read_bytes() == (folder / "x/again").read_bytes() == b"a" * 1000
-    # each is there once, and one name leads to it: a bundle's check refuses others
-    assert {path.stat().st_nlink for path in folder.rglob("*") if path.is_file()} == {1}
-    assert not (there / "store" / c).exists()
+    made = files(tmp_path, a=b"a" * 1000, b=b"", c=os.urandom(3 << 20))
+    laid = {"x/a": made["a"], "x/again": made["a"], "b": made["b"], "c": made["c"]}
+    place = link.carry("mine", laid)
+    assert {name: (there / place / name).read_bytes() for name in laid} == {
+        name: path.read_bytes() for name, path in laid.items()
+    }
+    # one name leads to each: a bundle's check refuses others
+    assert {path.stat().st_nlink for path in (there / place).rglob("*") if path.is_file()} == {1}
     sent: list[float] = []
-    link.put(files, lambda share, _: sent.append(share))
+    assert link.carry("mine", laid, lambda share, _: sent.append(share)) == place
     assert not sent
-    other = link.lay_out("mine", {"c": c})
-    assert other != place
-    assert (there / other / "c").read_bytes() == files[c].read_bytes()
-    assert link.lay_out("mine", {"c": c}) == other
+    assert link.carry("mine", {"c": made["c"]}) != place
+    assert not list(there.glob("files/.mine*"))
 
 
-def test_a_broken_transfer_goes_on_where_it_was(linked: Links, tmp_path: Path) -> None:
-    link = linked()
-    files = content(tmp_path, big=os.urandom(4 << 20))
-    (sha,) = files
-    link.put({})  # makes the folder
-    link.put(content(tmp_path, small=b"s"))
-    part = tmp_path / "there/store" / f"{sha}.part"
-    part.write_bytes(files[sha].read_bytes()[: 3 << 20])
-    shares: list[float] = []
-    link.put(files, lambda share, _: shares.append(share))
-    assert len(shares) == (1 << 20) / (1 << 18)
-    assert not part.exists()
+def test_a_broken_transfer_goes_on_where_it_was_and_what_is_damaged_is_sent_again(
+    linked: Links, tmp_path: Path
+) -> None:
+    link, made = linked(), files(tmp_path, big=os.urandom(4 << 20))
+    whole = made["big"].read_bytes()
+    place = link.carry("x", made)
+    folder, coming = tmp_path / "there" / place, tmp_path / "there/files" / f".{Path(place).name}"
+    for begun, pieces in ((whole[: 3 << 20], 4), (b"x" * (3 << 20), 4 + 16)):
+        folder.rename(coming)
+        (coming / "big").unlink()
+        (coming / "big.part").write_bytes(begun)
+        shares: list[float] = []
+        assert link.carry("x", made, lambda share, _: shares.append(share)) == place  # noqa: B023
+        assert len(shares) == pieces
+        assert (folder / "big").read_bytes() == whole
+        assert not coming.exists()
 
 
-def test_what_arrives_damaged_is_sent_again(linked: Links, tmp_path: Path) -> None:
-    link = linked()
-    files = content(tmp_path, big=os.urandom(1 << 20))
-    (sha,) = files
-    link.put(content(tmp_path, small=b"s"))
-    (tmp_path / "there/store" / f"{sha}.part").write_bytes(b"x" * 1000)
-    link.put(files)
-    assert (tmp_path / "there/store" / sha).read_bytes() == files[sha].read_bytes()
+def test_what_arrives_damaged_twice_is_refused(linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = files(tmp_path, big=b"big")
+    monkeypatch.setattr(links, "sha256", lambda path: "0" * 64)
     with pytest.raises(InputError, match="transfer-damaged"):
-        link.put({"0" * 64: files[sha]})
+        linked().carry("x", made)
 
 
-def test_a_job_answers_and_is_forgotten(linked: Links, tmp_path: Path) -> None:
-    link = linked()
+def test_cells_come_once_and_nothing_is_left(linked: Links, tmp_path: Path) -> None:
+    link, seen, shares = linked(), list[str](), list[str]()
     link.install()
     assert not list((tmp_path / "there").rglob("left_out.py"))
-    name = link.start(job())
-    answers = list(link.follow(name))
-    assert [each.n for each in answers] == list(range(6))
-    assert isinstance(answers[-1], Done)
-    assert not (tmp_path / "there/jobs" / name).exists()
+    cells = link.run(
+        "measure", job("twice"), lambda _, words: shares.append(words), row=lambda _, cell: seen.append(cell)
+    )
+    assert seen == list(cells) == numbered(5)
+    assert cells["cell 0"][0]["pid"] > 0
+    assert shares[0] == "words, on here"
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["files", "lock", "quantkit.json", "wheels"]
     # asked again, it is measured again
-    assert link.start(job()) == name
-    assert len(cells(link, name)) == 5
-
-
-def test_a_job_is_taken_up_and_not_doubled(linked: Links) -> None:
-    link = linked()
-    link.install()
-    name = link.start(job(rounds=20))
-    assert linked().start(job(rounds=20)) == name
-    seen = link.follow(name)
-    first = [next(seen) for _ in range(3)]
-    rest = cells(linked(), linked().start(job(rounds=20)), 3)
-    assert [each.cell for each in first if isinstance(each, Found)] + rest == [f"cell {n}" for n in range(20)]
+    assert link.run("measure", job())["cell 0"] != cells["cell 0"]
 
 
 def test_a_job_is_as_long_as_what_it_asks(linked: Links) -> None:
     # as the layers of a large model make it; Linux gives a word of a command line 128 KiB
-    asked = job("x" * (1 << 20), rounds=2)
     link = linked()
     link.install()
-    assert cells(link, link.start(asked)) == ["cell 0", "cell 1"]
+    assert list(link.run("measure", job("x" * (1 << 20), rounds=2))) == numbered(2)
 
 
-def test_a_device_does_one_job_at_a_time(linked: Links) -> None:
+class Running:
+    """Work in a thread, until it is ended."""
+
+    def __init__(self, link: Link, asked: dict[str, Any]) -> None:
+        self.link, self.asked, self.met = link, asked, list[BaseException]()
+        self._begun, self._over = threading.Event(), False
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        assert self._begun.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        def row(cells: Cells, cell: str) -> None:
+            self._begun.set()
+            if self._over:
+                raise GateError("over")
+
+        with contextlib.suppress(GateError):
+            self.link.run("measure", self.asked, row=row)
+
+
+def test_a_device_does_one_thing_at_a_time(linked: Links) -> None:
     link = linked()
     link.install()
-    link.start(job(rounds=40))
-    with pytest.raises(InputError, match=r"device-busy.*has it, for: measure"):
-        linked().start(job(rounds=41))
-    link.cancel(link.start(job(rounds=40)))
-    linked().cancel(linked().start(job(rounds=41)))
+    with Running(link, job(rounds=400)), pytest.raises(InputError, match=r"device-busy.*has it, for: measure"):
+        linked().run("tax", job())
+    assert list(linked().run("tax", job())) == numbered(5)
+
+
+def runner(workdir: Path) -> int:
+    """The process that keeps what is under way."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+            return int(json.loads((workdir / "lock").read_text())["runner"])
+        time.sleep(0.05)
+    raise AssertionError("nothing is under way")
 
 
 def test_a_command_that_was_killed_here_has_no_device(linked: Links, tmp_path: Path) -> None:
-    """A device cannot tell that from a connection which broke, this machine can: the next one ends its job."""
+    """A device cannot tell that from a connection which broke, this machine can: the next one ends its work."""
     linked().install()
+    # its connection outlives it: as one that broke does
     program = (
-        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "import os, sys; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\nfrom devices.conftest import job\n"
-        "from quantkit.devices.ssh.address import Address\nfrom quantkit.devices.ssh.link import SSHLink\n"
-        "from quantkit.devices.ssh.openssh import OpenSSH\n"
+        "from quantkit.devices.openssh import Address, OpenSSH\nfrom quantkit.devices.link import Link\n"
         "shell = OpenSSH(Address('here'), name='here', begin=['sh', '-c'])\n"
-        "link = SSHLink(shell, sys.argv[3], wheels={sys.argv[4]: Path(sys.argv[5])}, lease=600)\n"
-        "list(link.follow(link.start(job('slow', rounds=100))))\n"
+        "link = Link(shell, sys.argv[3], wheels={sys.argv[4]: Path(sys.argv[5])}, lease=600)\n"
+        "link.run('measure', job('slow', rounds=100))\n"
     )
     ((sha, wheel),) = linked()._wheels.items()
     root = Path(__file__).parents[1]
     words = [root, root.parent, tmp_path / "there", sha, wheel]
     other = subprocess.Popen([sys.executable, "-c", program, *map(str, words)])
-    keeper(tmp_path / "there")
-    held = json.loads((tmp_path / "there/lock").read_text())
+    keeper = runner(tmp_path / "there")
+    os.kill(keeper, signal.SIGSTOP)  # it hears of nothing
     with pytest.raises(InputError, match="device-busy"):
-        linked().start(job())  # it lives
+        linked().run("measure", job())  # it lives
     other.kill()
     other.wait()
-    link = linked()
-    assert len(cells(link, link.start(job()))) == 5
-    # what it had answered is kept, and goes on
-    assert (tmp_path / "there/jobs" / held["job"] / "rows.jsonl").read_bytes().count(b"\n") > 0
+    threading.Timer(1.0, os.kill, (keeper, signal.SIGCONT)).start()
+    assert list(linked().run("measure", job())) == numbered(5)
 
 
 def test_users_and_workdirs_of_a_machine_take_turns(
@@ -160,31 +173,27 @@ def test_users_and_workdirs_of_a_machine_take_turns(
     link.install()
     other.install()
     monkeypatch.setenv("QUANTKIT_LOCK", str(tmp_path / "lock"))
-    name = link.start(job("slow", rounds=40))
-    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o666
-    with pytest.raises(InputError, match=r"device-busy.*has it, for: measure"):
-        other.start(job())
     here = OpenSSH(Address("here"), name="here", begin=["sh", "-c"])
-    for workdir in ("there", "there/other", "elsewhere"):
-        assert probe(here, str(tmp_path / workdir)).busy.endswith("has it, for: measure")
-    link.cancel(name)
+    with Running(link, job("slow", rounds=40)):
+        assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o666
+        with pytest.raises(InputError, match=r"device-busy.*has it, for: measure"):
+            other.run("measure", job())
+        for workdir in ("there", "there/other", "elsewhere"):
+            assert probe(here, str(tmp_path / workdir)).busy.endswith("has it, for: measure")
+    assert list(other.run("measure", job())) == numbered(5)
     assert probe(here, str(tmp_path / "elsewhere")).busy == ""
-    assert len(cells(other, other.start(job()))) == 5
     # one of somebody else's making keeps its mode
     (tmp_path / "lock").chmod(0o640)
-    other.cancel(other.start(job()))
+    other.run("measure", job())
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("name", ["there/lock", "there/store/coming", "there/store/laying", "shared"])
+@pytest.mark.parametrize("name", ["there/lock", "there/files/.coming", "shared"])
 def test_what_is_no_lock_of_ours_is_neither_written_nor_waited_for(
     linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     link, lock, precious = linked(), tmp_path / name, tmp_path / "precious"
-    here, cleaning = (
-        OpenSSH(Address("here"), name="here", begin=["sh", "-c"]),
-        {"workdir": str(tmp_path / "there"), "do": "clean"},
-    )
+    here = OpenSSH(Address("here"), name="here", begin=["sh", "-c"])
     link.install()
     monkeypatch.setenv("QUANTKIT_LOCK", str(tmp_path / "shared"))
     precious.write_text("kept")
@@ -193,104 +202,63 @@ def test_what_is_no_lock_of_ours_is_neither_written_nor_waited_for(
         lock.unlink(missing_ok=True)
         make(precious)
         with pytest.raises(InputError, match=rf"lock-foreign.*{lock} is a link"):
-            link.start(job()) if "store" not in name else here.call("store", cleaning)
+            if "files" in name:
+                here.call("files", {"workdir": str(tmp_path / "there"), "do": "clean"})
+            else:
+                link.run("measure", job())
     assert precious.read_text() == "kept" and precious.stat().st_mode & 0o777 == 0o600
     lock.rmdir()
-    assert len(cells(link, link.start(job()))) == 5
+    assert list(link.run("measure", job())) == numbered(5)
 
 
 def test_what_does_not_end_keeps_no_lock_for_ever() -> None:
     """In a process of its own: it waits for its children."""
     program = (
-        "import subprocess, time\nfrom quantkit.devices.sent import jobs\n"
-        "work = subprocess.Popen(['sleep', '600'])\nassert jobs._children() == [work.pid]\n"
-        "there, jobs._GRACE, jobs._children = jobs._children, 0.3, list\nbegan = time.monotonic()\njobs._reap()\n"
-        "assert time.monotonic() - began < 5\njobs._children = there\njobs._reap()\nassert not there()\n"
+        "import subprocess, time\nfrom quantkit.devices.sent import work as works\n"
+        "work = subprocess.Popen(['sleep', '600'])\nassert works._children() == [work.pid]\n"
+        "there, works._GRACE, works._children = works._children, 0.3, list\nbegan = time.monotonic()\nworks._reap()\n"
+        "assert time.monotonic() - began < 5\nworks._children = there\nworks._reap()\nassert not there()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_who_stops_listening_ends_the_work(linked: Links, tmp_path: Path) -> None:
-    link = linked()
-    link.install()
-    name = link.start(job("leaves", rounds=100))
-    answers = link.follow(name)
-    assert next(answers).n == 0
-    answers.close()  # type: ignore[attr-defined]
-    assert json.loads((tmp_path / "there/jobs" / name / "ended").read_text())["why"] == "cancelled"
-
-
-def test_a_job_that_nobody_listens_to_ends_and_goes_on(linked: Links, tmp_path: Path) -> None:
-    link = linked(lease=1)
-    link.install()
-    name = link.start(job(rounds=60))
-    ended = tmp_path / "there/jobs" / name / "ended"
-    until = time.monotonic() + 20
-    while not ended.exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert json.loads(ended.read_text())["why"] == "left"
-    again = linked()
-    found = [each for each in again.follow(again.start(job(rounds=60))) if isinstance(each, Found)]
-    assert [each.cell for each in found] == [f"cell {n}" for n in range(60)]
-    assert len({each.rows[0]["pid"] for each in found}) == 2
-
-
-def keeper(workdir: Path) -> int:
-    """Of the job that is under way."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
-            return int(json.loads((workdir / "lock").read_text())["keeper"])
-        time.sleep(0.05)
-    raise AssertionError("no job is under way")
-
-
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_machine_that_starts_again_goes_on(linked: Links, tmp_path: Path, how: signal.Signals) -> None:
-    """Asked to end as by a shutdown, and off at once: nobody has cancelled it."""
-    link, seen = linked(), []
+    """Asked to end as by a shutdown, and off at once: what has come is not done again."""
+    link, seen = linked(), list[str]()
     link.install()
-    name = link.start(job(rounds=30))
-    for each in link.follow(name):
-        assert isinstance(each, Found | Done)
-        if isinstance(each, Found):
-            seen.append(each)
-            if len(seen) == 5:
-                os.kill(keeper(tmp_path / "there"), how)
-    assert [each.cell for each in seen] == [f"cell {n}" for n in range(30)]
-    assert len({each.rows[0]["pid"] for each in seen}) == 2
+
+    def row(cells: Cells, cell: str) -> None:
+        seen.append(cell)
+        if len(seen) == 5:
+            os.kill(runner(tmp_path / "there"), how)
+
+    cells = link.run("measure", job(rounds=30), row=row)
+    assert list(cells) == seen == numbered(30)
+    assert len({rows[0]["pid"] for rows in cells.values()}) == 2
 
 
-def test_what_never_reached_the_disk_is_answered_again(linked: Links) -> None:
-    """Progress that was told and is gone with the machine, and a line it wrote a part of: no cell is passed over."""
-    link = linked()
+def test_who_stops_listening_ends_the_work(linked: Links, tmp_path: Path) -> None:
+    """Whatever is refused of an answer; and Ctrl-C, which waits for no network."""
+    link = linked(begin=network(tmp_path), lease=2)
     link.install()
-    assert cells(link, link.start(job("cut-off", rounds=6))) == [f"cell {n}" for n in range(6)]
 
+    def refuse(cells: Cells, cell: str) -> None:
+        raise GateError("planted")
 
-def test_a_job_that_failed_is_taken_up_without_its_error(linked: Links, tmp_path: Path) -> None:
-    link = linked()
-    link.install()
-    name = link.start(job("fails"))
-    ended = tmp_path / "there/jobs" / name / "ended"
-    until = time.monotonic() + 20
-    while not ended.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    with (ended.parent / "rows.jsonl").open("a") as rows:
-        rows.write('{"n": 3, "kind": "r')
-    assert cells(linked(), linked().start(job("fails"))) == [f"cell {n}" for n in range(5)]
+    def interrupt(cells: Cells, cell: str) -> None:
+        (tmp_path / "down").touch()
+        raise KeyboardInterrupt
 
-
-def test_a_job_that_somebody_else_ends_says_so(linked: Links) -> None:
-    link = linked()
-    link.install()
-    answers = link.follow(link.start(job(rounds=100)))
-    next(answers)
-    other = linked()
-    other.cancel(other.start(job(rounds=100)))
-    with pytest.raises(InputError, match="job-cancelled"):
-        list(answers)
+    with pytest.raises(GateError, match="planted"):
+        link.run("measure", job("leaves", rounds=100), row=refuse)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        link.run("measure", job(rounds=100), row=interrupt)
+    assert time.monotonic() - began < 15
+    (tmp_path / "down").unlink()
+    assert list(link.run("measure", job())) == numbered(5)
 
 
 def network(folder: Path) -> list[str]:
@@ -305,8 +273,7 @@ def network(folder: Path) -> list[str]:
 
 
 def test_a_device_that_starts_again_is_waited_for(linked: Links, tmp_path: Path) -> None:
-    begin = network(tmp_path)
-    link = linked(begin=begin)
+    link = linked(begin=network(tmp_path))
     (tmp_path / "down").touch()
     with pytest.raises(InputError, match=r"device-unreachable.*Connection refused"):
         link.install()  # it was never there
@@ -314,70 +281,66 @@ def test_a_device_that_starts_again_is_waited_for(linked: Links, tmp_path: Path)
     link.install()
     (tmp_path / "down").touch()
     threading.Timer(1.0, (tmp_path / "down").unlink).start()
-    assert len(cells(link, link.start(job()))) == 5
+    assert list(link.run("measure", job())) == numbered(5)
 
 
-def test_what_a_job_started_ends_with_it(linked: Links) -> None:
+def test_what_work_started_ends_with_it(linked: Links) -> None:
     link = linked()
     link.install()
-    assert len(cells(link, link.start(job("leaves", rounds=2)))) == 2
+    assert list(link.run("measure", job("leaves", rounds=2))) == numbered(2)
 
 
-def test_a_job_that_dies_says_why_and_keeps_its_answers(linked: Links) -> None:
+@pytest.mark.parametrize(
+    ("manner", "says"),
+    [
+        ("dies", r"job-died.*exit code 9.*Segmentation fault"),
+        ("long-line", "answer-invalid"),
+        ("nonsense", "answer-invalid"),
+        ("nan", "answer-invalid"),
+    ],
+)
+def test_what_is_no_answer_is_refused_and_its_work_ends(linked: Links, manner: str, says: str) -> None:
     link = linked()
     link.install()
-    with pytest.raises(InputError, match=r"job-died.*exit code 9.*Segmentation fault"):
-        cells(link, link.start(job("dies")))
-
-
-def why(workdir: Path) -> str:
-    """The only job there has ended."""
-    (ended,) = workdir.glob("jobs/*/ended")
-    return str(json.loads(ended.read_text())["why"])
-
-
-@pytest.mark.parametrize("manner", ["long-line", "nonsense"])
-def test_hostile_answers_are_refused_and_their_work_ends(linked: Links, tmp_path: Path, manner: str) -> None:
-    link = linked()
-    link.install()
-    with pytest.raises(InputError, match=r"answer-invalid|line-too-long") as met:
-        cells(link, link.start(job(manner, rounds=100)))
+    with pytest.raises(InputError, match=says) as met:
+        link.run("measure", job(manner, rounds=100))
     assert "\x1b" not in met.value.line()
-    assert why(tmp_path / "there") == "cancelled"
 
 
-def test_what_is_refused_of_an_answer_ends_its_work(linked: Links, tmp_path: Path) -> None:
-    link = linked()
-    link.install()
-
-    def refuse(answers: CollectedCells, cell: str) -> None:
-        raise GateError("planted")
-
-    with pytest.raises(GateError, match="planted"):
-        CollectedCells.of(link, job(rounds=100), Progress(), "speed", refuse)
-    assert why(tmp_path / "there") == "cancelled"
-
-
-def test_ctrl_c_does_not_wait_for_a_network(linked: Links, tmp_path: Path) -> None:
-    link = linked(begin=network(tmp_path), lease=2)
-    link.install()
-
-    def interrupt(answers: CollectedCells, cell: str) -> None:
-        (tmp_path / "down").touch()
-        raise KeyboardInterrupt
-
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        CollectedCells.of(link, job(rounds=100), Progress(), "speed", interrupt)
-    assert time.monotonic() - began < 15
-    (tmp_path / "down").unlink()
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"at nan x",
+        b"at x y",
+        b"at",
+        b"row",
+        b"row []",
+        b'row {"cell": "a"}',
+        b'row {"cell": "a", "rows": [1]}',
+        b'row {"cell": 1, "rows": []}',
+        b'row {"cell": "a", "rows": [{"x": 1e999}]}',
+        b'note {"x": 1}',
+        b"note " + b"[" * 100_000,
+        b'error {"code": "A B"}',
+        b'error {"code": "x", "exit": 0}',
+        b"error 1",
+        b'{"why"',
+        b"else 1",
+        b"\xff\xfe",
+    ],
+)
+def test_lines_that_are_none(linked: Links, line: bytes) -> None:
+    link, cells = linked(), Cells("here")
+    with pytest.raises(InputError, match="answer-invalid"):
+        link._take(line, cells, lambda share, words: None, lambda cells, cell: None, lambda note: None)
+    assert not cells
 
 
 def test_what_a_device_met_is_said_by_it(linked: Links) -> None:
     link = linked()
     link.install()
     with pytest.raises(Stopped, match=r"\[planted\] here says: timing"):
-        CollectedCells.of(link, job("fails"), Progress(), "speed")
+        link.run("measure", job("fails"))
 
 
 def test_a_folder_of_something_else_is_left_alone(linked: Links, tmp_path: Path) -> None:
@@ -385,40 +348,58 @@ def test_a_folder_of_something_else_is_left_alone(linked: Links, tmp_path: Path)
     there.mkdir()
     (there / "photos").write_text("mine")
     with pytest.raises(InputError, match="workdir-foreign"):
-        linked().put(content(tmp_path, a=b"a"))
+        linked().carry("x", files(tmp_path, a=b"a"))
     assert [path.name for path in there.iterdir()] == ["photos"]
     (there / "quantkit.json").write_text('{"layout": 99}')
     with pytest.raises(InputError, match=r"workdir-version.*layout 99"):
-        linked().put(content(tmp_path, a=b"a"))
+        linked().carry("x", files(tmp_path, a=b"a"))
 
 
 def test_a_full_disk_is_said_before_anything_is_carried(
     linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = linked()
-    monkeypatch.setattr(link, "_missing", lambda sizes: (dict.fromkeys(sizes, 0), 1000))
+    full = {"whole": False, "there": {}, "free": 1000, "wheels": []}
+    monkeypatch.setattr(link, "_have", lambda *_: full)
     with pytest.raises(InputError, match="device-full"):
-        link.put(content(tmp_path, a=b"a"))
+        link.carry("x", files(tmp_path, a=b"a"))
     with pytest.raises(InputError, match="device-full"):
         link.install()
 
 
-def test_threads_that_put_the_same_file_do_not_disturb_each_other(linked: Links, tmp_path: Path) -> None:
-    files = content(tmp_path, big=os.urandom(8 << 20))
-    (sha,) = files
-    linked().put(content(tmp_path, small=b"s"))
-    met: list[QuantkitError] = []
+def test_threads_that_carry_the_same_folder_do_not_disturb_each_other(linked: Links, tmp_path: Path) -> None:
+    made, met = files(tmp_path, big=os.urandom(8 << 20)), list[QuantkitError]()
 
-    def put(link: SSHLink) -> None:
+    def carry(link: Link) -> None:
         try:
-            link.put(files)
+            link.carry("x", made)
         except QuantkitError as problem:
             met.append(problem)
 
-    threads = [threading.Thread(target=put, args=(linked(),)) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    threads = [threading.Thread(target=carry, args=(linked(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not met
-    assert hashlib.sha256((tmp_path / "there/store" / sha).read_bytes()).hexdigest() == sha
+    ((folder),) = (tmp_path / "there/files").glob("x-*")
+    assert hashlib.sha256((folder / "big").read_bytes()).digest() == hashlib.sha256(made["big"].read_bytes()).digest()
+
+
+def test_who_lives_is_not_gone_and_who_ended_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert not is_gone(client())
+    program = "from quantkit.devices.link import client; print(client())"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    assert is_gone(ended)
+    # its number is another process's by now
+    kernel, _, began = ended.rsplit(":", 2)
+    assert is_gone(f"{kernel}:{os.getpid()}:{began}")
+    # of what is not certain nobody is gone, and what a device says names no file
+    for said in ("", None, {}, "x", "a:b:1:2", f"{client().split(':')[0]}:1:1:1", "../..:1:1:1"):
+        assert not is_gone(said)
+    for number in ("-1", "x", "1/../2", "9" * 400):
+        assert is_gone(f"{kernel}:{number}:{began}") in (True, False)
+    # where the system does not tell, nobody ever is
+    known = client()
+    monkeypatch.setattr(links, "_PROC", tmp_path)
+    assert (client(), is_gone(known)) == ("", False)

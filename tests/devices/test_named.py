@@ -15,9 +15,8 @@ from pydantic import ValidationError
 from quantkit import machine
 from quantkit.devices import named
 from quantkit.devices.named import NamedDevice
+from quantkit.devices.openssh import Address, OpenSSH, as_workdir, source
 from quantkit.devices.probed import NEEDED, Probed, probe
-from quantkit.devices.ssh.address import Address, as_workdir
-from quantkit.devices.ssh.openssh import OpenSSH, source
 from quantkit.errors import InputError
 
 
@@ -133,7 +132,7 @@ def test_what_is_sent_needs_the_standard_library_alone() -> None:
     program = f"import sys\n{Path(machine.__file__).read_text()}\ndescribe()\nassert 'quantkit' not in sys.modules"
     program = program.replace("from __future__ import annotations", "")
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
-    for name in ("probe", "store", "jobs", "answer"):
+    for name in ("probe", "files", "work", "answer"):
         subprocess.run([sys.executable, "-I", "-S", "-c", source(name)], check=True)
 
 

@@ -3,55 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quantkit.devices.answers import DeviceFacts, dumped
-from quantkit.devices.job import Done, Found, Job, PlacedModel, Rounds, ShapeCell
+from devices.planted import Planted, Told, about, reached
 from quantkit.devices.rounds import DeviceTimer
 from quantkit.devices.there import times
-from quantkit.devices.there.ledger import Ledger
 from quantkit.errors import InputError
 from quantkit.measurement.timing.rounds import LEAST, RoundsJob
 from quantkit.measurement.timing.schedule import Step
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.pipeline.compare.times import of_run
 
-FACTS: dict[str, Any] = {"id": "x", "name": "Cortex", "machine": "aarch64", "isa": "neon", "cores": 4}
 SIDE = [[[0.1], [0.1]]]
 PART: dict[str, Any] = {"seconds": {"candidate": SIDE, "baseline": SIDE}, "visit": {"burst": 1}, "skipped": ""}
 
 
-class Answering:
-    """See `devices.link.Link`."""
-
-    name = "pi5"
-
-    def __init__(self, rounds: Sequence[Mapping[str, Any]], **facts: Any) -> None:
-        about = DeviceFacts(**FACTS, memory=1 << 30, versions={}, **facts)
-        self.lines = [Found(n=0, cell="about", rows=(dumped(about),))]
-        self.lines += [Found(n=n + 1, cell=f"round-{n}", rows=(dict(row),)) for n, row in enumerate(rounds)]
-        self.heard: list[str] = []
-
-    def put(self, files: Mapping[str, Path], progress: Any = None) -> None: ...
-
-    def lay_out(self, name: str, files: Mapping[str, str]) -> str:
-        return f"bundles/{name}"
-
-    def start(self, job: Job) -> str:
-        return job.id
-
-    def follow(self, job: str, after: int = 0) -> Generator[Any]:
-        for line in self.lines:
-            self.heard.append(line.cell)
-            yield line
-        yield Done(n=len(self.lines))
-
-    def cancel(self, job: str) -> None: ...
+def answering(rounds: Sequence[Mapping[str, Any]], **facts: Any) -> Planted:
+    return Planted(about(**facts), *((f"round-{n}", [dict(row)]) for n, row in enumerate(rounds)))
 
 
 def job(folder: Path) -> RoundsJob:
@@ -76,17 +48,17 @@ def planted(throttles: Sequence[int] = (3,) * 7, **changed: Any) -> list[dict[st
     [((3,) * 7, False), ((3, 3, 3, 3, 3, 3, 4), True), ((3, 4, 4, 4, 4, 4, 4), True), ((9, 9, 9, 9, 1, 2, 2), True)],
 )
 def test_a_clock_that_was_lowered_is_said(tmp_path: Path, throttles: Sequence[int], throttled: bool) -> None:
-    link = Answering(planted(throttles))
-    taken = DeviceTimer(link)(job(tmp_path), lambda share, words: None)
+    link = answering(planted(throttles))
+    taken = DeviceTimer(reached(link))(job(tmp_path), lambda share, words: None)
     assert ["throttled" in each.flags for each in taken] == [throttled]
     _, notes = of_run(taken, 0.05, device="pi5")
     assert any("lowered its clock" in note for note in notes) == throttled
 
 
 def test_an_emulator_is_refused_before_its_times(tmp_path: Path) -> None:
-    link = Answering(planted(), emulated=True)
+    link = answering(planted(), emulated=True)
     with pytest.raises(InputError, match=r"\[emulated\] pi5: Cortex is a program"):
-        DeviceTimer(link)(job(tmp_path), lambda share, words: None)
+        DeviceTimer(reached(link))(job(tmp_path), lambda share, words: None)
     assert link.heard == ["about"]
 
 
@@ -110,12 +82,12 @@ LONGER = {side: [[[0.1, 0.1], [0.1, 0.1]]] for side in ("candidate", "baseline")
 )
 def test_rounds_that_do_not_fit_together_are_refused(tmp_path: Path, rounds: list[dict[str, Any]]) -> None:
     with pytest.raises(InputError, match="answer-invalid"):
-        DeviceTimer(Answering(rounds))(job(tmp_path), lambda share, words: None)
+        DeviceTimer(reached(answering(rounds)))(job(tmp_path), lambda share, words: None)
 
 
 def test_what_did_not_fit_in_one_round_has_no_times(tmp_path: Path) -> None:
     rounds = [*planted(), *planted(parts=[{"skipped": "out-of-memory"}])]
-    (taken,) = DeviceTimer(Answering(rounds))(job(tmp_path), lambda share, words: None)
+    (taken,) = DeviceTimer(reached(answering(rounds)))(job(tmp_path), lambda share, words: None)
     assert (taken.seconds, taken.skipped) == ({}, "out-of-memory")
 
 
@@ -131,33 +103,30 @@ class Model:
         return lambda: 0.1
 
 
-def test_a_round_is_on_the_disk_before_the_next_begins_and_none_is_taken_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_round_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The power goes off in the middle of the fourth."""
     monkeypatch.setattr(times.speed, "opened", Model)
     monkeypatch.setattr(times.speed, "demand_room", lambda paths: None)
-    side = PlacedModel(place="bundles/x", subject="x", format="int4")
-    shapes = tuple(ShapeCell(kind="decode", batch=batch, size=16) for batch in (1, 2))
-    work = Rounds(ours=side, theirs=side, shapes=shapes, seconds=1e-3).model_dump(mode="json")
-    asked = {"work": work, "workdir": "/"}
+    shapes = [{"kind": "decode", "batch": batch, "size": 16} for batch in (1, 2)]
+    asked: dict[str, Any] = {"candidate": "x", "baseline": "x", "runtimes": ["onnxruntime"] * 2, "shapes": shapes}
+    asked |= {"seconds": 1e-3, "seed": 0, "samples": ""}
+    told: Any = Told()
 
     def at(share: float, words: str) -> None:
-        if len(Ledger(tmp_path).cells) == 3 and words == "round 4, decode, batch 2, context 16":
+        if len(told.cells) == 3 and words == "round 4, decode, batch 2, context 16":
             raise KeyboardInterrupt
 
-    ledger = Ledger(tmp_path)
-    told: Any = SimpleNamespace(row=lambda row: ledger.found(row["cell"], row["rows"]), at=at)
+    told.at = at
     with pytest.raises(KeyboardInterrupt):
-        times.rounds({**asked, "cells": {}}, told)
+        times.rounds(asked, {}, told)
     assert Model.loads == 2 * 4
-    before = Ledger(tmp_path).cells
+    before = dict(told.cells)
     told.at = lambda share, words: None
-    times.rounds({**asked, "cells": before}, told)
+    times.rounds(asked, before, told)
     assert Model.loads == 2 * 4 + 2 * 3
-    after = Ledger(tmp_path).cells
+    after = dict(told.cells)
     assert list(after) == [f"round-{n}" for n in range(LEAST)]
     assert {cell: after[cell] for cell in before} == before
-    # and of a job that was cut off behind its last, nothing is
-    times.rounds({**asked, "cells": after}, told)
+    # and of one that was cut off behind its last, nothing is
+    times.rounds(asked, after, told)
     assert Model.loads == 2 * 4 + 2 * 3

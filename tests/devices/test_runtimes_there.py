@@ -14,10 +14,9 @@ from devices.wheels import packed, wheelhouse
 from quantkit import cli
 from quantkit.devices import wheels
 from quantkit.devices.named import NamedDevice
+from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import Probed, probe
 from quantkit.devices.reached import demand_sessions, reach
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 from quantkit.runtimes import load_runtime
 

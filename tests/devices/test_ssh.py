@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import shutil
@@ -17,13 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from devices.conftest import Links, cells, job
+from devices.conftest import Links, job, numbered
 from devices.loopback import Loopback, Wire
-from quantkit.devices.job import Found
+from quantkit.devices.answers import Cells
+from quantkit.devices.link import Link
+from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import probe
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.link import SSHLink
-from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 
 
@@ -48,68 +46,51 @@ def test_one_connection_is_shared(devices: Loopback, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["plain", "tiny"])
-def test_files_and_jobs(devices: Loopback, linked: Links, tmp_path: Path, host: str) -> None:
-    link = linked(host)
-    content = os.urandom(1 << 20)
-    sha = hashlib.sha256(content).hexdigest()
+def test_files_and_work(devices: Loopback, linked: Links, tmp_path: Path, host: str) -> None:
+    link, content = linked(host), os.urandom(1 << 20)
     (tmp_path / "file").write_bytes(content)
-    link.put({sha: tmp_path / "file"})
-    assert (tmp_path / "there" / link.lay_out("x", {"a/b": sha}) / "a/b").read_bytes() == content
+    assert (tmp_path / "there" / link.carry("x", {"a/b": tmp_path / "file"}) / "a/b").read_bytes() == content
     link.install()
-    found = [each.cell for each in link.follow(link.start(job())) if isinstance(each, Found)]
-    assert found == [f"cell {n}" for n in range(5)]
+    assert list(link.run("measure", job())) == numbered(5)
 
 
 CUTS = 20
 
 
-def carried(link: SSHLink, turn: int, folder: Path, cut: Callable[[], None]) -> None:
-    content = os.urandom(1 << 18)
-    sha, file = hashlib.sha256(content).hexdigest(), folder / f"file-{turn}"
+def carried(link: Link, turn: int, folder: Path, cut: Callable[[], None]) -> None:
+    content, file = os.urandom(1 << 18), folder / f"file-{turn}"
     file.write_bytes(content)
     cut()
-    link.put({sha: file})
-    assert (folder / "there/store" / sha).read_bytes() == content
+    assert (folder / "there" / link.carry("x", {"a": file}) / "a").read_bytes() == content
 
 
-def installed(link: SSHLink, turn: int, folder: Path, cut: Callable[[], None]) -> None:
+def installed(link: Link, turn: int, folder: Path, cut: Callable[[], None]) -> None:
     shutil.rmtree(folder / "there/wheels", ignore_errors=True)
     cut()
     link.install()
     assert len(list((folder / "there/wheels").glob("[0-9a-f]*/quantkit"))) == 1
 
 
-def laid_out(link: SSHLink, turn: int, folder: Path, cut: Callable[[], None]) -> None:
-    if not turn:
-        link.put({SHA: SMALL})
-    cut()
-    assert (folder / "there" / link.lay_out(f"x{turn}", {"a": SHA}) / "a").read_bytes() == SMALL.read_bytes()
-
-
-def started(link: SSHLink, turn: int, folder: Path, cut: Callable[[], None]) -> None:
+def ran(link: Link, turn: int, folder: Path, cut: Callable[[], None]) -> None:
     if not turn:
         link.install()
     cut()
-    name = link.start(job(rounds=3))
-    assert cells(link, name) == [f"cell {n}" for n in range(3)]
-    assert not (folder / "there/jobs" / name).exists()
+    assert list(link.run("measure", job(rounds=3))) == numbered(3)
 
 
-def followed(link: SSHLink, turn: int, folder: Path, cut: Callable[[], None]) -> None:
-    """One job, in the middle of which all the cuts are."""
+def heard(link: Link, turn: int, folder: Path, cut: Callable[[], None]) -> None:
+    """One work, in the middle of which all the cuts are."""
     if turn:
         return
     link.install()
-    name, seen = link.start(job("slow", rounds=CUTS)), []
-    for each in link.follow(name):
-        if isinstance(each, Found):
-            seen.append(each.cell)
-            cut()
-    assert seen == [f"cell {n}" for n in range(CUTS)]
+    seen: list[str] = []
 
+    def row(cells: Cells, cell: str) -> None:
+        seen.append(cell)
+        cut()
 
-SMALL = Path(__file__)
-SHA = hashlib.sha256(SMALL.read_bytes()).hexdigest()
+    link.run("measure", job("slow", rounds=CUTS), row=row)
+    assert seen == numbered(CUTS)
 
 
 @pytest.mark.slow
@@ -136,7 +117,7 @@ def test_cut_20_times_in_each_phase_every_answer_comes_once(devices: Loopback, l
             each.join()
         return wire.cuts, ""
 
-    every = (carried, installed, laid_out, started, followed)
+    every = (carried, installed, ran, heard)
     for phase in every:
         devices.wire(phase.__name__.replace("_", "-"))
     with ThreadPoolExecutor(len(every)) as pool:
@@ -146,16 +127,15 @@ def test_cut_20_times_in_each_phase_every_answer_comes_once(devices: Loopback, l
 def test_a_transfer_goes_on_where_it_was_cut(devices: Loopback, linked: Links, tmp_path: Path) -> None:
     wire, link = devices.wires["plain"], linked("plain")
     content = os.urandom(3 << 20)
-    sha = hashlib.sha256(content).hexdigest()
     (tmp_path / "file").write_bytes(content)
     wire.rate = 2e6
     for seconds in (0.8, 1.6):
         threading.Timer(seconds, wire.cut).start()
-    link.put({sha: tmp_path / "file"})
+    place = link.carry("x", {"a": tmp_path / "file"})
     assert wire.cuts
     # of each connection at most what sshd had not handed on was lost
     assert wire.carried < 1.6 * len(content)
-    assert (tmp_path / "there/store" / sha).read_bytes() == content
+    assert (tmp_path / "there" / place / "a").read_bytes() == content
 
 
 def test_a_wire_is_late_and_not_slow() -> None:
@@ -182,23 +162,23 @@ def test_a_wire_is_late_and_not_slow() -> None:
 
 
 def test_a_client_that_is_killed_leaves_nothing(devices: Loopback, linked: Links, tmp_path: Path) -> None:
-    """Killed, not interrupted: the job ends when its lease does, and what it answered is there."""
+    """Killed, not interrupted: the work ends, at the latest when its lease does."""
     link = linked("plain")
     link.install()
     program = (
         "from pathlib import Path\nimport sys\nsys.path[:0] = sys.argv[2:]\n"
-        "from devices.conftest import job\nfrom quantkit.devices.ssh.link import SSHLink\n"
-        "from quantkit.devices.ssh.openssh import OpenSSH\nfrom quantkit.devices.ssh.address import Address\n"
+        "from devices.conftest import job\nfrom quantkit.devices.link import Link\n"
+        "from quantkit.devices.openssh import Address, OpenSSH\n"
         f"wheels = {dict(link._wheels)!r}\n"
-        "link = SSHLink(OpenSSH(Address('plain'), name='plain'), sys.argv[1], wheels=wheels, lease=2)\n"
-        "for each in link.follow(link.start(job('leaves', rounds=100))):\n    print(each.n, flush=True)\n"
+        "link = Link(OpenSSH(Address('plain'), name='plain'), sys.argv[1], wheels=wheels, lease=2)\n"
+        "link.run('measure', job('leaves', rounds=100), row=lambda cells, cell: print(cell, flush=True))\n"
     ).replace("PosixPath", "Path")
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     client = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "there"), *paths], stdout=subprocess.PIPE, text=True
     )
     assert client.stdout is not None
-    assert client.stdout.readline() == "0\n"
+    assert client.stdout.readline() == "cell 0\n"
     client.kill()
     client.wait()
     client.stdout.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from devices.local_link import LocalLink
+from devices.local import local
 from devices.loopback import Loopback
+from devices.planted import Planted, reached
 from devices.test_device_command import said
 from devices.tiny_home import tiny_home
 from quantkit.bundle import Bundle
 from quantkit.devices.answers import CeilingSamples, ShapeTimes, SideCosts, dumped
-from quantkit.devices.job import At, Done, Failed, Found, Job, Note
 from quantkit.devices.measure import measure_on
 from quantkit.devices.probed import Gpu, Probed
 from quantkit.devices.rounds import generate_on
@@ -46,54 +46,20 @@ def bundle(home: Path, tmp_path: Path) -> Bundle:
     return Bundle.load(shutil.copytree(home / "packed", tmp_path / "packed"))
 
 
-def measured(bundle: Bundle, link: Any, home: Path, **how: Any) -> list[Row]:
-    return measure_on(bundle, link, str(home / "model"), runtime="torch", plan=PLAN, **how)
-
-
-class Recorded(LocalLink):
-    """A device whose cells are written down."""
-
-    def __init__(self, workdir: Path) -> None:
-        super().__init__(workdir, "box")
-        self.cells: list[Found] = []
-
-    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-        for line in super().follow(job, after):
-            self.cells += [line] if isinstance(line, Found) else []
-            yield line
-
-
-class Replayed:
-    """A device that answers what was written down, up to a cell at which the line breaks."""
-
-    name = "box"
-
-    def __init__(self, *cells: tuple[str, Any], cut: str = "") -> None:
-        self.cells, self.cut = dict(cells), cut
-        self.carried: list[Path] = []
-        self.asked: list[Any] = []
-
-    def put(self, files: Mapping[str, Path], progress: Any = None) -> None:
-        self.carried += files.values()
-
-    def lay_out(self, name: str, files: Mapping[str, str]) -> str:
-        return f"bundles/{name}"
-
-    def start(self, job: Job) -> str:
-        self.asked.append(job.work)
-        return job.id
-
-    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-        timed = self.asked[-1].kind == "measure"
-        own = [each for each in self.cells.items() if each[0] == "about" or timed != each[0].startswith(SCORED)]
-        for n, (cell, row) in enumerate(own):
-            if cell == self.cut:
-                raise Stopped("device-gone", where=self.name)
-            yield Found(n=n, cell=cell, rows=(row,))
-        yield Done(n=len(own))
+def measured(bundle: Bundle, device: Any, home: Path, **how: Any) -> list[Row]:
+    return measure_on(bundle, device, str(home / "model"), runtime="torch", plan=PLAN, **how)
 
 
 SCORED = ("scored", "settings")
+
+
+def replayed(*cells: tuple[str, Any], cut: str = "") -> Planted:
+    """A device that answers what was written down, up to a cell at which the line breaks."""
+
+    def of(work: str, cell: str) -> bool:
+        return cell == "about" or (work == "measure") != cell.startswith(SCORED)
+
+    return Planted(*((cell, [row]) for cell, row in cells), name="box", cut=cut, of=of)
 
 
 @dataclass
@@ -102,7 +68,7 @@ class Told:
 
     cells: dict[str, Any]
     rows: list[Row]
-    asked: list[tuple[list[Path], float]]
+    asked: list[float]
     bundle: Bundle
     there: Path
 
@@ -120,9 +86,22 @@ def told(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """A bundle scored by a device's own torch."""
     folder = tmp_path_factory.mktemp("told")
     bundle = Bundle.load(shutil.copytree(home / "packed", folder / "packed"))
-    link, asked = Recorded(folder / "there"), list[tuple[list[Path], float]]()
-    rows = measured(bundle, link, home, ready=lambda models, running=0.0: asked.append((list(models), running)))
-    cells = {line.cell: line.rows[0] for line in link.cells}
+    device, cells, asked = local(folder / "there", "box"), dict[str, Any](), list[float]()
+    real = device.link.run
+
+    def run(*told: Any, **how: Any) -> Any:
+        found = real(*told, **how)
+        cells.update((cell, rows[0]) for cell, rows in found.items())
+        return found
+
+    def demand(self: Probed, models: Any, where: str, running: float = 0.0) -> None:
+        assert not [*models]
+        asked.append(running)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device.link, "run", run)
+        patch.setattr(Probed, "demand_memory", demand)
+        rows = measured(bundle, device, home)
     return Told(cells, rows, asked, Bundle.load(bundle.path), folder / "there")
 
 
@@ -135,21 +114,21 @@ def test_what_torch_says_there_is_what_it_says_here(home: Path, bundle: Bundle, 
         assert (row.data, row.baseline, row.subject) == (own.data, own.baseline, own.subject)
         assert (row.on, row.runtime, row.settings) == ("box", "torch", own.settings)
     # block by block: no whole model is waited for, but the interpreter with its libraries is
-    ((models, running),) = told.asked
-    assert models == [] and 1e8 < running < 4e9
+    (running,) = told.asked
+    assert 1e8 < running < 4e9
     # of the bundle what its runtime reads, of the float model what it is made of
-    carried = {path.name.partition("-")[0]: path for path in (told.there / "bundles").iterdir()}
-    assert set(carried) == {"subject", "baseline", "scored"}
+    carried = {path.name.partition("-")[0]: path for path in (told.there / "files").iterdir()}
+    assert set(carried) == {"subject", "baseline", "scored", ".coming", ".unpacking"}
     assert {path.name for path in carried["subject"].iterdir()} == {"model"}
-    assert not list((told.there / "jobs").iterdir())
+    assert not (told.there / "tmp").exists()
     stored = [Row.model_validate(row) for row in told.bundle.measurements]
     assert {row.on for row in stored if row.name == "accuracy.kl" and row.runtime == "torch"} == {None, "box"}
     assert "<summary>box</summary>" in (told.bundle.path / "report.html").read_text()
 
 
 def test_what_is_there_is_not_asked_for_again(home: Path, told: Told) -> None:
-    link = Replayed()
-    assert measured(told.bundle, link, home, resume=True) == []
+    link = replayed()
+    assert measured(told.bundle, reached(link), home, resume=True) == []
     assert link.asked == []
 
 
@@ -172,34 +151,36 @@ def test_what_was_not_asked_for_is_refused(
 ) -> None:
     before = bundle.measurements
     with pytest.raises(InputError, match="answer-invalid") as met:
-        measured(bundle, Replayed(*told.but(**changes)), home)
+        measured(bundle, reached(replayed(*told.but(**changes))), home)
     assert met.value.line().isprintable()
     assert Bundle.load(bundle.path).measurements == before
 
 
 def test_too_little_memory_is_said_before_anything_is_carried(home: Path, bundle: Bundle, told: Told) -> None:
-    about = PROBED.model_copy(update={"memory_free": int(told.asked[0][1]) - 1})
-    link = Replayed()
+    about = PROBED.model_copy(update={"memory_free": int(told.asked[0]) - 1})
+    link = replayed()
     with pytest.raises(InputError, match="out-of-memory"):
-        measured(bundle, link, home, ready=lambda models, running=0.0: about.demand_memory(models, "box", running))
+        measured(bundle, reached(link, about), home)
     assert link.carried == []
 
 
-def test_text_needs_every_weight_as_a_float_there(home: Path, bundle: Bundle) -> None:
-    asked: list[tuple[list[Path], float]] = []
+def test_text_needs_every_weight_as_a_float_there(home: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
 
-    def ready(models: Any, running: float = 0.0) -> None:
-        asked.append((list(models), running))
+    def demand(self: Probed, models: Any, where: str, running: float = 0.0) -> None:
+        assert not [*models]
+        asked.append(running)
         raise InputError("enough")
 
+    monkeypatch.setattr(Probed, "demand_memory", demand)
     for tokens in (1, 11):
         with pytest.raises(InputError, match="enough"):
-            generate_on(bundle, Replayed(), "a", runtime="torch", new_tokens=tokens, ready=ready)
-    (models, need), (_, more) = asked
+            generate_on(bundle, reached(replayed()), "a", runtime="torch", new_tokens=tokens)
+    need, more = asked
     weights = sum(layer.shape[0] * layer.shape[1] for layer in bundle.manifest.layers)
     files = sum(path.stat().st_size for path in bundle.model_folder.iterdir())
     # float32, as the model is stored; the cache and logits of a few tokens
-    assert models == [] and files + 4 * weights < need < 1.2 * (files + 4 * weights) < 1.2 * more
+    assert files + 4 * weights < need < 1.2 * (files + 4 * weights) < 1.2 * more
 
 
 @pytest.mark.slow
@@ -269,13 +250,13 @@ def times(*shapes: str) -> list[tuple[str, Any]]:
 
 def run_engine(bundle: Bundle, link: Any, home: Path, about: Probed = PROBED, **how: Any) -> list[Row]:
     asked: dict[str, Any] = {"runtime": "tensorrt_rtx", "plan": replace(PLAN, contexts=(16, 512)), **how}
-    return measure_on(bundle, link, str(home / "model"), about=about, **asked)
+    return measure_on(bundle, reached(link, about), str(home / "model"), **asked)
 
 
 def test_an_engine_is_scored_and_timed_on_the_gpu_that_it_is_for(home: Path, bundle: Bundle, told: Told) -> None:
     bundle = engines(bundle)
     cells = [*told.but(about={"gpu": GPU.name}), *times("decode-1-16", "decode-1-47", "prefill-1-8")]
-    link = Replayed(*cells, cut="decode-1-47")
+    link = replayed(*cells, cut="decode-1-47")
     with pytest.raises(Stopped):
         run_engine(bundle, link, home)
     stored = [Row.model_validate(row) for row in Bundle.load(bundle.path).measurements]
@@ -284,18 +265,18 @@ def test_an_engine_is_scored_and_timed_on_the_gpu_that_it_is_for(home: Path, bun
     link.cut = ""
     rows = run_engine(bundle, link, home, resume=True)
     assert not any(row.name.startswith("accuracy.") for row in rows)
-    scored, timed, again = link.asked
+    scored, timed, again = (job for _, job in link.asked)
     # what is executed there is what the manifest lists, and of the engines only the one for that GPU is carried
     entries = {entry.path: entry.sha256 for entry in bundle.manifest.files}
     assert (
-        scored.ours.built
-        == timed.ours.built
+        scored["ours"]["built"]
+        == timed["ours"]["built"]
         == {place: entries[place] for place in ("engine/sm89.engine", "engine/sm89.json")}
     )
     assert "sm86.engine" not in {path.name for path in link.carried}
     # as long as the engine's cache, and what has come is left out
-    assert [shape.cell for shape in timed.shapes] == ["decode-1-16", "decode-1-47", "prefill-1-8"]
-    assert [shape.cell for shape in again.shapes] == ["decode-1-47", "prefill-1-8"]
+    assert [shape["size"] for shape in timed["shapes"]] == [16, 47, 8]
+    assert [shape["size"] for shape in again["shapes"]] == [47, 8]
     (step,) = [row for row in rows if row.name == "latency.decode_step" and row.shape and row.shape["context"] == 47]
     assert (step.runtime, step.baseline is not None and step.baseline.ratio) == ("tensorrt_rtx", pytest.approx(2, 0.1))
     for row in [*first, *rows]:
@@ -312,13 +293,13 @@ def test_figures_that_give_no_row_are_refused(
     cells = dict([*told.but(about={"gpu": GPU.name}), *times("decode-1-16")])
     cells["sides"] = {**cells["sides"], "ours": {**cells["sides"]["ours"], **changes}}
     with pytest.raises(InputError, match="answer-invalid") as met:
-        run_engine(engines(bundle), Replayed(*cells.items()), home)
+        run_engine(engines(bundle), replayed(*cells.items()), home)
     assert met.value.line().isprintable()
 
 
 def test_a_gpu_that_is_none_is_refused(home: Path, bundle: Bundle, told: Told) -> None:
     with pytest.raises(InputError, match=r"answer-invalid.*no GPU"):
-        run_engine(engines(bundle), Replayed(*told.but()), home)
+        run_engine(engines(bundle), replayed(*told.but()), home)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +316,7 @@ def test_a_gpu_that_is_none_is_refused(home: Path, bundle: Bundle, told: Told) -
 def test_what_an_engine_cannot_run_on_is_said_before_anything_is_carried(
     home: Path, bundle: Bundle, there: dict[str, Any], code: str
 ) -> None:
-    link = Replayed()
+    link = replayed()
     with pytest.raises(InputError) as met:
         run_engine(engines(bundle), link, home, PROBED.model_copy(update=there))
     assert met.value.code == code and "\n" not in met.value.line()
@@ -345,7 +326,7 @@ def test_what_an_engine_cannot_run_on_is_said_before_anything_is_carried(
 
 def test_an_engine_that_was_changed_is_not_carried(home: Path, bundle: Bundle) -> None:
     (engines(bundle).path / "engine/sm89.engine").write_bytes(b"another")
-    link = Replayed()
+    link = replayed()
     with pytest.raises(InputError, match="hash-mismatch"):
         run_engine(Bundle.load(bundle.path), link, home)
     assert link.carried == []

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.devices.asked import target_of, write_target
+from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import probe
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.openssh import OpenSSH
-from quantkit.devices.target import target_of, write
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.target import Target, write_measured
 
@@ -39,7 +38,7 @@ def test_a_target_has_the_device_s_figures(
         ceiling("compute", 9e10, "fp32"),
         ceiling("compute", 0, "int8"),
     ]
-    path = write(target_of("pi5", about, found, WHEN))
+    path = write_target(target_of("pi5", about, found, WHEN))
     read = Target.load(path)
     assert (read.name, read.arch.vendor, read.arch.isa) == ("pi5", vendor, ["neon_dotprod", "neon"])
     assert read.memory.read_bandwidth.value == 1.5e10

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from devices.local_link import LocalLink
+from devices.local import ABSENT, local
 from devices.loopback import Loopback
+from devices.planted import Planted, about, reached
 from devices.test_device_command import said
 from quantkit.cli import run
-from quantkit.devices.answers import CeilingSamples, DeviceFacts, ProductTimes, dumped
-from quantkit.devices.job import At, Done, Failed, Found, Job, Note, Tax
+from quantkit.devices.answers import CeilingSamples, Cells, ProductTimes, dumped
+from quantkit.devices.openssh import Lost
 from quantkit.devices.probed import Probed, probe
-from quantkit.devices.tax.needs import ProductNeeds
-from quantkit.devices.tax.sweep import DeviceSweep, TaxDevice
-from quantkit.errors import InputError, Stopped
+from quantkit.devices.tax import TaxDevice
+from quantkit.errors import InputError
 from quantkit.exporters.onnx.single_product import SingleProduct
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
@@ -37,8 +34,6 @@ from quantkit.pipeline.tax.tax import measure_tax
 
 UP, DOWN = LinearShape(name="up", K=128, N=96, count=2), LinearShape(name="down", K=96, N=128)
 VARIANTS, BATCHES, CACHE = ("int4.g32.level4", "int8.dynamic", "int8.static"), (1, 16), 1 << 16
-# a device has none of these
-ABSENT = ("torch", "transformers", "scipy", "onnx", "onnx_ir", "tokenizers", "plotly", "psutil")
 CEILINGS = (
     Ceiling("ceiling.read", "B/s", (10e9,) * 7, {"threads": 1}, {"bytes": 1}),
     Ceiling("ceiling.compute", "flop/s", (100e9,) * 7, {"compute_type": "fp32"}, {"M": 1}),
@@ -56,38 +51,7 @@ def quiet(share: float, words: str) -> None:
     pass
 
 
-class Cut(LocalLink):
-    """A device on which ceilings are known before, and which goes when a linear has been answered."""
-
-    lasts = 1
-
-    def start(self, job: Job) -> str:
-        folder = self.workdir / "jobs" / job.id
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            rows = [dumped(CeilingSamples(ceilings=CEILINGS))]
-            cells = ({"kind": "row", "cell": cell, "rows": rows} for cell in ("ceilings", "ceilings-after"))
-            lines = [json.dumps({"n": n, **cell}) for n, cell in enumerate(cells)]
-            (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
-        return super().start(job)
-
-    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-        for line in super().follow(job, after):
-            if isinstance(line, Found) and line.cell.startswith("linear-1"):
-                self.lasts -= 1
-                if self.lasts == 0:
-                    os.killpg(self._jobs[job].pid, signal.SIGKILL)
-                    raise Stopped("device-gone", where=self.name)
-            yield line
-
-
-def test_products_are_timed_where_nothing_can_make_them_and_a_cut_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    absent = tmp_path / "absent"
-    absent.mkdir()
-    for name in ABSENT:
-        (absent / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
+def test_products_are_timed_where_nothing_can_make_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = SingleProduct.save
 
     def save(self: SingleProduct, file: Path) -> None:
@@ -97,28 +61,29 @@ def test_products_are_timed_where_nothing_can_make_them_and_a_cut_resumes(
         real(self, file)
 
     monkeypatch.setattr(SingleProduct, "save", save)
-    path = os.pathsep.join([str(absent), os.environ.get("PYTHONPATH", "")])
-    link = Cut(tmp_path / "there", "pi5", environment={"PYTHONPATH": path})
-    with pytest.raises(Stopped):
-        DeviceSweep(link, CACHE)(job(), quiet)
-    (rows,) = (tmp_path / "there" / "jobs").glob("*/rows.jsonl")
-    before = [line for line in rows.read_text().splitlines() if '"cell":"linear-0' in line]
-    assert len(before) == 2  # a line for each batch
-    seen: list[Found] = []
-    follow = link.follow
+    device = local(tmp_path / "there", "pi5", absent=ABSENT, last_level_cache=CACHE)
+    seen: list[str] = []
+    real_run = device.link.run
 
-    def heard(name: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-        for line in follow(name, after):
-            seen.extend([line] if isinstance(line, Found) else [])
-            yield line
+    def run(*asked: Any, **how: Any) -> Cells:
+        """As it runs, but for ceilings that are known, and a way that breaks once a product of the second has come."""
 
-    monkeypatch.setattr(link, "follow", heard)
-    found = DeviceSweep(link, CACHE)(job(), quiet)
-    # each cell once; what was there before the cut is what is there now
-    assert len({line.cell for line in seen}) == len(seen) == 1 + 2 + 2 * 2
-    assert [json.loads(line)["rows"] for line in before] == [
-        list(x.rows) for x in seen if x.cell.startswith("linear-0")
-    ]
+        def come(cells: Cells, cell: str) -> None:
+            if cell.startswith("linear-1-1-int8.dynamic") and "cut" not in seen:
+                seen.append("cut")
+                del cells._texts[cell]
+                raise Lost("device-gone", where="pi5")
+            if cell.startswith("ceilings"):
+                cells._texts[cell] = json.dumps([dumped(CeilingSamples(ceilings=CEILINGS))]).encode()
+            seen.append(cell)
+
+        return real_run(*asked, **{**how, "row": come})
+
+    monkeypatch.setattr(device.link, "run", run)
+    found = TaxDevice(device)(job(), quiet)
+    # each cell once: of a linear that was timed in part what is missing
+    seen.remove("cut")
+    assert len(set(seen)) == len(seen) == 1 + 2 + 2 * 2 * 4
     assert {row.on for row in found} == {"pi5"}
     timed = {
         (row.op.K, row.batch, row.settings["variant"]): row for row in found if row.name == "latency.op" and row.op
@@ -148,11 +113,6 @@ def test_products_are_timed_where_nothing_can_make_them_and_a_cut_resumes(
 # --- what a device says is data ---------------------------------------------------------------------------------------
 
 
-def about(**changes: Any) -> DeviceFacts:
-    facts = {"id": "cpu-1", "name": "a board", "machine": "aarch64", "isa": "neon", "cores": 4, "memory": 1 << 30}
-    return DeviceFacts.model_validate({**facts, "versions": {"onnxruntime": "1"}, **changes})
-
-
 def times(n: int, M: int, variant: str, **changes: Any) -> dict[str, Any]:
     slow = 2e-3 if variant == "float32" else 1e-3
     noise = 1 + 0.01 * np.random.default_rng(n + M).standard_normal((40, 2, 2))
@@ -162,35 +122,16 @@ def times(n: int, M: int, variant: str, **changes: Any) -> dict[str, Any]:
     return {**dumped(one), **changes}
 
 
-class Told:
+def told(rows: list[dict[str, Any]], **facts: Any) -> Planted:
     """A device whose answers are written down."""
+    ceilings = [dumped(CeilingSamples(ceilings=CEILINGS))]
+    cells = [(f"linear-{number}", [row]) for number, row in enumerate(rows)]
+    return Planted(about(**facts), ("ceilings", ceilings), *cells, ("ceilings-after", ceilings))
 
-    name = "pi5"
 
-    def __init__(self, facts: DeviceFacts, rows: list[dict[str, Any]]) -> None:
-        ceilings = [dumped(CeilingSamples(ceilings=CEILINGS))]
-        self.cells = {"about": [dumped(facts)], "ceilings": ceilings, "linear-0": rows, "ceilings-after": ceilings}
-        self.carried: list[str] = []
-        self.asked: list[Tax] = []
-
-    def put(self, files: Mapping[str, Path], progress: Any = None) -> None:
-        self.carried += [path.name for path in files.values()]
-
-    def lay_out(self, name: str, files: Mapping[str, str]) -> str:
-        return f"bundles/{name}"
-
-    def start(self, job: Job) -> str:
-        assert isinstance(job.work, Tax)
-        self.asked.append(job.work)
-        return "job"
-
-    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-        for n, (cell, rows) in enumerate(self.cells.items()):
-            yield Found(n=n, cell=cell, rows=tuple(rows))
-        yield Done(n=len(self.cells))
-
-    def cancel(self, job: str) -> None:
-        pass
+def sweep(link: Planted, **probed: Any) -> TaxDevice:
+    room = {"memory": 4 << 30, "memory_free": 2 << 30, "disk_free": 8 << 30, "last_level_cache": CACHE}
+    return TaxDevice(reached(link, Probed.model_construct(**{**room, **probed})))
 
 
 ONE = job(linears=[UP.model_dump()], model="", variants=("int4.g32.level4",), batches=(1,))
@@ -198,7 +139,7 @@ ONE = job(linears=[UP.model_dump()], model="", variants=("int4.g32.level4",), ba
 
 def answered(*rows: dict[str, Any], **facts: Any) -> list[Row]:
     given = list(rows) or [times(0, 1, "float32"), times(0, 1, "int4.g32.level4")]
-    return DeviceSweep(Told(about(**facts), given), CACHE)(ONE, quiet)
+    return sweep(told(given, **facts))(ONE, quiet)
 
 
 def test_its_times_are_compared_here() -> None:
@@ -206,7 +147,7 @@ def test_its_times_are_compared_here() -> None:
     assert row.baseline is not None
     assert row.baseline.ratio == pytest.approx(2.0, rel=0.01)
     assert row.device is not None
-    assert (row.device.id, row.device.name, row.on, row.device.machine) == ("cpu-1", "a board", "pi5", "aarch64")
+    assert (row.device.id, row.device.name, row.on, row.device.machine) == ("x", "Cortex", "pi5", "aarch64")
 
 
 @pytest.mark.parametrize(
@@ -253,14 +194,14 @@ def dumped_clocks(hz: float, warmth: float, throttles: int) -> dict[str, Any]:
     return dict(vars(Clocks(hz, warmth, throttles)))
 
 
-def told(**facts: Any) -> Any:
+def judged(**facts: Any) -> Any:
     plan = prepare(Question(shapes=["128x96"], formats=["int4.g32.level4"], batches=[1], threads=[4], cores=4))
     rows = [times(0, 1, "float32"), times(0, 1, "int4.g32.level4")]
-    return measure_tax(plan, None, DeviceSweep(Told(about(**facts), rows), CACHE))
+    return measure_tax(plan, None, sweep(told(rows, **facts)))
 
 
 def test_an_emulator_s_times_are_not_judged() -> None:
-    real, emulated = told(), told(emulated=True)
+    real, emulated = judged(), judged(emulated=True)
     assert [each.answer for each in real.advice.values()] == ["ship_it"]
     assert (emulated.advice, emulated.verdicts, emulated.inconclusive) == ({}, {}, False)
     assert all("emulated" in row.flags for row in emulated.rows)
@@ -271,20 +212,19 @@ def test_an_emulator_s_times_are_not_judged() -> None:
     assert "ship" not in html.page(document(emulated.reported())).partition("<main")[2].partition("explained")[0]
 
 
-def test_what_does_not_fit_is_said_before_anything_is_made_or_carried() -> None:
-    link = Told(about(), [])
-    asked: list[ProductNeeds] = []
-
-    def refuse(needs: ProductNeeds) -> None:
-        asked.append(needs)
-        raise InputError("out-of-memory", where="pi5")
-
-    with pytest.raises(InputError):
-        DeviceSweep(link, CACHE, refuse)(job(), quiet)
-    assert not link.carried and not link.asked
+@pytest.mark.parametrize(
     # three times float32's copies beyond three times the cache; the disk holds each weight once
-    assert asked[0].memory == 3 * 4 * 256 * 256
-    assert asked[0].disk > 4 * 256 * 256 + 2 * 4 * 128 * 96
+    ("room", "code"),
+    [
+        ({"memory_free": 3 * 4 * 256 * 256 - 1}, "out-of-memory"),
+        ({"disk_free": 4 * 256 * 256 + 2 * 4 * 128 * 96}, "device-full"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_made_or_carried(room: dict[str, int], code: str) -> None:
+    link = told([])
+    with pytest.raises(InputError, match=code):
+        sweep(link, **room)(job(), quiet)
+    assert not link.carried and not link.asked
 
 
 @pytest.mark.parametrize(
@@ -303,15 +243,14 @@ def test_a_device_without_room_is_one_line(needs: tuple[float, float], code: str
 
 def test_a_device_is_asked_about_its_own_cores_and_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    reached: Any = type("R", (), {"about": Probed.model_construct(machine="aarch64", cores=64)})()
-    reached.device = type("D", (), {"name": "pi5"})()
-    asked = TaxDevice(reached).asked(Question(shapes=["64x32"], threads=[48]))
+    device = TaxDevice(reached(told([]), Probed.model_construct(machine="aarch64", cores=64, last_level_cache=None)))
+    asked = device.asked(Question(shapes=["64x32"], threads=[48]))
     plan = prepare(asked)
     assert (plan.on.target.name, list(plan.threads)) == ("cpu-arm", [48])
     with pytest.raises(InputError, match=r"threads-invalid.*64 cores"):
         prepare(replace(asked, threads=[65]))
     with pytest.raises(InputError, match=r"usage.*log in there"):
-        TaxDevice(reached).asked(Question(shapes=["64x32"], device="cuda"))
+        device.asked(Question(shapes=["64x32"], device="cuda"))
 
 
 def test_an_unknown_device_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
@@ -345,4 +284,4 @@ def test_tax_over_a_real_sshd(
     assert {row.name for row in read} >= {"latency.op", "tax.total", "tax.break_even", "ceiling.read", "ceiling.launch"}
     assert all(row.value for row in read if row.name in ("latency.op", "ceiling.launch"))
     assert ", plain" in page.read_text()
-    assert not list((there / "jobs").iterdir())
+    assert not (there / "tmp").exists()

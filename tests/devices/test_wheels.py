@@ -15,10 +15,9 @@ import pytest
 
 from devices.wheels import wheelhouse
 from quantkit.devices import wheels
+from quantkit.devices.link import Link
+from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import NEEDED, Probed, probe
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.link import SSHLink
-from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError
 
 
@@ -47,7 +46,7 @@ def test_own_wheel_is_the_package_and_always_the_same(tmp_path: Path) -> None:
     assert first.stat().st_size < 5e6
     with zipfile.ZipFile(first) as made:
         names = set(made.namelist())
-    assert {"quantkit/devices/sent/jobs.py", "quantkit/content/export/cpu-arm.yaml"} <= names
+    assert {"quantkit/devices/sent/work.py", "quantkit/content/export/cpu-arm.yaml"} <= names
     assert not any(name.startswith("quantkit/content/calibration") or name.endswith(".pyc") for name in names)
 
 
@@ -74,10 +73,11 @@ def test_what_is_installed_there_runs_and_is_small(house: Path, about: Probed, t
     """With nothing else: no site-packages, no network."""
     shell = OpenSSH(Address("here"), name="here", begin=["sh", "-c"], python=sys.executable)
     there = tmp_path / "there"
-    link = SSHLink(shell, str(there), wheels=wheels.needed(about, wheelhouse=house, where="here"))
+    link = Link(shell, str(there), wheels=wheels.needed(about, wheelhouse=house, where="here"))
     link.install()
     path = [str(each) for each in (there / "wheels").iterdir()]
-    program = f"import sys; sys.path[:0] = {path!r}; import onnxruntime, pydantic, yaml, numpy, quantkit.devices.job; "
+    program = f"import sys; sys.path[:0] = {path!r}; import onnxruntime, pydantic, yaml, numpy; "
+    program += "import quantkit.devices.there.work; "
     program += "assert all('site-packages' not in path for path in sys.path); print(quantkit.__file__)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -24,8 +24,8 @@ OURS = {
     *("quantkit.planning.compiling", "quantkit.report.catalog"),
     *("quantkit.report.kit.html", "quantkit.runtimes.onnxruntime.session", "quantkit.tuning.answer"),
     # on a device, where nothing of ours is; and the programs that are sent there
-    *("quantkit.devices.sent.jobs", "quantkit.devices.sent.store", "quantkit.devices.ssh.openssh"),
-    *("quantkit.devices.probed", "quantkit.devices.ssh.client", "quantkit.devices.wheels"),
+    *("quantkit.devices.sent.work", "quantkit.devices.sent.files", "quantkit.devices.openssh"),
+    *("quantkit.devices.probed", "quantkit.devices.link", "quantkit.devices.wheels"),
     *("quantkit.tuning.placement.engine", "quantkit.tuning.placement.search", "quantkit.tuning.store"),
 }
 
@@ -43,7 +43,7 @@ def calls(module: str) -> list[tuple[int, str]]:
         (
             {"subprocess.Popen", "multiprocessing.get_context", "multiprocessing.Process"},
             # the system's OpenSSH; and what starts a job on a device, where there is nothing of ours
-            {"quantkit.runtimes.child", "quantkit.devices.ssh.openssh", "quantkit.devices.sent.jobs"},
+            {"quantkit.runtimes.child", "quantkit.devices.openssh", "quantkit.devices.sent.work"},
             "a process of its own is started by runtimes/child.py, which limits, cleans up and explains",
         ),
         (
@@ -51,7 +51,7 @@ def calls(module: str) -> list[tuple[int, str]]:
             # pip, compilers, and what asks a system how it is
             {
                 *("quantkit.devices.wheels", "quantkit.model.source.packaged", "quantkit.kernels.cpu.library"),
-                *("quantkit.kernels.ahead", "quantkit.bundle.seal", "quantkit.devices.ssh.openssh"),
+                *("quantkit.kernels.ahead", "quantkit.bundle.seal", "quantkit.devices.openssh"),
                 *("quantkit.machine", "quantkit.measurement.timing.clocks", "quantkit.nightly.run"),
                 "quantkit.devices.sent.probe",
             },
@@ -64,8 +64,7 @@ def calls(module: str) -> list[tuple[int, str]]:
                 "quantkit.bundle.disk",
                 "quantkit.bundle.build",
                 "quantkit.model.source.weights",
-                "quantkit.devices.sent.store",
-                "quantkit.devices.there.ledger",
+                "quantkit.devices.sent.files",
             },
             "files are written by bundle/disk.py, which leaves the old state or the new one",
         ),
@@ -106,7 +105,7 @@ def test_no_child_of_ours_imports_from_the_current_folder() -> None:
         for node in nodes(module)
         if isinstance(node, ast.List | ast.Tuple) and node.elts and ast.unparse(node.elts[0]) == "sys.executable"
     ]
-    assert {module for module, _ in lists} == {"quantkit.machine", "quantkit.devices.sent.jobs"}
+    assert {module for module, _ in lists} == {"quantkit.machine", "quantkit.devices.sent.work"}
     assert all(words[1] in ("'-P'", "'-I'") for _, words in lists)
 
 

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import networks
 import pytest
 import small_onnx
-from devices.local_link import LocalLink
+from devices.local import ABSENT, Cut, local
 
 from quantkit.bundle import Bundle, Manifest
 from quantkit.cli import run
-from quantkit.devices.asked.room import unasked
-from quantkit.devices.asked.verify import verify_on
-from quantkit.devices.job import At, Done, Failed, Found, Job, Note
+from quantkit.devices.answers import Cells
+from quantkit.devices.asked import verify_on
 from quantkit.devices.measure import _kept, measure_on
-from quantkit.devices.named import NamedDevice
-from quantkit.devices.probed import probe
+from quantkit.devices.openssh import Lost
 from quantkit.devices.reached import Reached
 from quantkit.devices.rounds import DeviceTimer, generate_on
-from quantkit.devices.ssh.address import Address
-from quantkit.devices.ssh.openssh import OpenSSH
 from quantkit.errors import InputError, Stopped
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.rounds import RoundsJob
@@ -65,50 +58,22 @@ def stored(bundle: Bundle) -> list[Row]:
     return [Row.model_validate(row) for row in Bundle.load(bundle.path).measurements]
 
 
-def measured(bundle: Bundle, link: Any, made: Made, **how: Any) -> list[Row]:
-    return measure_on(bundle, link, str(made.model), runtime="onnxruntime", plan=PLAN, **how)
+def measured(bundle: Bundle, device: Reached, made: Made, **how: Any) -> list[Row]:
+    return measure_on(bundle, device, str(made.model), runtime="onnxruntime", plan=PLAN, **how)
 
 
-# a device has none of these
-ABSENT = ("torch", "transformers", "scipy", "onnx", "onnx_ir", "tokenizers", "plotly", "psutil")
+def cut(workdir: Path, after: int, cells: tuple[str, ...] = ("decode", "prefill")) -> tuple[Reached, Any]:
+    """A device whose connection ends after some cells; and the way to it."""
+    device = local(workdir, "pi5", link=Cut)
+    link: Any = device.link
+    link.left, link.cells = after, cells
+    return device, link
 
 
-def absent(folder: Path, *names: str) -> dict[str, str]:
-    """The environment of a Python in which these cannot be imported."""
-    folder.mkdir(exist_ok=True)
-    for name in names:
-        (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return absent(tmp_path_factory.mktemp("absent"), *ABSENT)
-
-
-class Cut(LocalLink):
-    """A connection that ends after some cells; what works there is ended by the power."""
-
-    def __init__(self, workdir: Path, after: int, cells: tuple[str, ...] = ("decode", "prefill")) -> None:
-        super().__init__(workdir, "pi5")
-        self.left, self.cells = after, cells
-
-    def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-        for line in super().follow(job, after):
-            if isinstance(line, Found) and line.cell.startswith(self.cells):
-                self.left -= 1
-                if self.left < 0:
-                    os.killpg(self._jobs[job].pid, signal.SIGKILL)
-                    raise Stopped("device-gone", where=self.name)
-            yield line
-
-
-def test_rows_of_two_devices_stand_in_one_bundle(
-    made: Made, copied: Copy, bare: dict[str, str], tmp_path: Path
-) -> None:
+def test_rows_of_two_devices_stand_in_one_bundle(made: Made, copied: Copy, tmp_path: Path) -> None:
     bundle = copied(made.both)
     before = {row.line() for row in stored(bundle)}
-    rows = measured(bundle, LocalLink(tmp_path / "a", "pi5", environment=bare), made)
+    rows = measured(bundle, local(tmp_path / "a", "pi5", absent=ABSENT), made)
     assert {row.on for row in rows} == {"pi5"}
     names = {row.name for row in rows}
     assert names >= {*TIMED, "accuracy.kl", "tax.break_even", "memory.peak", "ceiling.read"}
@@ -120,7 +85,7 @@ def test_rows_of_two_devices_stand_in_one_bundle(
     for name in ("accuracy.kl", "accuracy.perplexity", "accuracy.top1_agreement"):
         assert there[name].value == pytest.approx(here[name].value, rel=1e-3), name
         assert there[name].data == here[name].data
-    measured(bundle, LocalLink(tmp_path / "b", "box"), made)
+    measured(bundle, local(tmp_path / "b", "box"), made)
     assert len([row for row in stored(bundle) if row.name in TIMED and row.on]) == 2 * 3
     page = (bundle.path / "report.html").read_text()
     assert "<summary>pi5</summary>" in page
@@ -132,30 +97,30 @@ def test_rows_of_two_devices_stand_in_one_bundle(
 def test_a_connection_that_is_cut_leaves_what_has_come_and_resume_measures_the_rest(
     made: Made, copied: Copy, tmp_path: Path
 ) -> None:
-    bundle, link = copied(made.both), Cut(tmp_path / "there", after=1)
+    bundle, (device, link) = copied(made.both), cut(tmp_path / "there", after=1)
     with pytest.raises(Stopped):
-        measured(bundle, link, made)
+        measured(bundle, device, made)
     (first,) = [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED]
     # and again, behind the last shape
     link.left, link.cells = 0, ("ceilings-after",)
     with pytest.raises(Stopped):
-        measured(bundle, link, made, resume=True)
+        measured(bundle, device, made, resume=True)
     after = [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED]
     assert len(after) == 3
     assert first in after
     page = (bundle.path / "report.html").read_text()
     link.left = 100
-    assert [row.name for row in measured(bundle, link, made, resume=True)] == ["memory.peak"]
+    assert [row.name for row in measured(bundle, device, made, resume=True)] == ["memory.peak"]
     assert [row for row in stored(bundle) if row.on == "pi5" and row.name in TIMED] == after
     assert (bundle.path / "report.html").read_text() != page
-    assert measured(bundle, link, made, resume=True) == []
-    assert not list((tmp_path / "there" / "jobs").glob("*/pid")) or link._jobs.popitem()[1].poll() is not None
+    assert measured(bundle, device, made, resume=True) == []
+    assert not (tmp_path / "there" / "tmp").exists()
 
 
 def test_resume_counts_rows_of_the_runtime_and_ends_what_has_none_missing(
     made: Made, copied: Copy, tmp_path: Path
 ) -> None:
-    bundle, link = copied(made.both), LocalLink(tmp_path, "pi5")
+    bundle, device = copied(made.both), local(tmp_path / "there", "pi5")
     rows = [
         *planted(bundle.manifest),
         *(row.model_copy(update={"batch": 2, "value": None, "baseline": None}) for row in planted(bundle.manifest)),
@@ -171,8 +136,7 @@ def test_resume_counts_rows_of_the_runtime_and_ends_what_has_none_missing(
     assert len(_kept(bundle, "pi5", source, "onnxruntime")) == 4
     assert _kept(bundle, "pi5", source, "llama_cpp") == _kept(bundle, "box", source, "onnxruntime") == []
     plan = TimingPlan(batches=(1, 2), contexts=(16,), prefills=())
-    assert measure_on(bundle, link, str(made.model), runtime="onnxruntime", plan=plan, resume=True) == []
-    assert not list((tmp_path / "jobs").glob("*"))
+    assert measure_on(bundle, device, str(made.model), runtime="onnxruntime", plan=plan, resume=True) == []
     assert "<summary>pi5</summary>" in (bundle.path / "report.html").read_text()
 
 
@@ -180,67 +144,50 @@ def original_of(bundle: Bundle) -> Baseline:
     return Baseline(subject=bundle.manifest.model.source.sha256, value=1.0)
 
 
-def test_work_that_was_ended_goes_on_where_it_was(made: Made, copied: Copy, tmp_path: Path) -> None:
-    bundle, link = copied(made.both), Cut(tmp_path / "there", after=1)
-    with pytest.raises(Stopped):
-        measured(bundle, link, made)
-    (folder,) = (tmp_path / "there" / "jobs").iterdir()
-    link.left = 100
-    lines = (folder / "rows.jsonl").read_bytes()
-    (folder / "rows.jsonl").write_bytes(lines + b'{"n": 99, "kind": "ro')  # the power went while it wrote
-    job = Job.read((folder / "job.json").read_text())
-    cells = [line.cell for line in link.follow(link.start(job)) if isinstance(line, Found)]
-    assert len(cells) == len(set(cells))
-    assert {"decode-1-16", "decode-2-16", "prefill-1-8", "ceilings-after"} <= set(cells)
-
-
 def test_too_little_memory_is_said_before_anything_is_carried(made: Made, copied: Copy, tmp_path: Path) -> None:
     """By what a plan knows of cache, activations and logits, beside the weights."""
-    bundle, link = copied(made.both), LocalLink(tmp_path / "there", "pi5")
+    bundle = copied(made.both)
     weights = 2.2 * sum(
         path.stat().st_size for folder in (bundle.path, made.floating) for path in (folder / "onnx").rglob("*.*")
     )
-    about = probe(OpenSSH(Address("here"), name="here", begin=["sh", "-c"]), str(tmp_path)).model_copy(
-        update={"memory_free": int(weights) + 1000}
-    )
-    reached = Reached(NamedDevice(name="pi5", address="ssh://pi5"), about, link)  # type: ignore[arg-type]
+    device = local(tmp_path / "there", "pi5", memory_free=int(weights) + 1000)
     rows = stored(bundle)
     with pytest.raises(InputError, match="out-of-memory"):
-        measured(bundle, link, made, ready=reached.ready())
+        measured(bundle, device, made)
     assert not (tmp_path / "there").exists()
     assert stored(bundle) == rows
     # without times nothing but the weights is asked for
-    about.demand_memory([], "pi5", weights)
+    device.about.demand_memory([], "pi5", weights)
 
 
-def test_a_bundle_is_loaded_there_without_torch(made: Made, tmp_path: Path, bare: dict[str, str]) -> None:
+def test_a_bundle_is_loaded_there_without_torch(made: Made, tmp_path: Path) -> None:
     bundle = Bundle.load(made.both)
-    checks, notes = verify_on(bundle, LocalLink(tmp_path, "pi5", environment=bare))
+    checks, notes = verify_on(bundle, local(tmp_path / "there", "pi5", absent=ABSENT))
     assert [check.name for check in checks] == [*(check.name for check in bundle.verify()), "onnxruntime.loads"]
     assert all(check.ok for check in checks)
     assert not notes
 
 
-def test_a_graph_is_loaded_there(tmp_path: Path, bare: dict[str, str]) -> None:
+def test_a_graph_is_loaded_there(tmp_path: Path) -> None:
     (tmp_path / "net/onnx").mkdir(parents=True)
     networks.write(tmp_path / "net/onnx/model.onnx")
     bundle = small_onnx.bundle(tmp_path / "net", kind="network")
-    checks, _ = verify_on(bundle, LocalLink(tmp_path / "there", "pi5", environment=bare))
+    checks, _ = verify_on(bundle, local(tmp_path / "there", "pi5", absent=ABSENT))
     assert checks[-1].name == "onnxruntime.loads"
     assert all(check.ok for check in checks)
     (tmp_path / "net/onnx/model.onnx").write_bytes(b"no graph")
     checks, _ = verify_on(
-        small_onnx.bundle(tmp_path / "net", kind="network"), LocalLink(tmp_path / "b", "pi5", environment=bare)
+        small_onnx.bundle(tmp_path / "net", kind="network"), local(tmp_path / "b", "pi5", absent=ABSENT)
     )
     assert [check.name for check in checks if not check.ok] == ["onnxruntime.loads"]
     assert "onnx-unreadable" in checks[-1].where
 
 
-def test_a_device_goes_on_with_the_same_words(made: Made, tmp_path: Path, bare: dict[str, str]) -> None:
+def test_a_device_goes_on_with_the_same_words(made: Made, tmp_path: Path) -> None:
     bundle = Bundle.load(made.both)
     here = load_runtime("onnxruntime").generate(bundle, "The state of", new_tokens=6)
-    link = LocalLink(tmp_path, "pi5", environment=bare)
-    there = generate_on(bundle, link, "The state of", runtime="onnxruntime", new_tokens=6)
+    device = local(tmp_path / "there", "pi5", absent=ABSENT)
+    there = generate_on(bundle, device, "The state of", runtime="onnxruntime", new_tokens=6)
     assert there["text"] == here["text"]
     assert there["tokens"] == here["tokens"]
 
@@ -250,7 +197,7 @@ def test_generate_on_a_device(
 ) -> None:
     @contextmanager
     def reach(on: str, **_: Any) -> Iterator[Any]:
-        yield SimpleNamespace(link=LocalLink(tmp_path, on), ready=lambda progress: unasked)
+        yield local(tmp_path / "there", on)
 
     monkeypatch.setattr("quantkit.devices.reached.reach", reach)
     words = ["generate", str(made.both), "--prompt", "The state of", "--new-tokens", "4", "--json"]
@@ -265,31 +212,33 @@ def test_generate_on_a_device(
 def test_two_bundles_are_timed_in_turns_there(made: Made, tmp_path: Path) -> None:
     shapes = [Shape("decode", 1, 16), Shape("prefill", 1, 8)]
     job = RoundsJob(str(made.both / "onnx"), str(made.floating / "onnx"), shapes, threads=1, seconds=0.2)
-    taken = DeviceTimer(LocalLink(tmp_path, "pi5"))(job, lambda share, words: None)
+    taken = DeviceTimer(local(tmp_path / "there", "pi5"))(job, lambda share, words: None)
     assert [each.shape for each in taken] == shapes
     for each in taken:
         assert len(each.rounds) >= 6
         assert {len(times) for times in each.seconds.values()} == {sum(each.rounds)}
 
 
-def test_a_comparison_that_was_cut_off_goes_on_with_the_round_that_is_missing(made: Made, tmp_path: Path) -> None:
-    class Heard(LocalLink):
-        def follow(self, job: str, after: int = 0) -> Iterator[At | Note | Found | Failed | Done]:
-            for line in super().follow(job, after):
-                if isinstance(line, Found) and line.cell.startswith("round-"):
-                    heard.setdefault(line.cell, []).append(line.rows)
-                yield line
+def test_a_comparison_over_a_line_that_breaks_goes_on_with_the_round_that_is_missing(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, heard = local(tmp_path / "there", "pi5"), list[str]()
+    real = device.link.run
 
-    heard: dict[str, list[Any]] = {}
+    def run(*asked: Any, row: Any, **how: Any) -> Cells:
+        def come(cells: Cells, cell: str) -> None:
+            heard.append(cell)
+            row(cells, cell)
+            if cell in ("round-2", "round-4"):
+                raise Lost("device-gone", where="pi5")
+
+        return real(*asked, row=come, **how)
+
+    monkeypatch.setattr(device.link, "run", run)
     job = RoundsJob(str(made.both / "onnx"), str(made.floating / "onnx"), [Shape("decode", 1, 16)], 1, seconds=0.2)
-    with pytest.raises(Stopped, match="device-gone"):
-        DeviceTimer(Cut(tmp_path, 3, ("round",)))(job, lambda share, words: None)
-    (kept,) = tmp_path.glob("jobs/*/rows.jsonl")
-    before = [line for line in kept.read_bytes().splitlines() if b'"round-' in line]
-    (taken,) = DeviceTimer(Heard(tmp_path, "pi5"))(job, lambda share, words: None)
-    assert len(before) >= 4
-    assert len(heard) == len(taken.rounds) == max(6, len(before))
-    assert [json.loads(line)["rows"] for line in before] == [[*found[0]] for found in heard.values()][: len(before)]
+    (taken,) = DeviceTimer(device)(job, lambda share, words: None)
+    assert heard == ["about", *(f"round-{n}" for n in range(len(taken.rounds)))]
+    assert len(heard) > 6
 
 
 def test_an_emulator_s_times_are_in_no_verdict(made: Made, copied: Copy) -> None:
@@ -325,10 +274,10 @@ def test_text_and_times_come_from_the_runtime_that_was_asked_for(made: Made, cop
     with small_onnx.traced_once("llama", CHANGES):
         bundle = export_bundle(copied(made.both), "openvino").bundle
     here = load_runtime("openvino").generate(bundle, "The state of", new_tokens=6)
-    there = generate_on(bundle, LocalLink(tmp_path / "a"), "The state of", runtime="openvino", new_tokens=6)
+    there = generate_on(bundle, local(tmp_path / "a"), "The state of", runtime="openvino", new_tokens=6)
     assert (there["text"], there["tokens"]) == (here["text"], here["tokens"])
     sides = open_sides(bundle, made.both)
-    timer = DeviceTimer(LocalLink(tmp_path / "b", environment=absent(tmp_path / "absent", "openvino")))
+    timer = DeviceTimer(local(tmp_path / "b", absent=("openvino",)))
     how: dict[str, Any] = {"batches": [1], "seconds": 0.2, "calibration": None, "here": False}
     timing, _ = prepare(*sides[::-1], **how)
     assert timing.job.runtimes == ("onnxruntime", "onnxruntime")
@@ -339,5 +288,5 @@ def test_text_and_times_come_from_the_runtime_that_was_asked_for(made: Made, cop
     short = replace(timing, job=replace(timing.job, shapes=[Shape("decode", 1, 16)]))
     with pytest.raises(InputError, match=r"missing-dependency.*openvino"):
         replace(short, timer=timer).run(Progress())
-    (taken,) = replace(short, timer=DeviceTimer(LocalLink(tmp_path / "c"))).run(Progress())
+    (taken,) = replace(short, timer=DeviceTimer(local(tmp_path / "c"))).run(Progress())
     assert not taken.skipped

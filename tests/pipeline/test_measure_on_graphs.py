@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import networks
 import pytest
 import small_onnx
 import zoo
-from devices.local_link import LocalLink
+from devices.local import local
 
 import quantkit
 from quantkit.bundle import Bundle
@@ -26,14 +25,6 @@ from quantkit.pipeline.measure import measure_bundle
 PLAN = TimingPlan(batches=(1, 3), contexts=(16,), prefills=(8,), seconds=0.2, cell_seconds=0.2, rounds=2)
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
 ENCODED = ["calibration.samples=2", "calibration.tokens=32", "gates={}", "export=[{onnx: {}}, {checkpoint: {}}]"]
-
-
-def absent(folder: Path, *names: str) -> dict[str, str]:
-    """The environment of a Python in which these cannot be imported."""
-    folder.mkdir()
-    for name in names:
-        (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +53,7 @@ def measured(folder: Path, link: Any, runtime: str, **how: Any) -> dict[str, Row
 def test_a_network_is_scored_and_timed_in_the_runtime_that_was_asked_for(
     network: Path, tmp_path: Path, runtime: str
 ) -> None:
-    link = LocalLink(tmp_path / "there", "pi5", environment=absent(tmp_path / "absent", "torch", "onnx", "onnx_ir"))
+    link = local(tmp_path / "there", "pi5", absent=("torch", "onnx", "onnx_ir"))
     there = measured(network, link, runtime)
     how: dict[str, Any] = {"calibration": str(network / "set.npz"), "runtime": runtime, "speed": False}
     here = measure_bundle(Bundle.load(network / "bundle"), str(network / "tiny.onnx"), **how)
@@ -74,20 +65,20 @@ def test_a_network_is_scored_and_timed_in_the_runtime_that_was_asked_for(
         assert (there[name].data, there[name].baseline) == (row.data, row.baseline)
     assert {row.runtime for row in there.values() if row.name.startswith(("accuracy.", "latency."))} == {runtime}
     assert there["latency.prefill"].on == "pi5"
-    (subject,) = (tmp_path / "there" / "bundles").glob("subject*")
+    (subject,) = (tmp_path / "there" / "files").glob("subject*")
     wanted = {"openvino": {"model.xml", "model.bin"}, "onnxruntime": {"model.onnx"}}[runtime]
     assert {path.name for path in subject.iterdir()} == wanted
 
 
 def test_openvino_scores_a_network_without_onnx_runtime(network: Path, tmp_path: Path) -> None:
-    link = LocalLink(tmp_path / "there", environment=absent(tmp_path / "absent", "onnxruntime"))
+    link = local(tmp_path / "there", absent=("onnxruntime",))
     assert "accuracy.top1" in measured(network, link, "openvino", speed=False)
     with pytest.raises(InputError, match="onnxruntime"):
         measured(network, link, "onnxruntime", speed=False)
 
 
 def test_a_network_s_runtime_is_refused_before_anything_is_carried(network: Path, tmp_path: Path) -> None:
-    link = LocalLink(tmp_path / "there")
+    link = local(tmp_path / "there")
     for runtime, code in (("quantkit_cpu", "runtime-unsupported"), ("llama_cpp", "runtime-unsupported")):
         with pytest.raises(InputError, match=code):
             measured(network, link, runtime)
@@ -119,7 +110,7 @@ def test_an_encoder_s_vectors_come_back_and_are_compared_here(
         compile_model(Request.of(model, recipe="int8", target="cpu-x86", changes=changes, out=out, speed=False))
     monkeypatch.setattr("quantkit.pipeline.measure.float_export", lambda *_: out / "onnx")  # it is not run
     here = measure_bundle(Bundle.load(out), model, runtime="onnxruntime", speed=False)
-    link = LocalLink(tmp_path / "there", "pi5", environment=absent(tmp_path / "absent", "torch", "tokenizers", "onnx"))
+    link = local(tmp_path / "there", "pi5", absent=("torch", "tokenizers", "onnx"))
     there = measure_on(Bundle.load(out), link, model, runtime="onnxruntime", plan=PLAN, speed=False)
     found = {row.name: row for row in there}
     scored = {row.name: row for row in here if row.name.startswith("accuracy.")}

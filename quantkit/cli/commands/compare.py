@@ -16,7 +16,6 @@ from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.devices.rounds import DeviceTimer
-    from quantkit.pipeline.progress import Progress
 
 _SIDE = "A bundle, or the model that the other one was made from."
 
@@ -82,7 +81,7 @@ def compare(
         progress.begin(f"comparing {a} and {b}")
         timer = None
         if on is not None:
-            timer = devices.enter_context(timing_on(on, progress, timed(runtime, a, b), wheelhouse))
+            timer = devices.enter_context(timing_on(on, timed(runtime, a, b), wheelhouse))
         found = compare_bundles(
             a,
             b,
@@ -120,9 +119,7 @@ def compare(
 
 
 @contextmanager
-def timing_on(
-    on: str, progress: Progress, runtimes: Iterable[str], wheelhouse: Path | None = None
-) -> Iterator[DeviceTimer]:
+def timing_on(on: str, runtimes: Iterable[str], wheelhouse: Path | None = None) -> Iterator[DeviceTimer]:
     """A device that takes the times of a comparison, in some runtimes."""
     from quantkit.devices.reached import demand_sessions, reach
     from quantkit.devices.rounds import DeviceTimer
@@ -130,7 +127,7 @@ def timing_on(
     runtimes = list(runtimes)
     demand_sessions(runtimes)
     with reach(on, wheelhouse=wheelhouse, runtimes=runtimes) as found:
-        yield DeviceTimer(found.link, found.ready(progress))
+        yield DeviceTimer(found)
 
 
 def timed(runtime: str | None, *sides: str) -> list[str]:

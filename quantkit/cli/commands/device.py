@@ -41,7 +41,7 @@ def add(
     """Probe a machine and remember it: quantkit device add pi5 ssh://pi@raspberrypi.local."""
     from quantkit.content import validated
     from quantkit.devices import named
-    from quantkit.devices.ssh.address import Address, as_workdir
+    from quantkit.devices.openssh import Address, as_workdir
 
     named.demand_name(name)
     aimed = str(Address.read(address))
@@ -103,7 +103,7 @@ def clean(device: Device, as_json: Json = False) -> Answer:
     from rich.text import Text
 
     from quantkit.devices import named
-    from quantkit.devices.asked.clean import clean as remove_there
+    from quantkit.devices.asked import clean as remove_there
     from quantkit.report.kit import words
 
     found = named.find(device, where="DEVICE")

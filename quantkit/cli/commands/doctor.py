@@ -41,11 +41,17 @@ def doctor(
 
 def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer:
     """The same of a device."""
-    from quantkit.devices.asked.doctor import doctor_at
+    from quantkit.devices.asked import doctor_on
+    from quantkit.devices.named import find, names
+    from quantkit.devices.reached import reach
     from quantkit.report import devices
 
-    with showing() as progress:
+    device = find(on)
+    if write and on not in names():
+        rule, remedy = "a target is kept under the name of its device", f"quantkit device add NAME {on}"
+        raise InputError("usage", where="--write", value=on, rule=rule, remedy=remedy)
+    with showing() as progress, reach(device, wheelhouse=wheelhouse) as found:
         progress.begin(f"measuring {on}")
-        report = doctor_at(on, progress, write=write, wheelhouse=wheelhouse)
+        report = doctor_on(found, progress, write=write)
     shown = devices.ceilings(report["device"], report["measurements"], report["written"])
     return Answer(report, shown, warnings=report["warnings"])

@@ -57,11 +57,12 @@ def export(
                 quantkit.load(bundle), to, set_ or (), calibration=calibration, dry_run=dry_run, progress=progress
             )
         else:
-            from quantkit.devices.asked.engine import export_at
+            from quantkit.devices.engine import demand_builds, export_on
+            from quantkit.devices.reached import reach
 
-            done = export_at(
-                on, quantkit.load(bundle), to, set_ or (), wheelhouse=wheelhouse, dry_run=dry_run, progress=progress
-            )
+            demand_builds(to)
+            with reach(on, wheelhouse=wheelhouse) as device:
+                done = export_on(quantkit.load(bundle), device, to, set_ or (), dry_run=dry_run, progress=progress)
     shown = terminal.verified(done.bundle.path, done.bundle.manifest, done.checks, [done.says])
     return Answer(done.as_dict(), shown, [x.as_dict() for x in done.decisions])
 

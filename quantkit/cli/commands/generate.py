@@ -43,8 +43,7 @@ def generate(
 
             demand_sessions([runner.name], text=True)
             with reach(on, wheelhouse=wheelhouse, runtimes=[runner.name]) as found:
-                ready = found.ready(progress)
-                made = generate_on(opened, found.link, prompt, progress, runtime=runner.name, ready=ready, **how)
+                made = generate_on(opened, found, prompt, progress, runtime=runner.name, **how)
     text = made["text"] if chat else f"{prompt}{made['text']}"
     notes = made.pop("notes", [])
     return Answer({"prompt": prompt, **made}, [Text(text), *(Text(f"! {note}") for note in notes)], warnings=notes)

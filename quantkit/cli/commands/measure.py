@@ -86,21 +86,22 @@ def measure(
                 decisions=decisions,
             )
         else:
-            from quantkit.devices.measure import measure_at
+            from quantkit.devices.measure import measure_on
+            from quantkit.devices.reached import reach
 
-            rows = measure_at(
-                on,
-                opened,
-                baseline,
-                progress,
-                runtime=chosen,
-                calibration=calibration,
-                plan=plan,
-                speed=speed,
-                resume=resume,
-                wheelhouse=wheelhouse,
-                decisions=decisions,
-            )
+            with reach(on, wheelhouse=wheelhouse, runtimes=[chosen]) as device:
+                rows = measure_on(
+                    opened,
+                    device,
+                    baseline,
+                    progress,
+                    runtime=chosen,
+                    calibration=calibration,
+                    plan=plan,
+                    speed=speed,
+                    resume=resume,
+                    decisions=decisions,
+                )
     opened = quantkit.load(bundle)
     notes = figures.notes(opened.manifest)
     notes += [f"{each.where}: {figures.change(each)}; {each.reason}" for each in decisions if each.code != NOTE]

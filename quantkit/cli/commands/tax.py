@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import Html, Json, On, Target, Wheelhouse, batches, demand_device, listed
 from quantkit.errors import Inconclusive, QuantkitError
-
-if TYPE_CHECKING:
-    from quantkit.devices.tax.sweep import TaxDevice
+from quantkit.pipeline.progress import Progress
 
 # seconds for the machine's ceilings, and for the first linear's files: stages by the word that they are reported with
 _BEFORE = {"ceilings": 6.0, "preparing": 4.0}
@@ -97,7 +95,13 @@ def tax(
     if html is not None:
         pages.demand()
     with ExitStack() as stack:
-        there = stack.enter_context(tax_on(on, wheelhouse)) if on is not None else None
+        progress, there = Progress(), None
+        if on is not None:
+            from quantkit.devices.reached import reach
+            from quantkit.devices.tax import TaxDevice
+
+            reached = stack.enter_context(reach(on, wheelhouse=wheelhouse))
+            there = TaxDevice(reached, lambda share, words: progress.at("carrying", share, words))
         plan = prepare(asked if there is None else there.asked(asked))
         if plan.records and plan.bundle is not None:
             plan.bundle.demand_writable()
@@ -111,7 +115,7 @@ def tax(
             first = words.partition(",")[0].rpartition(": ")[2]
             progress.at(first if not share and first in _BEFORE else "timing", share, words)
 
-        found = measure_tax(plan, told, None if there is None else there.sweep(progress))
+        found = measure_tax(plan, told, there)
     if out is not None:
         write_rows(out, found.rows)
     tree = document(found.reported())
@@ -129,10 +133,3 @@ def tax(
         )
     shown = [tree, *(Code("", str(path)) for path in (html, out) if path is not None)]
     return Answer(found.as_dict(), shown, warnings=list(found.notes), error=error)
-
-
-def tax_on(on: str, wheelhouse: Path | None = None) -> AbstractContextManager[TaxDevice]:
-    """A device that linears are timed on."""
-    from quantkit.devices.tax.sweep import tax_device
-
-    return tax_device(on, wheelhouse)

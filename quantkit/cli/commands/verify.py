@@ -68,9 +68,11 @@ def verify(
     with showing() as progress:
         progress.begin(f"verifying {bundle}")
         if on is not None:
-            from quantkit.devices.asked.verify import verify_at
+            from quantkit.devices.asked import verify_on
+            from quantkit.devices.reached import reach
 
-            found, notes = verify_at(on, opened, progress, wheelhouse=wheelhouse)
+            with reach(on, wheelhouse=wheelhouse) as device:
+                found, notes = verify_on(opened, device, progress)
         else:
             found = opened.verify()
             whole = all(check.ok for check in found)

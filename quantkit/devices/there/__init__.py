@@ -1,1 +1,1 @@
-"""What runs on a device: no torch, nothing beyond the small install."""
+"""What runs on a device."""

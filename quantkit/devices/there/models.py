@@ -1,4 +1,9 @@
-"""What a model says on this device: beside the float model, position by position, or token after token."""
+"""What a model says on this device: beside the float model, position by position, or token after token.
+
+A checkpoint in torch, or an engine, is run block by block by the torch that is here, with the very code that scores
+elsewhere: whole models of the sizes that engines are for would not fit in memory twice. Whatever runs it, what goes
+back are the numbers of each position, or what comes out; rows are made of them where the job came from.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import machine
-from quantkit.devices import job as jobs
 from quantkit.devices.answers import (
     NUMBERS,
     POSITIONS,
     MadeTokens,
+    Rows,
     SampleOutputs,
     ScoredStretch,
     SessionSettings,
@@ -23,7 +28,7 @@ from quantkit.devices.answers import (
 )
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.timing.speed import demand_room, opened, opened_graph, samples_of
-from quantkit.runtimes import child
+from quantkit.runtimes import child, load_runtime
 from quantkit.runtimes.generate import Sampling, stream
 from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.runtimes.torch import RUNTIME as TORCH
@@ -31,23 +36,34 @@ from quantkit.runtimes.torch import RUNTIME as TORCH
 Array = NDArray[Any]
 # logits of one model that are in memory at one time; samples of a graph in one run
 _LOGITS, _SAMPLES = 1 << 22, 8
-# numbers that all samples together may give: see `job.ANSWER`
+# texts of one cell
+_TEXTS = 32
+# numbers that all samples together may give: see `answers.ANSWER`
 _MOST = 10_000_000
 
 
-def score(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """Cells: `settings`, then stretches of positions or of samples."""
-    work, workdir = jobs.ScoreBeside.model_validate(data["work"]), Path(data["workdir"])
-    {"decoder": _decoder, "encoder": _encoder, "network": _network}[work.of](work, workdir, data["cells"], caller)
+def score(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> None:
+    """Cells: `settings`, then stretches of positions or of samples.
+
+    Args:
+        job: `of`, a `decoder`, `encoder` or `network`; `ours`, and of a decoder `theirs`; `runtime`, that of `floats`,
+            None where torch streams both; `data`, an .npz: `ids` [n, T], of an encoder's texts `lengths` [n] too, or a
+            graph's inputs; `pooling` and `skip` of an encoder: see `measurement.accuracy.purpose`.
+    """
+    {"decoder": _decoder, "encoder": _encoder, "network": _network}[job["of"]](job, done, caller)
 
 
-def _decoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
-    if work.theirs is None:
-        raise InputError("job-invalid", where="theirs", value="none", rule="a decoder is held against the float model")
-    ids, threads = samples_of(str(workdir / work.data))["ids"], work.threads or machine.cores()
-    demand_room([workdir / side.place for side in (work.ours, work.theirs)])
-    ours = opened(str(workdir / work.ours.place), {}, threads, work.runtime)
-    theirs = opened(str(workdir / work.theirs.place), {}, threads, work.floats)
+def _decoder(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> None:
+    if job["floats"] is None:
+        _streamed(job, done, caller)
+        return
+    ids, threads = samples_of(job["data"])["ids"], machine.cores()
+    places = [job[side]["place"] for side in ("ours", "theirs")]
+    demand_room([*map(Path, places)])
+    ours, theirs = (
+        opened(place, {}, threads, runtime)
+        for place, runtime in zip(places, (job["runtime"], job["floats"]), strict=True)
+    )
     settings(ours.settings, done, caller)  # type: ignore[attr-defined]
     few = max(1, _LOGITS // theirs.vocabulary)  # type: ignore[attr-defined]
     # a graph that multiplies in two ways is scored in both, as `measurement.accuracy.score` does
@@ -119,13 +135,58 @@ def _demand_finite(found: Mapping[str, Array], sequence: int) -> None:
             raise GateError("logits-not-finite", where=where, value=value, rule="logits are finite")
 
 
-def _encoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
+def _streamed(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> None:
+    """A decoder in torch; all cells come once both models have run."""
+    import torch
+
+    from quantkit.calibrate.tokens.ids import TokenSet, ids_sha256
+    from quantkit.measurement.accuracy.score import score as scored
+
+    ids = samples_of(job["data"])["ids"]
+    cells = {
+        (sequence, start): f"scored--{sequence}-{start}"
+        for sequence, tokens in enumerate(ids)
+        for start in range(0, len(tokens) - 1, POSITIONS)
+    }
+    if all(cell in done for cell in cells.values()):
+        return
+    items = scored(
+        TORCH.stream(Path(job["theirs"]["place"])),
+        _candidate(job, done, caller),
+        TokenSet(torch.from_numpy(ids), "scored", "eval", ids_sha256(ids)),
+        lambda share: caller.at(share, f"scoring {len(ids)} sequences"),
+    )
+    own = {name: values for name, values in vars(items).items() if name != "sequence"}
+    for (sequence, start), cell in cells.items():
+        at = np.flatnonzero(items.sequence == sequence)[start : start + POSITIONS]
+        if cell not in done:
+            row = {name: values[at].tolist() for name, values in own.items()}
+            caller.row({"cell": cell, "rows": [dumped(ScoredStretch(way="", sequence=sequence, found=row))]})
+
+
+def _candidate(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> Any:
+    """What torch streams; of an engine the bytes that are executed are those that the job names."""
+    from quantkit.measurement.accuracy.score import settings as settings_of
+
+    candidate = load_runtime(job["runtime"]).open(Path(job["ours"]["place"]), built=job["ours"]["built"])
+    settings(settings_of(candidate), done, caller)
+    return candidate
+
+
+def _encoder(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> None:
     from quantkit.measurement.accuracy.purpose import pooled
 
-    data = samples_of(str(workdir / work.data))
+    data, pooling, skip = samples_of(job["data"]), tuple(job["pooling"]), job["skip"]
     ids = data["ids"]
     lengths = data.get("lengths", np.full(len(ids), ids.shape[1]))
-    model = opened(str(workdir / work.ours.place), {}, work.threads or machine.cores(), work.runtime)
+    if job["floats"] is None:
+        from quantkit.measurement.accuracy.embed import embeddings
+
+        texts = [text[:length].tolist() for text, length in zip(ids, lengths, strict=True)]
+        found = embeddings(_candidate(job, done, caller), texts, pooling, skip)
+        outputs(len(texts), lambda part: {"pooled": found[part]}, done, caller, step=_TEXTS)
+        return
+    model = opened(job["ours"]["place"], {}, machine.cores(), job["runtime"])
     settings(model.settings, done, caller)  # type: ignore[attr-defined]
 
     def run(part: slice) -> dict[str, Array]:
@@ -134,15 +195,15 @@ def _encoder(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], cal
         for length in np.unique(lengths[part]):
             places = np.flatnonzero(lengths[part] == length)
             states = model.encode(np.ascontiguousarray(ids[part][places, :length]))  # type: ignore[attr-defined]
-            vectors |= zip(places.tolist(), pooled(states, work.pooling, work.skip), strict=True)
+            vectors |= zip(places.tolist(), pooled(states, pooling, skip), strict=True)
         return {"pooled": np.stack([vectors[place] for place in range(len(vectors))])}
 
     outputs(len(ids), run, done, caller)
 
 
-def _network(work: jobs.ScoreBeside, workdir: Path, done: Mapping[str, Any], caller: child.Caller) -> None:
-    samples = samples_of(str(workdir / work.data))
-    graph = opened_graph(workdir / work.ours.place, work.threads or machine.cores(), work.runtime)
+def _network(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> None:
+    samples = samples_of(job["data"])
+    graph = opened_graph(Path(job["ours"]["place"]), machine.cores(), job["runtime"])
     count = len(next(iter(samples.values())))
 
     def run(part: slice) -> dict[str, Array]:
@@ -188,25 +249,25 @@ def settings(found: Mapping[str, Any], done: Mapping[str, Any], caller: child.Ca
         caller.row({"cell": "settings", "rows": [dumped(SessionSettings(settings=dict(found)))]})
 
 
-def generate(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """One cell, `made`."""
-    work, workdir = jobs.Generate.model_validate(data["work"]), Path(data["workdir"])
-    if "made" in data["cells"]:
-        return
-    place = workdir / work.ours.place
+def generate(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> None:
+    """One cell, `made`: tokens in, tokens out, so that a device needs no tokenizer.
+
+    Args:
+        job: `place`, `runtime`; `ids`, `ends`, `new_tokens`; `sampling`, of `runtimes.generate.Sampling`; `seed`.
+    """
     model: Any = (
-        TORCH.decoder(place)
-        if work.runtime == TORCH.name
-        else opened(str(place), {}, work.threads or machine.cores(), work.runtime)
+        TORCH.decoder(Path(job["place"]))
+        if job["runtime"] == TORCH.name
+        else opened(job["place"], {}, machine.cores(), job["runtime"])
     )
-    sampling = Sampling(work.sample, work.temperature, work.top_k, work.top_p, np.random.default_rng(work.seed))
+    sampling = Sampling(**job["sampling"], generator=np.random.default_rng(job["seed"]))
     made: list[int] = []
     started = first = time.perf_counter()
-    for tokens in stream(model, np.array([work.ids]), work.new_tokens, sampling):
+    for tokens in stream(model, np.array([job["ids"]]), job["new_tokens"], sampling):
         first = first if made else time.perf_counter()
-        if int(tokens[0]) in work.ends:
+        if int(tokens[0]) in job["ends"]:
             break
         made.append(int(tokens[0]))
-        caller.at(len(made) / work.new_tokens, f"token {len(made)}")
+        caller.at(len(made) / job["new_tokens"], f"token {len(made)}")
     answer = MadeTokens(ids=tuple(made), seconds=time.perf_counter() - started, first_token_s=first - started)
     caller.row({"cell": "made", "rows": [dumped(answer)]})

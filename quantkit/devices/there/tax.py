@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.devices import job as jobs
-from quantkit.devices.answers import CeilingSamples, ProductTimes, dumped
+from quantkit.devices.answers import LINEAR, CeilingSamples, ProductTimes, Rows, dumped
 from quantkit.measurement.operators.onnxruntime import SMALL, OnnxRuntimeBench, StoredProducts
 from quantkit.measurement.operators.products import SweepPlan, TimedVariant, take
 from quantkit.measurement.operators.run import CpuLimits
@@ -16,64 +15,55 @@ from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Array
 from quantkit.model.sizes.shapes import LinearShape
 from quantkit.runtimes import child
 
-# variants in one line: with all their times they are a third of what a line may be
-_TOGETHER = 8
 
+def tax(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> None:
+    """Cells: `ceilings`, one for each product, `ceilings-after`. What a linear lacks is timed at one time.
 
-def tax(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """Cells: `ceilings`, some for each linear and batch, `ceilings-after`. What a linear lacks is timed at one time."""
-    work, workdir, done = jobs.Tax.model_validate(data["work"]), Path(data["workdir"]), data["cells"]
-    limits = CpuLimits.of(work.threads, workdir / work.graphs)
+    Args:
+        job: `linears`, `K`, `N` and `place` of each; `small`, the place of the products that say which kernels run;
+            `graphs` of the ceilings; `baseline`, `variants`, `batches`, `threads` of one product; `cache`, bytes beyond
+            which the weights of a product have to go together; `seconds` of all, `rounds` and `seed`.
+    """
+    limits = CpuLimits.of(job["threads"], Path(job["graphs"]))
 
     def ceilings(cell: str) -> None:
+        caller.at(float(cell != "ceilings"), "ceilings")
         if cell not in done:
             caller.row({"cell": cell, "rows": [dumped(CeilingSamples(ceilings=tuple(limits.measured())))]})
 
-    places = {(SMALL.K, SMALL.N): work.small, **{(each.K, each.N): each.place for each in work.linears}}
+    linears, names = job["linears"], (job["baseline"], *job["variants"])
+    places = {(SMALL.K, SMALL.N): job["small"], **{(each["K"], each["N"]): each["place"] for each in linears}}
     bench = OnnxRuntimeBench(
-        work.threads,
-        work.cache,
-        source=lambda linear: StoredProducts(workdir / places[linear.K, linear.N]),
+        job["threads"], job["cache"], source=lambda linear: StoredProducts(Path(places[linear.K, linear.N]))
     )
-    caller.at(0.0, "ceilings")
     ceilings("ceilings")
-    names = (work.baseline, *work.variants)
-    answered = [row for cell, rows in done.items() if cell.startswith(jobs.LINEAR) for row in rows]
-    known = {(row["linear"], row["M"], row["variant"]) for row in answered}
-    for number, each in enumerate(work.linears):
-        left = [M for M in work.batches if any((number, M, name) not in known for name in names)]
+    for number, linear in enumerate(linears):
+        left = [M for M in job["batches"] if any(_cell(number, M, name) not in done for name in names)]
         if not left:
             continue
 
         def report(share: float, words: str, number: int = number) -> None:
-            caller.at((number + share) / len(work.linears), words)
+            caller.at((number + share) / len(linears), words)
 
         before = of_cpu()
         taken = take(
             bench,
-            LinearShape(name=f"{each.K}x{each.N}", K=each.K, N=each.N),
-            work.baseline,
-            work.variants,
-            SweepPlan(tuple(left), work.seconds, work.rounds, work.seed),
-            seconds=work.seconds / (len(work.linears) * len(work.batches)),
+            LinearShape(name=f"{linear['K']}x{linear['N']}", K=linear["K"], N=linear["N"]),
+            job["baseline"],
+            job["variants"],
+            SweepPlan(tuple(left), job["seconds"], job["rounds"], job["seed"]),
+            seconds=job["seconds"] / (len(linears) * len(job["batches"])),
             progress=report,
         )
-        new = [one for one in taken if (number, one.M, one.variant) not in known]
-        for cell, rows in _cells(number, new, before, of_cpu()):
-            caller.row({"cell": cell, "rows": rows})
-    caller.at(1.0, "ceilings")
+        after = of_cpu()
+        for one in taken:
+            if (cell := _cell(number, one.M, one.variant)) not in done:
+                caller.row({"cell": cell, "rows": [_row(number, one, before, after)]})
     ceilings("ceilings-after")
 
 
-def _cells(
-    number: int, taken: list[TimedVariant], before: Clocks, after: Clocks
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(name, rows), each of them small enough for a line."""
-    for M in dict.fromkeys(one.M for one in taken):
-        mine = [one for one in taken if one.M == M]
-        for first in range(0, len(mine), _TOGETHER):
-            some = mine[first : first + _TOGETHER]
-            yield f"{jobs.LINEAR}{number}-{M}-{some[0].variant}", [_row(number, one, before, after) for one in some]
+def _cell(number: int, M: int, variant: str) -> str:
+    return f"{LINEAR}{number}-{M}-{variant}"
 
 
 def _row(number: int, one: TimedVariant, before: Clocks, after: Clocks) -> dict[str, Any]:

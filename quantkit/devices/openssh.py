@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 import shlex
 import shutil
@@ -16,11 +17,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import IO, Any
+from urllib.parse import urlsplit
 
-from quantkit.devices.ssh.address import Address
 from quantkit.errors import InputError, QuantkitError, Stopped
 
 # bytes of an answer, and of what a shell may say before it; of what is kept of the errors
@@ -41,44 +43,131 @@ _FIND = (
 )
 _RUN = "import sys; i = sys.stdin.buffer; exec(i.read(int(i.readline())))"
 # what OpenSSH says -> the code of the error, its rule, its remedy
-_SAYS = (
-    (
-        ("Could not resolve hostname", "Name or service not known"),
-        ("no-such-host", "its name is found", "check the address, or name it in ~/.ssh/config"),
+_SAYS: Mapping[tuple[str, ...], tuple[str, str, str]] = {
+    ("Could not resolve hostname", "Name or service not known"): (
+        *("no-such-host", "its name is found", "check the address, or name it in ~/.ssh/config"),
     ),
-    (
-        ("REMOTE HOST IDENTIFICATION HAS CHANGED", "Offending"),
-        (
-            "host-key-changed",
-            "a device keeps its host key; another may stand in its place",
-            "if it was installed anew: ssh-keygen -R HOST, then ssh to it once",
-        ),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "Offending"): (
+        *("host-key-changed", "a device keeps its host key; another may stand in its place"),
+        "if it was installed anew: ssh-keygen -R HOST, then ssh to it once",
     ),
-    (
-        ("Host key verification failed", "host key is known"),
-        ("host-key-unknown", "host keys are checked", "ssh to it once, compare the key that it shows, and accept it"),
+    ("Host key verification failed", "host key is known"): (
+        *("host-key-unknown", "host keys are checked"),
+        "ssh to it once, compare the key that it shows, and accept it",
     ),
-    (
-        ("Permission denied", "Too many authentication failures", "Unable to negotiate"),
-        ("key-refused", "OpenSSH gets in without asking", "ssh-copy-id, or ssh-add the key that it knows"),
+    ("Permission denied", "Too many authentication failures", "Unable to negotiate"): (
+        *("key-refused", "OpenSSH gets in without asking", "ssh-copy-id, or ssh-add the key that it knows"),
     ),
-    (
-        ("Connection refused", "No route to host", "Network is unreachable", "Connection timed out", "Host is down"),
-        ("device-unreachable", "it is on, and its sshd listens", "check that it is on, and the port"),
+    ("Connection refused", "No route to host", "Network is unreachable", "Connection timed out", "Host is down"): (
+        *("device-unreachable", "it is on, and its sshd listens", "check that it is on, and the port"),
     ),
-    (
-        ("Bad configuration option", "percent_expand", "Could not request", "Bad owner or permissions", "bad port"),
-        ("ssh-config-invalid", "OpenSSH reads its configuration", "mend ~/.ssh/config"),
+    ("Bad configuration option", "percent_expand", "Could not request", "Bad owner or permissions", "bad port"): (
+        *("ssh-config-invalid", "OpenSSH reads its configuration", "mend ~/.ssh/config"),
     ),
-)
-
-
+}
+# what a program of `devices.sent` finds wrong -> the code of the error, its value, its rule, its remedy
+_FINDS: Mapping[str, tuple[str, str, str, str]] = {
+    "no-python": (
+        *("wrong-python", "{value}", "a device needs Python 3.11 or later"),
+        "install it, or name one: --python PATH",
+    ),
+    "no-space": (
+        *("device-full", "{value}", "files and packages fit on its disk", "make room there, or another --workdir"),
+    ),
+    "workdir-foreign": (
+        *("workdir-foreign", "it holds something else", "the workdir is quantkit's own", "another --workdir"),
+    ),
+    "workdir-version": (
+        *("workdir-version", "layout {value}", "another version's files are not touched"),
+        "delete that folder there, or another --workdir",
+    ),
+    "lock": (
+        *("lock-foreign", "{value} is a link, no regular file, one of several names, or may not be opened"),
+        "who works on a device holds its locks",
+        "delete it there; a lock of the machine goes by another name with QUANTKIT_LOCK=PATH there",
+    ),
+    "denied": ("workdir-unwritable", "{value}", "the workdir can be written", "another --workdir"),
+}
 # so a device answers that was there, and starts again
 _STARTING = ("no-such-host", "device-unreachable")
 
 
+SCHEME = "ssh://"
+# neither begins with a dash: OpenSSH would take it for an option
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]*")
+_WORKDIR = re.compile(r"(~/|/)[A-Za-z0-9_@+,. -]+(/[A-Za-z0-9_@+,. -]+)*")
+WORKDIR = "~/quantkit"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a device is.
+
+    Args:
+        host: a name, an address, or what `~/.ssh/config` calls it.
+        user: None: as OpenSSH decides.
+        port: None: as OpenSSH decides.
+    """
+
+    host: str
+    user: str | None = None
+    port: int | None = None
+
+    @classmethod
+    def read(cls, text: str, *, where: str = "address") -> Address:
+        """Of `ssh://[USER@]HOST[:PORT]`. Raises InputError `address-invalid`."""
+
+        def refused(rule: str) -> InputError:
+            shown = re.sub(r"//[^@]*@", "//…@", text)[:80]  # there may be a password in it
+            remedy = "ssh://pi@raspberrypi.local, or ssh://NAME of ~/.ssh/config"
+            return InputError("address-invalid", where=where, value=shown, rule=rule, remedy=remedy)
+
+        if not text.startswith(SCHEME) or not text.isprintable():
+            raise refused("an address begins with ssh://")
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+        except ValueError as problem:
+            raise refused(str(problem)) from None
+        if parts.password is not None:
+            raise refused("an address has no password: OpenSSH asks its agent and ~/.ssh/config")
+        if parts.path not in ("", "/") or parts.query or parts.fragment:
+            raise refused("an address ends with the host or its port; a folder is said by --workdir")
+        user, _, place = parts.netloc.rpartition("@")
+        host = re.sub(r":\d*$", "", place) if not place.startswith("[") else place[1:].partition("]")[0]
+        if not _HOST.fullmatch(host) or port == 0:
+            raise refused("no host, or one that is no name")
+        if user and not _USER.fullmatch(user):
+            raise refused("a user's name is of letters, digits, '.', '_', '@' and '-'")
+        return cls(host, user or None, port)
+
+    def __str__(self) -> str:
+        user = f"{self.user}@" if self.user else ""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{SCHEME}{user}{host}{f':{self.port}' if self.port else ''}"
+
+    def words(self) -> list[str]:
+        """What OpenSSH is told of it, the host last."""
+        user = ["-l", self.user] if self.user else []
+        return [*user, *(["-p", str(self.port)] if self.port else []), "--", self.host]
+
+
+def as_workdir(text: str, *, where: str = "--workdir") -> str:
+    """A folder on a device, as it is sent there. Raises InputError `workdir-invalid`."""
+    if not _WORKDIR.fullmatch(text) or any(part in (".", "..") for part in text.split("/")):
+        raise InputError(
+            "workdir-invalid",
+            where=where,
+            value=text[:80],
+            rule="a folder of its own on the device, from / or ~/ on, without '..'",
+            remedy=WORKDIR,
+        )
+    return text
+
+
 class Lost(Stopped):
-    """The connection broke; what was done there is kept."""
+    """The connection broke."""
 
 
 class OpenSSH:
@@ -209,62 +298,24 @@ class OpenSSH:
         """What a program there found wrong, by its word for it."""
         if code == "cut":
             return self.lost("what was sent broke off")
-        known = {
-            "no-python": (
-                "wrong-python",
-                value or "none",
-                "a device needs Python 3.11 or later",
-                "install it, or name one: --python PATH",
-            ),
-            "no-space": (
-                "device-full",
-                value,
-                "files and packages fit on its disk",
-                "make room there, or another --workdir",
-            ),
-            "workdir-foreign": (
-                "workdir-foreign",
-                "it holds something else",
-                "the workdir is quantkit's own",
-                "another --workdir",
-            ),
-            "workdir-version": (
-                "workdir-version",
-                f"layout {value or 'unknown'}",
-                "another version's files are not touched",
-                "delete that folder there, or another --workdir",
-            ),
-            "lock": (
-                "lock-foreign",
-                f"{value} is a link, no regular file, one of several names, or may not be opened",
-                "who works on a device holds its locks",
-                "delete it there; a lock of the machine goes by another name with QUANTKIT_LOCK=PATH there",
-            ),
-            "denied": ("workdir-unwritable", value, "the workdir can be written", "another --workdir"),
-        }
-        code, value, rule, remedy = known.get(
-            code,
-            (
-                "device-failed",
-                f"{code}: {value}" if value else code,
-                "its system does what it is asked",
-                "look at the device, then run it again",
-            ),
+        known = ("device-failed", f"{code}: {{value}}" if value else code, "its system does what it is asked")
+        found = _FINDS.get(code, (*known, "look at the device, then run it again"))
+        code, said, rule, remedy = found
+        return InputError(
+            code, where=self.name, value=said.replace("{value}", value or "none"), rule=rule, remedy=remedy
         )
-        return InputError(code, where=self.name, value=value, rule=rule, remedy=remedy)
 
     def lost(self, value: str) -> Lost:
         """The error for a connection that broke."""
-        rule, remedy = "what was done there is kept", "run the same command again, with --resume where it has one"
+        rule, remedy = "a device stays on while it works", "run the same command again, with --resume where it has one"
         return Lost("device-gone", where=self.name, value=value or "the connection broke", rule=rule, remedy=remedy)
 
     def explained(self, said: str, code: int) -> QuantkitError:
         """What OpenSSH says of a connection that did not come about, or broke."""
-        for patterns, (known, rule, remedy) in _SAYS:
-            if (
-                line := next((line for line in said.splitlines() if any(each in line for each in patterns)), None)
-            ) is not None:
-                value = line.strip().strip("@").strip()[:200]
+        for patterns, (known, rule, remedy) in _SAYS.items():
+            lines = [line for line in said.splitlines() if any(pattern in line for pattern in patterns)]
+            if lines:
+                value = lines[0].strip().strip("@").strip()[:200]
                 if self._was_there and known in _STARTING:
                     return self.lost(value)
                 return InputError(known, where=f"{self.name} ({self.address})", value=value, rule=rule, remedy=remedy)
@@ -367,6 +418,12 @@ class Conversation:
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+def held(holder: Any) -> str:
+    """Who has a device, and for what, by what its lock says."""
+    found = holder if isinstance(holder, dict) else {}
+    return f"{str(found.get('who', 'somebody'))[:80]} has it, for: {str(found.get('what', 'a job'))[:40]}"
 
 
 @cache

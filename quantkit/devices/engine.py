@@ -9,17 +9,15 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quantkit.bundle import Bundle
 from quantkit.bundle.disk import write_atomic
-from quantkit.devices import job as jobs
 from quantkit.devices.answers import invalid
-from quantkit.devices.collect import CollectedCells
-from quantkit.devices.job import Job
-from quantkit.devices.link import Link, carry
 from quantkit.devices.probed import Probed
+from quantkit.devices.reached import Reached
 from quantkit.errors import InputError, Stopped
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.exporters.tensorrt import engine
@@ -35,55 +33,23 @@ from quantkit.runtimes.tensorrt.library import AHEAD_OF_TIME
 _TIMES, _MORE = 4, 1 << 28
 
 
-def export_at(
-    on: str,
-    bundle: Bundle,
-    to: str,
-    changes: Sequence[str] = (),
-    *,
-    wheelhouse: Path | None = None,
-    dry_run: bool = False,
-    progress: Progress,
-) -> Exported:
-    """`export_on` of a device's name or address. Raises InputError: those of `reach` as well."""
-    from quantkit.devices.reached import reach
-
-    demand_builds(to)
-    with reach(on, wheelhouse=wheelhouse) as found:
-        return export_on(
-            bundle,
-            found.link,
-            found.about,
-            to,
-            changes,
-            dry_run=dry_run,
-            progress=progress,
-            ready=found.ready(progress),
-        )
-
-
 def export_on(
     bundle: Bundle,
-    link: Link,
-    about: Probed,
+    reached: Reached,
     to: str,
     changes: Sequence[str] = (),
     *,
     dry_run: bool = False,
     progress: Progress | None = None,
-    ready: Any = lambda models: None,
 ) -> Exported:
     """Build an engine of a bundle's network on a device, and put it in; the network is written first, if need be.
-
-    Args:
-        about: the device.
-        ready: told the files of the network before anything is carried.
 
     Raises:
         InputError: `export-unsupported`; `gpu-absent`, `gpu-other`, `runtime-not-here`, of the device; what the build
             there has met; those of `export_bundle` and of the link.
     """
-    progress, name = progress or Progress(), link.name
+    progress, link, about = progress or Progress(), reached.link, reached.about
+    name = link.name
     demand_builds(to)
     exporter = load_exporter(to, where="--to")
     options = _options(exporter, bundle, changes, about, name)
@@ -99,18 +65,13 @@ def export_on(
     folder = bundle.path / place
     plan = engine.planned(folder, options, [each.model_dump() for each in about.gpus])
     files = {path.name: path for path in sorted(folder.glob("network*"))}
-    ready(files.values())
     progress.plan({"carrying": 30.0, "build": 60.0})
-    work = jobs.BuildEngine(
-        network=carry(link, "network", files, lambda share, words: progress.at("carrying", share, words)),
-        library=plan.library,
-        sm=tuple(plan.sm),
-        gpu=plan.gpu,
-        profiles=tuple(each.model_dump() for each in plan.profiles),
-        flags=plan.flags,
-        seconds=plan.seconds,
-    )
-    built: _Built = CollectedCells.of(link, Job(work=work), progress, "build").one(_Built, "engine")
+    carrying, building = partial(progress.at, "carrying"), partial(progress.at, "build")
+    reached.prepare(files.values(), progress=carrying)
+    job: dict[str, Any] = {"network": link.carry("network", files, carrying), "library": plan.library, "sm": plan.sm}
+    job |= {"gpu": plan.gpu, "flags": plan.flags, "seconds": plan.seconds}
+    job |= {"profiles": [profile.model_dump(mode="json") for profile in plan.profiles]}
+    built: _Built = link.run("engine", job, building, note=progress.note).one(_Built, "engine")
     most = _TIMES * sum(path.stat().st_size for path in files.values()) + _MORE
     if (built.library, built.sm, built.gpu) != (plan.library, plan.sm, plan.gpu) or not 0 < built.bytes <= most:
         raise invalid(name, f"an engine of {built.bytes} bytes for {built.gpu or ', '.join(built.sm)}")
@@ -121,7 +82,7 @@ def export_on(
         (Path(beside) / place).mkdir()
         path, record = f"{place}/{plan.engine}", f"{place}/{plan.record}"
         made = Path(beside) / path
-        link.fetch(built.sha256, built.bytes, made, lambda share, words: progress.at("build", 1.0, words))
+        link.fetch(built.sha256, built.bytes, made, lambda share, words: building(1.0, words))
         if made.stat().st_size != built.bytes:
             raise invalid(name, f"{made.stat().st_size} bytes, not {built.bytes}")
         write_atomic(Path(beside) / record, plan.described(built, built_on=name))

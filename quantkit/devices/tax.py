@@ -7,8 +7,7 @@ what each product must give; what it says is made into rows by the same code as 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,21 @@ import numpy as np
 
 from quantkit import machine
 from quantkit.bundle.disk import stopping_when_full
-from quantkit.devices import job as jobs
-from quantkit.devices.answers import CeilingSamples, DeviceFacts, ProductTimes, believed, invalid, read
-from quantkit.devices.collect import CollectedCells
-from quantkit.devices.job import Job
-from quantkit.devices.link import Link, carry
-from quantkit.devices.reached import Reached, reach
-from quantkit.devices.rounds import Told
-from quantkit.devices.target import usual
-from quantkit.devices.tax.needs import ProductNeeds
+from quantkit.devices.answers import LINEAR, CeilingSamples, Cells, DeviceFacts, ProductTimes, believed, invalid, read
+from quantkit.devices.asked import usual
+from quantkit.devices.reached import Reached
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters.onnx import single_op as single
 from quantkit.measurement.operators.ceilings import LARGE_CACHE, joined, write_graphs
-from quantkit.measurement.operators.onnxruntime import SMALL, RandomProducts, cost_of, file_of
-from quantkit.measurement.operators.products import RanSide, TimedVariant, demand_any
+from quantkit.measurement.operators.onnxruntime import SMALL, ProductSource, RandomProducts, cost_of, file_of
+from quantkit.measurement.operators.products import RanSide, TimedVariant, copies, demand_any
 from quantkit.measurement.operators.rows import ALL
-from quantkit.measurement.operators.run import SweepJob, rows_of
+from quantkit.measurement.operators.run import SweepJob, environment, rows_of
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.clocks import Between, settings_of
 from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Timing
 from quantkit.model.sizes.shapes import LinearShape
-from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.tax.question import Question
 from quantkit.runtimes.child import Report
 
@@ -46,15 +38,49 @@ from quantkit.runtimes.child import Report
 _Found = dict[tuple[int, int, str], ProductTimes]
 
 
+# in the file, in the session, and packed for its kernel: as the bench that runs them has it
+_TIMES = 3
+# rows of x and y, in float32, that stand beside each weight
+_KNOWN = 18 * 4
+
+
 @dataclass(frozen=True)
+class ProductNeeds:
+    """Args: memory: bytes at once, without which nothing can be compared; disk: bytes of all files."""
+
+    memory: float
+    disk: float
+
+    @classmethod
+    def of(
+        cls, linears: Sequence[tuple[LinearShape, ProductSource]], baseline: str, others: Sequence[str], cache: int
+    ) -> ProductNeeds:
+        """Of products of each linear: where the baseline's weights do not fit, nothing is timed; others are left out.
+
+        Args:
+            cache: bytes of the last-level cache there, beyond which the weights together have to go.
+        """
+        memory = disk = 0.0
+        for linear, source in linears:
+            sizes = {name: source.weight_bytes(name) for name in (baseline, *others)}
+            disk += sum(size + _KNOWN * (linear.K + linear.N) for size in sizes.values())
+            memory = max(memory, _TIMES * sizes[baseline] * copies(StepCost(baseline, sizes[baseline]), cache))
+        return cls(memory, disk)
+
+
 class TaxDevice:
-    """A device that linears are timed on.
+    """A device that linears are timed on; see `pipeline.tax.tax.Sweep`.
 
     Args:
-        reached: the device.
+        reached: it.
+        carrying: told what is carried.
     """
 
-    reached: Reached
+    def __init__(self, reached: Reached, carrying: Report = lambda share, words: None) -> None:
+        self._reached, self._link, self._carrying = reached, reached.link, carrying
+        self._cache = reached.about.last_level_cache or LARGE_CACHE
+        self._places: dict[LinearShape, str] = {}
+        self._costs: dict[tuple[LinearShape, str], StepCost] = {}
 
     def asked(self, question: Question) -> Question:
         """The question as it is on the device: its target, its cores. Raises InputError `usage` for a GPU."""
@@ -66,49 +92,8 @@ class TaxDevice:
                 rule="on a device products are timed on its processor: those of a GPU need torch there",
                 remedy="log in there, and run: quantkit tax --device cuda",
             )
-        about, name = self.reached.about, self.reached.device.name
+        about, name = self._reached.about, self._reached.device.name
         return replace(question, device="cpu", target=question.target or usual(name, about), cores=about.cores)
-
-    def sweep(self, progress: Progress) -> DeviceSweep:
-        """What times there; `carrying` of the progress is a stage."""
-
-        def carrying(share: float, words: str) -> None:
-            progress.at("carrying", share, words)
-
-        def ready(needs: ProductNeeds) -> None:
-            self.reached.about.demand_room(needs.memory, needs.disk, "the products", self.reached.device.name)
-            self.reached.install(carrying)
-
-        return DeviceSweep(self.reached.link, self.reached.about.last_level_cache, ready, carrying)
-
-
-@contextmanager
-def tax_device(on: str, wheelhouse: Path | None = None) -> Iterator[TaxDevice]:
-    """The device of a name or an address, until the body ends. Raises as `reach`."""
-    with reach(on, wheelhouse=wheelhouse) as found:
-        yield TaxDevice(found)
-
-
-class DeviceSweep:
-    """See `pipeline.tax.tax.Sweep`.
-
-    Args:
-        link: the way there.
-        cache: bytes of its last-level cache, where known.
-        ready: told what the products take before any is made or carried.
-        carrying: told what is carried.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        cache: int | None = None,
-        ready: Callable[[ProductNeeds], None] = lambda needs: None,
-        carrying: Report = lambda share, words: None,
-    ) -> None:
-        self._link, self._cache, self._ready, self._carrying = link, cache or LARGE_CACHE, ready, carrying
-        self._places: dict[LinearShape, str] = {}
-        self._costs: dict[tuple[LinearShape, str], StepCost] = {}
 
     def __call__(self, job: SweepJob, report: Report) -> list[Row]:
         """All rows of one thread count.
@@ -120,26 +105,20 @@ class DeviceSweep:
         for package in ("onnx", "scipy", "torch"):
             if not machine.has(package):
                 raise MissingDependency(package, extra="compile", purpose="making single products for a device")
-        linears = [LinearShape.model_validate(dict(each)) for each in job.linears]
+        linears = [LinearShape.model_validate(dict(linear)) for linear in job.linears]
         if not self._places:
             self._carry(job, linears)
         with tempfile.TemporaryDirectory(prefix="quantkit-graphs-") as folder:
-            graphs = carry(self._link, "ceilings", {path.name: path for path in write_graphs(Path(folder))})
-        small = next(filter(_is_small, linears), SMALL)
-        work = jobs.Tax(
-            linears=tuple(jobs.CarriedLinear(K=each.K, N=each.N, place=self._places[each]) for each in linears),
-            small=self._places[small],
-            graphs=graphs,
-            baseline=job.baseline,
-            variants=tuple(job.variants),
-            batches=tuple(job.batches),
-            threads=job.threads,
-            cache=self._cache,
-            seconds=job.seconds,
-            rounds=job.rounds,
-            seed=job.seed,
-        )
-        answers = CollectedCells.of(self._link, Job(work=work), Told(report), "timing")
+            graphs = self._link.carry("ceilings", {path.name: path for path in write_graphs(Path(folder))})
+        asked: dict[str, Any] = {
+            "linears": [{"K": linear.K, "N": linear.N, "place": self._places[linear]} for linear in linears],
+            "small": self._places[next(filter(_is_small, linears), SMALL)],
+            "graphs": graphs,
+            "cache": self._cache,
+        }
+        asked |= {name: getattr(job, name) for name in ("baseline", "threads", "seconds", "rounds", "seed")}
+        asked |= {"variants": list(job.variants), "batches": list(job.batches)}
+        answers = self._link.run("tax", asked, report, environment=environment(job.threads))
         return self._rows(answers, job, linears)
 
     def _carry(self, job: SweepJob, linears: Sequence[LinearShape]) -> None:
@@ -148,7 +127,9 @@ class DeviceSweep:
         names += dict.fromkeys(part for name in names if (part := single.variant(name).quantizer))
         every = [*linears, *([] if any(_is_small(each) for each in linears) else [SMALL])]
         sources = [(each, RandomProducts(each, job.seed)) for each in every]
-        self._ready(ProductNeeds.of(sources, job.baseline, names[1:], self._cache))
+        needs = ProductNeeds.of(sources, job.baseline, names[1:], self._cache)
+        self._reached.about.demand_room(needs.memory, needs.disk, "the products", self._reached.device.name)
+        self._link.install(self._carrying)
         for number, linear in enumerate(every):
             source = RandomProducts(linear, job.seed)
             with tempfile.TemporaryDirectory(prefix="quantkit-products-") as name, stopping_when_full(Path(name)):
@@ -162,9 +143,9 @@ class DeviceSweep:
                 def sent(share: float, words: str, number: int = number) -> None:
                     self._carrying((number + share) / len(every), words)
 
-                self._places[linear] = carry(self._link, f"products-{linear.label}", files, sent)
+                self._places[linear] = self._link.carry(f"products-{linear.label}", files, sent)
 
-    def _rows(self, answers: CollectedCells, job: SweepJob, linears: Sequence[LinearShape]) -> list[Row]:
+    def _rows(self, answers: Cells, job: SweepJob, linears: Sequence[LinearShape]) -> list[Row]:
         about, found = answers.about, self._found(answers, job, linears)
         limits = [answers.one(CeilingSamples, cell).ceilings for cell in ("ceilings", "ceilings-after")]
         if len({tuple(each.name for each in some) for some in limits}) != 1:
@@ -182,10 +163,10 @@ class DeviceSweep:
         slow = {size for size, looks in clocks.items() if Between.of(*looks, counted=True).throttled}
         return [_there(row, about, clocks, slow) for row in rows]
 
-    def _found(self, answers: CollectedCells, job: SweepJob, linears: Sequence[LinearShape]) -> _Found:
+    def _found(self, answers: Cells, job: SweepJob, linears: Sequence[LinearShape]) -> _Found:
         """All that was asked for, each once. Raises InputError `answer-invalid`."""
         found: _Found = {}
-        rows = [row for cell, rows in answers.cells.items() if cell.startswith(jobs.LINEAR) for row in rows]
+        rows = [row for cell, rows in answers.items() if cell.startswith(LINEAR) for row in rows]
         for row in rows:
             one = read(ProductTimes, row, answers.on)
             one.demand_whole(f"{answers.on}, {one.variant}, batch {one.M}")

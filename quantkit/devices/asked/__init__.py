@@ -1,1 +1,0 @@
-"""What a device is asked, a question a file."""

@@ -1,1 +1,0 @@
-"""Single products on a device: made here, timed there, judged here."""
