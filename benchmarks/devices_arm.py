@@ -3,7 +3,7 @@
     apt-get install qemu-user
     python benchmarks/devices_arm.py BUNDLE... --work FOLDER --out FILE.json
 
-What is run is the device's own runner (`python -m quantkit.devices.there`), in an install of its own: Python from
+What is run is what a device runs (`quantkit.devices.there.work`), in an install of its own: Python from
 Debian's packages, the rest from PyPI's wheels, both unpacked into FOLDER; nothing of this machine is changed. The
 emulated core is a Cortex-A76, a Raspberry Pi 5's. Of each bundle:
 
@@ -34,17 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import numpy as np
 import onnx
 import torch
-from devices.local_link import LocalLink
-from quantkit.devices.collect import CollectedCells
-from quantkit.devices.job import Job
+from devices.local import BEGIN, local
 
 from quantkit import load, machine
-from quantkit.devices import job as jobs
 from quantkit.devices.answers import DeviceFacts, ScoredStretch
-from quantkit.devices.link import carry
+from quantkit.devices.reached import Reached
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph, samples_of
 from quantkit.pipeline.measure import original_of
-from quantkit.pipeline.progress import Progress
 
 _DEBS = (
     *("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libstdc++6", "libgcc-s1"),
@@ -105,7 +101,7 @@ def main() -> None:
         args.out.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def installed(work: Path) -> LocalLink:
+def installed(work: Path) -> Reached:
     """The arm64 Python with the small install and this checkout, made where it is not there yet."""
     root, site, python = work / "root", work / "site", work / "python"
     if not (root / "usr/bin/python3.11").is_file():
@@ -119,13 +115,12 @@ def installed(work: Path) -> LocalLink:
             zipfile.ZipFile(wheel).extractall(site)
     (root / "proc").mkdir(exist_ok=True)
     (root / "proc/cpuinfo").write_text("".join(map(_CPU.format, range(machine.cores()))))
-    script = f'exec env PYTHONHOME={root}/usr qemu-aarch64 -0 {python} -L {root} {root}/usr/bin/python3.11 "$@"'
-    python.write_text(f"#!/bin/sh\n{script}\n")
+    own = f'PYTHONHOME={root}/usr PYTHONPATH="$PYTHONPATH:{site}" PYTHONNOUSERSITE=1 QEMU_CPU=cortex-a76'
+    python.write_text(f'#!/bin/sh\nexec env {own} qemu-aarch64 -0 {python} -L {root} {root}/usr/bin/python3.11 "$@"\n')
     python.chmod(0o755)
-    checkout = Path(__file__).resolve().parent.parent
-    path = os.pathsep.join(map(str, (site, checkout)))
-    environment = {"PYTHONPATH": path, "QEMU_CPU": "cortex-a76", "PYTHONNOUSERSITE": "1", "VIRTUAL_ENV": ""}
-    return LocalLink(work / "there", "qemu", [str(python)], environment)
+    reached = local(work / "there", "qemu", begin=BEGIN, python=str(python))
+    reached.link.install()
+    return reached
 
 
 def unpack_debs(work: Path, root: Path) -> None:
@@ -143,23 +138,24 @@ def unpack_debs(work: Path, root: Path) -> None:
         subprocess.run(["dpkg-deb", "-x", str(deb), str(root)], check=True)
 
 
-def asked(link: LocalLink) -> DeviceFacts:
-    """What the device says of itself. A job that only loads quantkit."""
+def asked(reached: Reached) -> DeviceFacts:
+    """What the device says of itself. A program that only loads quantkit."""
     program = (
         "from quantkit.devices.there.work import about; from quantkit.devices.answers import dumped; import json;"
         " print(json.dumps(dumped(about())))"
     )
-    return DeviceFacts.model_validate_json(there(link, program))
+    return DeviceFacts.model_validate_json(there(reached, program))
 
 
-def there(link: LocalLink, program: str, *arguments: object) -> str:
+def there(reached: Reached, program: str, *arguments: object) -> str:
     """What a program prints in the device's Python."""
-    environment = {**os.environ, **link._environment}
-    command = [*link._python, "-c", program, *map(str, arguments)]
+    workdir = Path(reached.device.workdir)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (workdir / "wheels").iterdir()))}
+    command = [str(workdir.parent / "python"), "-c", program, *map(str, arguments)]
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
 
-def compared(link: LocalLink, work: Path, path: Path) -> dict[str, Any]:
+def compared(link: Reached, work: Path, path: Path) -> dict[str, Any]:
     """One bundle; see the module."""
     bundle = load(path)
     data = work / "data.npz"
@@ -237,33 +233,24 @@ def apart(one: Any, other: Any) -> float:
     return float(np.abs(one - other).max() / np.abs(other).max())
 
 
-def scored(link: LocalLink, bundle: Any, data: Path) -> dict[str, Any]:
-    """KL by the runner there, and by the same code here."""
+def scored(device: Reached, bundle: Any, data: Path) -> dict[str, Any]:
+    """KL by what runs there, and by the same code here."""
     found = original_of(bundle, None, "onnxruntime")
     theirs, _ = found.floats(bundle, "onnxruntime")
     kl = {}
-    here = LocalLink(link.workdir.parent / "here", "here")
-    for each in (link, here):
-        began = time.monotonic()
-        sides = {}
-        for name, folder in (("subject", bundle.path / "onnx"), ("baseline", theirs)):
+    here = local(Path(device.device.workdir).parent / "here", "here")
+    here.link.install()
+    for reached in (device, here):
+        began, link = time.monotonic(), reached.link
+        job: dict[str, Any] = {"of": "decoder", "runtime": "onnxruntime", "floats": "onnxruntime"}
+        for name, folder in (("ours", bundle.path / "onnx"), ("theirs", theirs)):
             files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-            sides[name] = jobs.PlacedModel(
-                place=carry(each, f"{name}-{bundle.path.name}", files), subject=name, format=""
-            )
-        place = carry(each, f"ids-{bundle.path.name}", {data.name: data})
-        work = jobs.ScoreBeside(
-            of="decoder",
-            ours=sides["subject"],
-            theirs=sides["baseline"],
-            runtime="onnxruntime",
-            floats="onnxruntime",
-            data=f"{place}/{data.name}",
-        )
-        cells = CollectedCells.of(each, Job(work=work), Progress(), "score").cells
+            job[name] = {"place": link.carry(f"{name}-{bundle.path.name}", files)}
+        job["data"] = f"{link.carry(f'ids-{bundle.path.name}', {data.name: data})}/{data.name}"
+        cells = link.run("accuracy", job)
         rows = [row for cell, rows in cells.items() if cell.startswith("scored") for row in rows]
-        kl[each.name] = float(np.mean([x for row in rows for x in ScoredStretch.model_validate(row).found["kl"]]))
-        print(f"{bundle.path.name} on {each.name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+        kl[link.name] = float(np.mean([x for row in rows for x in ScoredStretch.model_validate(row).found["kl"]]))
+        print(f"{bundle.path.name} on {link.name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     return {"kl_arm": kl["qemu"], "kl_x86": kl["here"]}
 
 

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from devices.loopback import Loopback
 from harness.random_model import LARGE, make
 from harness.record import parsing, record, show, verdicts
-from quantkit.devices.job import Found
-from quantkit.devices.ssh.link import SSHLink
 
 from quantkit.cli import run
+from quantkit.devices.answers import Cells
+from quantkit.devices.link import Link
 from quantkit.measurement.rows import read_rows
 from quantkit.pipeline import Request, compile_model
 from quantkit.recipe import Recipe
@@ -120,36 +119,38 @@ class Enough(Exception):
 @contextlib.contextmanager
 def watched(see: Callable[[str], None], arrived: Callable[[], None]) -> Iterator[None]:
     """Tell each cell that comes, and each time that files have arrived."""
-    put, follow = SSHLink.put, SSHLink.follow
+    carry, run = Link.carry, Link.run
 
-    def putting(self: SSHLink, *words: Any) -> None:
-        put(self, *words)
+    def carrying(self: Link, *words: Any) -> str:
+        place = carry(self, *words)
         arrived()
+        return place
 
-    def following(self: SSHLink, job: str, after: int = 0) -> Iterator[Any]:
-        with closing(follow(self, job, after)) as lines:
-            for line in lines:
-                if isinstance(line, Found):
-                    see(line.cell)
-                yield line
+    def running(self: Link, *words: Any, row: Any = None, **how: Any) -> Cells:
+        def come(cells: Cells, cell: str) -> None:
+            see(cell)
+            if row is not None:
+                row(cells, cell)
 
-    SSHLink.put, SSHLink.follow = putting, following  # type: ignore[assignment, method-assign]
+        return run(self, *words, row=come, **how)
+
+    Link.carry, Link.run = carrying, running  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        SSHLink.put, SSHLink.follow = put, follow  # type: ignore[method-assign]
+        Link.carry, Link.run = carry, run  # type: ignore[method-assign]
 
 
 def begun(work: Path, bundle: Path, far: Loopback) -> tuple[dict[str, int], dict[str, float]]:
     """Bytes of the install, and seconds to the first rows, by the default plan, until the first times have come."""
     from quantkit.bundle import Bundle
-    from quantkit.devices.measure import measure_at
+    from quantkit.devices.measure import measure_on
     from quantkit.devices.reached import reach
     from quantkit.measurement.timing.shapes import TimingPlan
 
     far.wires["plain"].fresh()
     with reach("plain") as found:
-        found.install()
+        found.link.install()
     carried = far.wires["plain"].carried
     wheels = [path for path in (work / "there/wheels").rglob("*") if path.is_file()]
     install = {"there": sum(path.stat().st_size for path in wheels), "carried": carried}
@@ -165,8 +166,8 @@ def begun(work: Path, bundle: Path, far: Loopback) -> tuple[dict[str, int], dict
         if kind == "times":
             raise Enough
 
-    with watched(see, arrived), contextlib.suppress(Enough):
-        measure_at("plain", Bundle.load(bundle), str(work / "model"), runtime="onnxruntime", plan=TimingPlan())
+    with watched(see, arrived), contextlib.suppress(Enough), reach("plain", runtimes=["onnxruntime"]) as device:
+        measure_on(Bundle.load(bundle), device, str(work / "model"), runtime="onnxruntime", plan=TimingPlan())
     return install, first
 
 

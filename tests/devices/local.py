@@ -32,6 +32,7 @@ def local(
     absent: Sequence[str] = (),
     link: Callable[..., Link] = Link,
     begin: Sequence[str] = BEGIN,
+    python: str = sys.executable,
     **about: Any,
 ) -> Reached:
     """A device.
@@ -40,9 +41,11 @@ def local(
         workdir: its folder.
         absent: packages that cannot be imported there.
         link: what makes the way to it.
+        begin: what runs a shell's command there.
+        python: its Python.
         about: what it says of itself, in place of what this machine is.
     """
-    shell = OpenSSH(Address("here"), name=name, begin=begin, python=sys.executable)
+    shell = OpenSSH(Address("here"), name=name, begin=begin, python=python)
     beside = workdir.parent / "wheels"
     beside.mkdir(parents=True, exist_ok=True)
     own = wheels.own(beside)
