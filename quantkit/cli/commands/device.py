@@ -99,7 +99,7 @@ def doctor(
 
 
 def clean(device: Device, as_json: Json = False) -> Answer:
-    """Remove the bundles and packages on a device that no unfinished job needs; what is needed is carried again."""
+    """Remove the bundles and packages that were carried to a device; what is needed is carried again."""
     from rich.text import Text
 
     from quantkit.devices import named
