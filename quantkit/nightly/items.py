@@ -36,14 +36,8 @@ Array = NDArray[Any]
 _TEXTS = 100
 
 
-@dataclass(frozen=True, eq=False)
-class _Answers:
-    """Of one side, n items: see `records.Item`."""
-
-    correct: Array | None = None
-    kl: Array | None = None
-    logp: Array | None = None
-    sequence: Array | None = None
+# the columns of one side, by item: see `records.Item`
+_Answers = Mapping[str, Array | None]
 
 
 @dataclass(frozen=True)
@@ -122,7 +116,12 @@ def _side(bundle: Bundle) -> Compared:
 
 
 def _of_words(items: positions.Items) -> _Answers:
-    return _Answers(items.right_candidate, items.kl, -items.nll_candidate, items.sequence)
+    return {
+        "correct": items.right_candidate,
+        "kl": items.kl,
+        "logp": -items.nll_candidate,
+        "sequence": items.sequence,
+    }
 
 
 def _words(flip: WordFlip) -> str:
@@ -166,7 +165,7 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
         right, kl = by_item(
             of_classes(expected[names[0]]), of_classes(given[names[0]]), samples.labels, str(bundle.path)
         )
-        return _Answers(right, kl, sequence=samples.clusters)
+        return {"correct": right, "kl": kl, "sequence": samples.clusters}
 
     return answer
 
@@ -200,7 +199,7 @@ def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
 
     def answer(bundle: Bundle) -> _Answers:
         vectors = np.stack(results(load_runtime(runtime).open(bundle.path), result.ids, result))
-        return _Answers(found_first(vectors[: len(pairs.left)], vectors[len(pairs.left) :]))
+        return {"correct": found_first(vectors[: len(pairs.left)], vectors[len(pairs.left) :])}
 
     return answer
 
@@ -210,13 +209,10 @@ def _nothing(where: str, value: str) -> InputError:
 
 
 def _rows(answers: Mapping[Side, _Answers], texts: Mapping[int, str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for side, answer in answers.items():
-        columns = {name: getattr(answer, name) for name in _Answers.__dataclass_fields__}
-        plain = {name: value.tolist() for name, value in columns.items() if value is not None}
-        count = max((len(value) for value in plain.values()), default=0)
-        for number in range(count):
-            values = {name: value[number] for name, value in plain.items()}
+    rows: list[dict[str, Any]] = []
+    for side, columns in answers.items():
+        known = {name: column.tolist() for name, column in columns.items() if column is not None}
+        for number, values in enumerate(zip(*known.values(), strict=True)):
             text = texts.get(number) if side == CANDIDATE else None
-            found.append({"item": number, "side": side, "text": text, **values})
-    return found
+            rows.append({"item": number, "side": side, "text": text, **dict(zip(known, values, strict=True))})
+    return rows
