@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from quantkit.exporters.onnx.integers.dynamic import activations_of, insert
+from quantkit.exporters.onnx.dynamic import activations_of, insert
 from quantkit.graph import integer
 from quantkit.graph.pairs.qdq import Codes
 from quantkit.graph.run import Runner

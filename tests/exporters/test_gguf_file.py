@@ -19,10 +19,9 @@ from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec
 from quantkit.exporters.gguf import blocks, check
-from quantkit.exporters.gguf.architecture import architecture_of, rope_factors
+from quantkit.exporters.gguf.architecture import TYPES, architecture_of, rope_factors, type_of
 from quantkit.exporters.gguf.exporter import EXPORT, MODEL
 from quantkit.exporters.gguf.tokenizer import kind_of, spaced
-from quantkit.exporters.gguf.types import TYPES, type_of
 from quantkit.exporters.gguf.writer import StoredTensor, file_type
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format

@@ -20,7 +20,7 @@ from quantkit.calibrate.tokens.ids import TokenSet, ids_sha256
 from quantkit.exporters import LayerSpec
 from quantkit.exporters.onnx.check import check
 from quantkit.exporters.onnx.exporter import EXPORT
-from quantkit.exporters.onnx.integers.prefill import ROWS
+from quantkit.exporters.onnx.integers import ROWS
 from quantkit.exporters.values import Values
 from quantkit.measurement.accuracy import score
 from quantkit.measurement.size import read_rows

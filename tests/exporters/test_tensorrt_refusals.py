@@ -6,8 +6,8 @@ import pytest
 
 from quantkit import content
 from quantkit.errors import InputError
+from quantkit.exporters.tensorrt.exporter import FIRST_SM, FORMATS, refuse_gpu
 from quantkit.exporters.tensorrt.network.weights import TYPES
-from quantkit.exporters.tensorrt.refusals import FIRST_SM, FORMATS, refuse_gpu
 from quantkit.target import Target
 
 # compute capabilities that each library builds for; TensorRT-RTX has its list, TensorRT begins with Turing

@@ -12,8 +12,8 @@ import pytest
 
 from quantkit import machine
 from quantkit.exporters import LayerSpec
+from quantkit.exporters.onnx import trial
 from quantkit.exporters.onnx.exporter import EXPORT
-from quantkit.exporters.onnx.integers import trial
 from quantkit.measurement.timing.speed import compared
 from quantkit.scheme import WeightScheme
 from quantkit.stats.abba import Comparison, compare

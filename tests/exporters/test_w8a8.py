@@ -22,8 +22,8 @@ from test_dialect_ort import Graph, dense, run, weights  # type: ignore[import-n
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec
+from quantkit.exporters.onnx import check_integers as check_w8a8
 from quantkit.exporters.onnx.dialect import OrtDialect
-from quantkit.exporters.onnx.integers import check as check_w8a8
 from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
 from quantkit.exporters.onnx.single_op import EXACT_SUMS
 from quantkit.exporters.values import Values

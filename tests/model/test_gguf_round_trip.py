@@ -19,8 +19,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from quantkit import machine
 from quantkit.errors import InputError
+from quantkit.exporters.gguf.architecture import TYPES
 from quantkit.exporters.gguf.exporter import EXPORT
-from quantkit.exporters.gguf.types import TYPES
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.model import finished

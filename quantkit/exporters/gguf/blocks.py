@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.exporters.gguf.types import BLOCK, type_of
+from quantkit.exporters.gguf.architecture import BLOCK, type_of
 
 if TYPE_CHECKING:
     from torch import Tensor

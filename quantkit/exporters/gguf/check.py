@@ -21,7 +21,7 @@ from quantkit import machine
 from quantkit.bundle import Check
 from quantkit.errors import InputError, reading
 from quantkit.exporters.check import counted, judged, prompt, worst
-from quantkit.exporters.gguf.types import FLOATS
+from quantkit.exporters.gguf.architecture import FLOATS
 from quantkit.exporters.gguf.writer import TABLE, Content
 from quantkit.model.source.gguf import demand_lengths, fields, tensors
 from quantkit.scheme import WeightScheme

@@ -168,7 +168,7 @@ def _refuse(
     embedding: WeightScheme | None,
 ) -> None:
     """Refuse what no type of ggml holds. Raises InputError `layout-unsupported`."""
-    from quantkit.exporters.gguf.types import type_of
+    from quantkit.exporters.gguf.architecture import type_of
 
     for place, value in [("scheme.kv_cache", cache), *activations.items()]:
         if value is not None:

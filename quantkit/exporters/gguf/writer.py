@@ -21,6 +21,7 @@ from quantkit import limits
 from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.exporters.gguf.architecture import (
+    FLOATS,
     ROPE_FACTORS,
     Config,
     LlamaCppClass,
@@ -28,10 +29,10 @@ from quantkit.exporters.gguf.architecture import (
     architecture_of,
     rope_factors,
     turned_rows,
+    type_of,
 )
 from quantkit.exporters.gguf.blocks import floats, packed
 from quantkit.exporters.gguf.tokenizer import add_tokenizer, left_out, spaced
-from quantkit.exporters.gguf.types import FLOATS, type_of
 from quantkit.formats import QuantTensor, joined, load_format
 from quantkit.model.device import put
 from quantkit.model.sizes.assigned import instead, mixed, of_table

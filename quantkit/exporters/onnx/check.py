@@ -4,7 +4,7 @@
 
 with products computed in float32 (accuracy level 0, and no input rounded), whatever the file asks for: a wrong nibble,
 zero point, mask or position is to show, and not to hide in int8 rounding. What is compared: `exporters/check.py`. Where
-inputs are quantized, every product is held against what was decided besides: `integers/check.py`.
+inputs are quantized, every product is held against what was decided besides: `check_integers.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.exporters.check import counted, judged, prompt, worst
+from quantkit.exporters.onnx import check_integers as check_w8a8
+from quantkit.exporters.onnx import check_prefill
 from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, Storage, with_ends
-from quantkit.exporters.onnx.integers import check as check_w8a8
-from quantkit.exporters.onnx.integers import check_prefill
 from quantkit.exporters.values import Values
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 

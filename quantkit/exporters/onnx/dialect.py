@@ -1,7 +1,7 @@
 """The dialect of ONNX Runtime: placeholders become its fused operators.
 
     Linear      MatMulNBits (weights of 2, 4 or 8 bits in blocks of 16 to 256), integer products (weights and inputs of
-                8 bits: `integers/`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
+                8 bits: `integers.py`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
                 embedding's own tensor; those of one input are one product
     RMSNorm     RMSNormalization; with the sum before it SkipSimplifiedLayerNormalization
     LayerNorm   as traced, and the sum before it a Sum: of an Add the runtime makes SkipLayerNormalization, which takes
@@ -24,10 +24,8 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.errors import InputError
-from quantkit.exporters.onnx.integers.prefill import Bytes
-from quantkit.exporters.onnx.integers.products import Codes, Integers
-from quantkit.exporters.onnx.nbits import Array, PackedWeights, block_size, pack
-from quantkit.exporters.onnx.refusals import ROTARY_HEAD
+from quantkit.exporters.onnx.integers import Bytes, Codes, Integers
+from quantkit.exporters.onnx.nbits import ROTARY_HEAD, Array, PackedWeights, block_size, pack
 from quantkit.exporters.trace import CHECKPOINT
 from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting
 from quantkit.exporters.trace.rotary import RotaryTables
@@ -498,7 +496,7 @@ class OrtDialect(Rewriting):
 
 
 class PromptDialect(OrtDialect):
-    """The same for many rows: products of weights in fewer bits multiply in integers (`integers/prefill.py`).
+    """The same for many rows: products of weights in fewer bits multiply in integers (`integers.py`).
 
     The weights say so (`prefill.many_rows`).
     """

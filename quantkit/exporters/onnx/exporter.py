@@ -19,8 +19,9 @@ from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
 from quantkit.exporters import Exporter, LayerSpec, Trial
-from quantkit.exporters.onnx.refusals import refuse, refuse_heads
+from quantkit.exporters.onnx.nbits import refuse, refuse_heads
 from quantkit.model.structure.sizes import positions
+from quantkit.runtimes.text import json_or_empty
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from quantkit.exporters.onnx.nbits import WeightsByName
     from quantkit.exporters.values import Values
     from quantkit.model.sizes.storage import LaidOver, Storage
+    from quantkit.model.source.open import Source
     from quantkit.target import State, Target
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
@@ -54,7 +56,7 @@ class OnnxOptions(Closed):
         embedding: how token embeddings are stored (`exporters/onnx/ends.py`): `float`; `int8`; or, where a
             quantized head is tied to them, in its codes (`shared`), or in these and 2 bits more (`refined`).
         prefill: how prompts multiply, and batches of 16 rows and more: as steps do (`same`), or in integers, the codes
-            rounded again to 8 bits a channel, which the file holds besides (`int8`: `integers/prefill.py`); `auto` is
+            rounded again to 8 bits a channel, which the file holds besides (`int8`: `integers.py`); `auto` is
             `int8` where the target's processor multiplies bytes fast and, if that is this machine, a timing says so.
         head_rows: of a head in fewer bits, the first so many rows get 8: those of the most frequent words.
     """
@@ -122,7 +124,7 @@ class Onnx(Exporter):
             return {}, f"prompts multiply in integers, and the target has none of {', '.join(_BYTES)}: {saturates}"
         faster, why = fast != "", f"the target has {fast or 'none of ' + ', '.join(_BYTES)}, and was not timed"
         if fast and trial is not None:
-            from quantkit.exporters.onnx.integers.trial import block_of, feeds, graphs
+            from quantkit.exporters.onnx.trial import block_of, feeds, graphs
 
             if linears := block_of(asked):
                 made = graphs(linears, options.accuracy_level)
@@ -138,7 +140,7 @@ class Onnx(Exporter):
 
     def for_prompts(self, options: OnnxOptions, target: Target, layers: Sequence[LayerEntry]) -> str:
         """`prefill: int8`, where the target gains by it and it is not asked for yet."""
-        from quantkit.exporters.onnx.integers.prefill import expandable
+        from quantkit.exporters.onnx.integers import expandable
 
         taken = [layer for layer in layers if layer.activations is None and expandable(str(layer.scheme["format"]))]
         return "onnx.prefill=int8" if _fast_of(target) and taken and options.prefill == "same" else ""
@@ -159,8 +161,8 @@ class Onnx(Exporter):
         from quantkit.exporters.carried import carry
         from quantkit.exporters.onnx.dialect import OrtDialect, PromptDialect
         from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, ends
-        from quantkit.exporters.onnx.genai import genai_config
-        from quantkit.exporters.onnx.integers.prefill import ROWS, both, many_rows
+        from quantkit.exporters.onnx.exporter import genai_config
+        from quantkit.exporters.onnx.integers import ROWS, both, many_rows
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
         from quantkit.model.source.weights import write_json
@@ -385,6 +387,67 @@ def work(model: ir.Model) -> dict[str, str]:
 def _joined(value: ir.Value) -> list[ir.Value]:
     """A value, and what it is put side by side with others into."""
     return [value, *(use.outputs[0] for use in value.consumers() if use.op_type == "Concat")]
+
+
+def genai_config(source: Source, model: ir.Model, context: int) -> dict[str, Any]:
+    """The file's content."""
+    config = source.config
+    generation = json_or_empty(source.path / "generation_config.json")
+    caches = [value for value in model.graph.inputs if (value.name or "").startswith("past_key_values.")]
+    shape = caches[0].shape
+    assert shape is not None
+    layers = len(caches) // 2
+    heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    first = ends[0] if isinstance(ends, list) else ends
+    pad = config.get("pad_token_id")
+    return {
+        "model": {
+            "bos_token_id": config.get("bos_token_id") or 0,
+            "context_length": context,
+            "decoder": {
+                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+                "filename": "model.onnx",
+                "head_size": int(shape[3]),  # type: ignore[arg-type]
+                "hidden_size": int(config.get("hidden_size") or config.get("n_embd") or 0),
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "attention_mask": "attention_mask",
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+                "num_attention_heads": heads,
+                "num_hidden_layers": layers,
+                "num_key_value_heads": int(shape[1]),  # type: ignore[arg-type]
+            },
+            "eos_token_id": ends if ends is not None else 0,
+            "pad_token_id": pad if pad is not None else (first or 0),
+            # any decoder with these inputs and outputs; the name chooses nothing else
+            "type": "llama",
+            "vocab_size": int(config["vocab_size"]),
+        },
+        "search": {
+            "diversity_penalty": 0.0,
+            "do_sample": bool(generation.get("do_sample", False)),
+            "early_stopping": True,
+            "length_penalty": 1.0,
+            "max_length": context,
+            "min_length": 0,
+            "no_repeat_ngram_size": 0,
+            "num_beams": 1,
+            "num_return_sequences": 1,
+            "past_present_share_buffer": True,
+            "repetition_penalty": float(generation.get("repetition_penalty", 1.0)),
+            "temperature": float(generation.get("temperature", 1.0)),
+            "top_k": int(generation.get("top_k", 50)),
+            "top_p": float(generation.get("top_p", 1.0)),
+        },
+    }
 
 
 EXPORT = Onnx()

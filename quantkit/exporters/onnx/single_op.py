@@ -224,7 +224,7 @@ def _dynamic(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredC
 
 
 def _by_token(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
-    """As `integers/products.py` writes it into a model's graph."""
+    """As `integers.py` writes it into a model's graph."""
     shared: dict[str, Array] = {
         "last": np.array([-1], np.int64),
         "reach": np.array(_CODES / 2, np.float32),

@@ -22,13 +22,14 @@ from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.exporters.check import counted, judged, worst
 from quantkit.exporters.onnx.exporter import dialect_weights
-from quantkit.exporters.openvino.dialect import channel_scales, packed_weights
 from quantkit.exporters.openvino.model import (
     CODES,
     around_zero,
+    channel_scales,
     constants,
     converted,
     nibbles_signed,
+    packed_weights,
     signed,
     without_pairs,
     write,

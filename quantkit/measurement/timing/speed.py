@@ -24,7 +24,7 @@ import numpy as np
 
 from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
-from quantkit.exporters.gguf.types import FLOATS
+from quantkit.exporters.gguf.architecture import FLOATS
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.latency import TimedSide, measure

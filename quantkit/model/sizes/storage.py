@@ -9,7 +9,7 @@ One linear as an export stores it.
 checkpoint    what the recipe's layout lists of a linear (`model/layouts`: their headers are torch-free); without a
               layout the values that its codes stand for
 onnx          codes in the blocks of MatMulNBits with float32 scales (`exporters/onnx/nbits.py`), or one scale a channel
-              where its input is quantized too (`exporters/onnx/integers/products.py`)
+              where its input is quantized too (`exporters/onnx/integers.py`)
 tensorrt      codes, with scales in 16 bits (`exporters/tensorrt/network/weights.py`)
 gguf          blocks of codes with their scales, as many bits as the format says (`exporters/gguf/blocks.py`)
 """

@@ -327,7 +327,7 @@ class QuantizedGraph:
             codes: of the integers.
             names: of all the products that will be, whose pairs are there already; None: those of the codes.
         """
-        from quantkit.exporters.onnx.integers import dynamic as _dynamic
+        from quantkit.exporters.onnx import dynamic as _dynamic
         from quantkit.graph.pairs import qdq
 
         model = self.prepared.graph.model
@@ -433,7 +433,7 @@ class QuantizedGraph:
 
     def layers(self) -> list[LayerEntry]:
         """What the manifest says of each quantized product."""
-        from quantkit.exporters.onnx.integers.dynamic import activations_of
+        from quantkit.exporters.onnx.dynamic import activations_of
 
         found = []
         for name, codes in self.codes.items():

@@ -1,4 +1,4 @@
-"""A graph that multiplies in two ways, by the number of rows (`exporters/onnx/integers/prefill.py`): each by itself.
+"""A graph that multiplies in two ways, by the number of rows (`exporters/onnx/integers.py`): each by itself.
 
 Fewer rows than a limit go the way of `steps`, others that of `prompts`; head, embedding and norms are there once.
 """

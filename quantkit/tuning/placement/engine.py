@@ -16,7 +16,7 @@ from quantkit import content, machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.exporters.tensorrt.network import pairs
+from quantkit.exporters.tensorrt.network import graph as pairs
 from quantkit.exporters.tensorrt.profiles import inputs_of
 from quantkit.pipeline.finished.reload import fed
 from quantkit.plugins import exporters_that_store

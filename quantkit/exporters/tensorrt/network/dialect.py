@@ -6,7 +6,7 @@
     Attention   Attention-24 (TensorRT's IAttention) with an additive mask; spelled out where scores are capped, or
                 heads too few for its kernels. Keys and values go into a cache
 
-The cache (`trace/plain.py`) `in_place` is TensorRT's IKVCacheUpdateLayer: input and output are one buffer, and a CUDA
+The cache (`trace/rewrite.py`) `in_place` is TensorRT's IKVCacheUpdateLayer: input and output are one buffer, and a CUDA
 graph of a step can be replayed. It holds int8 or fp8_e4m3 where the recipe quantizes it: a pair around it.
 """
 
@@ -23,7 +23,7 @@ import onnx_ir as ir
 from quantkit.exporters.onnx.nbits import InputCodes
 from quantkit.exporters.tensorrt.network.weights import TYPES, StoredTensors, stored
 from quantkit.exporters.tensorrt.network.weights import codes as codes_of
-from quantkit.exporters.trace.plain import PlainOperators
+from quantkit.exporters.trace.rewrite import PlainOperators
 
 if TYPE_CHECKING:
     from quantkit.formats import QuantTensor

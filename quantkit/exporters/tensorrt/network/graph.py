@@ -10,15 +10,18 @@ own. Scales are those of float16, exactly, wherever the solver chose them so; se
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from quantkit.exporters.tensorrt.network.halves import halved
+from quantkit.bundle import stopping_when_full
 from quantkit.exporters.tensorrt.network.weights import TYPES, codes, stored
 from quantkit.graph.values import drop_unread, free, name_apart, parts_of
 
@@ -171,3 +174,204 @@ def _pair(graph: ir.Graph, value: ir.Value, scale: float, kind: str, weights: Co
 
 def _multiplies(node: ir.Node, weights: Collection[str]) -> bool:
     return any(value is not None and value.name in weights for value in node.inputs)
+
+
+# --- 16 bits ----------------------------------------------------------------------------------------------------------
+# A strongly typed network is computed in the types that its tensors have, so every constant and every operator's result
+# becomes float16. What a graph takes and gives stays float32: a Cast stands at each end. Operators whose inputs ONNX
+# defines in float32 alone keep them (sizes of Resize); bounds beyond 65504, such as masks of -3.4e38, become that.
+
+WIDE, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+_MOST = float(np.finfo(np.float16).max)
+# operator -> inputs that are float32 in ONNX, whatever the others are
+_SIZES = {"Resize": (1, 2), "Upsample": (1,)}
+# of which ONNX Runtime has no kernel in float16, though ONNX defines it
+_WHOLE = ("Multinomial",)
+# attributes that name a type
+_TYPES = {"Cast": "to", "EyeLike": "dtype", "RandomNormal": "dtype", "RandomUniform": "dtype"}
+
+
+def halved(model: ir.Model) -> ir.Model:
+    """Convert a graph in place."""
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    wide = _wide_constants(model, opset)
+    for graph in [model.graph, *model.graph.subgraphs()]:
+        for name, value in graph.initializers.items():
+            if value.dtype == WIDE and name not in wide and value.const_value is not None:
+                value.const_value = ir.tensor(_half(value.const_value.numpy()), name=name)
+                value.type = ir.TensorType(HALF)
+    for node in list(model.graph.all_nodes()):
+        _node(node, wide, opset)
+    for inner in model.graph.subgraphs():
+        for value in inner.inputs:
+            if value.dtype == WIDE:
+                value.type = ir.TensorType(HALF)
+    _ends(model.graph)
+    return model
+
+
+def _half(values: NDArray[np.float32]) -> NDArray[np.float16]:
+    found: NDArray[np.float16] = np.clip(values, -_MOST, _MOST).astype(np.float16)
+    return found
+
+
+def _wide_constants(model: ir.Model, opset: int) -> set[str]:
+    """Initializers that only inputs read which stay float32."""
+    found = set()
+    for graph in [model.graph, *model.graph.subgraphs()]:
+        for name, value in graph.initializers.items():
+            readers = [at in _SIZES.get(reader.op_type, ()) or _whole(reader, opset) for reader, at in value.uses()]
+            if readers and all(readers):
+                found.add(name)
+    return found
+
+
+def _whole(node: ir.Node, opset: int) -> bool:
+    """Tell whether ONNX defines an operator in float32 and not in float16: Celu, Range, NonMaxSuppression, ..."""
+    if node.domain not in ("", "ai.onnx"):
+        return False
+    schema = onnx.defs.get_schema(node.op_type, opset)
+    types = {kind for each in (*schema.inputs, *schema.outputs) for kind in each.types}
+    return node.op_type in _WHOLE or ("tensor(float)" in types and "tensor(float16)" not in types)
+
+
+def _node(node: ir.Node, wide: set[str], opset: int) -> None:
+    whole = _whole(node, opset)
+    for at, value in enumerate(node.inputs):
+        apart = whole or at in _SIZES.get(node.op_type, ())
+        if apart and value is not None and value.name not in wide and value.dtype in (WIDE, HALF):
+            assert node.graph is not None
+            cast = _cast(value, WIDE, f"{node.outputs[0].name}.input{at}")
+            node.graph.insert_before(node, cast)
+            node.replace_input_with(at, cast.outputs[0])
+    key = _TYPES.get(node.op_type)
+    if key is not None and node.attributes.get_int(key, 0) == int(WIDE):
+        node.attributes[key] = ir.AttrInt64(key, int(HALF))
+    for name, attribute in list(node.attributes.items()):
+        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == WIDE:
+            node.attributes[name] = ir.AttrTensor(name, ir.tensor(_half(attribute.as_tensor().numpy())))
+    if node.op_type == "ConstantOfShape" and "value" not in node.attributes:
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float16)))
+    for value in node.outputs:
+        if value.dtype == WIDE:
+            # types are changed for a value alone: several may hold one object
+            value.type = ir.TensorType(WIDE if whole else HALF)
+            if whole:
+                assert node.graph is not None
+                readers = list(value.uses())
+                cast = _cast(value, HALF, f"{value.name}.half")
+                node.graph.insert_after(node, cast)
+                for reader, place in readers:
+                    reader.replace_input_with(place, cast.outputs[0])
+
+
+def _ends(graph: ir.Graph) -> None:
+    """Casts behind what comes in and before what goes out."""
+    first = graph[0]
+    for value in graph.inputs:
+        readers = list(value.uses())
+        if value.dtype != WIDE or not readers:
+            continue
+        cast = _cast(value, HALF, f"{value.name}.half")
+        graph.insert_before(first, cast)
+        for reader, place in readers:
+            reader.replace_input_with(place, cast.outputs[0])
+    given = [value for value in graph.outputs if value.dtype in (HALF, None) and value.producer() is not None]
+    for value in dict.fromkeys(given):
+        producer, name = value.producer(), str(value.name)
+        assert producer is not None
+        cast = _cast(value, WIDE, name)
+        cast.outputs[0].shape = value.shape
+        value.name = f"{name}.half"
+        graph.insert_after(producer, cast)
+        for place, output in enumerate(graph.outputs):
+            if output is value:
+                graph.outputs[place] = cast.outputs[0]
+
+
+def _cast(value: ir.Value, kind: ir.DataType, name: str) -> ir.Node:
+    node = ir.node("Cast", [value], attributes={"to": int(kind)}, name=f"{name}/cast")
+    node.outputs[0].name, node.outputs[0].type = name, ir.TensorType(kind)
+    return node
+
+
+# --- pairs before the inputs of products: which there are, and a network without some ---------------------------------
+# A product whose pair is taken out multiplies 16-bit inputs with weights that stay as they are.
+
+_PRODUCT = "/output"
+# of a cache, which is stored so whatever multiplies it
+_CACHE = "/read"
+_BLOCK = re.compile(r"\.\d+\.")
+
+
+def groups(network: Path) -> dict[str, tuple[str, ...]]:
+    """Group -> linears that read one of its pairs, over all blocks: `q_proj k_proj v_proj`, `o_proj`, ...
+
+    Of a graph, whose nodes have any names, the products of one shape are a group: `Conv 96x16x1x1`; they take one time.
+    """
+    import onnx_ir as ir
+
+    found: dict[str, list[str]] = {}
+    for node in ir.load(network).graph:
+        if _quantizer(node) is None:
+            continue
+        readers = [use.node for use in node.outputs[0].uses()]
+        kinds = dict.fromkeys(_kind(reader) for reader in readers)
+        found.setdefault(" ".join(kinds), []).extend(_name(reader) for reader in readers)
+    return {name: tuple(linears) for name, linears in found.items()}
+
+
+def without(network: Path, to: Path, linears: Collection[str]) -> int:
+    """Write the network without the pairs that these linears read.
+
+    Args:
+        network: `network.onnx`.
+        to: in the same folder, or one with the same data file: weights are not written again.
+        linears: all readers of a pair, or none of them.
+
+    Returns:
+        how many pairs were taken out.
+    """
+    import onnx_ir as ir
+
+    model = ir.load(network)
+    gone = 0
+    for node in list(model.graph):
+        codes, values = _quantizer(node), node.outputs[0]
+        if codes is None or not {_name(use.node) for use in values.uses()} <= set(linears):
+            continue
+        assert codes.inputs[0] is not None, values.name
+        ir.convenience.replace_all_uses_with(values, codes.inputs[0])
+        model.graph.remove(node, safe=True)
+        if not codes.outputs[0].uses():
+            model.graph.remove(codes, safe=True)
+        gone += 1
+    drop_unread(model.graph)
+    with stopping_when_full(to.parent):
+        # what lies in the data file is referred to as it was
+        ir.save(model, to)
+    return gone
+
+
+def _quantizer(node: ir.Node) -> ir.Node | None:
+    """The QuantizeLinear of a pair before products, by its DequantizeLinear; None of any other node."""
+    if node.op_type != "DequantizeLinear" or str(node.outputs[0].name).endswith(_CACHE) or node.inputs[0] is None:
+        return None
+    codes = node.inputs[0].producer()
+    return codes if codes is not None and codes.op_type == "QuantizeLinear" else None
+
+
+def _name(reader: ir.Node) -> str:
+    """What a recipe calls it: a linear, or a node of a graph."""
+    made = str(reader.outputs[0].name)
+    return made.removesuffix(_PRODUCT) if made.endswith(_PRODUCT) else str(reader.name)
+
+
+def _kind(reader: ir.Node) -> str:
+    if str(reader.outputs[0].name).endswith(_PRODUCT):
+        return _BLOCK.split(_name(reader))[-1].rpartition(".")[2]
+    weight = reader.inputs[1].producer() if len(reader.inputs) > 1 and reader.inputs[1] is not None else None
+    stored = weight.inputs[0] if weight is not None and weight.op_type == "DequantizeLinear" else None
+    if stored is None or not stored.is_initializer() or stored.shape is None:
+        return reader.op_type
+    return f"{reader.op_type} {'x'.join(map(str, stored.shape))}"

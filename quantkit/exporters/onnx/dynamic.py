@@ -1,6 +1,6 @@
 """A float graph whose products multiply in integers, their inputs quantized as the model runs.
 
-    MatMul, Gemm    as `integers/products.py` writes them, by token or by tensor; a bias is added in float32
+    MatMul, Gemm    as `integers.py` writes them, by token or by tensor; a bias is added in float32
     Conv            DynamicQuantizeLinear, ConvInteger, Cast, Mul by s_x · s_w[o], Add b[o]
 
 A convolution sums over space and channels, so that its input has one scale and one zero point for the whole tensor,
@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from quantkit.exporters.onnx.integers.products import MICROSOFT, Integers
+from quantkit.exporters.onnx.integers import MICROSOFT, Integers
 from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
 from quantkit.exporters.trace.rewrite import Rewriting, Traced
 from quantkit.graph.pairs.qdq import Codes, WeightType, unsigned

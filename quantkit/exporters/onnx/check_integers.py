@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantkit.bundle import Check
-from quantkit.exporters.onnx.integers.products import LINEARS
+from quantkit.exporters.onnx.integers import LINEARS
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.formats.base import activation

@@ -1,4 +1,4 @@
-"""A graph that multiplies many rows in another way (`prefill.py`): does that way compute the same model?
+"""A graph that multiplies many rows in another way (`integers.py`): does that way compute the same model?
 
 onnx.bytes        how far a weight's bytes lie from what its codes stand for, in steps of its row: at most a half
 reload.many       that way with its products in float32, on a prompt, steps and a padded batch, against the model
@@ -20,8 +20,7 @@ from torch import nn
 
 from quantkit.bundle import Check
 from quantkit.exporters.check import judged, worst
-from quantkit.exporters.onnx.integers.prefill import BYTES, expandable
-from quantkit.exporters.onnx.integers.products import LINEARS
+from quantkit.exporters.onnx.integers import BYTES, LINEARS, expandable
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.model.streaming.stream import set_tensor

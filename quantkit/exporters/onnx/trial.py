@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.exporters.onnx.dialect import OrtDialect, PromptDialect
-from quantkit.exporters.onnx.integers.prefill import expandable, many_rows
+from quantkit.exporters.onnx.integers import expandable, many_rows
 from quantkit.exporters.onnx.nbits import Array, LinearSpec, WeightsByName
 from quantkit.exporters.trace.rewrite import DOMAIN, Traced
 

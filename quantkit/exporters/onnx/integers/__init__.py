@@ -1,1 +1,0 @@
-"""Products in integers: weights and inputs both in 8 bits."""
