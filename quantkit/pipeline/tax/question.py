@@ -18,7 +18,7 @@ from quantkit import content, limits
 from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, did_you_mean, unknown_name
-from quantkit.exporters.onnx.integers.prefill import ROWS
+from quantkit.exporters.onnx.integers import ROWS
 from quantkit.measurement.operators.rows import ALL
 from quantkit.measurement.rows import Row
 from quantkit.model.sizes import configs, shapes
