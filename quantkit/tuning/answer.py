@@ -11,25 +11,32 @@ A choice as a recipe that people can read, and that `quantkit compile` takes.
 The scheme that most weights have becomes the recipe's default; what differs becomes overrides, the widest glob that is
 true first: a kind of layer in most blocks (`*.mlp.down_proj`), then single ones in single blocks. The last override
 that matches a layer wins, and each names its whole scheme, so that none depends on another.
+
+Measured harms are kept in the user's cache as they become known, one JSON line a unit and candidate, in a file that is
+named by the hash of all that a harm depends on: a killed search goes on, another budget costs nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from quantkit import content
 from quantkit.bundle.disk import write_atomic
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
-from quantkit.tuning import front, store
+from quantkit.tuning import front
 from quantkit.tuning.front import FrontPoint, Tables
+from quantkit.tuning.harm import UnitHarm
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
@@ -97,7 +104,7 @@ def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence
 
     write_atomic(folder / RECIPE, recipe_text(recipe, comment(data)).encode())
     Recipe.load(folder / RECIPE, allow_code=bool(recipe.code))  # what is written is what can be read
-    write_atomic(folder / HARMS, store.text(harms).encode())
+    write_atomic(folder / HARMS, harms_text(harms).encode())
     write_atomic(folder / FRONT, (json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     text = (folder / RECIPE).read_text(encoding="utf-8")
     write_atomic(folder / REPORT, html.page(document(data, text, code=bool(recipe.code))).encode())
@@ -265,3 +272,33 @@ def _flow(value: Any) -> str:
     """YAML of one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=math.inf)
     return text.removesuffix("...\n").rstrip("\n")
+
+
+def harms_place(key: Mapping[str, Any]) -> Path:
+    """The file of the harms that depend on `key`."""
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return content.cache_dir() / "tune" / f"{name}.jsonl"
+
+
+def read_harms(path: Path) -> list[UnitHarm]:
+    """What is known; nothing where the file is not there or was damaged."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines]
+        return [UnitHarm(**{**row, "members": tuple(row["members"])}) for row in found]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def keep_harms(path: Path, harms: Sequence[UnitHarm]) -> None:
+    """Replace what is known by more. A cache that cannot be written costs time, not the result."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, harms_text(harms).encode())
+    except OSError:
+        return
+
+
+def harms_text(harms: Sequence[UnitHarm]) -> str:
+    """The lines."""
+    return "".join(json.dumps(asdict(harm)) + "\n" for harm in harms)

@@ -28,7 +28,7 @@ from quantkit.passes import decision
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, default_out, demand_model
 from quantkit.report.kit import words
-from quantkit.tuning import answer, front, store, timings
+from quantkit.tuning import answer, front
 from quantkit.tuning.answer import RECIPE
 from quantkit.tuning.budget import Budget
 from quantkit.tuning.candidates import Choices, choices, name_of
@@ -209,8 +209,8 @@ class _Search:
         calibration = self.prepared.calibration
         self.text = self._guiding(self.question.samples, TOKENS)
         ids = calibration.ids[:CALIBRATED] if calibration is not None else None
-        path = store.place(self._key(None if ids is None else ids.tolist()))
-        known = store.read(path)
+        path = answer.harms_place(self._key(None if ids is None else ids.tolist()))
+        known = answer.read_harms(path)
         count = len(self.prepared.stream.block_names)
         start = known[-1].block + 1 if known else 0
         tried = sum(each.scheme is not None for each in self.found.candidates)
@@ -240,7 +240,7 @@ class _Search:
             subject, start, lambda done: self.progress.at("harm", 1 - left * (1 - done), f"{tried} candidates a unit")
         ):
             known = [*known, *wave]
-            store.write(path, known)
+            answer.keep_harms(path, known)
         self.progress.at("harm", 1.0)
         return known
 
@@ -305,7 +305,9 @@ class _Search:
         if not self.question.timings:
             return made
         shapes = [[self.found.shapes[name] for name in unit.members] for unit in made.units]
-        seconds, missing = timings.seconds(self.question.timings, shapes, self.found.candidates, self.question.batches)
+        seconds, missing = front.unit_seconds(
+            self.question.timings, shapes, self.found.candidates, self.question.batches
+        )
         for text in missing:
             self.progress.note(f"timings: {text}")
         return replace(made, seconds=seconds)

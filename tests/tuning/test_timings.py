@@ -7,7 +7,7 @@ import pytest
 from quantkit.measurement.rows import Operation, Row
 from quantkit.scheme import WeightScheme
 from quantkit.tuning.candidates import Candidate
-from quantkit.tuning.timings import seconds
+from quantkit.tuning.front import unit_seconds as seconds
 
 CANDIDATES = [
     Candidate("int4 g32", WeightScheme(format="int4", granularity="group", group=32)),
