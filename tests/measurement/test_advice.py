@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.measurement.operators.advice import advise, verdicts
 from quantkit.measurement.rows import Row
-from quantkit.measurement.verdict import MeasuredFormat
+from quantkit.measurement.verdict import MeasuredFormat, advise, verdicts
 
 BATCHES = (1, 8, 64)
 # milliseconds at each batch; float32 takes 10, 12, 40

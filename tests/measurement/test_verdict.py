@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from quantkit.bundle import Check
 from quantkit.errors import InputError
-from quantkit.measurement.operators.advice import advise
 from quantkit.measurement.operators.tax import Limits
 from quantkit.measurement.rows import Baseline, Row
 from quantkit.measurement.timing.rows import latency_row
-from quantkit.measurement.verdict import MeasuredFormat, state, verdict
+from quantkit.measurement.verdict import MeasuredFormat, advise, state, verdict
 from quantkit.stats.abba import compare
 from quantkit.stats.noise import Noise
 

@@ -67,7 +67,7 @@ def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> l
 def measured(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
     """Give rows `ceiling.*` of what `sampled` measures; what the device lacks has no value and says why."""
     one = device.identity()
-    return [ceiling.row(device=one, versions={}).as_dict() for ceiling in sampled(device, blocks, generator)]
+    return [ceiling.as_dict(device=one, versions={}) for ceiling in sampled(device, blocks, generator)]
 
 
 def products(side: int, at: str) -> dict[str, Callable[[], Callable[[], object]]]:

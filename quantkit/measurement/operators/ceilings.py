@@ -21,14 +21,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import limits, machine
 from quantkit.errors import MissingDependency
-from quantkit.measurement.rows import Device, Row
+
+if TYPE_CHECKING:
+    from quantkit.measurement.rows import Row
 
 Bytes = NDArray[np.int8]
 # seconds that one measurement may take
@@ -93,30 +95,38 @@ class Ceiling:
         ends = median_interval(sorted(self.samples)) or (min(self.samples), max(self.samples))
         return max(abs(end / self.value - 1) for end in ends)
 
-    def row(self, *, device: dict[str, str], versions: dict[str, str]) -> Row:
-        """The row of `measurements.jsonl`; its subject is the device itself. Without samples, `flags` says why."""
+    def as_dict(self, *, device: Mapping[str, str], versions: Mapping[str, str]) -> dict[str, Any]:
+        """Give the fields of its row; the subject is the device itself. Without samples, `flags` says why."""
         values = sorted(self.samples)
         half = max(len(values) // 2, 1)
         # two halves of the same measurement: how far apart they lie is the noise of the machine
         halves = [float(np.median(part)) for part in (self.samples[:half], self.samples[half:]) if part]
         spread = abs(halves[0] / halves[1] - 1) if len(halves) == 2 else None
-        return Row(
-            name=self.name,
-            value=self.value,
-            unit=self.unit,
-            stat="median",
-            better="lower" if self.unit == "s" else "higher",
-            quantiles={f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)} if values else None,
-            ci95=median_interval(values),
-            n=len(values) or None,
-            aa_spread=spread,
-            subject=device["id"],
-            shape=self.shape,
-            settings=self.settings,
-            device=Device.model_validate(device),
-            versions=versions,
-            flags=[self.reason] if self.reason else ["noisy"] if spread is not None and spread > NOISY else [],
-        )
+        return {
+            "schema": 1,
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "stat": "median",
+            "better": "lower" if self.unit == "s" else "higher",
+            "quantiles": {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)} if values else None,
+            "ci95": median_interval(values),
+            "n": len(values) or None,
+            "aa_spread": spread,
+            "subject": device["id"],
+            "shape": self.shape,
+            "settings": self.settings,
+            "device": dict(device),
+            "versions": dict(versions),
+            "flags": [self.reason] if self.reason else ["noisy"] if spread is not None and spread > NOISY else [],
+        }
+
+    def row(self, *, device: Mapping[str, str], versions: Mapping[str, str]) -> Row:
+        """Give the row of `measurements.jsonl`."""
+        # a GPU that is rented for the benchmarks has no pydantic
+        from quantkit.measurement.rows import Row
+
+        return Row.model_validate(self.as_dict(device=device, versions=versions))
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:

@@ -153,7 +153,7 @@ def _on_gpu(job: SweepJob, report: Report) -> list[Row]:
     timed, before, after = _measured(job, bench, lambda: sampled(device, _BLOCKS, generator), report)
     device.sample("end")
     own, driver = device.identity(), str(device.describe().get("driver", ""))
-    fell = slower(*([each.row(device=own, versions={}).as_dict() for each in part] for part in (before, after)))
+    fell = slower(*([ceiling.as_dict(device=own, versions={}) for ceiling in part] for part in (before, after)))
     return rows_of(
         timed,
         joined(before, after),

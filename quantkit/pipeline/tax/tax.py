@@ -10,11 +10,10 @@ from quantkit._version import __version__
 from quantkit.bundle import Verdict
 from quantkit.kernels.dispatch import FILE, LAYERS, KernelTiming, Recorded, fastest
 from quantkit.measurement.operators import run as ops_run
-from quantkit.measurement.operators.advice import advise, verdicts
 from quantkit.measurement.operators.rows import ALL
 from quantkit.measurement.operators.run import SweepJob
 from quantkit.measurement.rows import Row
-from quantkit.measurement.verdict import MeasuredFormat
+from quantkit.measurement.verdict import MeasuredFormat, advise, verdicts
 from quantkit.pipeline.tax.question import TaxPlan
 from quantkit.planning.bound import efficiency
 from quantkit.report.tax.words import Taxed
