@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError, MissingDependency
-from quantkit.graph.problem import told
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -123,3 +123,38 @@ def serialized(model: ir.Model, options: Any) -> tuple[bytes, Any]:
         stub = ir.ExternalTensor("weights", 0, array.nbytes, ir.DataType.FLOAT, shape=ir.Shape(array.shape), name=name)
         model.graph.initializers[name].const_value = stub
     return ir.to_proto(model).SerializeToString(), held
+
+
+_LONGEST = 200
+_STATUS = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
+_NODES = (
+    re.compile(r"Node \((?P<name>[^)]*)\) Op \((?P<kind>[^)]*)\)\s*(?:\[\w+\])?\s*"),
+    re.compile(r"Non-zero status code returned while running (?P<kind>\w+) node\. Name:'(?P<name>[^']*)'\s*"),
+    re.compile(r"for (?P<kind>\w+)\(\d+\) node with name '(?P<name>[^']*)'"),
+    re.compile(r"of Optype \((?P<kind>\w+)\)(?=.* in node \((?P<name>[^)]*)\))"),
+    re.compile(r"(?P<kind>) of node \((?P<name>[^)]*)\)"),
+)
+# where in its source: all up to a condition that did not hold, or a file and a function
+_PLACE = re.compile(r"^Status Message: (?:\S*onnxruntime_src/.* was false\. |\S+\.(?:h|cc|cpp):\d+ \w+ )?")
+
+
+def told(problem: BaseException) -> tuple[str, str]:
+    """Read ONNX Runtime's words: (the node: `MatMul a/product`, empty where none is named; the reason).
+
+    They are a status, a place in its source, the call that stood there, and behind them the reason:
+
+        [ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned while running MatMul node. Name:'a/product' Status
+            Message: matmul_helper.h:59 Compute MatMul dimension mismatch
+        [ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : Could not find an implementation for Add(14) node with name 'a/sum'
+        [ONNXRuntimeError] : 1 : FAIL : Type Error: ... of Optype (MatMul) bound to different types (... node (a/b).
+
+    >>> told(ValueError("[ONNXRuntimeError] : 1 : FAIL : Node (a/b) Op (MatMul) [ShapeInferenceError] Wrong sizes"))
+    ('MatMul a/b', 'Wrong sizes')
+    """
+    text = _STATUS.sub("", " ".join((str(problem) or type(problem).__name__).split()))
+    for pattern in _NODES:
+        if found := pattern.search(text):
+            # what stands in the middle of a sentence stays there
+            reason = text[found.end() :] if found.start() == 0 else text
+            return f"{found['kind']} {found['name']}".strip(), _PLACE.sub("", reason)[:_LONGEST]
+    return "", text[:_LONGEST]

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from quantkit.graph.problem import told
+from quantkit.graph.run import told
 
 FREE = {"x": ["a", "b"], "w": ["c", "d"]}
 

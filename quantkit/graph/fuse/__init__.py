@@ -16,12 +16,10 @@ from quantkit.graph.fuse.conv_batch_norm import ConvBatchNorm
 from quantkit.graph.fuse.equalize import Equalize
 from quantkit.graph.fuse.gelu import Gelu
 from quantkit.graph.fuse.layer_norm import LayerNorm
-from quantkit.graph.fuse.linear_bias import LinearBias
-from quantkit.graph.fuse.mean_pool import MeanPool
 from quantkit.graph.fuse.no_ops import NoOps
 from quantkit.graph.fuse.opset import Opset
-from quantkit.graph.fuse.pad_conv import PadConv
-from quantkit.graph.fuse.plain_products import PlainProducts
+from quantkit.graph.fuse.pad_conv import MeanPool, PadConv
+from quantkit.graph.fuse.plain_products import LinearBias, PlainProducts
 from quantkit.graph.values import name_apart, parts_of
 
 __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]

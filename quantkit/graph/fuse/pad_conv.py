@@ -6,6 +6,14 @@ TensorFlow's SAME is written like this wherever it is uneven. A Pad between a qu
 convolution out of the integer kernels.
 Guard: constant zeros around height and width (or however many dimensions follow the channels), none taken away, and no
 automatic padding that depends on the size.
+
+A mean over all positions of an image is a global pooling:
+
+    ReduceMean(x [N, C, H, W], axes [2, 3]) = GlobalAveragePool(x), then a Squeeze of H and W where they are not kept
+
+ONNX Runtime makes an integer kernel of a quantized pooling and none of a quantized mean.
+Guard: the axes are constants and all dimensions after the channels, of which there are two or more: of three dimensions
+the last one may as well be the channels.
 """
 
 from __future__ import annotations
@@ -14,8 +22,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from quantkit.graph.fuse import _rule
 from quantkit.graph.fuse._rule import Fused, nodes
-from quantkit.graph.values import constant, name_of, scalar
+from quantkit.graph.values import constant, initializer, name_of, scalar
 
 
 class PadConv:
@@ -71,3 +80,43 @@ def _zeros(pad: ir.Node) -> list[int] | str:
     if widths[:, :2].any() or (widths < 0).any():
         return "it pads batch or channels, or takes away"
     return [int(width) for width in widths[:, 2:].reshape(-1)]
+
+
+# the axes of a Squeeze are an input since
+_OPSET = 13
+
+
+class MeanPool:
+    """A mean over all positions as a global pooling."""
+
+    name = "mean_pool"
+
+    def run(self, model: ir.Model) -> list[Fused]:
+        """Replace in place; a mean over anything else is not listed."""
+        found = []
+        for node in nodes(model, "ReduceMean"):
+            x = node.inputs[0]
+            rank = len(x.shape) if x is not None and x.shape is not None else 0
+            given = constant(node.inputs[1]) if len(node.inputs) > 1 else node.attributes.get_ints("axes")
+            if given is None or rank < 4 or sorted(int(axis) % rank for axis in given) != list(range(2, rank)):
+                continue
+            _replace(node, rank, _rule.opset(model))
+            found.append(Fused(name_of(node), self.name, True))
+        return found
+
+
+def _replace(node: ir.Node, rank: int, opset: int) -> None:
+    graph, old = node.graph, node.outputs[0]
+    assert graph is not None
+    pool = ir.node("GlobalAveragePool", node.inputs[:1], name=node.name)
+    made = [pool]
+    if not node.attributes.get_int("keepdims", 1):
+        pool.outputs[0].name = f"{old.name}.kept"
+        pool.outputs[0].type = old.type
+        axes = np.arange(2, rank)
+        if opset < _OPSET:
+            made.append(ir.node("Squeeze", [pool.outputs[0]], attributes={"axes": axes.tolist()}))
+        else:
+            where = initializer(graph, axes, name=f"{old.name}.axes")
+            made.append(ir.node("Squeeze", [pool.outputs[0], where]))
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, [old], [made[-1].outputs[0]])

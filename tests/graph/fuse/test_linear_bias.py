@@ -9,7 +9,7 @@ from small_graph import Small, operators
 
 from quantkit.graph.fuse import Fused, fuse
 from quantkit.graph.fuse.constants import Constants
-from quantkit.graph.fuse.linear_bias import LinearBias
+from quantkit.graph.fuse.plain_products import LinearBias
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), ()])

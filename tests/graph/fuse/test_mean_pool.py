@@ -7,7 +7,7 @@ import pytest
 from small_graph import Small, operators
 
 from quantkit.graph.fuse import Fused, fuse
-from quantkit.graph.fuse.mean_pool import MeanPool
+from quantkit.graph.fuse.pad_conv import MeanPool
 
 X = (2, 3, 4, 5)
 

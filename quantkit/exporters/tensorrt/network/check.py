@@ -29,7 +29,7 @@ from quantkit.exporters.onnx.check import sound
 from quantkit.exporters.tensorrt.network.weights import TYPES
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format
-from quantkit.graph.problem import told
+from quantkit.graph.run import told
 
 if TYPE_CHECKING:
     import onnx_ir as ir
