@@ -408,7 +408,7 @@ def test_flipped_words_are_shown_in_their_text(
         ids = tokens.ids[flip.sequence].tolist()
         assert flip.follows == byte_tokenizer.decode([ids[flip.position + 1]])
         assert flip.before == byte_tokenizer.decode(ids[max(0, flip.position - 15) : flip.position + 1])
-    assert "A alone is right" in shown(found)
+    assert "A alone" in shown(found)
     assert not found.notes
     # another text is refused where it was asked for
     (tmp_path / "other.txt").write_text("A word and another. " * 4000)

@@ -205,8 +205,7 @@ def test_without_prices_energy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
-    [(None, "time is known after its first block"), ({"quantize": 6600.0}, "quantize 1 h 50 min")],
+    ("seconds", "told"), [(None, "time is known after its first block"), ({"quantize": 6600.0}, "quantize 1 h 50 min")]
 )
 def test_what_the_compile_takes(seconds: dict[str, float] | None, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, disk = {"quantize": 12e9, "score": 3e9}, Disk(8e9, 1e9, 5e9)

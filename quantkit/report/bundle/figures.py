@@ -422,11 +422,7 @@ def _prompts(found: PromptVerdict | None) -> list[str]:
     """`prompts of 64 tokens are faster`, and so on, as far as there are any."""
     if found is None:
         return []
-    states = (
-        (found.faster, "are faster"),
-        (found.slower, "are slower"),
-        (found.open, "do not differ beyond noise"),
-    )
+    states = ((found.faster, "are faster"), (found.slower, "are slower"), (found.open, "do not differ beyond noise"))
     said = [f"of {words.listed(lengths)} tokens {verb}" for lengths, verb in states if lengths]
     return [f"prompts {', '.join(said)}"] if said else []
 

@@ -54,11 +54,7 @@ def document(outlook: Outlook, version: str = "") -> Document:
     ]
     return Document(
         (Styled(outlook.architecture.name, "strong"), " on ", Styled(outlook.target.name, "strong"), ": a plan"),
-        [
-            say.model(outlook.architecture),
-            say.target(outlook),
-            say.workload(outlook.workload, outlook.architecture),
-        ],
+        [say.model(outlook.architecture), say.target(outlook), say.workload(outlook.workload, outlook.architecture)],
         [
             _answer(outlook),
             *([Remark(f"Assumed: {'; '.join(assumed)}", "note")] if assumed else []),

@@ -12,19 +12,7 @@ from quantkit.report.kit import words
 from quantkit.report.kit.axes import log_axis, points_axis
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, Curve, stacked
 from quantkit.report.kit.charts import lines as drawn_lines
-from quantkit.report.kit.tree import (
-    Cell,
-    Conclusion,
-    Document,
-    Exhibit,
-    On,
-    Part,
-    Plot,
-    Remark,
-    Section,
-    Sheet,
-    Styled,
-)
+from quantkit.report.kit.tree import Cell, Conclusion, Document, Exhibit, On, Part, Plot, Remark, Section, Sheet, Styled
 from quantkit.report.tax import words as say
 from quantkit.report.tax.words import CurveGroup, Taxed
 
@@ -68,11 +56,7 @@ def document(data: Taxed) -> Document:
     reading = Section("How to read it", how, folded=True)
     chapters: list[tuple[str, str, list[Part]]] = [
         ("verdicts", "Each format", [_verdicts(data, groups)] if any(data.verdicts.values()) else []),
-        (
-            "whole",
-            "The whole model" if single else "Batch by batch",
-            [*whole, reading],
-        ),
+        ("whole", "The whole model" if single else "Batch by batch", [*whole, reading]),
         ("layers", "Layer by layer", single),
         ("ceilings", "Ceilings", [Remark(about, "caption", On.PAGE), say.ceilings(data)]),
     ]
