@@ -207,7 +207,7 @@ def test_an_emulator_s_times_are_not_judged() -> None:
     assert all("emulated" in row.flags for row in emulated.rows)
     assert "an emulator" in " ".join(emulated.notes)
     from quantkit.report.kit import html
-    from quantkit.report.tax.document import document
+    from quantkit.report.taxed import document
 
     assert "ship" not in html.page(document(emulated.reported())).partition("<main")[2].partition("explained")[0]
 

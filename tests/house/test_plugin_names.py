@@ -14,7 +14,7 @@ from quantkit import plugins
 OTHER_WORDS = {
     ("quantkit.passes.awq", "gptq"): "a value of its setting `cost`: what is left of an error behind GPTQ",
     ("quantkit.measurement.compared", "mixed"): "a verdict: better in one thing, worse in another",
-    ("quantkit.report.compare.document", "mixed"): "that verdict",
+    ("quantkit.report.compared", "mixed"): "that verdict",
     ("quantkit.nightly.page.data", "round"): "a column: the round of a timing",
     ("quantkit.measurement.timing.anew", "round"): "that column",
     ("quantkit.devices.there.work", "round"): "that column",

@@ -25,8 +25,8 @@ from quantkit.measurement.timing.rounds import RoundsJob
 from quantkit.measurement.timing.schedule import Timing
 from quantkit.pipeline.compare.compare import Margins, compare_bundles
 from quantkit.pipeline.compare.sides import open_sides
-from quantkit.report.compare import words
-from quantkit.report.compare.document import document
+from quantkit.report import compared as words
+from quantkit.report.compared import document
 
 if TYPE_CHECKING:
     from conftest import Made

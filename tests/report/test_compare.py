@@ -6,8 +6,7 @@ import io
 from dataclasses import replace
 
 from quantkit.measurement.compared import Compared, DecidedCell, NamedSide, Quantity, WordFlip, WordFlips, decided
-from quantkit.report.compare.document import document
-from quantkit.report.compare.words import because
+from quantkit.report.compared import because, document
 from quantkit.report.kit.screen import write
 from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
 

@@ -14,8 +14,8 @@ from plotly import graph_objects
 from quantkit.bundle import LayerEntry
 from quantkit.errors import InputError
 from quantkit.measurement.compared import LayerPair, WordFlip, WordFlips
-from quantkit.report.compare import words as say
-from quantkit.report.compare.document import document
+from quantkit.report import compared as say
+from quantkit.report.compared import document
 from quantkit.report.kit import html, words
 
 from .test_compare import DATA, cell

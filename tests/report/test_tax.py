@@ -14,11 +14,10 @@ from quantkit.bundle import Verdict
 from quantkit.errors import InputError
 from quantkit.measurement.operators.run import SweepJob
 from quantkit.model.sizes import shapes
+from quantkit.report import taxed as say
 from quantkit.report.kit import html
 from quantkit.report.kit.screen import write
-from quantkit.report.tax import words as say
-from quantkit.report.tax.document import document, shares_of, split
-from quantkit.report.tax.words import Taxed
+from quantkit.report.taxed import Taxed, document, shares_of, split
 from quantkit.target import Target
 
 GOOD = Verdict(answer="ship_up_to", batch=8, format="int4.g64.level4", because=["batch 8: <b>fast</b>"])

@@ -60,8 +60,7 @@ def compare(
     """Set one bundle against another: by token, batch, size and layer."""
     from quantkit.bundle.disk import check_place
     from quantkit.pipeline.compare.compare import Margins, compare_bundles
-    from quantkit.report.compare.document import document
-    from quantkit.report.compare.words import because
+    from quantkit.report.compared import because, document
     from quantkit.report.kit import html as pages
     from quantkit.report.kit.tree import Code, Part
 

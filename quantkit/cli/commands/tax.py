@@ -74,7 +74,7 @@ def tax(
     from quantkit.planning.serving.traffic import traffic_of
     from quantkit.report.kit import html as pages
     from quantkit.report.kit.tree import Code
-    from quantkit.report.tax.document import document
+    from quantkit.report.taxed import document
 
     demand_device(on, wheelhouse)
     asked = Question(

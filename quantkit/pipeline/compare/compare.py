@@ -316,7 +316,7 @@ def compare_bundles(
         shipped = _shipped(*sides, each) if margins.latency is None and each.what == "latency" else ""
         found = again.get(i, (each, decision))
         cells.append(DecidedCell.of(*found, allowed=limit, shipped=shipped))
-    from quantkit.report.compare.words import because
+    from quantkit.report.compared import because
 
     kind = sides[0].manifest.model.kind
 

@@ -16,7 +16,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.verdict import MeasuredFormat, advise, verdicts
 from quantkit.pipeline.tax.question import TaxPlan
 from quantkit.planning.bound import efficiency
-from quantkit.report.tax.words import Taxed
+from quantkit.report.taxed import Taxed
 
 Report = Callable[[float, str], None]
 # what times one thread count

@@ -1,1 +1,0 @@
-"""The dequantization tax: on a screen, as a page."""

@@ -1,0 +1,423 @@
+"""A tax as a tree and in words: what to do, where each format wins, time against the batch, what bars are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quantkit.bundle import Verdict
+from quantkit.measurement.rows import Row
+from quantkit.model.sizes.shapes import LinearShapes
+from quantkit.report.bundle import curves, figures, speed
+from quantkit.report.bundle.curves import CurvePoint, Series
+from quantkit.report.kit import words
+from quantkit.report.kit.axes import log_axis, points_axis
+from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, Curve, stacked
+from quantkit.report.kit.charts import lines as drawn_lines
+from quantkit.report.kit.tree import Cell, Conclusion, Document, Exhibit, On, Part, Plot, Remark, Section, Sheet, Styled
+from quantkit.target import Target
+
+# what a verdict says, and in which tone
+_ANSWERS = {
+    "ship_it": ("ship {format}", "good"),
+    "ship_up_to": ("ship {format} up to batch {batch}", "good"),
+    "use_instead": ("use {format} instead{upto}", "good"),
+    "intervals": ("{format} wins at some batches only", "open"),
+    "inconclusive": ("not decided about {format}", "inconclusive"),
+    "do_not_quantize": ("do not quantize{about} here", "bad"),
+    "not_measured": ("{format} was not timed", "open"),
+}
+# of the figures of a target that a ceiling can be held against
+_STATED = {"ceiling.read": "memory.read_bandwidth"}
+_CEILINGS = {"ceiling.read": "read", "ceiling.copy": "copy", "ceiling.compute": "products", "ceiling.launch": "launch"}
+
+
+@dataclass(frozen=True)
+class Taxed:
+    """What was asked and found.
+
+    Args:
+        shapes: the linears.
+        target: whose figures stand beside the measured ceilings.
+        rows: of all thread counts.
+        verdicts: threads -> the verdict on each variant; 0 is a GPU.
+        advice: threads -> what to do.
+        traffic: batch -> share of the steps, if it was given.
+        notes: what a reader must know.
+        baseline: the high-precision variant.
+        version: of quantkit.
+    """
+
+    shapes: LinearShapes
+    target: Target
+    rows: Sequence[Row]
+    verdicts: Mapping[int, Sequence[Verdict]]
+    advice: Mapping[int, Verdict]
+    traffic: Mapping[int, float] | None = None
+    notes: Sequence[str] = ()
+    baseline: str = "float32"
+    version: str = ""
+
+    @property
+    def title(self) -> str:
+        """The model, or the shapes."""
+        return self.shapes.name or ", ".join(linear.label for linear in self.shapes.linears)
+
+
+@dataclass(frozen=True)
+class CurveGroup:
+    """The curves of one shape, or of the sum over a model's linears, with one number of threads."""
+
+    title: str
+    threads: int
+    whole: bool
+    series: Sequence[Series]
+
+
+def groups(data: Taxed) -> list[CurveGroup]:
+    """The sum over a model first, then shape by shape; each with every number of threads."""
+    timed = [row for row in data.rows if row.name == "latency.op" and row.op is not None and row.batch]
+    keyed = figures.by(sorted(timed, key=lambda row: _shape(row) != ""), lambda row: (_shape(row), _threads(row)))
+    named = {linear.label: linear for linear in data.shapes.distinct()}
+    found = []
+    for (label, threads), rows in keyed.items():
+        title = data.title
+        if label:
+            linear = named[label]
+            often = f": {linear.name}, {words.plural(linear.count, 'time')}" if data.shapes.name else ""
+            title = f"{label}{often}"
+        variants = dict.fromkeys(str(row.settings["variant"]) for row in rows if row.baseline or row.value is None)
+        series = [_series(data, rows, variant) for variant in variants]
+        of = [each for each in series if each.cells or each.skipped]
+        found.append(CurveGroup(f"{title}, {on(threads)}", threads, not label, of))
+    return found
+
+
+def on(threads: int) -> str:
+    """`2 threads`, or `GPU`."""
+    return words.plural(threads, "thread") if threads else "GPU"
+
+
+def _threads(row: Row) -> int:
+    threads = row.settings.get("threads")
+    return int(threads) if isinstance(threads, int | float) else 0
+
+
+def _shape(row: Row) -> str:
+    """`768x768`; empty of the sum over a model."""
+    return f"{row.op.K}x{row.op.N}" if row.op is not None and row.op.layer is None else ""
+
+
+def _series(data: Taxed, timed: Sequence[Row], variant: str) -> Series:
+    mine = sorted((row for row in timed if row.settings["variant"] == variant), key=lambda row: row.batch or 0)
+    label, threads = _shape(mine[0]), _threads(mine[0])
+    beside = {
+        (row.name, row.batch): row
+        for row in reversed(data.rows)
+        if row.op is not None and (row.settings.get("variant"), _threads(row), _shape(row)) == (variant, threads, label)
+    }
+    cells = [CurvePoint(row.batch or 0, row, beside.get(("tax.total", row.batch))) for row in mine]
+    # the title has the whole name; at the ends of lines there is room for the format alone
+    names = variant.partition(".")[0], data.baseline
+    return Series.of(variant, cells, beside.get(("tax.break_even", None)), names, "batch", "pass")
+
+
+def said(verdict: Verdict) -> tuple[str, str]:
+    """(the answer in words, its tone)."""
+    text, tone = _ANSWERS.get(verdict.answer, (verdict.answer.replace("_", " "), "open"))
+    upto = f", up to batch {verdict.batch}" if verdict.batch else ""
+    about = f" to {verdict.format}" if verdict.format else ""
+    return text.format(format=verdict.format or "it", batch=verdict.batch, upto=upto, about=about), tone
+
+
+def wins(series: Series) -> str:
+    """The ranges of batches in which it surely wins, with the 95 % intervals of their ends: `1 to 13.5 (12.9–14.2)`."""
+    if series.even is None:
+        return ""
+    settings, found = series.even.settings, []
+    for i in range(1, int(settings.get("wins") or 0) + 1):
+        ends = []
+        for end, edge in (("from", "measured_from"), ("to", "measured_to")):
+            value, low, high = (settings.get(f"win_{i}_{end}{part}") for part in ("", "_low", "_high"))
+            text = words.figure(float(value or settings.get(edge) or 0), 3).removesuffix(".00")
+            if isinstance(low, int | float) and isinstance(high, int | float):
+                text += f" ({words.figure(low, 3)}–{words.figure(high, 3)})"
+            ends.append(text if value is not None else f"{text} (the {'first' if end == 'from' else 'last'} measured)")
+        found.append(" to ".join(ends))
+    return "; ".join(found) or "nowhere"
+
+
+def ceilings(data: Taxed) -> Sheet:
+    """Threads, what, measured, its interval, by what, and the target's own figure."""
+    body = []
+    for row in data.rows:
+        if row.name not in _CEILINGS:
+            continue
+        kind = str(row.settings.get("compute_type") or "")
+        place = _STATED.get(row.name, f"compute.{kind}" if row.name == "ceiling.compute" else "")
+        figure, stated = data.target.figures().get(place), "–"
+        if figure is not None:
+            stated = words.rate(figure.number, figure.unit) if figure.number is not None else "not measured yet"
+
+        def form(value: float, unit: str = row.unit) -> str:
+            return words.moment(value) if unit == "s" else words.rate(value, unit)
+
+        value = form(row.value) if row.value is not None else "not measured"
+        what = f"{_CEILINGS[row.name]} {kind}".strip()
+        by = str(row.settings.get("kernel") or "–")
+        body.append([str(_threads(row) or "–"), what, value, words.between(row.ci95, form) or "–", by, stated])
+    return Sheet(["threads", "ceiling", "measured", "95 % interval", "by", "target says"], body, 2, words=2)
+
+
+def last_level_cache(data: Taxed) -> float:
+    """Bytes, as the run took them; 0 where it does not"""
+    sizes = (row.settings.get("last_level_cache") for row in data.rows)
+    return next((float(size) for size in sizes if isinstance(size, int | float)), 0.0)
+
+
+def explained(data: Taxed) -> list[str]:
+    """Say what the columns are, a sentence each."""
+    cache = last_level_cache(data)
+    beyond, name = f" ({words.size(cache)})" if cache else "", data.baseline
+    split = (
+        " Where the kernel is ours, a twin with the same loads and no decoding splits it: see the page."
+        if any(row.name == "tax.decode" for row in data.rows)
+        else " The runtime is a black box: only the sum is known."
+    )
+    return [
+        f"p50: {name} → this, of a product (of a model: of all its linears, each as often as it occurs). ideal: the"
+        " ratio of their limits, which the format promises; gain: how much of the promised gain arrives.",
+        f"tax: what it takes beyond its limit, also as a share of {name}'s time; slack: {name}'s excess over its own"
+        f" limit.{split}",
+        f"Weights rotate through copies of at least three times the last-level cache{beyond}; sides are interleaved"
+        " (ABBA); A/A: what two measurements of one side differ by; ~ marks noise.",
+    ]
+
+
+def line(cell: CurvePoint, factor: float) -> list[str]:
+    """Write the cells of one batch; times in the unit of `factor`."""
+
+    def time_(seconds: float | None) -> str:
+        return words.figure(seconds * factor, 3) if seconds is not None else "–"
+
+    tax, sure = cell.tax.value if cell.tax is not None else None, cell.ratio_ci95
+    share = tax / cell.original if tax is not None and cell.original else None
+    noisy = "~" if cell.doubtful else ""
+    return [
+        f"{cell.x:,}",
+        f"{time_(cell.original)} → {time_(cell.row.value)}",
+        words.or_dash(cell.ratio, lambda ratio: f"{noisy}{words.times(ratio)}"),
+        f"{words.figure(sure[0], 2)}–{words.figure(sure[1], 2)}" if sure else "–",
+        words.or_dash(cell.promised, words.times),
+        words.or_dash(cell.gain, lambda gain: words.percent(gain, 0) if gain <= 1 else "?"),
+        time_(tax),
+        words.or_dash(share, lambda v: words.percent(v, 0)),
+        time_(cell.excess),
+        words.or_dash(cell.row.aa_spread, lambda v: words.percent(v, 0)),
+    ]
+
+
+def outcomes(series: Series) -> list[str]:
+    """Say where it wins, its break-even point, what was left out."""
+    return [*curves.outcomes(series), *(text for text in [curves.break_even(series)] if text), *curves.skipped(series)]
+
+
+# of the lines of an overview, a colour each; more variants than these share the last
+_LINES = (QUANTIZED, ORIGINAL, "good", "bad", "muted", "quantized-soft", "rest")
+# the parts of a bar, from the bottom, with their colours; the rest is what no twin splits
+_SPLIT = {
+    "bound": ("limit", "quantized"),
+    "activation": ("quantizing the input", "original"),
+    "launch": ("launch", "muted"),
+    "streaming": ("streaming loss", "quantized-soft"),
+    "decode": ("decoding", "bad"),
+    "rest": ("rest of the tax", "rest"),
+}
+_HEAD = ("faster", "95 % interval", "ideal", "gain", "tax", "share", "slack", "A/A")
+_BRIEF = ("batch", "p50, {unit}", "faster", "95 %", "ideal", "gain", "tax", "share", "slack", "A/A")
+
+
+def document(data: Taxed) -> Document:
+    """Build the tree of a tax."""
+    found, several = groups(data), len(data.advice) > 1
+    timed = [series for group in found for series in group.series if series.cells]
+    device = next((_device(row) for row in data.rows if row.device is not None), "")
+    head: list[Part] = []
+    for threads, advice in data.advice.items():
+        answer, tone = said(advice)
+        aside = f" {on(threads)}." if several else ""
+        head.append(Conclusion(answer, tone, advice.because, aside=aside))
+    if data.traffic:
+        mix = ", ".join(
+            f"{100 * share:.0f} % of the steps at batch {batch}" for batch, share in sorted(data.traffic.items())
+        )
+        head.append(Remark(f"Traffic: {mix}.", "caption"))
+    whole = [part for group in found if group.whole or not data.shapes.name for part in _whole(data, group)]
+    single = [part for group in found if not group.whole and data.shapes.name for part in _single(data, group)]
+    cache = f" The last-level cache holds {words.size(last_level_cache(data))}."
+    where = "with the same threads" if any(data.advice) else "on the same device"
+    about = f"Measured before and after everything else, {where}; the limits stand on them.{cache}"
+    how = [Remark(text, "caption") for text in explained(data)]
+    how += [Remark(text, "caption", On.PAGE) for text in speed.explained(data.rows, timed)]
+    reading = Section("How to read it", how, folded=True)
+    chapters: list[tuple[str, str, list[Part]]] = [
+        ("verdicts", "Each format", [_verdicts(data, found)] if any(data.verdicts.values()) else []),
+        ("whole", "The whole model" if single else "Batch by batch", [*whole, reading]),
+        ("layers", "Layer by layer", single),
+        ("ceilings", "Ceilings", [Remark(about, "caption", On.PAGE), ceilings(data)]),
+    ]
+    first = next((row for row in data.rows if row.runtime), data.rows[0])
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(first.versions.items()))
+    linears = words.plural(sum(linear.count for linear in data.shapes.linears), "linear")
+    return Document(
+        f"{data.title}: the dequantization tax",
+        [f"Every linear in each format, timed against {data.baseline} on {device}. {data.shapes.source}".rstrip()],
+        [*head, *(Remark(note, "note") for note in data.notes)],
+        [Section(title, parts, place) for place, title, parts in chapters if parts],
+        [
+            ("linears", f"{linears}, {data.shapes.source}"),
+            ("device", _device(first)),
+            ("runtime", first.runtime or ""),
+            ("target", data.target.name),
+            ("versions", versions),
+        ],
+        made=f"Made by quantkit {data.version} from the rows of one run.",
+    )
+
+
+def _verdicts(data: Taxed, found: Sequence[CurveGroup]) -> Sheet:
+    """Build the verdict on each format: where it wins, the rows that decided."""
+    ranges = {
+        (group.threads, series.title): (wins(series), curves.ideal_end(series))
+        for group in found
+        for series in group.series
+        if group.whole or len(data.shapes.linears) == 1
+    }
+    rows: list[list[Cell]] = []
+    for threads, verdicts in data.verdicts.items():
+        for verdict in verdicts:
+            where, ideal = ranges.get((threads, verdict.format or ""), ("", ""))
+            of = [on(threads)] if len(data.verdicts) > 1 else []
+            rows.append([Styled(*said(verdict)), *of, where, ideal, list(verdict.because)])
+    threaded = ["threads"] if len(data.verdicts) > 1 else []
+    head = ["verdict", *threaded, "wins at batch (95 % of the ends)", "ideally", "the rows that decided"]
+    return Sheet(head, rows, words=len(head), stacked=True)
+
+
+def _whole(data: Taxed, group: CurveGroup) -> list[Part]:
+    """Build an overview and a line a batch of every variant."""
+    parts = [_overview(group, data.baseline)] if any(series.cells for series in group.series) else []
+    return [Section(group.title, [*parts, *(part for each in group.series for part in _variant(data, each))])]
+
+
+def _single(data: Taxed, group: CurveGroup) -> list[Part]:
+    """Build the speed-up at each batch, a line a variant; on a page as much as of the whole."""
+    batches = sorted({cell.x for series in group.series for cell in series.cells})
+    rows = []
+    for series in group.series:
+        ratios = {cell.x: words.or_dash(cell.ratio, words.times) for cell in series.cells}
+        rows.append([Styled(series.title, "name"), *(ratios.get(batch, "–") for batch in batches)])
+    brief = Sheet(["", *(f"{batch:,}" for batch in batches)], rows, on=On.SCREEN)
+    parts = [_overview(group, data.baseline)] if any(series.cells for series in group.series) else []
+    full = [part for series in group.series for part in _variant(data, series) if part.on == On.PAGE]
+    return [Section(group.title, [brief, *parts, *full], folded=True)]
+
+
+def _variant(data: Taxed, series: Series) -> list[Part]:
+    """Build one variant: for a screen a line a batch, for a page its figures."""
+    if not series.cells:
+        return [Section(series.title, [Remark(" ".join(curves.skipped(series)))])]
+    factor, unit = series.time_unit
+    kernel = str(series.cells[0].row.settings.get("kernel") or "")
+    title = (Styled(series.title, "name"), Styled(f"  {kernel}" if kernel else "", "dim"))
+    brief = Sheet([name.format(unit=unit) for name in _BRIEF], [line(cell, factor) for cell in series.cells], words=0)
+    cautions = [Remark(text, "caution") for text in curves.cautions(series)]
+    screen: list[Part] = [Remark(title), brief, Remark(" ".join(outcomes(series))), *cautions]
+    made = speed.section(data.rows, series)
+    keys = [(shade, label) for label, shade in _parts(series).values()]
+    panels = [*made.charts, split(series)] if made.charts else []
+    captions = [*([f"It ran as {kernel}."] if kernel else []), *made.captions]
+    page = replace(made, charts=panels, captions=captions, keys=keys, title=series.title)
+    return [Section("", screen, on=On.SCREEN), page]
+
+
+def _overview(group: CurveGroup, baseline: str) -> Exhibit:
+    """Draw the delivered speed-up of all variants over the batch, where they win and where they lose."""
+    known = [series for series in group.series if any(cell.ratio for cell in series.cells)]
+    drawn: list[Curve] = []
+    for i, series in enumerate(known):
+        cells = [cell for cell in series.cells if cell.ratio]
+        hover = [f"{series.title} {words.times(cell.ratio or 0)}" for cell in cells]
+        colour = _LINES[min(i, len(_LINES) - 1)]
+        drawn.append(Curve(series.title, colour, [c.x for c in cells], [c.ratio or 0.0 for c in cells], hover))
+    values = [y for curve in drawn for y in curve.y]
+    axis = log_axis(f"{baseline} time / its time", [*values, 1.0], form=lambda v: f"{v:g}×")
+    across = points_axis("batch (rows of the activation)", [x for curve in drawn for x in curve.x])
+    alt = f"How many times as fast each format is as {baseline}, by batch, both axes logarithmic"
+    figure = drawn_lines(drawn, across, axis, height=360, even=1.0)
+    panels = [Plot(f"Delivered speed-up over {baseline}", alt, figure, wide=True)]
+    body = []
+    for series in known:
+        factor, unit = words.time_unit(min(cell.row.value or 1.0 for cell in series.cells))
+        for cell in series.cells:
+            batch, times, *ratios, tax, share, slack, spread = line(cell, factor)
+            times, tax, slack = (each if each == "–" else f"{each} {unit}" for each in (times, tax, slack))
+            body.append([series.title, batch, times, *ratios, tax, share, slack, spread])
+    best = [f"{series.title}: {' '.join(outcomes(series))}" for series in known]
+    table = Sheet(("format", "batch", f"{baseline} → this", *_HEAD), body)
+    return Exhibit(best, [] if all(len(curve.x) == 1 for curve in drawn) else panels, [], table)
+
+
+def split(series: Series) -> Plot:
+    """Bars of the limit and the tax, as shares of the baseline's time: absolute ones would hide small batches."""
+    cells = [cell for cell in series.cells if cell.bound and cell.original]
+    parts = [
+        BarPart(label, [shares_of(cell)[part] for cell in cells], shade)
+        for part, (label, shade) in _parts(series).items()
+    ]
+    names = [f"batch {cell.x:,}" for cell in cells]
+    times = [(cell.row.value or 0.0, cell.original or 1.0) for cell in cells]
+    totals = [f"{words.moment(own)}, {words.percent(own / other, 0)}" for own, other in times]
+    figure = stacked(names, parts, totals, f"share of {series.other}'s time", form=lambda v: words.percent(v, 0))
+    alt = f"Limit and tax of {series.title} at each batch, as shares of {series.other}'s time"
+    return Plot("What its time is made of", alt, figure)
+
+
+def _parts(series: Series) -> dict[str, tuple[str, str]]:
+    """The parts of the bars that any of them has, with label and colour."""
+    shares = [shares_of(cell) for cell in series.cells if cell.bound and cell.original]
+    return {part: look for part, look in _SPLIT.items() if any(each[part] > 0 for each in shares)}
+
+
+def shares_of(cell: CurvePoint) -> dict[str, float]:
+    """The parts' seconds over the baseline's time; what a negative part leaves is nothing.
+
+    Quantizing the input and launching happen in the twin as well: they are taken off the streaming loss, or off the
+    rest where there is no twin.
+    """
+    time_s, bound, whole = cell.row.value or 0.0, cell.bound or 0.0, cell.original or 1.0
+    raw = cell.row.op.raw_s if cell.row.op is not None else None
+
+    def known(name: str) -> float:
+        value = cell.row.settings.get(name)
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    undecoded = time_s if raw is None else min(max(raw, bound), time_s)
+    over = max(undecoded - bound, 0.0)
+    activation = min(known("activation_s"), over)
+    launch = min(known("launch_s"), over - activation)
+    left = over - activation - launch
+    seconds = {
+        "bound": min(bound, time_s),
+        "activation": activation,
+        "launch": launch,
+        "streaming": left if raw is not None else 0.0,
+        "decode": max(time_s - max(undecoded, bound), 0.0) if raw is not None else 0.0,
+        "rest": left if raw is None else 0.0,
+    }
+    return {part: taken / whole for part, taken in seconds.items()}
+
+
+def _device(row: Row) -> str:
+    """`Cortex-A76, pi5`: of one that was reached from another machine also what it is called there."""
+    return ", ".join(part for part in (row.device.name, row.on) if part) if row.device is not None else ""
