@@ -180,7 +180,7 @@ def documents(
 ) -> tuple[dict[str, bytes | None], list[Decision]]:
     """Page and card of a finished bundle; the page is None where it cannot be made, so that no old one stays."""
     from quantkit.report.bundle import figures
-    from quantkit.report.bundle.card import card
+    from quantkit.report.bundle.document import card
 
     notes = figures.notes(manifest)
     made, missing = page(manifest, rows, notes, folder, devices)
@@ -199,7 +199,7 @@ def read_harm(folder: Path) -> Harm | None:
 
 def with_documents(manifest: Manifest, rows: list[Row], notes: Sequence[str], folder: Path) -> Manifest:
     """Write page and card into a bundle; the manifest that lists them."""
-    from quantkit.report.bundle.card import card
+    from quantkit.report.bundle.document import card
 
     if manifest.layers or manifest.verdict is not None or any(row.runtime == "onnxruntime" for row in rows):
         made, missing = page(manifest, rows, notes, folder)

@@ -23,7 +23,6 @@ OTHER_WORDS = {
     ("quantkit.planning.matrix", "openvino"): "a runtime, with what people call it",
     ("quantkit.model.sizes.configs", "onnx"): "a folder of a bundle",
     ("quantkit.bundle.manifest", "onnx"): "a folder of a bundle, and a file's role",
-    ("quantkit.report.bundle.card", "onnx"): "a file's role",
     ("quantkit.report.bundle.document", "onnx"): "a file's role",
     ("quantkit.report.bundle.document", "gguf"): "a file's role",
 }

@@ -16,7 +16,7 @@ from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy import layerwise
 from quantkit.pipeline.finished.reload import compare_layers, fed
-from quantkit.report.bundle.layers import layers as shown
+from quantkit.report.bundle.engine import layers as shown
 from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile

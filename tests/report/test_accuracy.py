@@ -12,8 +12,7 @@ from quantkit.measurement.accuracy.labelled import About, classification, output
 from quantkit.measurement.rows import Data, Row
 from quantkit.report.bundle import figures
 from quantkit.report.bundle.accuracy import accuracy
-from quantkit.report.bundle.card import card
-from quantkit.report.bundle.document import document
+from quantkit.report.bundle.document import card, document
 from report import labelled
 from report.shown import page, printed
 

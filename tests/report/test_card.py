@@ -11,7 +11,7 @@ import yaml
 from quantkit.bundle import Manifest
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import figures
-from quantkit.report.bundle.card import card
+from quantkit.report.bundle.document import card
 from quantkit.report.kit.markdown import escape, fenced
 from report import labelled
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows

@@ -13,8 +13,7 @@ from quantkit.bundle import Check, Manifest, WeightsEntry
 from quantkit.measurement.rows import Row
 from quantkit.report import terminal
 from quantkit.report.bundle import figures
-from quantkit.report.bundle.card import card
-from quantkit.report.bundle.document import document, took
+from quantkit.report.bundle.document import card, document, took
 from quantkit.report.kit.progress import Display
 from quantkit.report.kit.screen import indented, marked, table
 from report.shown import page, printed

@@ -65,19 +65,19 @@ def add(
 def list_(as_json: Json = False) -> Answer:
     """The devices of this user."""
     from quantkit.devices import named
-    from quantkit.report import devices
+    from quantkit.report import terminal
 
     found = [named.find(name).model_dump(mode="json") for name in named.names()]
-    return Answer({"devices": found}, devices.listed(found))
+    return Answer({"devices": found}, terminal.listed(found))
 
 
 def show(name: Name, as_json: Json = False) -> Answer:
     """What a device said when it was last probed."""
     from quantkit.devices import named
-    from quantkit.report import devices
+    from quantkit.report import terminal
 
     found = named.find(name, where="NAME").model_dump(mode="json")
-    return Answer(found, devices.device(found))
+    return Answer(found, terminal.device(found))
 
 
 def probe(device: Device, as_json: Json = False) -> Answer:
@@ -130,7 +130,7 @@ def _probed(device: NamedDevice, *, keep: bool = True) -> Answer:
     """Ask it, refuse what nothing runs on, and remember the rest."""
     from quantkit.devices.probed import probe as ask
     from quantkit.devices.reached import shell
-    from quantkit.report import devices
+    from quantkit.report import terminal
 
     with showing() as progress, shell(device) as way:
         progress.begin(f"probing {device.name}")
@@ -140,7 +140,7 @@ def _probed(device: NamedDevice, *, keep: bool = True) -> Answer:
     if keep:
         found.save()
     shown = found.model_dump(mode="json")
-    return Answer(shown, devices.device(shown))
+    return Answer(shown, terminal.device(shown))
 
 
 HELP = "The machines that things are measured on, by OpenSSH."

@@ -44,7 +44,7 @@ def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer
     from quantkit.devices.asked import doctor_on
     from quantkit.devices.named import find, names
     from quantkit.devices.reached import reach
-    from quantkit.report import devices
+    from quantkit.report import terminal
 
     device = find(on)
     if write and on not in names():
@@ -53,5 +53,5 @@ def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer
     with showing() as progress, reach(device, wheelhouse=wheelhouse) as found:
         progress.begin(f"measuring {on}")
         report = doctor_on(found, progress, write=write)
-    shown = devices.ceilings(report["device"], report["measurements"], report["written"])
+    shown = terminal.ceilings(report["device"], report["measurements"], report["written"])
     return Answer(report, shown, warnings=report["warnings"])

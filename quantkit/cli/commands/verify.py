@@ -112,7 +112,7 @@ def _there(on: str, failed: Check) -> str:
 def _layers(bundle: Bundle, floats: Bundle, inputs: Path | None, runtime: str | None) -> Answer:
     """Layer by layer, by Polygraphy."""
     from quantkit.pipeline.finished.reload import compare_layers
-    from quantkit.report.bundle.layers import layers
+    from quantkit.report.bundle.engine import layers
 
     with showing() as progress:
         progress.begin(f"comparing the layers of {bundle.path} and {floats.path}")

@@ -10,19 +10,21 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from quantkit.bundle import Manifest
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import Inspected
 from quantkit.measurement.rows import Row
 from quantkit.measurement.verdict import speed_up
+from quantkit.model.source.alias import ALIASES
 from quantkit.report import on_devices
 from quantkit.report.bundle import accuracy as accuracy_sections
 from quantkit.report.bundle import curves, figures, sections, speed, usage
 from quantkit.report.bundle import engine as engine_sections
 from quantkit.report.bundle import harm as harm_sections
 from quantkit.report.bundle.figures import DecisionLine
-from quantkit.report.kit import shares, words
+from quantkit.report.kit import markdown, shares, words
 from quantkit.report.kit.tree import (
     MARK,
     Cell,
@@ -403,3 +405,48 @@ def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:
     versions = {"quantkit": manifest.quantkit, **manifest.versions}
     found.append(("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))))
     return found
+
+
+def card(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """Write the card's text; `notes` are what a reader must know about the figures."""
+    front = usage.as_yaml(front_matter(manifest, rows))
+    return f"---\n{front}\n---\n\n{markdown.document(document(manifest, rows, notes))}\n"
+
+
+def front_matter(manifest: Manifest, rows: Sequence[Row]) -> dict[str, Any]:
+    """What the hub reads: base model, licence if known, task, tags, quantization."""
+    source = manifest.model.source
+    licence = ALIASES[name].licence.lower() if (name := source.ref.removeprefix("alias:")) in ALIASES else None
+    formats = sorted({str(layer.scheme.get("format")) for layer in manifest.layers})
+    checkpoint, graph = usage.has(manifest, "model/"), usage.has(manifest, "onnx/")
+    found: dict[str, Any] = {}
+    if checkpoint or graph:
+        found["library_name"] = "transformers" if checkpoint else "onnx"
+    found["base_model"] = markdown.on_one_line(figures.origin(manifest))
+    if formats:
+        found["base_model_relation"] = "quantized"
+    if licence:
+        found["license"] = licence
+    if task := _task(manifest.model.kind, rows):
+        found["pipeline_tag"] = task
+    forms = [form for form, there in (("onnx", graph), ("tensorrt", usage.has(manifest, "engine/"))) if there]
+    found["tags"] = ["quantkit", manifest.model.kind, *usage.libraries(manifest), *forms, *formats]
+    if formats:
+        found["quantization"] = {
+            "recipe": str(manifest.recipe.get("name", "")),
+            "method": [name for step in manifest.recipe.get("passes", []) for name in step],
+            "schemes": [text for _, text in figures.schemes(manifest)],
+            "content_sha256": manifest.content_sha256,
+        }
+    return found
+
+
+def _task(kind: str, rows: Sequence[Row]) -> str | None:
+    """What the hub calls the model's task; None of a graph that was not scored as one that tells images apart."""
+    if kind == "decoder":
+        return "text-generation"
+    if kind == "encoder" and any(row.name == "accuracy.top1" for row in rows):
+        return "text-classification"
+    if kind == "encoder":
+        return "sentence-similarity" if any(row.name in shares.RECALL for row in rows) else "feature-extraction"
+    return "image-classification" if any(figures.counted(row) == "image" for row in rows) else None
