@@ -18,17 +18,14 @@ from quantkit.errors import InputError
 from quantkit.exporters.onnx.nbits import InputCodes
 from quantkit.formats import QuantTensor, load_format
 from quantkit.model import run_time
-from quantkit.model.device import put
-from quantkit.model.finished import Finished
-from quantkit.model.layouts import Expansion, Read
+from quantkit.model.finished import DenseWeights, Finished
 from quantkit.model.run_time import RunTime
 from quantkit.model.source.open import Source
-from quantkit.model.source.weights import Weights
 from quantkit.model.streaming.cache import QuantizedCaches
 from quantkit.model.streaming.inputs import QuantizedInputs
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.traced import is_linear, is_transposed
-from quantkit.runtimes.torch.reloaded import ExpandedWeights, reloaded
+from quantkit.runtimes.torch.reloaded import reloaded
 from quantkit.scheme import WeightScheme
 
 
@@ -100,7 +97,7 @@ class Values:
         """Of a compile."""
         files = apart(stream.files, results.schemes)
         transposed = {name: is_transposed(stream.skeleton.get_submodule(name)) for name in results.schemes}
-        weights = Decided.of(source, stream.files, files, results, transposed)
+        weights = DenseWeights.of_results(source.weights, stream.files, files, results, transposed)
         dense = StreamedModel(replace(source, weights=weights), files=files)
         how = run_time.of_results(results, stream.block_names)
         if any(scale.moved is not None for scale in how.scales.values()):
@@ -132,7 +129,7 @@ class Values:
         stream = reloaded(folder)
         layers = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in bundle.manifest.layers}
         weights = stream.source.weights
-        if layers and not isinstance(weights, ExpandedWeights):
+        if layers and not isinstance(weights, DenseWeights):
             raise InputError(
                 "bundle-dense",
                 where=str(path),
@@ -144,19 +141,19 @@ class Values:
         prefixes = {linear: stream.files[f"{linear}.weight"].removesuffix(".weight") for linear in layers}
 
         def quantized(linear: str, *, codes: bool = True) -> QuantTensor:
-            assert isinstance(weights, ExpandedWeights)
+            assert isinstance(weights, DenseWeights) and weights.layout is not None
             return weights.layout.read_back(prefixes[linear], layers[linear], weights.stored.read)
 
-        if isinstance(weights, ExpandedWeights):
+        if isinstance(weights, DenseWeights):
             # a library rounds what it expands to the model's dtype; an export holds the codes, as after a compile
             linears = {prefix: linear for linear, prefix in prefixes.items()}
 
-            def exact(prefix: str, _: Read) -> Tensor:
+            def exact(prefix: str, _: tuple[int, ...]) -> Tensor:
                 tensor = quantized(linears[prefix])
-                found: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
-                return found
+                values: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
+                return values
 
-            exact_weights = replace(weights, expansion=Expansion(None, exact))
+            exact_weights = replace(weights, expand=exact)
             stream.source = replace(stream.source, weights=exact_weights)
 
         how = RunTime()
@@ -181,57 +178,6 @@ def apart(files: Mapping[str, str], quantized: Collection[str]) -> dict[str, str
     weights = [f"{linear}.weight" for linear in quantized]
     own = {name: f"{name}, quantized" for name in weights if users[files[name]] > 1}
     return {**files, **own}
-
-
-@dataclass(frozen=True)
-class Decided(Weights):
-    """The source's tensors with what the passes made of them; float32 where they are quantized."""
-
-    source: Weights
-    results: Finished
-    linears: Mapping[str, str]
-    changed: Mapping[str, str]
-    transposed: Mapping[str, bool]
-
-    @classmethod
-    def of(
-        cls,
-        source: Source,
-        stored: Mapping[str, str],
-        files: Mapping[str, str],
-        results: Finished,
-        transposed: Mapping[str, bool],
-    ) -> Decided:
-        """Of a compile.
-
-        Args:
-            stored: parameter -> tensor of the source's files.
-            files: parameter -> tensor here, as `apart` has it.
-            transposed: quantized linear -> whether its weight is stored [K, N].
-        """
-        # a tensor that only a quantized linear has is as large as the one it was shared with
-        own = {files[name]: source.weights.entries[file] for name, file in stored.items()}
-        return cls(
-            {**source.weights.entries, **own},
-            source.weights.folder,
-            source.weights.shards,
-            source.weights,
-            results,
-            {files[f"{name}.weight"]: name for name in results.schemes},
-            {files[name]: name for name in results.changed},
-            transposed,
-        )
-
-    def read(self, name: str, device: torch.device | None = None) -> Tensor:
-        """A tensor of the dense model."""
-        if name in self.linears:
-            linear = self.linears[name]
-            found = self.results.dense(linear, self.entries[name].shape, transposed=self.transposed[linear])
-        elif name in self.changed:
-            found = self.results.tensor(self.changed[name])
-        else:
-            return self.source.read(name, device)
-        return put(found, device)
 
 
 def as_float32(tensor: Tensor) -> Tensor:

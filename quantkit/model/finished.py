@@ -1,12 +1,14 @@
 """What the passes have decided, block by block on disk: codes of quantized linears, and whatever a fold changed.
 
-What is not here is as in the source. Exporters read from this and from the source, one tensor at a time.
+What is not here is as in the source. Exporters read from this and from the source, one tensor at a time: `DenseWeights`
+shows both as one, and a packed checkpoint likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from torch import Tensor
 
 from quantkit.formats import Nested, QuantTensor, SuperBlocks, load_format
 from quantkit.formats.base.activation import InputScale, Moved
+from quantkit.model import layouts
+from quantkit.model.device import put
+from quantkit.model.layouts import Layout
+from quantkit.model.source.weights import TensorEntry, Weights
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # a linear's tensors are stored as NAME::FIELD; what has no field is a parameter
@@ -144,3 +150,77 @@ class Finished:
         tensor = self.quantized(linear)
         values: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
         return (values[:, : shape[0]].T if transposed else values[:, : shape[1]]).contiguous()
+
+
+@dataclass(frozen=True)
+class DenseWeights(Weights):
+    """Tensors of a model with the values that its codes stand for, wherever the codes are.
+
+    Args:
+        stored: what has no codes; of a packed checkpoint, all that is in its files.
+        packed: tensor -> the linear whose codes it stands for.
+        expand: (linear, shape of its weight) -> its values.
+        changed: tensor -> what reads it, of those that passes changed.
+        layout: of a packed checkpoint; None of a compile.
+    """
+
+    stored: Weights
+    packed: Mapping[str, str]
+    expand: Callable[[str, tuple[int, ...]], Tensor]
+    changed: Mapping[str, Callable[[], Tensor]]
+    layout: Layout | None = None
+
+    @classmethod
+    def of_results(
+        cls,
+        source: Weights,
+        stored: Mapping[str, str],
+        files: Mapping[str, str],
+        results: Finished,
+        transposed: Mapping[str, bool],
+    ) -> DenseWeights:
+        """Of a compile: the source's tensors with what the passes made of them, float32 where they are quantized.
+
+        Args:
+            stored: parameter -> tensor of the source's files.
+            files: parameter -> tensor here: a quantized linear has one to itself.
+            transposed: quantized linear -> whether its weight is stored [K, N].
+        """
+
+        def expand(linear: str, shape: tuple[int, ...]) -> Tensor:
+            return results.dense(linear, shape, transposed=transposed[linear])
+
+        # a tensor that only a quantized linear has is as large as the one it was shared with
+        own = {files[name]: source.entries[file] for name, file in stored.items()}
+        packed = {files[f"{name}.weight"]: name for name in results.schemes}
+        changed = {files[name]: partial(results.tensor, name) for name in results.changed}
+        return cls({**source.entries, **own}, source.folder, source.shards, source, packed, expand, changed)
+
+    @classmethod
+    def of_checkpoint(cls, stored: Weights, config: Mapping[str, Any], dtype: str) -> DenseWeights:
+        """Of packed weights: `X.weight` instead of what a layout stores of X, expanded by its library's own code.
+
+        Args:
+            config: `quantization_config` of config.json.
+            dtype: of the model.
+        """
+        layout = layouts.of(config)
+        packed = {f"{prefix}.weight": prefix for prefix in layout.prefixes(stored.entries)}
+        parts = {prefix + part for prefix in packed.values() for part in layout.parts}
+        entries: dict[str, TensorEntry] = {name: entry for name, entry in stored.entries.items() if name not in parts}
+        for dense, prefix in packed.items():
+            codes, shape = stored.entries[prefix + layout.codes], layout.shape(prefix, stored.read)
+            entries[dense] = replace(codes, name=dense, dtype="F32", shape=shape)
+        expansion = layout.expansion(config, getattr(torch, dtype))
+
+        def expand(prefix: str, _: tuple[int, ...]) -> Tensor:
+            values: Tensor = expansion.weight(prefix, stored.read)
+            return values
+
+        return cls(entries, stored.folder, stored.shards, stored, packed, expand, {}, layout)
+
+    def read(self, name: str, device: torch.device | None = None) -> Tensor:
+        """A tensor of the dense model."""
+        if name in self.packed:
+            return put(self.expand(self.packed[name], self.entries[name].shape), device)
+        return put(self.changed[name](), device) if name in self.changed else self.stored.read(name, device)

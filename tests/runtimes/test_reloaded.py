@@ -15,11 +15,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 from quantkit.exporters import load_exporter
 from quantkit.formats import load_format
 from quantkit.model import finished
-from quantkit.model.finished import Finished
+from quantkit.model.finished import DenseWeights, Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.model.structure.traced import is_linear, is_transposed
-from quantkit.runtimes.torch.reloaded import ExpandedWeights, reloaded
+from quantkit.runtimes.torch.reloaded import reloaded
 from quantkit.scheme import WeightScheme
 
 
@@ -106,7 +106,7 @@ def test_a_dense_checkpoint_is_read_as_it_is(tmp_path: Path) -> None:
     model = zoo.tiny("gpt2", n_layer=2)
     folder = export(model, tmp_path, WeightScheme(format="int4", **GROUP), layout="dense")
     ids = zoo.ids(3, 10)
-    assert not isinstance(reloaded(folder).source.weights, ExpandedWeights)
+    assert not isinstance(reloaded(folder).source.weights, DenseWeights)
     assert close(streamed(folder, ids), plain(folder, ids))
 
 
@@ -120,7 +120,7 @@ def test_several_schemes_and_layers_left_alone(tmp_path: Path) -> None:
     ids = zoo.ids(3, 10)
     assert close(streamed(folder, ids), plain(folder, ids))
     weights = reloaded(folder).source.weights
-    assert isinstance(weights, ExpandedWeights)
+    assert isinstance(weights, DenseWeights)
     # packed tensors and their companions are seen as the dense ones they stand for, and nothing else is
     assert not [name for name in weights.entries if "weight_" in name]
     assert weights.entries["model.layers.0.mlp.up_proj.weight"].shape == (96, 64)

@@ -34,8 +34,8 @@ from quantkit.model.source.weights import INDEX, SINGLE, dtype_name, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.exporters.values import Decided, Values
-    from quantkit.model.finished import Finished
+    from quantkit.exporters.values import Values
+    from quantkit.model.finished import DenseWeights, Finished
     from quantkit.model.source.open import Source
     from quantkit.scheme import WeightScheme
 
@@ -208,10 +208,10 @@ class Writer:
         return self._decided.read(name).to(torch_dtype(self.source.weights.entries[name].dtype))
 
     @cached_property
-    def _decided(self) -> Decided:
-        from quantkit.exporters.values import Decided
+    def _decided(self) -> DenseWeights:
+        from quantkit.model.finished import DenseWeights
 
-        return Decided.of(self.source, self.files, self.files, self.finished, self.linears)
+        return DenseWeights.of_results(self.source.weights, self.files, self.files, self.finished, self.linears)
 
 
 class _Producer:

@@ -306,11 +306,12 @@ def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
 
 def _streamed(folder: Path, ids: Tensor, *, rounded: bool = False) -> Tensor:
     """What the stream that scores a written checkpoint gives for ids [samples, tokens]; `rounded`: as kernels may."""
+    from quantkit.model.finished import DenseWeights
     from quantkit.model.kernel_limit import RoundedProducts
-    from quantkit.runtimes.torch.reloaded import ExpandedWeights, reloaded
+    from quantkit.runtimes.torch.reloaded import reloaded
 
     stream = reloaded(folder)
-    if rounded and isinstance(weights := stream.source.weights, ExpandedWeights):
+    if rounded and isinstance(weights := stream.source.weights, DenseWeights):
         packed = {name.removesuffix(".weight") for name, file in stream.files.items() if file in weights.packed}
         stream.transforms.append(RoundedProducts(stream.block_names, packed))
     return stream.answers(ids).all()

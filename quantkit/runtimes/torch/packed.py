@@ -20,12 +20,12 @@ from quantkit.bundle import LayerEntry
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
 from quantkit.kernels.dispatch import EXPANDED, FILE, OURS, Recorded
+from quantkit.model.finished import DenseWeights
 from quantkit.model.source.open import open_written
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes.torch.classes import built, described
-from quantkit.runtimes.torch.reloaded import ExpandedWeights
 from quantkit.runtimes.torch.reloaded import expanded as dense
 from quantkit.scheme import WeightScheme
 
@@ -150,7 +150,7 @@ def _packed(
     packed: dict[str, PackedWeight] = {}
     others: dict[str, HummingLinear] = {}
     reasons: dict[str, str] = {}
-    if not isinstance(weights, ExpandedWeights):
+    if not isinstance(weights, DenseWeights) or weights.layout is None:
         return packed, others, reasons
     known = {layer.name: layer for layer in layers}
     for prefix in weights.packed.values():
@@ -172,11 +172,12 @@ def _packed(
 
 
 def _other(
-    prefix: str, weights: ExpandedWeights, source: Source, dtype: torch.dtype, device: str, table: Table | None
+    prefix: str, weights: DenseWeights, source: Source, dtype: torch.dtype, device: str, table: Table | None
 ) -> HummingLinear:
     """A linear in another library's kernels. Raises InputError where there is none, or it was not the fastest."""
     from quantkit.kernels.backends.humming import NAME, HummingLinear
 
+    assert weights.layout is not None
     shape = weights.layout.shape(prefix, weights.stored.read)
     # what else a table may have for this shape was chosen for another format
     if table is not None and {choice.candidate for choice in table.choices.get(shape, ())} == {EXPANDED}:

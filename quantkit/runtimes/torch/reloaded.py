@@ -7,19 +7,14 @@ tensors is ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from quantkit.model import layouts, run_time
-from quantkit.model.device import put
-from quantkit.model.layouts import Expansion, Layout
+from quantkit.model import run_time
+from quantkit.model.finished import DenseWeights
 from quantkit.model.source.open import Source, open_written
-from quantkit.model.source.weights import TensorEntry, Weights
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.traced import is_linear
 
@@ -54,41 +49,4 @@ def expanded(source: Source) -> Source:
     kept = {name: entry for name, entry in stored.entries.items() if not name.endswith(run_time.PARTS)}
     rest = replace(stored, entries=kept)
     dense = run_time.weights_are_dense(config)
-    return replace(source, weights=rest if dense else ExpandedWeights.of(rest, config, source.dtype))
-
-
-@dataclass(frozen=True)
-class ExpandedWeights(Weights):
-    """Packed weights seen as the dense ones they stand for: `X.weight` instead of what a layout stores of X.
-
-    Args:
-        stored: what is in the files.
-        layout: how.
-        expansion: what makes `X.weight` of it.
-        packed: dense name -> linear's name in the files.
-    """
-
-    stored: Weights
-    layout: Layout
-    expansion: Expansion
-    packed: Mapping[str, str]
-
-    @classmethod
-    def of(cls, stored: Weights, config: Mapping[str, Any], dtype: str) -> ExpandedWeights:
-        """The view for a `quantization_config` of config.json, and a model of some dtype."""
-        layout = layouts.of(config)
-        packed = {f"{prefix}.weight": prefix for prefix in layout.prefixes(stored.entries)}
-        parts = {prefix + part for prefix in packed.values() for part in layout.parts}
-        entries: dict[str, TensorEntry] = {name: entry for name, entry in stored.entries.items() if name not in parts}
-        for dense, prefix in packed.items():
-            codes, shape = stored.entries[prefix + layout.codes], layout.shape(prefix, stored.read)
-            entries[dense] = replace(codes, name=dense, dtype="F32", shape=shape)
-        expansion = layout.expansion(config, getattr(torch, dtype))
-        return cls(entries, stored.folder, stored.shards, stored, layout, expansion, packed)
-
-    def read(self, name: str, device: torch.device | None = None) -> Tensor:
-        """A tensor as the loaded model has it."""
-        if name not in self.packed:
-            return self.stored.read(name, device)
-        found = self.expansion.weight(self.packed[name], self.stored.read)
-        return put(found, device)
+    return replace(source, weights=rest if dense else DenseWeights.of_checkpoint(rest, config, source.dtype))
