@@ -6,7 +6,7 @@
 The same tokens, by themselves and at the beginning of longer sequences: a decoder gives the same logits for both, but
 for the last bits of its sums. Where inputs are rounded as the model runs, a number between two codes goes either way by
 them. What is compared is one checkpoint with itself, in float32; beside it stands what it loses from its original on
-each. That is why a compile confirms such a score on the very tokens (`quantkit/pipeline/blocks/confirm.py`).
+each. That is why a compile confirms such a score on the very tokens (`quantkit/pipeline/blocks/score.py`).
 """
 
 from __future__ import annotations
