@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.exporters.values import Values
-from quantkit.runtimes import Headed
 
 Array = NDArray[Any]
 _ROWS, _PROMPT, _STEPS, _PADDED = 2, 12, 4, 5
@@ -43,6 +42,13 @@ class RunningExport(Protocol):
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
         """An encoder's last hidden states for ids [B, S]."""
+
+    @property
+    def headed(self) -> bool:
+        """Whether it gives logits besides the last hidden states."""
+
+    def logits(self, ids: Array, mask: Array | None = None) -> Array:
+        """Logits of a headed encoder for ids [B, S]."""
 
 
 def decided(bundle: Path) -> Values | None:
@@ -125,7 +131,7 @@ def _encoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[st
     mask[-1, _PROMPT:] = 0
     short = _expected(values, ids[-1:, :_PROMPT])
     runs["padded row"] = _difference(model.encode(tokens, mask)[-1:, :_PROMPT], short)
-    if not isinstance(model, Headed) or not model.headed:
+    if not model.headed:
         return runs
     whole = replace(values, stream=values.stream.with_head())
     expected = _expected(whole, ids)

@@ -195,15 +195,13 @@ def _score(
     tell: Callable[[float], None],
 ) -> tuple[list[Row], Items | None]:
     from quantkit.measurement.accuracy import score
-    from quantkit.runtimes.onnxruntime.session import OnnxModel
 
     assert original.stream is not None and original.tokens is not None
     subject = bundle.manifest.content_sha256
     candidate = load_runtime(runtime).open(bundle.path) if candidate is None else candidate
     folder = weighed or folder_of(export_of(runtime))
     rows = sizes(bundle, original, folder)
-    if isinstance(candidate, OnnxModel):
-        rows += read_rows(candidate.ways, subject=subject, folder=folder)
+    rows += read_rows(candidate.ways, subject=subject, folder=folder)
     found, items = score.rows(
         original.stream, candidate, original.tokens, subject=subject, runtime=runtime, progress=tell
     )

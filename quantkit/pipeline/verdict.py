@@ -15,16 +15,13 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict, with_prompts
 from quantkit.recipe import ExportStep
 from quantkit.report.on_devices import DeviceRows
+from quantkit.runtimes import of_one_file, timed
 from quantkit.target import Target
 
 if TYPE_CHECKING:
     from quantkit.stats.deciding.apart import SpeedUp
 
 RUNTIME = "onnxruntime"
-# that read the same file, the one that everybody has first
-ONE_FILE = (RUNTIME, "quantkit_cpu")
-# a verdict rests on the first that was timed
-RUNTIMES = (*ONE_FILE, "llama_cpp", "openvino")
 
 
 def format_of(layers: Iterable[LayerEntry]) -> str:
@@ -85,11 +82,12 @@ def decide(
     """
     if not layers:
         return None
-    by_runtime = {name: [row for row in rows if row.runtime == name] for name in RUNTIMES}
+    runtimes = timed({row.runtime for row in rows if row.runtime is not None})
+    by_runtime = {name: [row for row in rows if row.runtime == name] for name in runtimes}
     runtime = next((name for name, own in by_runtime.items() if any(map(_is_latency, own))), RUNTIME)
-    timed = by_runtime[runtime]
-    steps = [row for row in timed if row.name == "latency.decode_step"]
-    passes = [row for row in timed if row.name == "latency.prefill"]
+    own = by_runtime[runtime]
+    steps = [row for row in own if row.name == "latency.decode_step"]
+    passes = [row for row in own if row.name == "latency.prefill"]
     measured = {row.batch for row in steps or passes if row.batch is not None}
     batches = [batch for batch in target.batches if batch in measured] or sorted(measured)
     # what an engine does otherwise than asked is a decision, and an error under --strict: no gate
@@ -97,18 +95,17 @@ def decide(
     failed = [check for check in checks if not check.ok]
     if not batches and not failed:
         return None
-    found = verdict(MeasuredFormat(format_of(layers), timed, checks), batches or target.batches)
+    found = verdict(MeasuredFormat(format_of(layers), own, checks), batches or target.batches)
     said = []
-    if runtime in ONE_FILE[1:]:
+    others = [name for name in of_one_file(RUNTIME) if name != RUNTIME]
+    if runtime in others:
         said.append(f"timed in {runtime} alone: what {RUNTIME} makes of the file is not known")
-    for other in ONE_FILE[1:] if runtime == RUNTIME else ():
-        said += faster(by_runtime[other], timed, other)
+    for other in others if runtime == RUNTIME else ():
+        said += faster(by_runtime[other], own, other)
     said += across(rows)
     found = found.model_copy(update={"because": [*found.because, *said]})
     return (
-        with_prompts(found, timed, setting=_setting(runtime, exports, target, layers))
-        if steps and not failed
-        else found
+        with_prompts(found, own, setting=_setting(runtime, exports, target, layers)) if steps and not failed else found
     )
 
 

@@ -2,38 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.errors import InputError
 from quantkit.plugins import Kind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from quantkit.bundle import Bundle
-    from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.runtimes.generate import TextTokens
-    from quantkit.runtimes.llama_cpp.session import LlamaModel
-    from quantkit.runtimes.onnxruntime.session import OnnxModel
-    from quantkit.runtimes.openvino.session import OpenvinoModel
-    from quantkit.runtimes.tensorrt import decode
-
-    # a model in a runtime: torch runs it block by block, a session or an engine runs it whole
-    Candidate = StreamedModel | OnnxModel | LlamaModel | OpenvinoModel | decode.EngineModel
+    from quantkit.runtimes.generate import Scores, TextTokens
 
 
-@runtime_checkable
-class Headed(Protocol):
-    """An encoder in a session whose file may hold the head of its class."""
+class Scored(Protocol):
+    """A model that is open in a runtime, as accuracy is measured on it."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Settings of the runtime, for rows."""
+
+    @property
+    def where(self) -> Mapping[str, str]:
+        """The device that it runs on, for rows."""
+
+    @property
+    def ways(self) -> Mapping[str, float]:
+        """Bytes of weights that each way of multiplying reads; empty of a model with one."""
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows from which on a model with several ways goes that of prompts; 0 of others."""
+
+    @property
+    def together(self) -> int | None:
+        """Texts of one length that are encoded at once; None: all."""
 
     @property
     def headed(self) -> bool:
-        """Tell whether it does, so that there are logits besides the last hidden states."""
+        """Whether it is an encoder that gives logits besides its last hidden states."""
+
+    def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
+        """Logits of a decoder for ids [n, T]; it is asked for the positions of a sequence in their order.
+
+        Args:
+            at_once: tokens that are fed at a time, at most; None: as many as fit.
+        """
+
+    def encode(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Last hidden states [B, S, width] of an encoder for ids [B, S]."""
 
     def logits(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Return what it gives for ids [B, S]: of texts [B, N], of tokens [B, S, N], of spans [B, S, 2]."""
+        """Logits of a headed encoder for ids [B, S]: of texts [B, N], of tokens [B, S, N], of spans [B, S, 2]."""
+
+
+class Session(Scored, Protocol):
+    """The same of a model that is timed, too. What does not fit is an InputError: `out-of-memory` for this machine,
+    `prompt-too-long` for this model, `shape-unsupported` for this engine."""
+
+    @property
+    def decoder(self) -> bool:
+        """Whether it has a cache and gives logits."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence can have."""
+
+    def decode(self, batch: int, context: int) -> Callable[[], object]:
+        """One prepared decode step with `context` tokens in the cache; each call repeats the same step."""
+
+    def prefill(self, batch: int, tokens: int) -> Callable[[], object]:
+        """One prepared prefill of `tokens` tokens a sequence; each call repeats it."""
+
+    def work(self) -> Mapping[str, Any]:
+        """What a step moves and computes, under the names of `StepCost`; `weight_bytes` at least."""
+
+
+class Graph(Protocol):
+    """A graph that is no transformer, open in a runtime."""
+
+    batch: int | None
+
+    def __call__(self, feed: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+        """The outputs by their names. Raises InputError `shape-unsupported`."""
 
 
 class Runtime(Protocol):
@@ -46,6 +99,9 @@ class Runtime(Protocol):
             on a processor.
         packages: what pip calls the libraries that it needs on a device, beside what all that runs there needs.
         installed: what pip calls those that have to be there already, because gigabytes are not carried.
+        imports: what Python calls the libraries that it needs.
+        extra: of quantkit, that brings them.
+        order: of the runtimes that a verdict may rest on, the lowest one's times come first.
     """
 
     name: str
@@ -53,6 +109,9 @@ class Runtime(Protocol):
     floats: str | None = None
     packages: tuple[str, ...] = ()
     installed: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+    extra: str = "compile"
+    order: int = 9
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Why nothing can be run in it on this machine; None where it can.
@@ -86,7 +145,7 @@ class Runtime(Protocol):
         bundle.demand_intact(f"{folder.name}/")
         return folder
 
-    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Candidate:
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Scored:
         """What scores a bundle, or the folder of one that is being built.
 
         Args:
@@ -99,6 +158,23 @@ class Runtime(Protocol):
             InputError: as `load`; `not-a-bundle`.
         """
         ...
+
+    def opens(self, folder: Path, threads: int | None = None) -> Session:
+        """What is timed: the model of the folder that it reads. Raises InputError, of a runtime that times nothing."""
+        raise self._not_timed(folder)
+
+    def opens_graph(self, file: Path, threads: int | None = None) -> Graph:
+        """The graph of a file, which is no transformer. Raises InputError, of a runtime that runs none."""
+        raise self._not_timed(file)
+
+    def _not_timed(self, path: Path) -> InputError:
+        return InputError(
+            "runtime-unsupported",
+            where=str(path),
+            value=self.name,
+            rule="it runs none of this kind by itself",
+            remedy="use another runtime: quantkit list runtimes",
+        )
 
     def load(self, bundle: Bundle) -> Any:
         """The model of a bundle as the runtime's library runs it; settings are each runtime's own."""
@@ -155,4 +231,21 @@ class Runtime(Protocol):
         )
 
 
-load_runtime = Kind[Runtime]("runtimes").load
+_RUNTIMES = Kind[Runtime]("runtimes")
+load_runtime = _RUNTIMES.load
+
+
+def timed(besides: Collection[str] = ()) -> list[str]:
+    """The runtimes that a verdict may rest on, in their order.
+
+    Args:
+        besides: names that rows have: those of them that installed packages offer count too.
+    """
+    names = {*_RUNTIMES.shipped(), *(name for name in besides if name in _RUNTIMES)}
+    loaded = [load_runtime(name) for name in sorted(names)]
+    return [runtime.name for runtime in sorted(loaded, key=lambda one: one.order) if runtime.floats is not None]
+
+
+def of_one_file(name: str) -> list[str]:
+    """The runtimes that read the same file as one of them, which comes first."""
+    return [other for other in timed() if load_runtime(other).floats == name]

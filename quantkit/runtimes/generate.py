@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, one
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Array = NDArray[Any]
+# logits [P, V] of consecutive positions of a sequence of those that are scored, by its number
+Scores = Callable[[int, slice], "Tensor"]
 
 
 class Decoder(Protocol):
@@ -170,3 +175,62 @@ def stream(
         yield tokens
         if number + 1 < new_tokens:
             logits = model.run(state, tokens[:, None])[:, -1]
+
+
+def fed(model: Decoder, ids: Tensor, at_once: int | None = None) -> Scores:
+    """Logits of a model with a cache for ids [n, T]: each part of a sequence goes on where the last one ended.
+
+    Args:
+        at_once: tokens that are fed at a time, at most; None: a whole part.
+    """
+    import torch
+
+    state: Any = None
+
+    def scores(index: int, part: slice) -> Tensor:
+        nonlocal state
+        if part.start == 0 or state is None:
+            state = model.state(1, ids.shape[1])
+        tokens = ids[index : index + 1, part]
+        few = tokens.split(at_once or tokens.shape[1], dim=1)
+        return torch.cat([torch.from_numpy(model.run(state, some.numpy())[0]) for some in few])
+
+    return scores
+
+
+class Noted(Protocol):
+    """A model of a file in which an exporter of ours has noted what a step takes."""
+
+    @property
+    def meta(self) -> Mapping[str, str]: ...  # noqa: D102
+    @property
+    def weight_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def cache_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def features(self) -> int: ...  # noqa: D102
+    @property
+    def prompt_rows(self) -> int: ...  # noqa: D102
+    @property
+    def accuracy_level(self) -> int: ...  # noqa: D102
+
+
+def noted_work(model: Noted) -> dict[str, Any]:
+    """What a step moves and computes, under the names of `StepCost`, by what the exporter noted in the file."""
+
+    def noted(name: str) -> float:
+        return float(model.meta.get(f"quantkit.{name}", 0))
+
+    return {
+        "weight_bytes": noted("step_bytes") or model.weight_bytes,
+        "kv_bytes_per_token": model.cache_bytes,
+        "flops_per_token": noted("flops"),
+        "attention_flops": noted("attention_flops"),
+        "head_flops": noted("head_flops"),
+        "float_bytes": noted("float_bytes"),
+        "float_head_flops": noted("float_head_flops"),
+        "io_bytes_per_token": 4.0 * model.features,
+        "many_rows": model.prompt_rows,
+        "many_bytes": noted("prompt_bytes"),
+        "compute": "int8" if model.accuracy_level == 4 else "fp32",
+    }

@@ -17,7 +17,7 @@ class QuantkitCpu(OnnxRuntime):
     """See the module."""
 
     name = "quantkit_cpu"
-    packages = ("onnx",)
+    packages, order = ("onnx",), 1
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """The processor, or no compiler."""
@@ -27,7 +27,11 @@ class QuantkitCpu(OnnxRuntime):
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> OnnxModel:
         """As of `onnxruntime`. Raises InputError, besides, as `load`."""
         self.demand()
-        return OnnxModel(path / FOLDER, threads=threads, own=True)
+        return self.opens(path / FOLDER, threads)
+
+    def opens(self, folder: Path, threads: int | None = None) -> OnnxModel:
+        """See `Runtime`."""
+        return OnnxModel(folder, threads=threads, own=True)
 
     def load(self, bundle: Bundle, **settings: Any) -> OnnxModel:
         """As of `onnxruntime`.

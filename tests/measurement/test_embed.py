@@ -34,6 +34,8 @@ def texts(n: int = 7) -> list[list[int]]:
 class Session:
     """A session's way to answer, with the whole model behind it."""
 
+    together, headed = 32, False
+
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
 

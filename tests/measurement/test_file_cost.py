@@ -11,8 +11,8 @@ import zoo
 from exported import export, write_as
 
 from quantkit.exporters.gguf.exporter import EXPORT
-from quantkit.measurement.timing.speed import cost_of_file
-from quantkit.runtimes.llama_cpp.session import AttentionSizes
+from quantkit.measurement.operators.tax import StepCost
+from quantkit.runtimes.llama_cpp.session import AttentionSizes, work_of_file
 from quantkit.scheme import WeightScheme
 
 # of `zoo.tiny`
@@ -29,7 +29,7 @@ def test_it_is_what_the_parameters_are(name: str, form: str, tmp_path: Path, mer
     made = export(tmp_path / "m", tmp_path / "b", how, layout="dense")
     write_as(EXPORT, made.folder, made.source, made.stream, made.results, {"floats": "float32"})
     path = made.folder / "gguf" / "model.gguf"
-    found = cost_of_file(path, SIZES, form)
+    found = StepCost(form, **work_of_file(path, SIZES))
     tied = name == "llama-tied"
     inside = [value for key, value in model.named_parameters() if value.dim() > 1 and ".layers." in key]
     table = model.get_input_embeddings().weight

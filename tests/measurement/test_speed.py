@@ -16,6 +16,7 @@ from small_onnx import Small, export, scheme
 
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.operators.ceilings import Ceiling
+from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import speed
 from quantkit.measurement.timing.shapes import TimingPlan
@@ -252,6 +253,6 @@ def test_a_graph_that_says_nothing_of_its_work_is_taken_by_its_files(pair: tuple
     """One that somebody else exported."""
     model: Any = pair[1].load()
     model.meta = {}
-    cost = speed._cost(model, job.theirs)
+    cost = StepCost(job.theirs.format, **model.work())
     assert cost.weight_bytes == model.weight_bytes
     assert cost.flops_per_token == 0

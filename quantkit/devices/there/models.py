@@ -30,7 +30,6 @@ from quantkit.errors import GateError, InputError
 from quantkit.measurement.timing.speed import demand_room, opened, opened_graph, samples_of
 from quantkit.runtimes import child, load_runtime
 from quantkit.runtimes.generate import Sampling, stream
-from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.runtimes.torch import RUNTIME as TORCH
 
 Array = NDArray[Any]
@@ -60,28 +59,28 @@ def _decoder(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Cal
     ids, threads = samples_of(job["data"])["ids"], machine.cores()
     places = [job[side]["place"] for side in ("ours", "theirs")]
     demand_room([*map(Path, places)])
-    ours, theirs = (
+    sides: list[Any] = [
         opened(place, {}, threads, runtime)
         for place, runtime in zip(places, (job["runtime"], job["floats"]), strict=True)
-    )
-    settings(ours.settings, done, caller)  # type: ignore[attr-defined]
-    few = max(1, _LOGITS // theirs.vocabulary)  # type: ignore[attr-defined]
+    ]
+    ours, theirs = sides
+    settings(ours.settings, done, caller)
+    few = max(1, _LOGITS // theirs.vocabulary)
     # a graph that multiplies in two ways is scored in both, as `measurement.accuracy.score` does
-    two = isinstance(ours, OnnxModel) and bool(ours.ways)
-    ways = {way: ours.prompt_rows - 1 if way == "steps" else 0 for way in ours.ways} if two else {"": 0}  # type: ignore[attr-defined]
+    ways = {way: ours.prompt_rows - 1 if way == "steps" else 0 for way in ours.ways} or {"": 0}
     for number, (way, most) in enumerate(ways.items()):
         for sequence, tokens in enumerate(ids):
             caller.at((number + sequence / len(ids)) / len(ways), f"sequence {sequence + 1} of {len(ids)}")
             cells = [f"scored-{way}-{sequence}-{start}" for start in range(0, len(tokens) - 1, POSITIONS)]
             if all(cell in done for cell in cells):
                 continue
-            states = [model.state(1, len(tokens)) for model in (ours, theirs)]  # type: ignore[attr-defined]
+            states = [model.state(1, len(tokens)) for model in (ours, theirs)]
             parts: list[dict[str, Array]] = []
             for start in range(0, len(tokens) - 1, few):
                 part = tokens[None, start : min(start + few, len(tokens) - 1)]
                 pieces = [part[:, at : at + (most or few)] for at in range(0, part.shape[1], most or few)]
-                own = np.concatenate([ours.run(states[0], piece)[0] for piece in pieces])  # type: ignore[attr-defined]
-                other = theirs.run(states[1], part)[0]  # type: ignore[attr-defined]
+                own = np.concatenate([ours.run(states[0], piece)[0] for piece in pieces])
+                other = theirs.run(states[1], part)[0]
                 parts.append(positions(tokens[start + 1 : start + 1 + part.shape[1]], other, own))
             found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             _demand_finite(found, sequence)
@@ -166,10 +165,8 @@ def _streamed(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Ca
 
 def _candidate(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> Any:
     """What torch streams; of an engine the bytes that are executed are those that the job names."""
-    from quantkit.measurement.accuracy.score import settings as settings_of
-
     candidate = load_runtime(job["runtime"]).open(Path(job["ours"]["place"]), built=job["ours"]["built"])
-    settings(settings_of(candidate), done, caller)
+    settings(candidate.settings, done, caller)
     return candidate
 
 
@@ -186,15 +183,15 @@ def _encoder(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Cal
         found = embeddings(_candidate(job, done, caller), texts, pooling, skip)
         outputs(len(texts), lambda part: {"pooled": found[part]}, done, caller, step=_TEXTS)
         return
-    model = opened(job["ours"]["place"], {}, machine.cores(), job["runtime"])
-    settings(model.settings, done, caller)  # type: ignore[attr-defined]
+    model: Any = opened(job["ours"]["place"], {}, machine.cores(), job["runtime"])
+    settings(model.settings, done, caller)
 
     def run(part: slice) -> dict[str, Array]:
         vectors: dict[int, Array] = {}
         # texts of one length together: none is padded, as in `measurement.accuracy.embed`
         for length in np.unique(lengths[part]):
             places = np.flatnonzero(lengths[part] == length)
-            states = model.encode(np.ascontiguousarray(ids[part][places, :length]))  # type: ignore[attr-defined]
+            states = model.encode(np.ascontiguousarray(ids[part][places, :length]))
             vectors |= zip(places.tolist(), pooled(states, pooling, skip), strict=True)
         return {"pooled": np.stack([vectors[place] for place in range(len(vectors))])}
 

@@ -23,22 +23,20 @@ from quantkit.measurement.accuracy.labelled import About, classification, output
 from quantkit.measurement.accuracy.labelled.about import Drawn, cosine_row
 from quantkit.measurement.accuracy.purpose import TextResults, pooled
 from quantkit.measurement.rows import Data, Row
-from quantkit.runtimes import Headed
 
 if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.runtimes import Candidate
+    from quantkit.runtimes import Scored
 
 Array = NDArray[Any]
 
-_TOGETHER = 32
 # a logit that no chance is left of, of places that a shorter text has not
 _NOWHERE = -1e9
 
 
 def result_rows(
     original: StreamedModel,
-    candidate: Candidate,
+    candidate: Scored,
     tokens: TokenSet,
     result: TextResults,
     about: About,
@@ -140,53 +138,36 @@ def _original(model: StreamedModel, result: TextResults) -> Sequence[Array]:
     return [part[0] if result.purpose.gives in ("vectors", "text") else part for part in parts]
 
 
-def results(model: Candidate, ids: Sequence[Sequence[int]], of: Callable[[Array, Array], Array]) -> list[Array]:
+def results(model: Scored, ids: Sequence[Sequence[int]], of: Callable[[Array, Array], Array]) -> list[Array]:
     """Return what becomes of the last hidden states of texts, one after the other.
 
     Args:
         of: states [m, T, width] and ids [m, T] of texts of one length -> [m, ...].
     """
-    from quantkit.model.streaming.stream import StreamedModel
-
     by_length: dict[int, list[int]] = {}
     for place, text in enumerate(ids):
         by_length.setdefault(len(text), []).append(place)
     found: dict[int, Array] = {}
     for places in by_length.values():
         # a stream reads all its blocks each time
-        step = len(places) if isinstance(model, StreamedModel) else _TOGETHER
+        step = model.together or len(places)
         for start in range(0, len(places), step):
             some = places[start : start + step]
             same = np.asarray([ids[place] for place in some], dtype=np.int64)
             own = _logits(model, same) if isinstance(of, TextResults) and of.purpose.gives != "vectors" else None
-            found |= zip(some, of(_states(model, same), same) if own is None else own, strict=True)
+            found |= zip(some, of(model.encode(same), same) if own is None else own, strict=True)
     return [found[place] for place in range(len(ids))]
 
 
-def embeddings(
-    model: Candidate, ids: Sequence[Sequence[int]], pooling: Sequence[str] = ("mean",), skip: int = 0
-) -> Array:
+def embeddings(model: Scored, ids: Sequence[Sequence[int]], pooling: Sequence[str] = ("mean",), skip: int = 0) -> Array:
     """The pooled last hidden states of texts, [n, width] float32; no length is taken out."""
     found = results(model, ids, lambda states, _: pooled(states, pooling, skip))
     return np.stack(found) if found else np.empty((0, 0), np.float32)
 
 
-def _logits(model: Candidate, ids: Array) -> Array | None:
+def _logits(model: Scored, ids: Array) -> Array | None:
     """Return what a candidate's own head gives for texts of one length; None of one that gives states alone."""
-    return model.logits(ids) if isinstance(model, Headed) and model.headed else None
-
-
-def _states(model: Candidate, ids: Array) -> Array:
-    """The last hidden states of texts of one length, ids [m, T]: [m, T, width] float32."""
-    import torch
-
-    from quantkit.model.streaming.stream import StreamedModel
-
-    if isinstance(model, StreamedModel):
-        with torch.inference_mode():
-            found: Array = model.answers(torch.from_numpy(ids), chunk=_TOGETHER).all().float().cpu().numpy()
-        return found
-    return model.encode(ids)
+    return model.logits(ids) if model.headed else None
 
 
 # of how models are run block by block: another number, and what was kept before is not read again. Until 2, classes

@@ -24,14 +24,10 @@ from quantkit.measurement.accuracy.positions import Accuracy, Items, data_of
 from quantkit.measurement.rows import Baseline, Device, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from quantkit.model.streaming.stream import Answers, StreamedModel
-    from quantkit.runtimes import Candidate
-    from quantkit.runtimes.llama_cpp.session import LlamaModel
-    from quantkit.runtimes.onnxruntime.session import OnnxModel
-    from quantkit.runtimes.openvino.session import OpenvinoModel
-    from quantkit.runtimes.tensorrt import decode
+    from quantkit.runtimes import Scored
     from quantkit.scheme import CacheScheme
 
 # logits of one model that are in memory at one time
@@ -70,7 +66,7 @@ def counted(original: StreamedModel, tokens: TokenSet) -> tuple[int, str]:
 
 def score(
     original: StreamedModel,
-    candidate: Candidate,
+    candidate: Scored,
     tokens: TokenSet,
     progress: Callable[[float], None] | None = None,
     *,
@@ -86,7 +82,7 @@ def score(
     tell = progress or (lambda done: None)
     before = original_answers(original, tokens)
     tell(0.3)
-    found = _positions(candidate, tokens, at_once)
+    after = candidate.scores(tokens.ids, at_once)
     tell(0.6)
     accuracy = Accuracy()
     # final norm and head look at one position at a time, so a few at a time is enough
@@ -95,74 +91,19 @@ def score(
         ids = tokens.ids[index : index + 1]
         for start in range(0, ids.shape[1] - 1, few):
             part = slice(start, min(start + few, ids.shape[1] - 1))
-            logits = before(index, part), found(index, part, ids[:, part])
+            logits = before(index, part), after(index, part)
             accuracy.add_positions(index, ids[0, part.start + 1 : part.stop + 1], *logits)
         tell(0.6 + 0.4 * (index + 1) / tokens.ids.shape[0])
     return accuracy.items()
 
 
-def _positions(candidate: Candidate, tokens: TokenSet, at_once: int | None) -> Callable[[int, slice, Tensor], Tensor]:
-    """Logits [P, V] of consecutive positions of a sequence."""
-    from quantkit.model.streaming.stream import StreamedModel
-
-    if isinstance(candidate, StreamedModel):
-        answers = candidate.answers(tokens.ids)
-        return lambda index, part, ids: answers(index, part)
-    return _Session(candidate, tokens.ids.shape[1], at_once)
-
-
-class _Session:
-    """A model with a cache: each part of a sequence goes on where the last one ended."""
-
-    def __init__(
-        self, model: OnnxModel | LlamaModel | OpenvinoModel | decode.EngineModel, length: int, at_once: int | None
-    ) -> None:
-        self.model = model
-        self.length = length
-        self.at_once = at_once
-        self.state: Any = None
-
-    def __call__(self, index: int, part: slice, ids: Tensor) -> Tensor:
-        import torch
-
-        if part.start == 0 or self.state is None:
-            self.state = self.model.state(1, self.length)
-        few = ids.split(self.at_once or ids.shape[1], dim=1)
-        return torch.cat([torch.from_numpy(self.model.run(self.state, part.numpy())[0]) for part in few])  # type: ignore[arg-type]
-
-
-def _ways(candidate: Candidate) -> dict[str, int | None]:
+def _ways(candidate: Scored) -> dict[str, int | None]:
     """Of a graph that multiplies in two ways: each, and how many tokens at a time go it at most; else empty."""
-    from quantkit.runtimes.onnxruntime.session import OnnxModel
-
-    if not isinstance(candidate, OnnxModel):
-        return {}
     return {way: candidate.prompt_rows - 1 if way == "steps" else None for way in candidate.ways}
 
 
 def _part(tell: Callable[[float], None], number: int, count: int, done: float) -> None:
     tell((number + done) / count)
-
-
-def settings(candidate: Candidate) -> dict[str, Any]:
-    """Of the runtime a candidate is in, for its rows."""
-    from quantkit.model.streaming.stream import StreamedModel
-
-    return {"dtype": "float32"} if isinstance(candidate, StreamedModel) else candidate.settings
-
-
-def device_of(candidate: Candidate) -> dict[str, Any]:
-    """The `device` of rows of a candidate: where it is run."""
-    import torch
-
-    from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.runtimes.tensorrt import decode
-
-    if isinstance(candidate, StreamedModel) and candidate.device.type == "cuda":
-        return dict(machine.gpu(torch.cuda.get_device_name(candidate.device)))
-    if isinstance(candidate, decode.EngineModel):
-        return dict(machine.gpu(candidate.engine.file.gpu))
-    return machine.device()
 
 
 def flagged(rows: list[Row], was: str | None) -> list[Row]:
@@ -175,7 +116,7 @@ def flagged(rows: list[Row], was: str | None) -> list[Row]:
 
 def rows(
     original: StreamedModel,
-    candidate: Candidate,
+    candidate: Scored,
     tokens: TokenSet,
     *,
     subject: str,
@@ -192,9 +133,9 @@ def rows(
         baseline=original.source.sha256,
         runtime=runtime,
         data=data_of(tokens),
-        device=Device.model_validate(device_of(candidate)),
+        device=Device.model_validate(dict(candidate.where)),
         versions=machine.versions(),
-        settings=settings(candidate),
+        settings=dict(candidate.settings),
     )
     if original.source.kind == "decoder":
         ways = _ways(candidate)
@@ -258,7 +199,7 @@ def long_rows(
                 shape={"sequences": int(tokens.ids.shape[0]), "context": context},
                 runtime=runtime,
                 settings={**settings, "kv_cache": cache},
-                device=Device.model_validate(device_of(candidate)),
+                device=Device.model_validate(dict(candidate.where)),
                 versions=machine.versions(),
                 data=data_of(tokens),
                 flags=[f"ci95-by-{part.clusters()[1]}"],

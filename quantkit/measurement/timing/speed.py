@@ -10,7 +10,6 @@ tokens, and all that it reads of a sample comes at once.
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 import tempfile
@@ -18,38 +17,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
-from quantkit.exporters.gguf.architecture import FLOATS
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.latency import TimedSide, measure
 from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Array, Step, Visit, interleave, runs_of, warm
-from quantkit.measurement.timing.shapes import Timeable, TimingPlan
-from quantkit.runtimes import child
+from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.runtimes import Graph, Session, child, load_runtime
 from quantkit.runtimes.child import Report
-from quantkit.runtimes.llama_cpp.session import MODEL as GGUF
-from quantkit.runtimes.llama_cpp.session import AttentionSizes, LlamaModel
 from quantkit.runtimes.onnxruntime.open import open_graph
-from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
-from quantkit.runtimes.openvino.open import MODEL as XML
-from quantkit.runtimes.openvino.open import WEIGHTS
-from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
 from quantkit.stats.abba import Comparison
 
-RUNTIME, LLAMA, OPENVINO = "onnxruntime", "llama_cpp", "openvino"
+RUNTIME = "onnxruntime"
 # of the step that shows that an export runs
 _TOKENS = 8
 _BATCH, _CONTEXT = 1, 128
-# of a GGUF file: its table and its head; bytes of a number of its cache
-_TABLE, _HEAD = "token_embd.weight", "output.weight"
-_CACHE_BYTES = 2.0
-_EXTRA = {RUNTIME: "onnx", "quantkit_cpu": "onnx", LLAMA: "gguf", OPENVINO: "openvino"}
-_PACKAGES = {LLAMA: "llama_cpp", OPENVINO: "openvino"}
 # two graphs: the fewest and the most blocks; seconds after which none begins
 _BLOCKS, _SECONDS = (8, 40), 3.0
 _REMEDY = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
@@ -124,7 +112,8 @@ def demand(runtimes: Collection[str] = (RUNTIME,)) -> None:
     Raises:
         MissingDependency: scipy; onnxruntime or llama-cpp-python.
     """
-    needed = {"scipy": "onnx"} | {_PACKAGES.get(each, "onnxruntime"): _EXTRA[each] for each in runtimes}
+    loaded = [load_runtime(name) for name in runtimes]
+    needed = {"scipy": "onnx"} | {package: runtime.extra for runtime in loaded for package in runtime.imports}
     for package, extra in needed.items():
         if not machine.has(package):
             raise MissingDependency(package, extra=extra, purpose="measuring speed")
@@ -173,9 +162,8 @@ def footprint(part: SpeedSide, threads: int) -> dict[str, int]:
 
 
 def _bytes(model: Path) -> int:
-    beside = (WEIGHTS,) if model.suffix == Path(XML).suffix else ()
-    named = (MODEL, GGUF, XML, WEIGHTS) if model.is_dir() else (model.name, *beside)
-    files = [path for name in named for path in (model if model.is_dir() else model.parent).glob(f"{name}*")]
+    """Bytes of a folder's files, or of a graph's file and of those that its numbers lie in."""
+    files = model.iterdir() if model.is_dir() else model.parent.glob(f"{model.stem}.*")
     return sum(path.stat().st_size for path in files)
 
 
@@ -258,6 +246,8 @@ def compared(
 class Passes:
     """A loaded graph as `shapes.Timeable`."""
 
+    settings: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(self, run: Callable[[Mapping[str, Array]], object], samples: Mapping[str, Array]) -> None:
         self._run, self._samples = run, samples
 
@@ -282,11 +272,11 @@ def samples_of(file: str | None) -> dict[str, Array]:
         return {name: loaded[name] for name in loaded.files}
 
 
-def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str = RUNTIME) -> Timeable:
+def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str = RUNTIME) -> Session | Passes:
     """A folder with `model.onnx` or `model.gguf`, or with samples a graph's file. Raises as `open_graph`."""
     if samples:
         return Passes(opened_graph(Path(path), threads, runtime), samples)
-    return _model(path, threads, runtime)
+    return load_runtime(runtime).opens(Path(path), threads)
 
 
 def stepped(path: Path, runtime: str, *, graph: bool) -> None:
@@ -305,32 +295,9 @@ def stepped(path: Path, runtime: str, *, graph: bool) -> None:
     (model.decode if model.decoder else model.prefill)(1, min(_TOKENS, model.context - 1))()
 
 
-class OnnxGraph:
-    """A graph that is no transformer, in ONNX Runtime; raises as `open_graph`. `OpenvinoGraph` is the other one."""
-
-    def __init__(self, path: Path, threads: int) -> None:
-        self._session = open_graph(path, threads)
-        self._names = [value.name for value in self._session.get_outputs()]
-        sizes = [value.shape[0] for value in self._session.get_inputs() if value.shape]
-        # samples of a run, where it takes no other number
-        self.batch = next((size for size in sizes if isinstance(size, int)), None)
-
-    def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """Name -> what the outputs are."""
-        return dict(zip(self._names, self._session.run(None, feed), strict=True))
-
-
-def opened_graph(file: Path, threads: int, runtime: str) -> OnnxGraph | OpenvinoGraph:
-    """What runs a graph's file on a batch. Raises as `open_graph`."""
-    return OpenvinoGraph(file, threads) if runtime == OPENVINO else OnnxGraph(file, threads)
-
-
-def _model(folder: str, threads: int, runtime: str) -> OnnxModel | LlamaModel | OpenvinoModel:
-    if runtime == OPENVINO:
-        return OpenvinoModel(Path(folder), threads=threads)
-    if (Path(folder) / GGUF).is_file():
-        return LlamaModel(Path(folder), threads=threads)
-    return OnnxModel(Path(folder), threads=threads, own=runtime != RUNTIME)
+def opened_graph(file: Path, threads: int, runtime: str) -> Graph:
+    """What runs a graph's file on a batch. Raises InputError: the runtime's."""
+    return load_runtime(runtime).opens_graph(file, threads)
 
 
 def sides(job: SpeedJob) -> tuple[list[TimedSide], dict[str, Any]]:
@@ -340,22 +307,19 @@ def sides(job: SpeedJob) -> tuple[list[TimedSide], dict[str, Any]]:
         InputError: those of `open_graph`.
     """
     samples = samples_of(job.samples.file if job.samples else None)
-    entries = []
+    entries, noted = [], []
     for part in (job.ours, job.theirs, *([job.across] if job.across else [])):
         model = opened(part.path, samples, job.threads, part.runtime)
-        if isinstance(model, LlamaModel):
-            found = cost_of_file(model.path, model.sizes, part.format)
+        if isinstance(model, Passes):
+            cost = _cost_of_graph(part, job.samples, samples)
         else:
-            noted = isinstance(model, OnnxModel | OpenvinoModel)
-            found = _cost(model, part) if noted else _cost_of_graph(part, job.samples, samples)  # type: ignore[arg-type]
-        entries.append(TimedSide(model, found, part.subject, runtime=part.runtime))
+            cost = StepCost(part.format, **model.work())
+        entries.append(TimedSide(model, cost, part.subject, runtime=part.runtime))
+        noted.append(model.settings)
     ours, theirs = entries[:2]
     settings: dict[str, Any] = {"threads": job.threads, "compute_type": ours.cost.compute}
     settings["baseline_format"] = theirs.cost.format
-    if isinstance(ours.model, OnnxModel):
-        settings["accuracy_level"] = ours.model.accuracy_level
-    elif isinstance(ours.model, LlamaModel | OpenvinoModel):
-        settings |= {key: value for key, value in ours.model.settings.items() if key != "threads"}
+    settings |= {key: value for key, value in noted[0].items() if key != "threads"}
     return entries, settings
 
 
@@ -379,28 +343,6 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
         caller.row(row.as_dict())
 
 
-def _cost(model: OnnxModel | OpenvinoModel, part: SpeedSide) -> StepCost:
-    """From what the exporter noted in the file."""
-
-    def noted(name: str) -> float:
-        return float(model.meta.get(f"quantkit.{name}", 0))
-
-    return StepCost(
-        part.format,
-        noted("step_bytes") or model.weight_bytes,
-        model.cache_bytes,
-        noted("flops"),
-        noted("attention_flops"),
-        head_flops=noted("head_flops"),
-        float_bytes=noted("float_bytes"),
-        float_head_flops=noted("float_head_flops"),
-        io_bytes_per_token=4.0 * model.features,
-        many_rows=model.prompt_rows,
-        many_bytes=noted("prompt_bytes"),
-        compute="int8" if model.accuracy_level == 4 else "fp32",
-    )
-
-
 def _cost_of_graph(part: SpeedSide, graph: Samples | None, samples: Mapping[str, Array]) -> StepCost:
     assert graph is not None
     read = float(sum(array.nbytes / len(array) for array in samples.values()))
@@ -413,55 +355,10 @@ def _cost_of_graph(part: SpeedSide, graph: Samples | None, samples: Mapping[str,
     )
 
 
-def cost_of_file(path: Path, sizes: AttentionSizes, form: str) -> StepCost:
-    """Give what a step of a GGUF file must move and compute, from its tensors, without loading them.
-
-    llama.cpp rounds the inputs of a product to 8 bits where the weight has codes, so such a file computes in integers;
-    keys and values are kept in float16.
-
-    Args:
-        sizes: of attention.
-        form: how rows call the format of its weights.
-
-    Raises:
-        MissingDependency: gguf.
-    """
-    with MissingDependency.unless_found("gguf", extra="gguf", purpose="measuring speed"):
-        import gguf
-    from quantkit.model.source.gguf import demand_lengths
-
-    read: dict[str, float] = {}
-    products: dict[str, int] = {}  # matrices: elements
-    floats = set()
-    for name, (shape, number) in demand_lengths(path).items():
-        kind, elements = gguf.GGMLQuantizationType(number), math.prod(shape)
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        read[name] = elements / block * size
-        if len(shape) > 1:
-            products[name] = elements
-            floats |= {name} if kind.name in FLOATS.values() else set()
-    if _HEAD in read:  # of a table of its own a token reads one row
-        del read[_TABLE], products[_TABLE]
-    head_flops = 2.0 * products.get(_HEAD, products.get(_TABLE, 0))
-    inside = sum(elements for name, elements in products.items() if name not in (_HEAD, _TABLE))
-    return StepCost(
-        form,
-        sum(read.values()),
-        2 * _CACHE_BYTES * sizes.layers * sizes.kv_heads * sizes.head_dim,
-        2.0 * inside,
-        4.0 * sizes.layers * sizes.heads * sizes.head_dim,
-        head_flops=head_flops,
-        io_bytes_per_token=4.0 * sizes.vocabulary,
-        float_bytes=sum(read[name] for name in floats & read.keys()),
-        float_head_flops=head_flops if floats & {_HEAD, _TABLE} & products.keys() else 0.0,
-        compute="fp32" if products.keys() <= floats else "int8",
-    )
-
-
 def _weigh(data: Mapping[str, Any], caller: child.Caller) -> None:
     before = _status("VmRSS")
     part = SpeedSide(**data["side"])
-    model = _model(part.path, data["threads"], part.runtime)
+    model = load_runtime(part.runtime).opens(Path(part.path), data["threads"])
     if model.decoder:
         new, context = 1, min(_CONTEXT, model.context - 1)
         model.decode(_BATCH, context)()

@@ -13,11 +13,14 @@ import copy
 import inspect
 from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.model.source.open import Source, parameter_names
 from quantkit.model.streaming.calls import Calls, Given, Kept, forward, gathered, same, stand_in, standing_in, uncached
@@ -27,6 +30,8 @@ from quantkit.model.structure.flow import Flow, learn
 CPU = torch.device("cpu")
 # what a live model gives for one sequence is held in a file from so many bytes on: 256 tokens of 262,144 logits
 ANSWERS_ON_DISK = 1 << 28
+# texts that go through a block at once
+_TOGETHER = 32
 
 
 class BlockStream(Protocol):
@@ -247,6 +252,38 @@ class StreamedModel:
         found = self.on(self.device, self.place)
         found._flow, found._headed = self.flow, True
         return found
+
+    # --- as what runs it is scored: `runtimes.Scored` -----------------------------------------------------------------
+
+    ways: Mapping[str, float] = MappingProxyType({})
+    prompt_rows, headed = 0, False
+    together = None  # all its blocks are read each time
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings for rows."""
+        return {"dtype": "float32"}
+
+    @property
+    def where(self) -> dict[str, str]:
+        """The device that it runs on, for rows."""
+        if self.device.type == "cuda":
+            return machine.gpu(torch.cuda.get_device_name(self.device))
+        return machine.device()
+
+    def scores(self, ids: Tensor, at_once: int | None = None) -> Answers:
+        """Logits of ids [n, T], at the positions of one sequence each time."""
+        return self.answers(ids)
+
+    def encode(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The last hidden states [n, T, width] float32 of texts of one length, ids [n, T]."""
+        with torch.inference_mode():
+            states: NDArray[Any] = self.answers(torch.from_numpy(ids), chunk=_TOGETHER).all().float().cpu().numpy()
+        return states
+
+    def logits(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
+        """What it gives; of `with_head` the logits of its class."""
+        return self.encode(ids)
 
     @property
     def flow(self) -> Flow:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.model.source.open import Source
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.runtimes import Candidate
+    from quantkit.runtimes import Scored
 
 # how the part that plain transformers does is called
 CONFIRMING = "a few of them by plain transformers"
@@ -84,7 +84,7 @@ def score_exports(
     checks: list[Check] = []
     for number, step in enumerate(exports):
         runtime, folder = reader(step.name, step.options), folder_of(step.name)
-        candidate: Candidate
+        candidate: Scored
         if runs_here(runtime, bundle.path):
             candidate = load_runtime(runtime).open(bundle.path, torch_threads(), built=built)
             candidate = prepared.placed(candidate) if isinstance(candidate, StreamedModel) else candidate

@@ -25,9 +25,9 @@ from quantkit.pipeline.graphs.bundles import MODEL, holds_graph, samples_of
 from quantkit.pipeline.graphs.bundles import RUNTIMES as GRAPHS
 from quantkit.pipeline.measure import context_of, fitting, quick, with_changes
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.verdict import RUNTIME, RUNTIMES
+from quantkit.pipeline.verdict import RUNTIME
 from quantkit.report.bundle import usage
-from quantkit.runtimes import load_runtime
+from quantkit.runtimes import load_runtime, timed
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.openvino import RUNTIME as OPENVINO
 from quantkit.runtimes.openvino.open import MODEL as XML
@@ -160,7 +160,7 @@ def prepare(
 
 def timed_in(bundle: Bundle, asked: str | None = None) -> str:
     """The runtime that a comparison times a bundle in: the one whose scores are asked for, where it can be timed."""
-    if asked in (GRAPHS if holds_graph(bundle) else RUNTIMES):
+    if asked in (GRAPHS if holds_graph(bundle) else timed()):
         return str(asked)
     name = None if (bundle.path / "onnx").is_dir() else usage.file_runtime(bundle.manifest)
     return name or RUNTIME

@@ -17,8 +17,7 @@ from quantkit.measurement.accuracy import layerwise
 from quantkit.measurement.accuracy.layerwise import LayerError
 from quantkit.measurement.timing import speed
 from quantkit.pipeline.graphs.bundles import MODEL, holds_graph, reload_graph
-from quantkit.pipeline.verdict import ONE_FILE
-from quantkit.runtimes import child, load_runtime
+from quantkit.runtimes import child, load_runtime, of_one_file
 from quantkit.runtimes.openvino.open import MODEL as XML
 from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
@@ -165,7 +164,7 @@ def _demand_same_inputs(floats: Path, feed: Mapping[str, Array]) -> None:
 
 
 # of a graph that is no transformer
-_GRAPHS = {speed.RUNTIME: MODEL, speed.OPENVINO: XML}
+_GRAPHS = {speed.RUNTIME: MODEL, "openvino": XML}
 
 
 def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
@@ -214,7 +213,7 @@ def loaded(bundle: Bundle) -> list[Check]:
 
     In a process of its own, which a graph may end. What does not run on this machine is not looked at.
     """
-    places = exports_of(bundle, ONE_FILE)
+    places = exports_of(bundle, of_one_file(speed.RUNTIME))
     work = {name: str(path) for name, path in places.items() if load_runtime(name).why_not_here() is None}
     met: dict[str, str] = {}
     ended = ""

@@ -23,6 +23,7 @@ class LlamaCpp(Runtime):
     """See the module."""
 
     name = floats = "llama_cpp"
+    imports, extra, order = ("llama_cpp",), "gguf", 2
     packages = ("llama-cpp-python", "gguf")
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
@@ -50,7 +51,11 @@ class LlamaCpp(Runtime):
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> LlamaModel:
         """What scores a bundle, or the folder of one that is being built; `built` is for what is executable."""
-        return LlamaModel(path / FOLDER, threads=threads)
+        return self.opens(path / FOLDER, threads)
+
+    def opens(self, folder: Path, threads: int | None = None) -> LlamaModel:
+        """See `Runtime`. Raises as `load`, but for what a manifest says."""
+        return LlamaModel(folder, threads=threads)
 
     def load(self, bundle: Bundle, **settings: Any) -> LlamaModel:
         """The model; its file is checked against the manifest first.

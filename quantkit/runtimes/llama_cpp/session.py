@@ -7,25 +7,35 @@ A state is a context of llama.cpp with a cache for each sequence. Its products r
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import machine
-from quantkit.errors import InputError
-from quantkit.runtimes.generate import too_long
+from quantkit.errors import InputError, MissingDependency
+from quantkit.runtimes.generate import fed, too_long
 from quantkit.runtimes.llama_cpp.library import Loaded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.runtimes.generate import Scores
 
 Array = NDArray[Any]
 FOLDER, MODEL = "gguf", "model.gguf"
 # tokens that go through the layers at once, llama.cpp's default
 _UBATCH = 512
+# of a file: its table and its head, types that are floats; bytes of a number of its cache
+_TABLE, _HEAD, _FLOATS = "token_embd.weight", "output.weight", {"F32", "F16", "BF16"}
+_CACHE_BYTES = 2.0
 
 
 @dataclass
@@ -85,6 +95,20 @@ class LlamaModel:
         self.loaded = Loaded(self.path)
         self.api = self.loaded.api
 
+    ways: Mapping[str, float] = MappingProxyType({})
+    prompt_rows = 0
+    headed = False
+    together = 32
+
+    @property
+    def where(self) -> dict[str, str]:
+        """The processor, for rows."""
+        return machine.device()
+
+    def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
+        """See `runtimes.Scored`."""
+        return fed(self, ids, at_once)
+
     @property
     def settings(self) -> dict[str, Any]:
         """For rows."""
@@ -120,6 +144,10 @@ class LlamaModel:
     def weight_bytes(self) -> int:
         """Bytes of the file."""
         return self.path.stat().st_size
+
+    def work(self) -> dict[str, Any]:
+        """See `runtimes.Session`. Raises MissingDependency: gguf."""
+        return work_of_file(self.path, self.sizes)
 
     def state(self, batch: int, capacity: int) -> LlamaState:
         """Room for `batch` sequences of up to `capacity` tokens.
@@ -203,6 +231,10 @@ class LlamaModel:
                 raise InputError("not-cut", where=str(self.path), value="llama.cpp cannot cut this cache back")
             state.lengths[row] = length
 
+    def logits(self, ids: Array, mask: Array | None = None) -> Array:
+        """Of encoders alone. Raises as `encode`."""
+        return self.encode(ids, mask)
+
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
         """Of encoders alone, which no file here holds. Raises InputError `not-an-encoder`."""
         raise InputError("not-an-encoder", where=str(self.path), value="a decoder", rule="it gives logits")
@@ -241,3 +273,46 @@ class LlamaModel:
             self.run(state, ids, keep=1)
 
         return step
+
+
+def work_of_file(path: Path, sizes: AttentionSizes) -> dict[str, Any]:
+    """Give what a step of a GGUF file must move and compute, from its tensors, without loading them.
+
+    llama.cpp rounds the inputs of a product to 8 bits where the weight has codes, so such a file computes in integers;
+    keys and values are kept in float16.
+
+    Args:
+        sizes: of attention.
+
+    Raises:
+        MissingDependency: gguf.
+    """
+    with MissingDependency.unless_found("gguf", extra="gguf", purpose="measuring speed"):
+        import gguf
+    from quantkit.model.source.gguf import demand_lengths
+
+    read: dict[str, float] = {}
+    products: dict[str, int] = {}  # matrices: elements
+    floats = set()
+    for name, (shape, number) in demand_lengths(path).items():
+        kind, elements = gguf.GGMLQuantizationType(number), math.prod(shape)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        read[name] = elements / block * size
+        if len(shape) > 1:
+            products[name] = elements
+            floats |= {name} if kind.name in _FLOATS else set()
+    if _HEAD in read:  # of a table of its own a token reads one row
+        del read[_TABLE], products[_TABLE]
+    head_flops = 2.0 * products.get(_HEAD, products.get(_TABLE, 0))
+    inside = sum(elements for name, elements in products.items() if name not in (_HEAD, _TABLE))
+    return {
+        "weight_bytes": sum(read.values()),
+        "kv_bytes_per_token": 2 * _CACHE_BYTES * sizes.layers * sizes.kv_heads * sizes.head_dim,
+        "flops_per_token": 2.0 * inside,
+        "attention_flops": 4.0 * sizes.layers * sizes.heads * sizes.head_dim,
+        "head_flops": head_flops,
+        "io_bytes_per_token": 4.0 * sizes.vocabulary,
+        "float_bytes": sum(read[name] for name in floats & read.keys()),
+        "float_head_flops": head_flops if floats & {_HEAD, _TABLE} & products.keys() else 0.0,
+        "compute": "fp32" if products.keys() <= floats else "int8",
+    }

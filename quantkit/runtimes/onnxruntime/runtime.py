@@ -10,7 +10,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.runtimes import Runtime
 from quantkit.runtimes.generate import Sampling, stream
-from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxModel
+from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxGraph, OnnxModel
 
 __all__ = ["RUNTIME", "OnnxRuntime", "Sampling", "stream"]
 
@@ -19,6 +19,7 @@ class OnnxRuntime(Runtime):
     """See the module."""
 
     name = floats = "onnxruntime"
+    imports, extra, order = ("onnxruntime",), "onnx", 0
 
     def folder(self, bundle: Bundle) -> Path:
         """The folder with the graph.
@@ -39,7 +40,15 @@ class OnnxRuntime(Runtime):
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> OnnxModel:
         """What scores a bundle, or the folder of one that is being built; `built` is for what is executable."""
-        return OnnxModel(path / FOLDER, threads=threads)
+        return self.opens(path / FOLDER, threads)
+
+    def opens(self, folder: Path, threads: int | None = None) -> OnnxModel:
+        """See `Runtime`. Raises as `load`, but for what a manifest says."""
+        return OnnxModel(folder, threads=threads)
+
+    def opens_graph(self, file: Path, threads: int | None = None) -> OnnxGraph:
+        """See `Runtime`. Raises as `open_graph`."""
+        return OnnxGraph(file, threads)
 
     def load(self, bundle: Bundle, **settings: Any) -> OnnxModel:
         """The model in a session; its files are checked against the manifest first.

@@ -20,12 +20,15 @@ from numpy.typing import NDArray
 
 from quantkit import limits, machine
 from quantkit.errors import InputError, reading
-from quantkit.runtimes.generate import no_cache, too_long
+from quantkit.runtimes.generate import fed, no_cache, noted_work, too_long
 from quantkit.runtimes.onnxruntime.open import open_graph, unreadable
 from quantkit.runtimes.onnxruntime.ways import PROMPT_BYTES, ROWS, STEP_BYTES, WAYS, Way
 
 if TYPE_CHECKING:
     import onnxruntime
+    from torch import Tensor
+
+    from quantkit.runtimes.generate import Scores
 
 Array = NDArray[Any]
 FOLDER, MODEL = "onnx", "model.onnx"
@@ -129,6 +132,17 @@ class OnnxModel:
         """Whatever the file makes the library raise in the body is `onnx-unreadable`."""
         return reading(partial(unreadable, self.folder / MODEL))
 
+    together = 32
+
+    @property
+    def where(self) -> dict[str, str]:
+        """The processor, for rows."""
+        return machine.device()
+
+    def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
+        """See `runtimes.Scored`."""
+        return fed(self, ids, at_once)
+
     @property
     def settings(self) -> dict[str, Any]:
         """For rows."""
@@ -189,6 +203,10 @@ class OnnxModel:
     def weight_bytes(self) -> int:
         """Bytes of the model's files."""
         return sum(path.stat().st_size for path in self.folder.glob(f"{MODEL}*"))
+
+    def work(self) -> dict[str, Any]:
+        """See `runtimes.Session`."""
+        return noted_work(self)
 
     def state(self, batch: int, capacity: int) -> OnnxState:
         """Room for `batch` sequences of up to `capacity` tokens.
@@ -383,3 +401,18 @@ class OnnxModel:
             count, spent = seconds.get(kind, (0, 0.0))
             seconds[kind] = count + 1, spent + event["dur"] * 1e-6
         return Used(providers, seconds, last["dur"] * 1e-6)
+
+
+class OnnxGraph:
+    """A graph that is no transformer; raises as `open_graph`."""
+
+    def __init__(self, path: Path, threads: int | None = None) -> None:
+        self._session = open_graph(path, threads or machine.cores())
+        self._names = [value.name for value in self._session.get_outputs()]
+        sizes = [value.shape[0] for value in self._session.get_inputs() if value.shape]
+        # samples of a run, where it takes no other number
+        self.batch = next((size for size in sizes if isinstance(size, int)), None)
+
+    def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+        """Name -> what the outputs are."""
+        return dict(zip(self._names, self._session.run(None, feed), strict=True))

@@ -11,7 +11,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.runtimes import Runtime
 from quantkit.runtimes.openvino.open import FOLDER, MODEL
-from quantkit.runtimes.openvino.session import OpenvinoModel
+from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
 
 __all__ = ["RUNTIME", "OpenvinoRuntime"]
 
@@ -20,6 +20,7 @@ class OpenvinoRuntime(Runtime):
     """See the module."""
 
     name = floats = "openvino"
+    imports, extra, order = ("openvino",), "openvino", 3
     packages = ("openvino",)
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
@@ -45,7 +46,15 @@ class OpenvinoRuntime(Runtime):
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> OpenvinoModel:
         """What scores a bundle, or the folder of one that is being built; `built` is for what is executable."""
-        return OpenvinoModel(path / FOLDER, threads=threads)
+        return self.opens(path / FOLDER, threads)
+
+    def opens(self, folder: Path, threads: int | None = None) -> OpenvinoModel:
+        """See `Runtime`. Raises as `load`, but for what a manifest says."""
+        return OpenvinoModel(folder, threads=threads)
+
+    def opens_graph(self, file: Path, threads: int | None = None) -> OpenvinoGraph:
+        """See `Runtime`. Raises as `OpenvinoGraph`."""
+        return OpenvinoGraph(file, threads)
 
     def load(self, bundle: Bundle, **settings: Any) -> OpenvinoModel:
         """The model; its files are checked against the manifest first.

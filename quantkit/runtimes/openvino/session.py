@@ -10,15 +10,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.runtimes.generate import no_cache, too_long
+from quantkit.runtimes.generate import fed, no_cache, noted_work, too_long
 from quantkit.runtimes.openvino.open import MODEL, WEIGHTS, compiled, noted, read
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.runtimes.generate import Scores
 
 Array = NDArray[Any]
 
@@ -75,6 +81,18 @@ class OpenvinoModel:
         self._model = compiled(model, folder / MODEL, self.threads, self.device, level)
         self.inputs = {name: value for value in self._model.inputs for name in value.names}
 
+    ways: Mapping[str, float] = MappingProxyType({})
+    together = 32
+
+    @property
+    def where(self) -> dict[str, str]:
+        """The processor, for rows."""
+        return machine.device()
+
+    def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
+        """See `runtimes.Scored`."""
+        return fed(self, ids, at_once)
+
     @property
     def settings(self) -> dict[str, Any]:
         """For rows."""
@@ -114,6 +132,10 @@ class OpenvinoModel:
     def weight_bytes(self) -> int:
         """Bytes of the model's files."""
         return sum((self.folder / name).stat().st_size for name in (MODEL, WEIGHTS))
+
+    def work(self) -> dict[str, Any]:
+        """See `runtimes.Session`."""
+        return noted_work(self)
 
     def state(self, batch: int, capacity: int) -> OpenvinoState:
         """Room for `batch` sequences of up to `capacity` tokens.

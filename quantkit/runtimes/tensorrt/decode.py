@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.runtimes.generate import no_cache, too_long
+from quantkit.runtimes.generate import fed, no_cache, too_long
 from quantkit.runtimes.tensorrt.engine import Engine
 from quantkit.runtimes.torch import events
 
 if TYPE_CHECKING:
     import torch
 
+    from quantkit.runtimes.generate import Scores
 
 Array = NDArray[Any]
 
@@ -84,6 +87,22 @@ class EngineModel:
             "built_driver": file.described.driver or None,
             "graphs": self.decoder and self.engine.device.type == "cuda",
         }
+
+    ways: Mapping[str, float] = MappingProxyType({})
+    prompt_rows, headed, together = 0, False, 32
+
+    @property
+    def where(self) -> dict[str, str]:
+        """The GPU, for rows."""
+        return machine.gpu(self.engine.file.gpu)
+
+    def scores(self, ids: torch.Tensor, at_once: int | None = None) -> Scores:
+        """See `runtimes.Scored`."""
+        return fed(self, ids, at_once)
+
+    def logits(self, ids: Array, mask: Array | None = None) -> Array:
+        """Of an encoder with a head alone, which no engine has. Raises InputError `not-an-encoder`."""
+        raise InputError("not-an-encoder", where=str(self.engine.file.path), value="no head", rule="it gives states")
 
     def state(self, batch: int, capacity: int) -> EngineState:
         """Room for `batch` sequences of up to `capacity` tokens; it is always as large as the engine's cache.

@@ -221,6 +221,8 @@ class NetworkState:
 class RunningNetwork:
     """A network in ONNX Runtime, or in onnx's reference evaluator where that has no kernel."""
 
+    headed = False
+
     def __init__(self, model: ir.Model, folder: Path) -> None:
         self.outputs = [str(value.name) for value in model.graph.outputs]
         self.inner = [name for name in computed(model) if name not in self.outputs]
@@ -256,6 +258,10 @@ class RunningNetwork:
         found = self(feed)
         state.caches = {name: found[name.replace("past_key_values", "present")] for name in state.caches}
         return found["logits"].astype(np.float32)
+
+    def logits(self, ids: Array, mask: Array | None = None) -> Array:
+        """See `RunningExport`: an engine has no head of an encoder's class."""
+        return self.encode(ids, mask)
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
         """An encoder's last hidden states for ids [B, S], float32."""
