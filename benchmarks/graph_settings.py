@@ -22,7 +22,7 @@ from harness.record import parsing, record, show, verdicts
 from quantkit.graph.codes import solve
 from quantkit.graph.pairs import qdq
 from quantkit.model.source.alias import ALIASES
-from quantkit.pipeline.graphs.answers import scored
+from quantkit.pipeline.graphs.answers import agreement, answers, kinds_of
 from quantkit.pipeline.graphs.prepared import prepare
 from quantkit.pipeline.graphs.quantized import BATCH, MODEL, QuantizedGraph
 from quantkit.pipeline.progress import Progress
@@ -45,7 +45,8 @@ def accuracy(quantized: QuantizedGraph, made: Any, folder: Path) -> dict[str, An
     prepared = quantized.prepared
     ir.save(made, folder / MODEL)
     whole, found = prepared.graph.model, {}
-    for row in scored(whole, folder / MODEL, prepared.scoring, subject="", baseline="", progress=Progress()):
+    both = (answers(graph, prepared.scoring) for graph in (whole, folder / MODEL))
+    for row in agreement(*both, prepared.scoring, kinds_of(whole), subject="", baseline=""):
         name = row.name.removeprefix("accuracy.")
         if name == "top1_agreement":
             name = "sure" if "surer_than" in row.settings else "agreement"

@@ -29,13 +29,15 @@ import quantkit
 from quantkit import machine
 from quantkit.bundle import Build
 from quantkit.errors import QuantkitError
-from quantkit.pipeline import Request, verdict
+from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, run
+from quantkit.pipeline import Request, measure
 from quantkit.pipeline.baseline import float_export
 from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.blocks.subject import TransformerSubject
 from quantkit.pipeline.compile import make
 from quantkit.pipeline.plan.plan import PlanQuestion, plan
 from quantkit.pipeline.progress import Progress, Stages
+from quantkit.pipeline.verdict import format_of
 from quantkit.planning.bound import efficiency, steps
 from quantkit.planning.bound.efficiency import Sample, samples
 from quantkit.planning.bound.roofline import ModelStep
@@ -51,7 +53,7 @@ SIZES: list[dict[str, Any]] = [
 ]
 # rounding is what differs least between models, and takes seconds
 RECIPES = {"int4": ("rtn-int4", []), "int8": ("int8-weights", [])}
-QUICK = replace(verdict.QUICK, seconds=30.0)
+QUICK = replace(measure.QUICK, seconds=30.0)
 EXPORT = "export=[{onnx: {dialect: onnxruntime, accuracy_level: 4}}]"
 NEAR, WITHIN = 0.25, 0.8
 
@@ -74,7 +76,12 @@ def taught(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
         make(work, stages)
         baseline = float_export(prepared.original, "onnx", request.recipe.export[0].options)
         source = prepared.original.sha256
-        rows = verdict.time_it(build.bundle / "onnx", f"{source} {name}", work.layers, baseline, source, QUICK)
+        context = min(map(measure.context_of, [build.bundle / "onnx", baseline]))
+        ours = SpeedSide(str(build.bundle / "onnx"), f"{source} {name}", format_of(work.layers))
+        job = SpeedJob(
+            ours, SpeedSide(str(baseline), source, "float32"), machine.cores(), measure.fitting(QUICK, context)
+        )
+        rows = run(job)
     return [row.as_dict() for row in rows]
 
 
