@@ -124,7 +124,7 @@ def test_the_page_s_example_by_path(
 def made_again_from_its_card(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe that the card shows, as a file beside the pass, and the command beside it, make the same."""
     card = (place / "clipped" / "README.md").read_text(encoding="utf-8")
-    shown, again = re.findall(r"```\w*\n(.*?)```", card.partition("as `recipe.yaml` it makes")[2], re.DOTALL)
+    shown, again = re.findall(r"```\w*\n(.*?)```", card.partition("as recipe.yaml it makes")[2], re.DOTALL)
     (place / "recipe.yaml").write_text(shown, encoding="utf-8")
     code, _, err = said(capsys, f"{again.strip().removeprefix('quantkit ')} --out ./again --no-speed")
     assert code == 0, err

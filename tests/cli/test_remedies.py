@@ -127,14 +127,14 @@ def test_a_plan_before_the_doctor_says_what_is_missing_and_has_no_empty_table(
 ) -> None:
     asked = ["plan", tiny, "--recipe", "float"]
     shown = quantkit(*asked).out
-    assert "how long" not in shown and not re.search(r"^ *\d+ *$", shown, re.MULTILINE)
+    assert "How long it takes" not in shown and not re.search(r"^ *\d+ *$", shown, re.MULTILINE)
     assert f"quantkit measure BUNDLE --batch 1,2,4,8,16,32,64 --baseline {tiny}" in shown
     (command,) = re.findall(r"quantkit (doctor --write --target \S+)", " ".join(shown.split()))
     measured = doctor.ceilings.measured
     monkeypatch.setattr(machine, "last_level_cache", lambda: 1 << 20)
     monkeypatch.setattr(doctor.ceilings, "measured", lambda *asked, **_: measured(*asked, runs=1, size=64))
     assert quantkit(*shlex.split(command)).code == 0
-    assert "how long" in quantkit(*asked).out
+    assert "How long it takes" in quantkit(*asked).out
 
 
 def test_a_folder_of_a_gguf_file_names_it(quantkit: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

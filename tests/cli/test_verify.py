@@ -25,7 +25,7 @@ def test_verify_fails_with_the_file_that_changed(quantkit: Any, bundle: Path) ->
     (bundle / "model" / "model.safetensors").write_text("Weights")
     ran = quantkit("verify", bundle)
     assert ran.code == 1
-    assert "✗  files.sha256" in ran.out
+    assert "✗ files.sha256" in ran.out
     assert "model/model.safetensors" in ran.out
     assert ran.err.splitlines()[-1].startswith("error: [verify-failed] model/model.safetensors")
     found = quantkit("verify", bundle, "--json").envelope

@@ -298,8 +298,8 @@ def _whole_recipe(manifest: Manifest) -> list[Part]:
     files = [[entry.path, words.size(entry.bytes), entry.role, entry.sha256] for entry in manifest.files]
     again = usage.again(manifest)
     title = f"{words.plural(len(files), 'file')} with their hashes"
-    recipe = [Code(again.label, again.text, again.language), Code("the recipe", usage.recipe(manifest), "yaml")]
-    made: list[Part] = [Section("The recipe, whole: it makes this model again", recipe, folded=True)]
+    recipe = [Code("recipe.yaml", usage.recipe(manifest), "yaml"), Code(again.label, again.text, again.language)]
+    made: list[Part] = [Section("The recipe, whole: as recipe.yaml it makes this model again", recipe, folded=True)]
     return [*made, *([Sheet(["file", "size", "role", "sha256"], files, 2, title=title, folded=True)] if files else [])]
 
 
