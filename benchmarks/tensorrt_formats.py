@@ -18,7 +18,8 @@ from harness.record import parsing, record, show
 
 from quantkit.errors import InputError
 from quantkit.exporters.tensorrt import engine as _engine
-from quantkit.exporters.tensorrt.exporter import NETWORK, TensorrtOptions, write_network
+from quantkit.exporters.tensorrt.engine import TensorrtOptions
+from quantkit.exporters.tensorrt.exporter import NETWORK, write_network
 from quantkit.exporters.tensorrt.network import check as check_network
 from quantkit.exporters.tensorrt.profiles import inputs_of, shapes
 from quantkit.exporters.values import Values

@@ -21,7 +21,8 @@ from quantkit.devices.reached import Reached
 from quantkit.errors import InputError, Stopped
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.exporters.tensorrt import engine
-from quantkit.exporters.tensorrt.exporter import TensorrtOptions, refuse_flags
+from quantkit.exporters.tensorrt.engine import TensorrtOptions
+from quantkit.exporters.tensorrt.exporter import refuse_flags
 from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.finished import engine as engines

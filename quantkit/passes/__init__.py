@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the words of a pass's signatures: passes take them from her
     from quantkit.model.streaming.stream import Transform, Whole
     from quantkit.model.structure.block import Block as Block
     from quantkit.model.structure.traced import SharedInput as SharedInput
-    from quantkit.passes.assign import Moments as Moments
+    from quantkit.passes.solvers.moments import Moments as Moments
     from quantkit.scheme import WeightScheme as WeightScheme
 
 # a decision with this code tells how an input was read; it is no fallback

@@ -6,10 +6,8 @@ weights that have a scale in common, products in several groups, statistics that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -18,12 +16,12 @@ from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import load_grid
 from quantkit.passes import load_pass
 from quantkit.passes.solvers import blocks, device, one_thread, ranges
+from quantkit.passes.solvers.moments import Moments, filled
 from quantkit.plugins.outside import demand_returned
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.bundle import Decision
     from quantkit.model.structure.block import Block
     from quantkit.passes import Pass
     from quantkit.scheme import WeightScheme
@@ -31,67 +29,8 @@ if TYPE_CHECKING:
 # where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
 _WIDE = ranges.Search(smallest=0.55, steps=6, refinements=2)
 Range = Literal["minmax", "mse", "importance"]
-Found = TypeVar("Found")
 # elements of a head rounded at a time, in float32
 PIECE = 1 << 23
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Means over the rows of calibration, of a graph's product with `groups` groups and K inputs each, or of the head.
-
-    x̂ is what the product sees behind quantized ones, x what it sees in the float graph.
-
-    Args:
-        hessian: of x̂ x̂ᵀ, [groups, K, K].
-        cross: of x x̂ᵀ, [groups, K, K]; None where both are the same.
-        halves: `hessian` over every other batch, and over the rest; one, where there was one batch.
-        by_row: whether every group is a few inputs alone, as in a depthwise convolution; all are solved at once then.
-        neighbours: [K], by which codes are bounded (`solvers.unsaturated`); None: they are not.
-        name: of the product.
-        decisions: what a pass did with them otherwise than it was asked; it adds to them.
-    """
-
-    hessian: Tensor
-    cross: Tensor | None = None
-    halves: tuple[Tensor, ...] = ()
-    by_row: bool = False
-    neighbours: Tensor | None = None
-    name: str = ""
-    decisions: list[Decision] = field(default_factory=list, repr=False, compare=False)
-    _solved: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def once(self, key: Any, make: Callable[[], Found]) -> Found:
-        """What `make` gives, made once: pieces of a weight share a factor."""
-        if key not in self._solved:
-            self._solved[key] = make()
-        found: Found = self._solved[key]
-        return found
-
-    def filled(self, columns: int) -> Moments:
-        """Of `columns` inputs, those that fill up a last group never anything but zero."""
-        if columns == self.hessian.shape[-1]:
-            return self
-        cross = filled(self.cross, columns, columns)
-        halves = tuple(filled(half, columns, columns) for half in self.halves)
-        return replace(self, hessian=filled(self.hessian, columns, columns), cross=cross, halves=halves)
-
-    @cached_property
-    def noise(self) -> float:
-        """How much of the Hessian beside its diagonal is chance, 0..1; as `calibrate.statistics.InputStats.noise`."""
-        if len(self.halves) < 2:
-            return 1.0
-        size = self.hessian.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
-        size = torch.where(size > 0, size, torch.inf)
-        scale = size.unsqueeze(2) * size.unsqueeze(1)
-        first, second, whole = ((each / scale).triu(1) for each in (*self.halves, self.hessian))
-        both = float(whole.square().sum())
-        return min(1.0, float((first - second).square().sum()) / 4 / both) if both > 0 else 1.0
-
-    @property
-    def mean_square(self) -> Tensor:
-        """Of x̂, [groups, K] float32."""
-        return self.hessian.diagonal(dim1=1, dim2=2).float()
 
 
 def assign(block: Block, linear: str, tensor: QuantTensor) -> Tensor:
@@ -203,11 +142,3 @@ def assigner(passes: Mapping[str, Any]) -> Pass | None:
     loaded = (load_pass(name) for name in passes)
     assigning = (each for each in loaded if "unassigned" in each.requires and "codes" in each.ensures)
     return next((each for each in assigning if not each.on_graphs), None)
-
-
-def filled(values: Any, columns: int, rows: int = 0) -> Any:
-    """With zeros to the right, and below: what weights, inputs or moments are of a last group that is filled up."""
-    if values is None:
-        return None
-    missing = (0, columns - values.shape[-1], 0, rows - values.shape[-2]) if rows else (0, columns - values.shape[-1])
-    return torch.nn.functional.pad(values, missing) if any(missing) else values

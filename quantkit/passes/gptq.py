@@ -85,9 +85,10 @@ class Gptq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
-        from quantkit.passes.assign import assign, filled
+        from quantkit.passes.assign import assign
         from quantkit.passes.solvers.factor import factor, raised_damping
         from quantkit.passes.solvers.gptq import corrected, gptq_shared
+        from quantkit.passes.solvers.moments import filled
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
         outcome = Outcome(True)

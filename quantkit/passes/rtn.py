@@ -117,7 +117,7 @@ class Rtn(Pass):
             return None
         from quantkit.calibrate.statistics import imatrix
         from quantkit.lazy import torch
-        from quantkit.passes.assign import Moments
+        from quantkit.passes.solvers.moments import Moments
 
         squares = imatrix.read(Path(settings.imatrix)).of_head(columns, settings.imatrix)
         taken = []

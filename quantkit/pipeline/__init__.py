@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.pipeline.blocks.module import Pipeline
-    from quantkit.pipeline.blocks.prepared import Prepared, fingerprint, prepare
+    from quantkit.pipeline.blocks.opened import Prepared, fingerprint
+    from quantkit.pipeline.blocks.prepared import prepare
     from quantkit.pipeline.compile import Compiled, compile_model
     from quantkit.pipeline.measure import measure_bundle
     from quantkit.pipeline.progress import Progress
@@ -33,11 +34,11 @@ _HOMES = {
     "DEFAULT_MODEL": "request",
     "Compiled": "compile",
     "Pipeline": "blocks.module",
-    "Prepared": "blocks.prepared",
+    "Prepared": "blocks.opened",
     "Progress": "progress",
     "Request": "request",
     "compile_model": "compile",
-    "fingerprint": "blocks.prepared",
+    "fingerprint": "blocks.opened",
     "measure_bundle": "measure",
     "prepare": "blocks.prepared",
 }

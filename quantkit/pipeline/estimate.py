@@ -27,7 +27,7 @@ from quantkit.target import Target
 
 if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.pipeline.blocks.prepared import Prepared
+    from quantkit.pipeline.blocks.opened import Prepared
     from quantkit.recipe import Recipe
     from quantkit.scheme import WeightScheme
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.pipeline.blocks.prepared import Prepared
+    from quantkit.pipeline.blocks.opened import Prepared
 
 # sequences of the longer run; seconds that looking through the other blocks may take
 FEW, _LOOKING = 4, 5.0

@@ -10,13 +10,14 @@ import torch
 
 from quantkit.formats import load_format
 from quantkit.graph.sites import Site
-from quantkit.passes.assign import Moments, product
+from quantkit.passes.assign import product
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.hqq import Hqq
 from quantkit.passes.round import Round
 from quantkit.passes.rtn import Rtn
 from quantkit.passes.solvers import ranges
 from quantkit.passes.solvers.gptq import gptq
+from quantkit.passes.solvers.moments import Moments
 from quantkit.scheme import WeightScheme
 
 INT8 = load_format("int8")

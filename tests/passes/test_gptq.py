@@ -12,8 +12,8 @@ from zoo import outputs
 from quantkit import Pipeline
 from quantkit.formats import load_format
 from quantkit.passes import gptq
-from quantkit.passes.assign import filled
 from quantkit.passes.solvers import factor as solver
+from quantkit.passes.solvers.moments import filled
 
 
 class Correlated(nn.Module):

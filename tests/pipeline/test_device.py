@@ -24,6 +24,7 @@ from quantkit.model.streaming.stream import LoadedModel
 from quantkit.passes import Outcome, Pass
 from quantkit.pipeline import Request, compile_model, estimate
 from quantkit.pipeline.blocks import prepared, quantize
+from quantkit.pipeline.blocks.opened import Prepared, fingerprint
 from quantkit.pipeline.blocks.work import PassRun, work
 from quantkit.pipeline.compile import opened
 from quantkit.planning.compiling import CompileSpec
@@ -123,7 +124,7 @@ def test_a_card_that_is_large_enough(model: Path, monkeypatch: pytest.MonkeyPatc
     chosen = prepared.prepare(asked)
     assert (chosen.device.name, chosen.device.chunk, chosen.device.resident) == ("cuda:0", 3, True)
     assert chosen.stream.device == torch.device("cuda:0")
-    keys = prepared.fingerprint(chosen)
+    keys = fingerprint(chosen)
     assert (keys["device"], keys["products"]) == ("Planted", "tf32"), "another card, or other products: another build"
     said = next(each for each in chosen.decisions if each.pass_ == "device")
     assert "3 sequences at once" in said.reason and "tf32" in said.reason
@@ -195,7 +196,7 @@ def test_what_fails_on_its_way_is_said_when_it_is_asked_for() -> None:
 def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiles that read ahead and write behind, as on a GPU, with the processor for the device."""
 
-    def chosen(of: prepared.Prepared) -> tuple[ComputeDevice, str]:
+    def chosen(of: Prepared) -> tuple[ComputeDevice, str]:
         return ComputeDevice("cpu:0", "a processor", chunk=3), "planted"
 
     monkeypatch.setattr(estimate, "chosen_device", chosen)

@@ -12,7 +12,8 @@ from pipeline.conftest import recipe
 
 from quantkit.errors import InputError
 from quantkit.pipeline import Request
-from quantkit.pipeline.blocks.prepared import Prepared, prepare
+from quantkit.pipeline.blocks.opened import Prepared
+from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.estimate import architecture, demand_disk, estimate, line, spec
 from quantkit.planning.compiling import described
 

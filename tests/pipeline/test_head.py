@@ -18,11 +18,12 @@ from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.passes import assign
-from quantkit.passes.assign import Moments, in_pieces
+from quantkit.passes.assign import in_pieces
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.rtn import Rtn
 from quantkit.passes.solvers import ranges
 from quantkit.passes.solvers.gptq import gptq
+from quantkit.passes.solvers.moments import Moments
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.pipeline.blocks.prepared import prepare

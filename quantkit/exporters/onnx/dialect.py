@@ -25,7 +25,7 @@ import onnx_ir as ir
 
 from quantkit.errors import InputError
 from quantkit.exporters.onnx.integers import Bytes, Codes, Integers
-from quantkit.exporters.onnx.nbits import ROTARY_HEAD, Array, PackedWeights, block_size, pack
+from quantkit.exporters.onnx.nbits import ROTARY_HEAD, Array, EmbeddingTable, PackedWeights, block_size, pack
 from quantkit.exporters.trace import CHECKPOINT
 from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting
 from quantkit.exporters.trace.rotary import RotaryTables
@@ -33,7 +33,6 @@ from quantkit.formats import load_format
 from quantkit.passes import decision
 
 if TYPE_CHECKING:
-    from quantkit.exporters.onnx.ends import EmbeddingTable
     from quantkit.formats import QuantTensor
     from quantkit.scheme import WeightScheme
 

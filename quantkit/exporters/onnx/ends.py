@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from quantkit.bundle import Decision, decision
-from quantkit.exporters.onnx.nbits import BITS, block_size
+from quantkit.exporters.onnx.nbits import BITS, EmbeddingTable, GraphEnds, block_size
 from quantkit.formats import QuantTensor, apart, joined, load_format
 from quantkit.passes.assign import PIECE, nearest
 from quantkit.scheme import WeightScheme
@@ -39,45 +39,6 @@ Storage = Literal["float", "int8", "shared", "refined"]
 # codes of its own are in the largest of these blocks that divides a row
 _BLOCKS = (64, 32, 16)
 _FLOAT, _OWN, _ROWS = "embedding-float", "embedding-own", "head-rows-left"
-
-
-@dataclass(frozen=True)
-class EmbeddingTable:
-    """A table of token embeddings [V, K] in codes.
-
-    Args:
-        parameter: its name in the skeleton.
-        head: the linear whose codes it is the sum of, with `own`; "" where it is `own` alone.
-        own: None where the head's codes are all of it.
-        columns: K.
-    """
-
-    parameter: str
-    head: str
-    own: QuantTensor | None
-    columns: int
-
-    def values(self, of: Values) -> Tensor:
-        """What is looked up, [V, K] float32."""
-        found = torch.zeros(())
-        for part in ([of.quantized(self.head)] if self.head else []) + ([self.own] if self.own is not None else []):
-            found = found + load_format(part.scheme.format).dequantize(part)[:, : self.columns]
-        return found
-
-
-@dataclass(frozen=True)
-class GraphEnds:
-    """What is stored otherwise than the passes decided, or with more.
-
-    Args:
-        table: of token embeddings; None where it stays in floats.
-        head: the linear whose first rows have 8 bits; "" where none have.
-        rows: these rows, [R, K].
-    """
-
-    table: EmbeddingTable | None = None
-    head: str = ""
-    rows: QuantTensor | None = None
 
 
 def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[Decision]]:
@@ -112,7 +73,7 @@ def with_ends(values: Values, storage: Storage, rows: int) -> Values:
     found, _ = ends(values, storage, rows)
     stream = values.stream.on(values.stream.device, values.stream.place)
     if found.table is not None:
-        stream.transforms.append(_Put(found.table.parameter, found.table.values(values)))
+        stream.transforms.append(_Put(found.table.parameter, _looked_up(found.table, values)))
     if found.rows is not None:
         stream.transforms.append(_Put(f"{found.head}.weight", load_format("int8").dequantize(found.rows)))
     return replace(values, stream=stream)
@@ -144,6 +105,15 @@ def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list
         return EmbeddingTable(name, head, None, shape[1]), []
     left = _rounded(values, name, WeightScheme(format="int2", granularity="group", group=block), head)
     return EmbeddingTable(name, head, left, shape[1]), []
+
+
+def _looked_up(table: EmbeddingTable, values: Values) -> Tensor:
+    """Add up what a table's codes stand for, [V, K] float32."""
+    total = torch.zeros(())
+    parts = ([values.quantized(table.head)] if table.head else []) + ([table.own] if table.own is not None else [])
+    for part in parts:
+        total = total + load_format(part.scheme.format).dequantize(part)[:, : table.columns]
+    return total
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.formats import load_format
+from quantkit.formats import QuantTensor, load_format
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
-
-if TYPE_CHECKING:
-    from quantkit.exporters.onnx.ends import GraphEnds
 
 Array = NDArray[Any]
 BITS = (2, 4, 8)
@@ -57,6 +54,38 @@ class LinearSpec:
     scheme: WeightScheme | None
     shared: str | None = None
     input: InputCodes | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddingTable:
+    """A table of token embeddings [V, K] in codes.
+
+    Args:
+        parameter: its name in the skeleton.
+        head: the linear whose codes it is the sum of, with `own`; "" where it is `own` alone.
+        own: None where the head's codes are all of it.
+        columns: K.
+    """
+
+    parameter: str
+    head: str
+    own: QuantTensor | None
+    columns: int
+
+
+@dataclass(frozen=True)
+class GraphEnds:
+    """What is stored otherwise than the passes decided, or with more.
+
+    Args:
+        table: of token embeddings; None where it stays in floats.
+        head: the linear whose first rows have 8 bits; "" where none have.
+        rows: these rows, [R, K].
+    """
+
+    table: EmbeddingTable | None = None
+    head: str = ""
+    rows: QuantTensor | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from quantkit import limits
 from quantkit.content import Closed
@@ -25,13 +27,44 @@ from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.tensorrt.file import NETWORK
 from quantkit.runtimes.tensorrt.library import AHEAD_OF_TIME, Library, Name, Said, load, unsupported
-
-if TYPE_CHECKING:
-    from quantkit.exporters.tensorrt.exporter import TensorrtOptions
+from quantkit.target import Profile
 
 # what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
 TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
 _MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
+
+
+class TensorrtOptions(Closed):
+    """Settings of `export: - tensorrt: {…}`. What is not said is the target's.
+
+    Args:
+        type: what is computed in: `float16` or `bfloat16`.
+        cache: `in_place` writes keys and values into one buffer, so that a step can be replayed as a CUDA graph;
+            `grown` gives out a longer one each time.
+        capacity: tokens that a cache in place holds; None: what the profiles need.
+        engine: whether to build; without, the network alone is written.
+        library: `tensorrt_rtx` or `tensorrt`.
+        sm: the GPU's compute capability: "8.9".
+        profiles: shapes that it is built for.
+        workspace: bytes that kernels may use beside weights and activations.
+        optimization_level: how long to look for faster kernels, 0 to 5.
+        version_compatible: whether later versions of the library may load it; TensorRT alone.
+        hardware_compatible: whether later GPUs may; TensorRT alone.
+        build_timeout: seconds after which a build is given up; what it has timed is kept.
+    """
+
+    type: Literal["float16", "bfloat16"] = "float16"
+    cache: Literal["in_place", "grown"] = "in_place"
+    capacity: int | None = Field(default=None, gt=0)
+    engine: bool = True
+    library: Name = "tensorrt_rtx"
+    sm: str | None = None
+    profiles: tuple[Profile, ...] = ()
+    workspace: float = Field(default=4.0e9, gt=0)
+    optimization_level: int = Field(default=3, ge=0, le=5)
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    build_timeout: float | None = Field(default=None, gt=0)
 
 
 class EngineJob(Closed):

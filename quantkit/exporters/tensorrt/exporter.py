@@ -12,21 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Check, Decision
-from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters import BuildReport, Exporter, LayerSpec
 from quantkit.exporters.onnx.exporter import context_of, demand_packages, dialect_weights
-from quantkit.exporters.tensorrt.engine import TENSORRT_ALONE, build_engine
+from quantkit.exporters.tensorrt.engine import TENSORRT_ALONE, TensorrtOptions, build_engine
 from quantkit.exporters.tensorrt.profiles import capacity, fitted
 from quantkit.model.sizes.assigned import padded
 from quantkit.passes import NOTE, decision
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
-from quantkit.runtimes.tensorrt.library import Library, Name, load, unsupported
+from quantkit.runtimes.tensorrt.library import Library, load, unsupported
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.target import Profile, State
 
@@ -34,39 +31,6 @@ if TYPE_CHECKING:
     from quantkit.exporters.tensorrt.network.dialect import CacheScales
     from quantkit.exporters.values import Values
     from quantkit.model.sizes.storage import LaidOver, Storage
-
-
-class TensorrtOptions(Closed):
-    """Settings of `export: - tensorrt: {…}`. What is not said is the target's.
-
-    Args:
-        type: what is computed in: `float16` or `bfloat16`.
-        cache: `in_place` writes keys and values into one buffer, so that a step can be replayed as a CUDA graph;
-            `grown` gives out a longer one each time.
-        capacity: tokens that a cache in place holds; None: what the profiles need.
-        engine: whether to build; without, the network alone is written.
-        library: `tensorrt_rtx` or `tensorrt`.
-        sm: the GPU's compute capability: "8.9".
-        profiles: shapes that it is built for.
-        workspace: bytes that kernels may use beside weights and activations.
-        optimization_level: how long to look for faster kernels, 0 to 5.
-        version_compatible: whether later versions of the library may load it; TensorRT alone.
-        hardware_compatible: whether later GPUs may; TensorRT alone.
-        build_timeout: seconds after which a build is given up; what it has timed is kept.
-    """
-
-    type: Literal["float16", "bfloat16"] = "float16"
-    cache: Literal["in_place", "grown"] = "in_place"
-    capacity: int | None = Field(default=None, gt=0)
-    engine: bool = True
-    library: Name = "tensorrt_rtx"
-    sm: str | None = None
-    profiles: tuple[Profile, ...] = ()
-    workspace: float = Field(default=4.0e9, gt=0)
-    optimization_level: int = Field(default=3, ge=0, le=5)
-    version_compatible: bool = False
-    hardware_compatible: bool = False
-    build_timeout: float | None = Field(default=None, gt=0)
 
 
 class TensorrtExporter(Exporter):

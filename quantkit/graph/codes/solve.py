@@ -30,9 +30,10 @@ from quantkit.graph.pairs.qdq import Codes, Range, bias_of, fits, node_of
 from quantkit.graph.run import Feed, Runner
 from quantkit.graph.sites import Site, patches
 from quantkit.passes import decision
-from quantkit.passes.assign import Moments, product
+from quantkit.passes.assign import product
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.round import Round
+from quantkit.passes.solvers.moments import Moments
 from quantkit.passes.solvers.unsaturated import neighbours as unsaturated_neighbours
 from quantkit.scheme import ActivationScheme, WeightScheme
 

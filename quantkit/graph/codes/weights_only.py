@@ -16,7 +16,8 @@ import torch
 from quantkit.formats import QuantTensor
 from quantkit.graph.run import Feed, Runner
 from quantkit.graph.sites import Site, patches
-from quantkit.passes.assign import Moments, assigner, product
+from quantkit.passes.assign import assigner, product
+from quantkit.passes.solvers.moments import Moments
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:

@@ -23,9 +23,10 @@ from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.formats import QuantTensor
 from quantkit.model.structure.traced import weight_of
-from quantkit.passes.assign import Moments, assigner, in_pieces
+from quantkit.passes.assign import assigner, in_pieces
+from quantkit.passes.solvers.moments import Moments
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.prepared import Prepared
+from quantkit.pipeline.blocks.opened import Prepared
 from quantkit.pipeline.progress import Progress
 
 if TYPE_CHECKING:

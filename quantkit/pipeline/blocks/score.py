@@ -20,7 +20,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.prepared import Prepared
+from quantkit.pipeline.blocks.opened import Prepared
 from quantkit.pipeline.blocks.quantize import results
 from quantkit.pipeline.keep import HARM
 from quantkit.pipeline.measure import MeasuredAgainst, measure, sizes

@@ -28,7 +28,7 @@ from quantkit.measurement.rows import Row
 from quantkit.model.sizes.assigned import takes_head
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks.layers import account
-from quantkit.pipeline.blocks.prepared import Prepared, fingerprint
+from quantkit.pipeline.blocks.opened import Prepared, fingerprint
 from quantkit.pipeline.blocks.quantize import quantize, results
 from quantkit.pipeline.blocks.score import KL, OUTPUT, original_of, score_exports, unscored
 from quantkit.pipeline.estimate import estimate, head_size, times

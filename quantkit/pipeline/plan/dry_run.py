@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.formats import stored_bits
 from quantkit.pipeline import estimate
 from quantkit.pipeline.blocks.layers import account_graph, left_in_floats
-from quantkit.pipeline.blocks.prepared import Prepared
+from quantkit.pipeline.blocks.opened import Prepared
 from quantkit.report.bundle import figures
 
 if TYPE_CHECKING:
