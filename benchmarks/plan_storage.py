@@ -21,9 +21,9 @@ from harness.process import compiled
 from harness.record import parsing, record, show, verdicts
 
 from quantkit.bundle import Bundle
-from quantkit.exporters import storage
 from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.model.sizes import configs
+from quantkit.planning.stored import storage
 from quantkit.recipe import Recipe
 
 MODEL, LIMIT = "smollm2-135m", 0.005

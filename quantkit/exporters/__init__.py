@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,11 +15,9 @@ from quantkit.plugins import Kind, Stores
 if TYPE_CHECKING:
     from quantkit.bundle import Check, Decision, LayerEntry
     from quantkit.exporters.values import Values
-    from quantkit.model.sizes.architecture import Architecture
     from quantkit.model.sizes.storage import LaidOver, Storage
     from quantkit.model.source.open import Source
     from quantkit.model.source.unloadable import Obstacle
-    from quantkit.recipe import Recipe
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
     from quantkit.stats.abba import Comparison
     from quantkit.target import State, Target
@@ -216,32 +214,6 @@ class Exporter(Protocol):
 
 
 load_exporter = Kind[Exporter]("exporters").load
-
-
-def storage(architecture: Architecture, recipe: Recipe, export: str | None = None) -> Storage:
-    """Predict what a recipe makes of a model's weights.
-
-    Args:
-        export: one of its exports; the first of them by default.
-
-    Raises:
-        InputError: what a compile would refuse, as `laid_over` and the exporter do; `export-unknown`, one that the
-            recipe has not.
-    """
-    from quantkit.model.sizes.storage import laid_over
-
-    steps = {step.name: step for step in recipe.export}
-    chosen = export or next(iter(steps))
-    if chosen not in steps:
-        raise InputError("export-unknown", where=recipe.name, value=chosen, rule=f"it exports {', '.join(steps)}")
-    exporter = load_exporter(chosen)
-    if exporter.classes and architecture.class_name and architecture.class_name not in exporter.classes:
-        rule = f"`{chosen}` is written of {', '.join(exporter.classes)}"
-        raise unheld(architecture.name, architecture.class_name, rule, f"leave `{chosen}` out of `export`")
-    laid = laid_over(architecture, recipe)
-    found = exporter.storage(steps[chosen].settings, laid)
-    shared = architecture.tied and laid.assigned.head is None
-    return replace(found, shared=shared, decisions=[*laid.assigned.decisions, *found.decisions])
 
 
 def reader(name: str, options: Mapping[str, Any]) -> str:

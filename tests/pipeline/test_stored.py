@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quantkit.bundle import Bundle
-from quantkit.exporters import storage
 from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.storage import Storage
+from quantkit.planning.stored import storage
 from quantkit.recipe import Recipe
 
 

@@ -326,7 +326,7 @@ import sys
 from quantkit.model.sizes import configs
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.bound.roofline import RooflineProduct
-from quantkit.exporters import storage
+from quantkit.planning.stored import storage
 from quantkit.recipe import Recipe
 models = {name: configs.read(name) for name in configs.shipped_names()}
 found = storage(models["deepseek-v3"], Recipe.load("awq-int4"))

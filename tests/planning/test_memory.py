@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from quantkit.exporters import storage
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.bound.roofline import RooflineProduct
+from quantkit.planning.stored import storage
 from quantkit.recipe import Recipe
 from quantkit.scheme import CacheScheme
 

@@ -11,9 +11,9 @@ from typing import get_args
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.exporters import storage
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.assigned import Assigned, assign, assign_sizes
+from quantkit.planning.stored import storage
 from quantkit.recipe import Recipe
 from quantkit.scheme import MIXTURES, Scheme
 

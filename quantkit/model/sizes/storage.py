@@ -1,6 +1,6 @@
 """What a model's weights take as a recipe stores them: by part, and of each linear.
 
-Which linear is stored how is decided as in a compile (`assigned.py`), what one takes is in `stored.py`; embeddings,
+Which linear is stored how is decided as in a compile (`assigned.py`, `planning/stored.py`); embeddings,
 norms, headers and graphs are added here. An engine's bytes are those of its weights alone: the kernels beside them are
 not reckoned.
 
@@ -16,21 +16,19 @@ gguf          blocks of codes with their scales, as many bits as the format says
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
-from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import scale_shape
 from quantkit.model.layouts import Layout, load_layout
 from quantkit.model.sizes.architecture import Architecture, Matrix
-from quantkit.model.sizes.assigned import ROLES, Assigned, assign_sizes, of_table, padded
-from quantkit.recipe import Recipe
-from quantkit.scheme import ActivationScheme, WeightScheme
+from quantkit.model.sizes.mixtures import of_table, padded
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # bytes of a token in a file that holds the vocabulary: text, kind, score or merge; of an entry for a tensor
 _WORD, _TENSOR = 35, 64
@@ -105,25 +103,26 @@ class LaidOver:
     Args:
         linears: of the blocks, with their schemes; sizes are still to be filled in.
         head: the matrix that gives the logits, likewise; None without one.
-        assigned: which linear is stored how.
+        cache: how keys and values are quantized.
+        moved: whether channels of inputs are moved before they are quantized.
     """
 
     architecture: Architecture
-    recipe: Recipe
     linears: Sequence[StoredLinear]
     head: StoredLinear | None
-    assigned: Assigned
+    cache: CacheScheme | None
+    moved: bool
 
     def tensors(self, layout: str | None) -> Storage:
         """As a checkpoint in a layout; None: as values. Raises InputError `layout-unsupported`."""
-        _refuse_tied(self.architecture, self.assigned)
+        _refuse_tied(self.architecture, self.head)
         found = None if layout is None else load_layout(layout.replace("-", "_"))
-        return _checkpoint(self.architecture, self.recipe, self.linears, self.head, found)
+        return _checkpoint(self.architecture, self.cache, self.linears, self.head, found)
 
     def graph(self, options: Any) -> Storage:
         """As an ONNX graph, by `OnnxOptions` or their like. Raises InputError `layout-unsupported`."""
         _refuse_experts(self.architecture)
-        return _graph(self.architecture, self.recipe, self.linears, self.head, options)
+        return _graph(self, options)
 
     def engine(self) -> Storage:
         """As the weights of an engine. Raises InputError `layout-unsupported`."""
@@ -141,57 +140,11 @@ class LaidOver:
         return _file(self.architecture, self.linears, self.head, dtype, embedding)
 
 
-# --- which linear is stored how ---------------------------------------------------------------------------------------
-
-
-def laid_over(architecture: Architecture, recipe: Recipe) -> LaidOver:
-    """Lay a recipe over a model.
-
-    Raises:
-        InputError: what a compile would refuse: `override-unmatched`, `keep-unmatched`, `group-indivisible`,
-            `format-unsupported`, `nothing-to-quantize`.
-    """
-    matrices = {each.name: each for each in architecture.inside()}
-    names = _names(matrices, recipe)
-    head, found = architecture.head, assign_sizes(recipe, architecture, names)
-    # experts one by one become an entry for each way in which they are stored
-    kinds: dict[tuple[str, WeightScheme | None, ActivationScheme | None], int] = {}
-    for name, matrix in names.items():
-        key = (matrix.name, found.schemes.get(name), found.activations.get(name))
-        kinds[key] = kinds.get(key, 0) + (matrix.count if name == matrix.name else 1)
-    linears = [
-        StoredLinear(_part(matrices[name], count), scheme, inputs) for (name, scheme, inputs), count in kinds.items()
-    ]
-    linears += [StoredLinear(each) for each in matrices.values() if each.router]
-    last = StoredLinear(head, found.schemes.get(head.name)) if head is not None else None
-    return LaidOver(architecture, recipe, linears, last, found)
-
-
-def _part(matrix: Matrix, count: int) -> Matrix:
-    """So many of an entry's experts, to which tokens go as often as to the others."""
-    return replace(matrix, count=count, active=max(1, round(matrix.active * count / matrix.count)))
-
-
-def _names(matrices: Mapping[str, Matrix], recipe: Recipe) -> dict[str, Matrix]:
-    """Linear by its name in a compile -> its entry; experts one by one only where globs could tell them apart."""
-    globs = [glob for glob in (*recipe.keep, *(each.match for each in recipe.overrides)) if glob not in ROLES]
-    found: dict[str, Matrix] = {}
-    for name, matrix in matrices.items():
-        if matrix.router:
-            continue  # a parameter, which no recipe names
-        before, place, after = name.partition(".*.")
-        if globs and place:
-            found |= {f"{before}.{number}.{after}": matrix for number in range(matrix.count)}
-        else:
-            found[name] = matrix
-    return found
-
-
-def _refuse_tied(architecture: Architecture, assigned: Assigned) -> None:
-    if assigned.head is not None and architecture.tied:
+def _refuse_tied(architecture: Architecture, head: StoredLinear | None) -> None:
+    if head is not None and head.scheme is not None and architecture.tied:
         raise InputError(
             "layout-unsupported",
-            where=assigned.head,
+            where=head.matrix.name,
             value="is quantized and shares its weight with the embedding, which is not",
             rule="transformers stores tied weights once, as one or the other",
             remedy="--set 'keep=[embeddings, lm_head]', or leave `checkpoint` out of `export`",
@@ -217,7 +170,7 @@ def _refuse_experts(
 
 def _checkpoint(
     architecture: Architecture,
-    recipe: Recipe,
+    cache: CacheScheme | None,
     linears: Sequence[StoredLinear],
     head: StoredLinear | None,
     layout: Layout | None,
@@ -240,7 +193,7 @@ def _checkpoint(
         False,
         float(width * architecture.embeddings),
         float(width * _elsewhere(architecture)),
-        entries + _cache_scales(architecture, recipe, ENTRY + 2 * digits + 50),
+        entries + _cache_scales(architecture, cache, ENTRY + 2 * digits + 50),
     )
 
 
@@ -249,9 +202,8 @@ def _elsewhere(architecture: Architecture) -> int:
     return architecture.others + sum(layer.others for layer in architecture.layers)
 
 
-def _cache_scales(architecture: Architecture, recipe: Recipe, entry: int) -> float:
+def _cache_scales(architecture: Architecture, cache: CacheScheme | None, entry: int) -> float:
     """Fixed scales of keys and values: an entry in a header for each, and float32 numbers."""
-    cache = recipe.scheme.kv_cache
     if cache is None or cache.dynamic:
         return 0.0
     found = 0.0
@@ -263,14 +215,13 @@ def _cache_scales(architecture: Architecture, recipe: Recipe, entry: int) -> flo
     return found
 
 
-def _graph(
-    architecture: Architecture, recipe: Recipe, linears: Sequence[StoredLinear], head: StoredLinear | None, options: Any
-) -> Storage:
-    filled = [in_graph(each, options) for each in linears]
+def _graph(laid: LaidOver, options: Any) -> Storage:
+    architecture = laid.architecture
+    filled = [in_graph(each, options) for each in laid.linears]
     # of an encoder the graph gives the last hidden states
-    head = None if architecture.kind == "encoder" else head
+    head = None if architecture.kind == "encoder" else laid.head
     others = 4.0 * (_elsewhere(architecture) - architecture.ends) + _rotary(architecture)
-    if any("moved" in plugins.PASSES.of(step).ensures for step in recipe.passes):
+    if laid.moved:
         others += sum(8.0 * columns for columns in _shared_inputs(filled))  # a shift and a scale a channel
     if head is not None and head.scheme is not None and load_format(head.scheme.format).bits < 8:
         others += min(options.head_rows, head.matrix.N - 1) * head.matrix.K * (1 + 4.0 / 64)

@@ -12,7 +12,7 @@ from typing import cast
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.exporters import load_exporter, storage
+from quantkit.exporters import load_exporter
 from quantkit.model.device import CPU
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
@@ -41,6 +41,7 @@ from quantkit.planning.serving.cost import Bill, RequestTime, bill
 from quantkit.planning.serving.load import Load, simulate
 from quantkit.planning.serving.prices import Prices
 from quantkit.planning.serving.traffic import OUTPUT, PROMPT, traffic
+from quantkit.planning.stored import storage
 from quantkit.planning.support import caveats, stored_formats
 from quantkit.target import ComputeType, Stored, Target
 
