@@ -31,6 +31,7 @@ from quantkit.bundle.disk import sha256, walk
 from quantkit.content import Bounded
 from quantkit.errors import InputError, from_validation, one
 from quantkit.kinds import Said
+from quantkit.plugins import EXPORTERS
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.jsonl"
@@ -367,6 +368,8 @@ def role_of(path: str) -> tuple[str, bool]:
             return ("weights" if place == "model" else place), True
         tokenizer = name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template"))
         return ("tokenizer" if tokenizer or name.endswith(".model") else "config"), True
+    if place != path and (suffixes := _weights(place)):
+        return ("weights" if name.endswith(suffixes) else "config"), True
     roles = {
         "gguf": ("gguf", True),
         "engine": ("engine" if name.endswith(".engine") else "other", False),
@@ -376,6 +379,14 @@ def role_of(path: str) -> tuple[str, bool]:
         "README.md": ("card", False),
     }
     return roles.get(place, ("other", False))
+
+
+def _weights(place: str) -> tuple[str, ...]:
+    """How the files of weights end in a folder whose exporter says so; none of others."""
+    if place in ("model", "onnx", "openvino", "gguf", "engine"):
+        return ()
+    loaded = (EXPORTERS.load(name) for name in EXPORTERS.shipped())
+    return next((tuple(each.weights) for each in loaded if each.place == place), ())
 
 
 def inventory(folder: Path) -> list[FileEntry]:

@@ -35,7 +35,7 @@ from quantkit.model.sizes import configs
 from quantkit.model.source.open import Source
 from quantkit.pipeline.graphs.bundles import MODEL, RUNTIMES
 from quantkit.pipeline.keep import export_of
-from quantkit.pipeline.measure import MeasuredAgainst, context_of, fitting
+from quantkit.pipeline.measure import MeasuredAgainst, fitting
 from quantkit.pipeline.verdict import RUNTIME, format_of
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.compiling import CompileSpec, peaks
@@ -303,7 +303,8 @@ class ModelSides(TransformerSides):
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
         """See `DeviceSides`."""
-        context = min(map(context_of, (self.folder, self.theirs)))
+        ours, theirs = load_runtime(self.runtime), load_runtime(self.floats)
+        context = min(ours.context(self.folder), theirs.context(self.theirs))
         return fitting(plan, context, self.bundle.manifest.model.kind)
 
 
@@ -389,7 +390,7 @@ class StreamedSides(TransformerSides):
             record = next(path for place, path in self._own.items() if place.endswith(".json") and self.scored_on_gpu)
             profiles = json.loads(limits.read(record))["profiles"]
             return max(int(each["inputs"]["attention_mask"][2][1]) for each in profiles)
-        return context_of(self._source.path)
+        return load_runtime(self.floats).context(self._source.path)
 
 
 def _engine(bundle: Bundle, runtime: str, about: Probed, name: str) -> dict[str, Path]:

@@ -95,6 +95,7 @@ class Exporter(Protocol):
         moves: whether it holds inputs whose channels are moved before they are quantized.
         adds: whether it exports a finished bundle's checkpoint, too.
         place: the folder of a bundle that it writes.
+        weights: how the files of weights end that it writes there, if no table of bundles knows the folder.
         reads_graphs: whether it exports a finished bundle's graph, too: `add_graph`, `check_graph`.
         builds: whether something is compiled from what was written and checked: `build`.
         classes: of transformers that it writes models of; none: any.
@@ -108,6 +109,7 @@ class Exporter(Protocol):
     moves: bool = False
     adds: bool = False
     place: str = ""
+    weights: tuple[str, ...] = ()
     reads_graphs: bool = False
     builds: bool = False
     classes: Collection[str] = ()

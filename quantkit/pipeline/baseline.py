@@ -124,7 +124,14 @@ def _width(dtype: str) -> int:
 def _files(exporter: str) -> list[Path]:
     """The code that shapes a float graph or file, and a little more."""
     folder = Path(__file__).parent.parent / "exporters"
-    return sorted([folder / "values.py", *folder.glob(f"{exporter}/**/*.py"), *folder.glob("trace/*.py")])
+    return sorted(
+        [
+            folder / "values.py",
+            *folder.glob(f"{exporter}.py"),
+            *folder.glob(f"{exporter}/**/*.py"),
+            *folder.glob("trace/*.py"),
+        ]
+    )
 
 
 def _code(exporter: str) -> str:

@@ -30,7 +30,6 @@ from quantkit.kernels import GPUS, too_old
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of, read_rows, size_rows
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.model.structure.sizes import positions
 from quantkit.passes import decision
 from quantkit.pipeline.baseline import float_export, float_format
 from quantkit.pipeline.finished.engine import look
@@ -250,9 +249,10 @@ def _time(
     baseline, form = original.floats(bundle, runtime)
     floats = load_runtime(runtime).floats or runtime
     other = _across(bundle, original, progress) if across and floats != RUNTIME else None
-    context = min(map(context_of, [folder, baseline, *([Path(other.path)] if other else [])]))
     ours = SpeedSide(str(folder), manifest.content_sha256, format_of(manifest.layers), runtime=runtime)
     theirs = SpeedSide(str(baseline), original.subject, form, runtime=floats)
+    sides = [ours, theirs, *([other] if other else [])]
+    context = min(load_runtime(side.runtime).context(Path(side.path)) for side in sides)
     job = SpeedJob(ours, theirs, machine.cores(), fitting(plan, context, manifest.model.kind), across=other)
     return run(job, lambda share, words: progress.at("speed", share, words))
 
@@ -553,21 +553,6 @@ def fitting(plan: TimingPlan, context: int, kind: str = "decoder") -> TimingPlan
     contexts = sorted({min(wanted, context - 1) for wanted in plan.contexts})
     prefills = sorted({min(wanted, context) for wanted in plan.prefills})
     return replace(plan, contexts=tuple(contexts), prefills=tuple(prefills))
-
-
-def context_of(folder: Path) -> int:
-    """Tokens that a sequence of an exported model can have.
-
-    Raises:
-        InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
-    """
-    from quantkit.model.source.gguf.file import fields
-    from quantkit.runtimes.llama_cpp.session import MODEL
-
-    if (folder / MODEL).is_file():  # llama.cpp need not be here: a device may have it
-        stated = fields(folder / MODEL)
-        return int(stated.get(f"{stated.get('general.architecture')}.context_length", 4096))
-    return positions(json.loads(limits.read(folder / "config.json"))) or 4096
 
 
 def batches_of(bundle: Bundle) -> list[int]:

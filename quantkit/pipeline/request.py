@@ -23,11 +23,10 @@ from quantkit.model.source.alias import ALIASES
 from quantkit.planning import support
 from quantkit.planning.support import Support
 from quantkit.recipe import CalibrationChoice, ExportStep, Recipe
+from quantkit.runtimes import timed
 from quantkit.target import Target
 
 DEFAULT_MODEL = "smollm2-135m"
-# what runs on the machine of a compile, and is timed there
-_TIMED = "onnxruntime"
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ def runs_here(target: Target) -> bool:
     vendors = {"cpu-x86": {"x86", "intel", "amd"}, "cpu-arm": {"arm", "apple"}}[this_machine()]
     named = target.arch.isa if isinstance(target.arch.isa, list) else []
     able = target.arch.vendor in vendors and set(named) <= set(machine.isa_features())
-    return target.kind == "cpu" and _TIMED in target.runtimes and able
+    return target.kind == "cpu" and able and not set(timed(target.runtimes)).isdisjoint(target.runtimes)
 
 
 def kind_of(model: str) -> Kind | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quantkit import limits
 from quantkit.errors import InputError
 from quantkit.plugins import Kind
 
@@ -175,6 +177,12 @@ class Runtime(Protocol):
             rule="it runs none of this kind by itself",
             remedy="use another runtime: quantkit list runtimes",
         )
+
+    def context(self, folder: Path) -> int:
+        """Tokens that a sequence can have of the model in a folder that it reads; by default as `config.json` says."""
+        from quantkit.model.structure.sizes import positions
+
+        return positions(json.loads(limits.read(folder / "config.json"))) or 4096
 
     def load(self, bundle: Bundle) -> Any:
         """The model of a bundle as the runtime's library runs it; settings are each runtime's own."""

@@ -17,5 +17,5 @@ def test_a_file_is_timed_by_what_reads_it(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(times.usage, "file_runtime", lambda manifest: "llama_cpp")
     monkeypatch.setattr(LlamaCpp, "checked", lambda self, given: given.path / "gguf")
     monkeypatch.setattr(times, "holds_graph", lambda given: False)
-    monkeypatch.setattr(times, "context_of", lambda folder: 77)
+    monkeypatch.setattr(LlamaCpp, "context", lambda self, folder: 77)
     assert times._reader(bundle) == (tmp_path / "gguf", "llama_cpp", 77)

@@ -97,7 +97,7 @@ def test_a_compile_times_a_file_in_its_own_runtime(
 
     monkeypatch.setattr("quantkit.measurement.timing.speed.run", timer)
     monkeypatch.setattr("quantkit.pipeline.measure.float_export", floats)
-    monkeypatch.setattr(measure, "context_of", lambda folder: 64)
+    monkeypatch.setattr(type(load_runtime("llama_cpp")), "context", lambda self, folder: 64)
     monkeypatch.setattr(type(load_runtime("llama_cpp")), "folder", lambda self, bundle: bundle.path)
     source = open_model(str(made.model))
     original = MeasuredAgainst(source.sha256, stream=StreamedModel(source))

@@ -20,6 +20,7 @@ from quantkit.pipeline import keep, verdict
 from quantkit.pipeline import measure as measuring
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import runs_here, this_machine
+from quantkit.runtimes import load_runtime
 from quantkit.target import Target
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def test_shapes_that_a_model_does_not_have_are_shortened(
 )
 def test_the_context_is_the_config_s(config: dict[str, Any], context: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert measuring.context_of(tmp_path) == context
+    assert load_runtime("onnxruntime").context(tmp_path) == context
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------

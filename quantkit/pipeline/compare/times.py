@@ -23,7 +23,7 @@ from quantkit.measurement.verdict import speed_up
 from quantkit.pipeline.compare.sides import BundleSide
 from quantkit.pipeline.graphs.bundles import MODEL, holds_graph, samples_of
 from quantkit.pipeline.graphs.bundles import RUNTIMES as GRAPHS
-from quantkit.pipeline.measure import context_of, fitting, quick, with_changes
+from quantkit.pipeline.measure import fitting, quick, with_changes
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import RUNTIME
 from quantkit.report.bundle import usage
@@ -174,7 +174,7 @@ def _reader(bundle: Bundle, asked: str | None = None) -> tuple[Path, str, int]:
     """
     runtime = load_runtime(timed_in(bundle, asked))
     folder = runtime.checked(bundle)
-    return folder, runtime.name, 0 if holds_graph(bundle) else context_of(folder)
+    return folder, runtime.name, 0 if holds_graph(bundle) else runtime.context(folder)
 
 
 def of_run(

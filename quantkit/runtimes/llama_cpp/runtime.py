@@ -57,6 +57,17 @@ class LlamaCpp(Runtime):
         """See `Runtime`. Raises as `load`, but for what a manifest says."""
         return LlamaModel(folder, threads=threads)
 
+    def context(self, folder: Path) -> int:
+        """As the file states; llama.cpp need not be here: a device may have it.
+
+        Raises:
+            InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
+        """
+        from quantkit.model.source.gguf.file import fields
+
+        stated = fields(folder / MODEL)
+        return int(stated.get(f"{stated.get('general.architecture')}.context_length", 4096))
+
     def load(self, bundle: Bundle, **settings: Any) -> LlamaModel:
         """The model; its file is checked against the manifest first.
 
