@@ -368,8 +368,6 @@ def role_of(path: str) -> tuple[str, bool]:
             return ("weights" if place == "model" else place), True
         tokenizer = name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template"))
         return ("tokenizer" if tokenizer or name.endswith(".model") else "config"), True
-    if place != path and (suffixes := _weights(place)):
-        return ("weights" if name.endswith(suffixes) else "config"), True
     roles = {
         "gguf": ("gguf", True),
         "engine": ("engine" if name.endswith(".engine") else "other", False),
@@ -378,13 +376,13 @@ def role_of(path: str) -> tuple[str, bool]:
         "kernels.json": ("kernels", False),
         "README.md": ("card", False),
     }
+    if place not in roles and place != path and (suffixes := _weights(place)):
+        return ("weights" if name.endswith(suffixes) else "config"), True
     return roles.get(place, ("other", False))
 
 
 def _weights(place: str) -> tuple[str, ...]:
     """How the files of weights end in a folder whose exporter says so; none of others."""
-    if place in ("model", "onnx", "openvino", "gguf", "engine"):
-        return ()
     loaded = (EXPORTERS.load(name) for name in EXPORTERS.shipped())
     return next((tuple(each.weights) for each in loaded if each.place == place), ())
 

@@ -33,15 +33,14 @@ from quantkit.measurement.size import saved_bytes
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.model.sizes import configs
 from quantkit.model.source.open import Source
-from quantkit.pipeline.graphs.bundles import MODEL, RUNTIMES
+from quantkit.pipeline.graphs.bundles import MODEL
 from quantkit.pipeline.keep import export_of
 from quantkit.pipeline.measure import MeasuredAgainst, fitting
 from quantkit.pipeline.verdict import RUNTIME, format_of
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.compiling import CompileSpec, peaks
 from quantkit.recipe import ExportStep, Recipe
-from quantkit.runtimes import load_runtime
-from quantkit.runtimes.openvino.open import MODEL as XML
+from quantkit.runtimes import load_runtime, of_graphs
 from quantkit.runtimes.tensorrt.file import choose, descriptions, verified
 from quantkit.runtimes.tensorrt.library import InstalledLibrary
 
@@ -141,11 +140,11 @@ class GraphSides(DeviceSides):
         assert theirs.graph is not None and theirs.samples is not None
         self.bundle, self.theirs, self.subject, self.runtime = bundle, theirs, theirs.subject, runtime
         self.graph, self.inputs = theirs.graph, theirs.samples
-        if runtime not in RUNTIMES:
-            rule = f"a graph's runtimes are {' and '.join(RUNTIMES)}"
+        own = load_runtime(runtime)
+        if not own.graph:
+            rule = f"a graph's runtimes are {' and '.join(of_graphs())}"
             raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule)
-        folder = load_runtime(runtime).folder(bundle)
-        self.path = folder / (MODEL if runtime == RUNTIME else XML)
+        self.path = own.folder(bundle) / own.graph
 
     def files(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """See `DeviceSides`."""

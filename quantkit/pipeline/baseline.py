@@ -124,14 +124,8 @@ def _width(dtype: str) -> int:
 def _files(exporter: str) -> list[Path]:
     """The code that shapes a float graph or file, and a little more."""
     folder = Path(__file__).parent.parent / "exporters"
-    return sorted(
-        [
-            folder / "values.py",
-            *folder.glob(f"{exporter}.py"),
-            *folder.glob(f"{exporter}/**/*.py"),
-            *folder.glob("trace/*.py"),
-        ]
-    )
+    own = (each for pattern in (f"{exporter}.py", f"{exporter}/**/*.py", "trace/*.py") for each in folder.glob(pattern))
+    return sorted([folder / "values.py", *own])
 
 
 def _code(exporter: str) -> str:

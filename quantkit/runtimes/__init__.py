@@ -103,6 +103,7 @@ class Runtime(Protocol):
         installed: what pip calls those that have to be there already, because gigabytes are not carried.
         imports: what Python calls the libraries that it needs.
         extra: of quantkit, that brings them.
+        graph: the file of a graph that is no transformer, in the folder that it reads; "" of one that runs none.
         order: of the runtimes that a verdict may rest on, the lowest one's times come first.
     """
 
@@ -113,6 +114,7 @@ class Runtime(Protocol):
     installed: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     extra: str = "compile"
+    graph: str = ""
     order: int = 9
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
@@ -252,6 +254,11 @@ def timed(besides: Collection[str] = ()) -> list[str]:
     names = {*_RUNTIMES.shipped(), *(name for name in besides if name in _RUNTIMES)}
     loaded = [load_runtime(name) for name in sorted(names)]
     return [runtime.name for runtime in sorted(loaded, key=lambda one: one.order) if runtime.floats is not None]
+
+
+def of_graphs() -> list[str]:
+    """The runtimes that run graphs which are no transformers, in their order."""
+    return [name for name in timed() if load_runtime(name).graph]
 
 
 def of_one_file(name: str) -> list[str]:

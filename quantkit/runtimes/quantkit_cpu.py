@@ -18,6 +18,7 @@ class QuantkitCpu(OnnxRuntime):
 
     name = "quantkit_cpu"
     packages, order = ("onnx",), 1
+    graph = ""
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """The processor, or no compiler."""

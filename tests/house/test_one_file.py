@@ -372,7 +372,7 @@ class Toy:
 
     name = floats = "toy"
     engines, packages, installed, imports = False, (), ("torch",), ("torch",)
-    extra, order = "compile", 7
+    extra, order, graph = "compile", 7, ""
 
     def why_not_here(self, folder=None):
         """Run anywhere."""

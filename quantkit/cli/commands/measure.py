@@ -50,7 +50,7 @@ def measure(
     from quantkit.measurement.timing.shapes import TimingPlan
     from quantkit.passes import NOTE
     from quantkit.pipeline.gates import failed_gate
-    from quantkit.pipeline.graphs.bundles import RUNTIMES, holds_graph
+    from quantkit.pipeline.graphs.bundles import holds_graph
     from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
     from quantkit.pipeline.measure import quick as few
     from quantkit.report.bundle import engine, figures
@@ -64,7 +64,7 @@ def measure(
     opened = quantkit.load(bundle)
     chosen = runtime or default_runtime(opened)
     known = load_runtime(chosen, where="--runtime")
-    if holds_graph(opened) and known.name not in RUNTIMES:
+    if holds_graph(opened) and not known.graph:
         rule = "it is a runtime that bundles are scored in"
         raise InputError(
             "runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy=f"use {default_runtime(opened)}"

@@ -21,16 +21,13 @@ from quantkit.measurement.timing.schedule import Timing, Visit
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.measurement.verdict import speed_up
 from quantkit.pipeline.compare.sides import BundleSide
-from quantkit.pipeline.graphs.bundles import MODEL, holds_graph, samples_of
-from quantkit.pipeline.graphs.bundles import RUNTIMES as GRAPHS
+from quantkit.pipeline.graphs.bundles import holds_graph, samples_of
 from quantkit.pipeline.measure import fitting, quick, with_changes
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import RUNTIME
 from quantkit.report.bundle import usage
-from quantkit.runtimes import load_runtime, timed
+from quantkit.runtimes import load_runtime, of_graphs, timed
 from quantkit.runtimes.child import Report
-from quantkit.runtimes.openvino import RUNTIME as OPENVINO
-from quantkit.runtimes.openvino.open import MODEL as XML
 from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference, is_hidden
 from quantkit.stats.deciding.evidence import Doubt
 from quantkit.stats.deciding.slowdown import slowdown
@@ -152,15 +149,14 @@ def prepare(
     sizes = [data.batch] if data.batch else list(plan.batches)
     notes = [f"the graph takes {data.batch} samples at a time, so it is timed at that"] if data.batch else []
     shapes = [Shape("prefill", size, 1) for size in sizes]
-    files = {name: XML if name == OPENVINO.name else MODEL for name in runtimes}
-    ours, theirs = ours / files[mine], theirs / files[other]
+    ours, theirs = ours / load_runtime(mine).graph, theirs / load_runtime(other).graph
     job = RoundsJob(str(ours), str(theirs), shapes, threads, plan.seconds, runtimes=runtimes)
     return BundleTiming(job, data.first(max(sizes)), mine), notes
 
 
 def timed_in(bundle: Bundle, asked: str | None = None) -> str:
     """The runtime that a comparison times a bundle in: the one whose scores are asked for, where it can be timed."""
-    if asked in (GRAPHS if holds_graph(bundle) else timed()):
+    if asked in (of_graphs() if holds_graph(bundle) else timed()):
         return str(asked)
     name = None if (bundle.path / "onnx").is_dir() else usage.file_runtime(bundle.manifest)
     return name or RUNTIME

@@ -16,9 +16,8 @@ from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy import layerwise
 from quantkit.measurement.accuracy.layerwise import LayerError
 from quantkit.measurement.timing import speed
-from quantkit.pipeline.graphs.bundles import MODEL, holds_graph, reload_graph
+from quantkit.pipeline.graphs.bundles import holds_graph, reload_graph
 from quantkit.runtimes import child, load_runtime, of_one_file
-from quantkit.runtimes.openvino.open import MODEL as XML
 from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
 
@@ -163,10 +162,6 @@ def _demand_same_inputs(floats: Path, feed: Mapping[str, Array]) -> None:
             )
 
 
-# of a graph that is no transformer
-_GRAPHS = {speed.RUNTIME: MODEL, "openvino": XML}
-
-
 def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
     """Each export's own checks; what could not be run is a note."""
     found = loaded(bundle)
@@ -199,12 +194,13 @@ def exports_of(bundle: Bundle, runtimes: Sequence[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     graph = holds_graph(bundle)
     for name in runtimes:
+        runtime = load_runtime(name)
         try:
-            folder = load_runtime(name).folder(bundle)
+            folder = runtime.folder(bundle)
         except InputError:
             continue
-        if not graph or name in _GRAPHS:
-            found[name] = folder / _GRAPHS[name] if graph else folder
+        if not graph or runtime.graph:
+            found[name] = folder / runtime.graph if graph else folder
     return found
 
 

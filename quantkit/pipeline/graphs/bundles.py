@@ -18,9 +18,7 @@ from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.model.source.hashes import file_sha256
 from quantkit.pipeline.graphs.located import REF, place
 from quantkit.recipe import Recipe
-from quantkit.runtimes.openvino import RUNTIME as OPENVINO
-from quantkit.runtimes.openvino.open import MODEL as XML
-from quantkit.runtimes.openvino.session import OpenvinoGraph
+from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import FOLDER as ENGINE
 from quantkit.runtimes.tensorrt.file import NETWORK
 
@@ -31,8 +29,7 @@ if TYPE_CHECKING:
     from quantkit.graph.open import FloatGraph
 
 MODEL = "model.onnx"
-# that run a bundle's graph
-RUNTIMES = ("onnxruntime", OPENVINO.name)
+_ONNXRUNTIME = "onnxruntime"
 _CODES = ".weight.codes"
 
 
@@ -45,10 +42,11 @@ def holds_graph(bundle: Bundle) -> bool:
     return model.kind == "network" and not (bundle.model_folder / "config.json").is_file()
 
 
-def file_of(bundle: Bundle, runtime: str = RUNTIMES[0]) -> Path:
+def file_of(bundle: Bundle, runtime: str = _ONNXRUNTIME) -> Path:
     """A bundle's graph: what a runtime runs; of ONNX Runtime, the network of an engine where it has that."""
-    if runtime == OPENVINO.name:
-        return OPENVINO.folder(bundle) / XML
+    if runtime != _ONNXRUNTIME:
+        own = load_runtime(runtime)
+        return own.folder(bundle) / own.graph
     network = bundle.path / ENGINE / NETWORK
     return network if network.is_file() else bundle.path / "onnx" / MODEL
 
@@ -63,7 +61,9 @@ def runner(bundle: Bundle, runtime: str) -> Any:
     from quantkit.graph.run import Runner
 
     path = file_of(bundle, runtime)
-    return OpenvinoGraph(path) if runtime == OPENVINO.name else Runner(path, literal=path.parent.name == ENGINE)
+    if runtime != _ONNXRUNTIME:
+        return load_runtime(runtime).opens_graph(path)
+    return Runner(path, literal=path.parent.name == ENGINE)
 
 
 def reload_graph(bundle: Bundle) -> list[Check]:

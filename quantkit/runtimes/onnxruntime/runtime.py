@@ -20,6 +20,7 @@ class OnnxRuntime(Runtime):
 
     name = floats = "onnxruntime"
     imports, extra, order = ("onnxruntime",), "onnx", 0
+    graph = "model.onnx"
 
     def folder(self, bundle: Bundle) -> Path:
         """The folder with the graph.

@@ -21,6 +21,7 @@ class OpenvinoRuntime(Runtime):
 
     name = floats = "openvino"
     imports, extra, order = ("openvino",), "openvino", 3
+    graph = MODEL
     packages = ("openvino",)
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
