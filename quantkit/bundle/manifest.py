@@ -382,9 +382,9 @@ def role_of(path: str) -> tuple[str, bool]:
 
 
 def _weights(place: str) -> tuple[str, ...]:
-    """How the files of weights end in a folder whose exporter says so; none of others."""
+    """List the suffixes of weight files in a folder, by its exporter; none of others."""
     loaded = (EXPORTERS.load(name) for name in EXPORTERS.shipped())
-    return next((tuple(each.weights) for each in loaded if each.place == place), ())
+    return next((tuple(exporter.weights) for exporter in loaded if exporter.place == place), ())
 
 
 def inventory(folder: Path) -> list[FileEntry]:

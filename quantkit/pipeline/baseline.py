@@ -124,7 +124,7 @@ def _width(dtype: str) -> int:
 def _files(exporter: str) -> list[Path]:
     """The code that shapes a float graph or file, and a little more."""
     folder = Path(__file__).parent.parent / "exporters"
-    own = (each for pattern in (f"{exporter}.py", f"{exporter}/**/*.py", "trace/*.py") for each in folder.glob(pattern))
+    own = (path for pattern in (f"{exporter}.py", f"{exporter}/**/*.py", "trace/*.py") for path in folder.glob(pattern))
     return sorted([folder / "values.py", *own])
 
 

@@ -181,7 +181,7 @@ class Runtime(Protocol):
         )
 
     def context(self, folder: Path) -> int:
-        """Tokens that a sequence can have of the model in a folder that it reads; by default as `config.json` says."""
+        """Count the tokens of the longest sequence, for the model in a folder; by default as `config.json` says."""
         from quantkit.model.structure.sizes import positions
 
         return positions(json.loads(limits.read(folder / "config.json"))) or 4096
@@ -257,7 +257,7 @@ def timed(besides: Collection[str] = ()) -> list[str]:
 
 
 def of_graphs() -> list[str]:
-    """The runtimes that run graphs which are no transformers, in their order."""
+    """Name the runtimes for graphs other than transformers, in their order."""
     return [name for name in timed() if load_runtime(name).graph]
 
 

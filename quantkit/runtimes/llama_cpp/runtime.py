@@ -58,7 +58,7 @@ class LlamaCpp(Runtime):
         return LlamaModel(folder, threads=threads)
 
     def context(self, folder: Path) -> int:
-        """As the file states; llama.cpp need not be here: a device may have it.
+        """Read it from the file; llama.cpp need not be here: a device may have it.
 
         Raises:
             InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
