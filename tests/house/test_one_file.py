@@ -529,7 +529,7 @@ def test_what_inherits_nothing_is_timed_compared_and_run_by_night(tmp_path: Path
     page = (tmp_path / "b" / "report.html").read_text(encoding="utf-8")
     assert "toy, batch 1" in page and "toy/model.toy" in page and "six" in page
     # compared, in one run of both
-    assert codes[5] in (0, 1, 4), said
+    assert codes[5] in (0, 1, 3), said
     cells = {cell["what"]: cell for cell in compared["cells"] if cell["runtime"] == "toy"}
     assert {"accuracy", "latency"} <= set(cells)
     # and by night
