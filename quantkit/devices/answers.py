@@ -1,4 +1,4 @@
-"""What a device answers: written there, and validated here before anything is made of it.
+"""Validates a device's answers, which are a stranger's data.
 
 All numbers are finite and every list has a limit: a line (`LINE`) is as much as one cell can be.
 """
@@ -50,7 +50,7 @@ class _Answer(Bounded):
 
 
 class Failed(_Answer):
-    """What ended the work: the five fields of an error, and its exit code."""
+    """The error that ended the work: its five fields and its exit code."""
 
     code: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
     where: Words = ""
@@ -61,7 +61,7 @@ class Failed(_Answer):
 
 
 class FoundCell(_Answer):
-    """What a cell gave; `rows` are of what JSON has, and whoever reads them validates each as what was asked for."""
+    """The rows of one cell, in JSON's types; each reader validates them as what it asked for."""
 
     cell: Annotated[str, Field(max_length=200)]
     rows: tuple[dict[str, Any], ...] = Field(max_length=10_000)

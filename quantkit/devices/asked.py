@@ -1,4 +1,4 @@
-"""What a device is asked besides: what it can do at best, whether a bundle is whole there, room; and its target."""
+"""Questions to a device besides timings: its ceilings, a bundle's integrity there, free room, its target."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _loaded(path: Path) -> list[Path]:
 
 
 class Cleaned(Closed):
-    """What was removed: how many of each, and bytes."""
+    """Counts what was removed, in files of each kind and bytes."""
 
     bundles: _Number
     wheels: _Number

@@ -116,7 +116,7 @@ class Link:
         return f"files/{folder}"
 
     def _have(self, folder: str, sizes: Mapping[str, int], wheels: list[str] | None = None) -> dict[str, Any]:
-        """What is there of a folder, of which only numbers count."""
+        """Counts what is there of a folder; nothing but numbers is believed."""
         asked = {"workdir": self._workdir, "do": "have", "name": folder, "files": list(sizes), "wheels": wheels or []}
         found = self._shell.call("files", asked)
         there, free, unpacked = found.get("there"), found.get("free"), found.get("wheels")
@@ -230,7 +230,7 @@ class Link:
         raise self._shell.lost("its answer broke off")
 
     def _said(self, line: bytes) -> dict[str, Any]:
-        """What a program of `devices.sent` answers; raises what it has met."""
+        """Runs a program of `devices.sent` and returns its answer; raises the error that it met."""
         found = None
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(line)
@@ -274,7 +274,7 @@ class Link:
             raise self._shell.invalid(line)
 
     def _met(self, failed: Failed) -> QuantkitError:
-        """What ended the work there, as the error that it is; that its words are the device's stands before them."""
+        """Rebuilds the error that ended the work there; its words are marked as the device's."""
         fields = failed.model_dump(exclude={"exit", "code", "where"})
         where = f"{self.name} says: {failed.where}".removesuffix(": ")
         met: QuantkitError = _KINDS.get(failed.exit, InputError)(failed.code, where=where, **fields)
@@ -352,7 +352,7 @@ def client() -> str:
 
 
 def is_gone(other: object) -> bool:
-    """Whether a process was one of this machine and has ended; False where that is not certain.
+    """Tells whether a process was one of this machine and has ended; False where that is not certain.
 
     Whether a connection broke or whoever had it was killed looks the same from a device; from here it does not.
 

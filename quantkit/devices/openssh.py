@@ -102,7 +102,7 @@ WORKDIR = "~/quantkit"
 
 @dataclass(frozen=True)
 class Address:
-    """Where a device is.
+    """The address of a device.
 
     Args:
         host: a name, an address, or what `~/.ssh/config` calls it.
@@ -116,7 +116,7 @@ class Address:
 
     @classmethod
     def read(cls, text: str, *, where: str = "address") -> Address:
-        """Of `ssh://[USER@]HOST[:PORT]`. Raises InputError `address-invalid`."""
+        """Reads `ssh://[USER@]HOST[:PORT]`. Raises InputError `address-invalid`."""
 
         def refused(rule: str) -> InputError:
             shown = re.sub(r"//[^@]*@", "//…@", text)[:80]  # there may be a password in it

@@ -193,7 +193,7 @@ _ASKED = 0.25
 
 
 def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
-    """What makes token ids of messages; its second argument is where they stand, for errors.
+    """Returns a function from messages to token ids; its second argument is their place, for errors.
 
     Raises:
         InputError: `calibration-template`: the tokenizer has none. What is returned raises it for a conversation that
