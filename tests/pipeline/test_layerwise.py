@@ -17,6 +17,7 @@ from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy import layerwise
 from quantkit.pipeline.finished.reload import compare_layers, fed
 from quantkit.report.bundle.engine import layers as shown
+from quantkit.runtimes import child
 from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile
@@ -100,19 +101,37 @@ def test_what_cannot_be_compared_is_refused(sides: tuple[Bundle, Bundle], tmp_pa
         compare_layers(*sides, inputs=tmp_path / "few.npz")
 
 
-def test_polygraphy_builds_the_marked_network_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network with its layers given out, for one shape, up to the engine's bytes."""
+def test_polygraphy_builds_the_marked_network_without_a_gpu(tmp_path: Path) -> None:
+    """The network with its layers given out, for one shape, up to the engine's bytes; in a child, as it is done."""
     pytest.importorskip("tensorrt_rtx")
-    monkeypatch.setattr("polygraphy.config.USE_TENSORRT_RTX", True)
-    from polygraphy.backend.trt import EngineBytesFromNetwork
-
     network = made(tmp_path / "grown", INT4, cache="grown").path / "engine" / "network.onnx"
-    feed, _ = fed(network)
-    tensors = [tensor for tensor, _ in layerwise.layers(ir.load(network)).values()]
     library = tensorrt_library.load("tensorrt_rtx")
     (tmp_path / "place").mkdir()
-    loaders = layerwise.prepared(network, tmp_path / "place", tensors, feed, library, sm="8.9")
-    assert EngineBytesFromNetwork(*loaders)().nbytes > 10_000
+    job = {"network": str(network), "place": str(tmp_path / "place")}
+    assert child.run(engine_bytes, job, remedy="none", environment=library.environment())[0] > 10_000
     with pytest.raises(InputError, match="cache-in-place"):
         kept = made(tmp_path / "kept", INT4).path / "engine" / "network.onnx"
-        layerwise.prepared(kept, tmp_path / "place", tensors, feed, library, sm="8.9")
+        feed, _ = fed(kept)
+        layerwise.prepared(kept, tmp_path / "place", [], feed, library, sm="8.9")
+
+
+def engine_bytes(job: dict[str, str], caller: child.Caller) -> None:
+    """Bytes of an engine for a GPU that is not there."""
+    from polygraphy.backend.trt import EngineBytesFromNetwork
+
+    network, library = Path(job["network"]), tensorrt_library.load("tensorrt_rtx")
+    tensors = [tensor for tensor, _ in layerwise.layers(ir.load(network)).values()]
+    loaders = layerwise.prepared(network, Path(job["place"]), tensors, fed(network)[0], library, sm="8.9")
+    caller.row(EngineBytesFromNetwork(*loaders)().nbytes)
+
+
+def test_an_engine_is_run_by_the_library_that_was_asked_for(sides: tuple[Bundle, Bundle]) -> None:
+    """Without a GPU the child ends in an error of the library, not in one of Polygraphy's settings."""
+    pytest.importorskip("tensorrt_rtx")
+    network = sides[1].path / "engine" / "network.onnx"
+    if machine.gpus()[0]:
+        pytest.skip("a GPU is here")
+    with pytest.raises(InputError) as caught:
+        layerwise.with_engine(network, network, fed(network)[0], tensorrt_library.load("tensorrt_rtx"))
+    assert caught.value.code in {"network-unrunnable", "cache-in-place"}
+    assert "USE_TENSORRT_RTX" not in str(caught.value)

@@ -19,7 +19,7 @@ from pydantic import Field
 from quantkit import limits
 from quantkit.content import Closed
 from quantkit.errors import InputError
-from quantkit.exporters.tensorrt.parser import demand_polygraphy, environment, read
+from quantkit.exporters.tensorrt.parser import demand_polygraphy, read
 from quantkit.exporters.tensorrt.profiles import ProfileShapes, batches, fitted, inputs_of, shapes
 from quantkit.exporters.tensorrt.timings import Tactics, TimedLayer, Timings, place
 from quantkit.model.source.weights import write_atomic
@@ -252,7 +252,7 @@ def build(job: EngineJob, *, progress: Report | None = None) -> Built:
         remedy=_MORE_TIME,
         died="build-failed",
         where=f"{job.library} {library.version}",
-        environment=environment(library),
+        environment=library.environment(),
         # one that hears nothing any more
         seconds=None if job.seconds is None else 2 * job.seconds + 30,
     )

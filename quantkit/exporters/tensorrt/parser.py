@@ -62,11 +62,6 @@ def demand_polygraphy() -> None:
         import polygraphy  # noqa: F401
 
 
-def environment(library: Library) -> dict[str, str]:
-    """Tell Polygraphy, as it is imported in a child process, which of the two libraries it is to use."""
-    return {"POLYGRAPHY_USE_TENSORRT_RTX": "1" if library.ahead_of_time else "0"}
-
-
 def read(library: Library, said: Said, path: Path, where: str) -> tuple[Any, Any, Any]:
     """Return (builder, network, parser) of an ONNX file, by Polygraphy's loader.
 
@@ -94,7 +89,7 @@ def demand_read(library: Library, network: Path, where: str) -> None:
     """
     demand_polygraphy()
     job = {"library": library.name, "network": str(network), "where": where}
-    child.run(_read, job, remedy=_LEFT_OUT, died="network-unsupported", where=where, environment=environment(library))
+    child.run(_read, job, remedy=_LEFT_OUT, died="network-unsupported", where=where, environment=library.environment())
 
 
 def _read(job: Mapping[str, str], caller: child.Caller) -> None:

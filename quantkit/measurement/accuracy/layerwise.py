@@ -10,7 +10,6 @@ keeps TensorRT from fusing across them: numbers are those of its kernels, speed 
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -22,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError, MissingDependency
-from quantkit.runtimes.tensorrt.library import Library
+from quantkit.runtimes import child
+from quantkit.runtimes.tensorrt.library import Library, load
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -59,6 +59,44 @@ class LayerError:
         return asdict(self)
 
 
+def with_engine(floats: Path, network: Path, feed: Feed, library: Library) -> list[LayerError]:
+    """Run both and the engine of the network, in a child process: Polygraphy knows one of TensorRT's libraries only.
+
+    Args:
+        floats, network, feed: as for `compared`.
+        library: what builds the engine, for the GPU at hand.
+
+    Raises:
+        InputError: as `compared`; `cache-in-place`; `network-unrunnable`, if the child dies.
+        MissingDependency: polygraphy.
+    """
+    with tempfile.TemporaryDirectory(prefix="quantkit-layers-") as place:
+        np.savez(Path(place) / "feed.npz", **feed)  # type: ignore[arg-type]
+        job = {"floats": str(floats), "network": str(network), "place": place, "library": library.name}
+        rows = child.run(
+            _with_engine,
+            job,
+            remedy="without --runtime both networks are compared on the CPU",
+            died="network-unrunnable",
+            where=str(network),
+            environment=library.environment(),
+        )
+    return [LayerError(**row) for row in rows]
+
+
+def _with_engine(job: Mapping[str, str], caller: child.Caller) -> None:
+    library, place = load(job["library"]), Path(job["place"])  # type: ignore[arg-type]
+    feed = dict(np.load(place / "feed.npz", allow_pickle=False))
+
+    def make(network: Path, tensors: list[str], feed: Feed) -> Any:
+        from polygraphy.backend.trt import EngineFromNetwork, TrtRunner
+
+        return TrtRunner(EngineFromNetwork(*prepared(network, place, tensors, feed, library)), name="engine")
+
+    for layer in compared(Path(job["floats"]), Path(job["network"]), feed, make):
+        caller.row(layer.as_dict())
+
+
 def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None = None) -> list[LayerError]:
     """Run both on one feed.
 
@@ -74,8 +112,6 @@ def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None 
         InputError: `networks-differ`, no layer has one name in both; `network-unrunnable`, with what the runtime says.
         MissingDependency: polygraphy.
     """
-    if engine is not None:
-        os.environ.setdefault("POLYGRAPHY_USE_TENSORRT_RTX", "1")  # read as Polygraphy is imported
     try:
         from polygraphy.backend.onnxrt import OnnxrtRunner
         from polygraphy.comparator import Comparator, CosineSimilarityCompareFunc, SimpleCompareFunc, SnrCompareFunc
@@ -150,22 +186,6 @@ def layers(model: ir.Model) -> dict[str, tuple[str, str]]:
             found = {name: each for name, each in found.items() if each[0] != value.name}
             found[str(value.name)] = (str(value.name), "output")
     return found
-
-
-def engine_runner(library: Library) -> MakeRunner:
-    """What makes the runner of an engine for the GPU at hand."""
-
-    def make(network: Path, tensors: list[str], feed: Feed) -> Any:
-        from polygraphy.backend.trt import EngineFromNetwork, TrtRunner
-
-        place = Path(tempfile.mkdtemp(prefix="quantkit-layers-"))
-        try:
-            engine = EngineFromNetwork(*prepared(network, place, tensors, feed, library))()
-        finally:
-            shutil.rmtree(place)
-        return TrtRunner(engine, name="engine")
-
-    return make
 
 
 def prepared(

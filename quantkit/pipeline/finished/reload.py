@@ -53,7 +53,7 @@ def compare_layers(
             value=f"compiled from {floats.manifest.model.name}",
             rule=f"both sides are made of one model; {bundle.path} is of {bundle.manifest.model.name}",
         )
-    engine = None
+    library = None
     if runtime is not None:
         why = load_runtime(runtime).why_not_here()
         if why is not None:
@@ -61,10 +61,11 @@ def compare_layers(
             remedy = "without --runtime both networks are compared on the CPU"
             raise InputError("gpu-absent", where=runtime, value=why, rule=rule, remedy=remedy)
         library = tensorrt_library.load("tensorrt" if runtime == "tensorrt" else "tensorrt_rtx")
-        engine = layerwise.engine_runner(library)
     feed, notes = fed(after, inputs)
     _demand_same_inputs(before, feed)
-    return layerwise.compared(before, after, feed, engine), notes
+    if library is None:
+        return layerwise.compared(before, after, feed), notes
+    return layerwise.with_engine(before, after, feed, library), notes
 
 
 def _network(bundle: Bundle) -> Path:

@@ -75,6 +75,10 @@ class Library:
         """Whether it builds for a GPU that is not there."""
         return self.name in AHEAD_OF_TIME
 
+    def environment(self) -> dict[str, str]:
+        """Tell Polygraphy, which asks once as it is imported, to use this one of the two; for a child process."""
+        return {"POLYGRAPHY_USE_TENSORRT_RTX": "1" if self.ahead_of_time else "0"}
+
     def capabilities(self) -> list[str]:
         """Compute capabilities that it builds for ahead of time, rising: `8.9`; [] where it builds for the GPU here."""
         if not self.ahead_of_time:
