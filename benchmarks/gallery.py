@@ -25,7 +25,7 @@ from quantkit import cli
 from quantkit.bundle import Bundle
 from quantkit.measurement.rows import read_rows
 from quantkit.pipeline import verdict
-from quantkit.pipeline.keep import page
+from quantkit.pipeline.verdict import page
 from quantkit.report.bundle import figures
 from quantkit.report.kit import html
 from quantkit.report.tune import document

@@ -35,7 +35,7 @@ from quantkit.pipeline.baseline import float_export
 from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.blocks.subject import TransformerSubject
 from quantkit.pipeline.compile import make
-from quantkit.pipeline.plan.plan import PlanQuestion, plan
+from quantkit.pipeline.plan import PlanQuestion, plan
 from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.verdict import format_of
 from quantkit.planning.bound import efficiency, steps

@@ -21,8 +21,7 @@ from harness.record import parsing, record, show, verdicts
 
 from quantkit.errors import QuantkitError
 from quantkit.measurement.rows import Row
-from quantkit.pipeline.tax.question import Question, prepare
-from quantkit.pipeline.tax.tax import TaxAnswer, measure_tax
+from quantkit.pipeline.tax import Question, TaxAnswer, measure_tax, prepare
 
 # a small model's, a square of a 1B model, and one of a 3B model
 SHAPES = ["576x1536", "2048x2048", "3072x8192"]

@@ -123,7 +123,7 @@ def compile(  # noqa: A001 (the word of the command line)
         tf32=tf32,
     )
     if module is not None:
-        from quantkit.pipeline.graphs.located import with_module
+        from quantkit.pipeline.request import with_module
 
         request = with_module(request, module, example_inputs)
     with showing(progress) as shown:
@@ -176,8 +176,8 @@ def plan(
     """
     from quantkit import given
     from quantkit.model.device import demand_name
-    from quantkit.pipeline.plan.plan import PlanQuestion
-    from quantkit.pipeline.plan.plan import plan as answer
+    from quantkit.pipeline.plan import PlanQuestion
+    from quantkit.pipeline.plan import plan as answer
 
     given.flags(allow_code=allow_code)
     given.numbers(prompt=prompt, output=output, context=context, rate=rate, devices=devices)
@@ -286,7 +286,7 @@ def compare(
     """
     from quantkit import given
     from quantkit.bundle import Bundle
-    from quantkit.pipeline.compare.compare import Margins, compare_bundles
+    from quantkit.pipeline.compare import Margins, compare_bundles
     from quantkit.pipeline.progress import showing
 
     for where, side in (("a", a), ("b", b)):
@@ -401,7 +401,7 @@ def export(
         QuantkitError: `export-exists`, `export-unsupported`, `check-failed` (nothing is added), ...
     """
     from quantkit import given
-    from quantkit.pipeline.finished.export import export_bundle
+    from quantkit.pipeline.export import export_bundle
     from quantkit.recipe.changes import demand_changes
 
     given.demand("to", to, (str,), "an exporter's name")

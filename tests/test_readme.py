@@ -28,7 +28,7 @@ from quantkit import cli, content, machine
 from quantkit.measurement import doctor
 from quantkit.measurement.operators import run as ops_run
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.graphs.located import takes_graph
+from quantkit.pipeline.request import takes_graph
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -284,7 +284,7 @@ def correct(model: Any, wanted: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 def layers_of(model: Any, bundle: Bundle) -> dict[str, Any]:
     """What `quantkit measure` would keep of the engine's layers."""
-    from quantkit.pipeline.finished.engine import look
+    from quantkit.pipeline.engines import look
 
     try:
         return dict(look(model, bundle.manifest.layers).model_dump(mode="json"))

@@ -24,9 +24,9 @@ from quantkit.devices.reached import Reached, shell
 from quantkit.errors import InputError
 from quantkit.measurement.doctor import figures
 from quantkit.measurement.operators.ceilings import Ceiling, write_graphs
-from quantkit.pipeline.finished.reload import exports_of
 from quantkit.pipeline.graphs.bundles import holds_graph
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.reload import exports_of
 from quantkit.target import Target
 
 # side of the matrices whose product is timed, which is what `write_graphs` writes; repetitions of each

@@ -25,8 +25,8 @@ from quantkit.exporters.tensorrt.engine import TensorrtOptions
 from quantkit.exporters.tensorrt.exporter import refuse_flags
 from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline.finished import engine as engines
-from quantkit.pipeline.finished.export import Exported, export_bundle, options_of
+from quantkit.pipeline import engines
+from quantkit.pipeline.export import Exported, export_bundle, options_of
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes.tensorrt.library import AHEAD_OF_TIME
 

@@ -32,9 +32,9 @@ from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.measurement.timing.speed import memory_row
 from quantkit.passes import decision
 from quantkit.pipeline.graphs.bundles import holds_graph
-from quantkit.pipeline.keep import keep
 from quantkit.pipeline.measure import original_of
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.verdict import keep
 from quantkit.runtimes import load_runtime
 
 _TIMED = ("latency.decode_step", "latency.prefill")

@@ -34,9 +34,8 @@ from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.model.sizes import configs
 from quantkit.model.source.open import Source
 from quantkit.pipeline.graphs.bundles import MODEL
-from quantkit.pipeline.keep import export_of
 from quantkit.pipeline.measure import MeasuredAgainst, fitting
-from quantkit.pipeline.verdict import RUNTIME, format_of
+from quantkit.pipeline.verdict import RUNTIME, export_of, format_of
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.compiling import CompileSpec, peaks
 from quantkit.recipe import ExportStep, Recipe

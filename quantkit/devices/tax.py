@@ -31,7 +31,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.clocks import Between, settings_of
 from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Timing
 from quantkit.model.sizes.shapes import LinearShape
-from quantkit.pipeline.tax.question import Question
+from quantkit.pipeline.tax import Question
 from quantkit.runtimes.child import Report
 
 # number of a linear, M, variant -> what it took

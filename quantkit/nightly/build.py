@@ -32,9 +32,9 @@ from quantkit.nightly.records import BaselineKind, Item, NightCell, Result, Side
 from quantkit.nightly.store import Store
 from quantkit.nightly.timing import CellTimes
 from quantkit.pipeline.graphs.bundles import holds_graph
-from quantkit.pipeline.keep import export_of
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, runs_here
+from quantkit.pipeline.verdict import export_of
 from quantkit.target import Target
 
 # of the whole job, as far as is known before: a compile takes longer than what a cell takes to be timed

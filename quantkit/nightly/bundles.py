@@ -132,7 +132,7 @@ def inputs_sha256(request: Request) -> str:
 
 def _model_sha256(request: Request) -> str:
     from quantkit.graph.open import open_graph
-    from quantkit.pipeline.graphs.located import located, takes_graph
+    from quantkit.pipeline.request import located, takes_graph
 
     if takes_graph(request.model):
         return open_graph(located(request).path).sha256

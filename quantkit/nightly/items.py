@@ -24,11 +24,11 @@ from quantkit.measurement.rows import read_rows
 from quantkit.measurement.timing.anew import CANDIDATE
 from quantkit.nightly.evidence import UNSCORED
 from quantkit.nightly.records import Side
-from quantkit.pipeline.compare.compare import flips, scored_text
-from quantkit.pipeline.compare.sides import BundleSide as Compared
-from quantkit.pipeline.compare.sides import demand_one_text
+from quantkit.pipeline.compare import flips, scored_text
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph, is_network
 from quantkit.pipeline.request import Request
+from quantkit.pipeline.sides import BundleSide as Compared
+from quantkit.pipeline.sides import demand_one_text
 from quantkit.runtimes import load_runtime
 
 Array = NDArray[Any]
@@ -149,8 +149,8 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
     from quantkit.graph.run import Runner
     from quantkit.measurement.accuracy.labelled.classes import by_item
     from quantkit.pipeline.graphs.answers import answers, classes_of, kinds_of, of_classes
-    from quantkit.pipeline.graphs.located import located
     from quantkit.pipeline.graphs.prepared import inputs_of
+    from quantkit.pipeline.request import located
 
     file = located(request)
     graph = open_graph(file.path)
@@ -173,8 +173,8 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
 def samples(request: Request, path: Path, most: int) -> None:
     """Write the first samples that a graph is scored on into a `.npz` file, for timing."""
     from quantkit.graph.open import open_graph
-    from quantkit.pipeline.graphs.located import located
     from quantkit.pipeline.graphs.prepared import inputs_of
+    from quantkit.pipeline.request import located
 
     file = located(request)
     found = inputs_of(request, open_graph(file.path), "eval", file.alias, None)

@@ -25,8 +25,8 @@ from quantkit.measurement.timing.anew import Task
 from quantkit.nightly.records import Side
 from quantkit.nightly.timing import CellTimes
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph
-from quantkit.pipeline.keep import export_of
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.verdict import export_of
 from quantkit.target import Target
 
 Report = Callable[[float, str], None]

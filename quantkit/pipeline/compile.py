@@ -39,12 +39,10 @@ from quantkit.measurement.rows import Row, write_rows
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.estimate import demand_disk, line
 from quantkit.pipeline.gates import demand, judge, refuse, warnings
-from quantkit.pipeline.graphs.located import takes_graph
-from quantkit.pipeline.keep import with_documents
 from quantkit.pipeline.progress import Progress, Stage, Stages
-from quantkit.pipeline.request import Request, demand_model
+from quantkit.pipeline.request import Request, demand_model, takes_graph
 from quantkit.pipeline.subject import Subject, Work
-from quantkit.pipeline.verdict import decide
+from quantkit.pipeline.verdict import decide, with_documents
 from quantkit.report.kit import words
 
 

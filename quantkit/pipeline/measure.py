@@ -32,11 +32,10 @@ from quantkit.measurement.size import folder_of, read_rows, size_rows
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.passes import decision
 from quantkit.pipeline.baseline import float_export, float_format
-from quantkit.pipeline.finished.engine import look
+from quantkit.pipeline.engines import look
 from quantkit.pipeline.graphs.bundles import demand_inputs, file_of, float_file, holds_graph, is_network, scoring
-from quantkit.pipeline.keep import export_of, keep, options_of
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.verdict import RUNTIME, format_of, target_of
+from quantkit.pipeline.verdict import RUNTIME, export_of, format_of, keep, options_of, target_of
 from quantkit.recipe import Recipe
 from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime

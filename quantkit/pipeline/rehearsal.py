@@ -113,7 +113,7 @@ def rehearse(request: Request, progress: Progress | None = None) -> Rehearsal:
     Raises:
         InputError: `compile-unknown`, of a graph of images.
     """
-    from quantkit.pipeline.graphs.located import takes_graph
+    from quantkit.pipeline.request import takes_graph
 
     if takes_graph(request.model):
         raise InputError(

@@ -90,7 +90,7 @@ def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSe
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks.score import torch_threads
     from quantkit.pipeline.compile import compile_model
-    from quantkit.pipeline.keep import runtimes_of
+    from quantkit.pipeline.verdict import runtimes_of
 
     asked = replace(request, recipe=recipe, out=out, resume=out.with_name(f"{out.name}.partial").exists(), speed=False)
     compiled = compile_model(asked, progress)

@@ -16,7 +16,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.timing.rounds import LEAST, RoundsJob
 from quantkit.measurement.timing.schedule import Step
 from quantkit.measurement.timing.shapes import Shape
-from quantkit.pipeline.compare.times import of_run
+from quantkit.pipeline.sides import of_run
 
 SIDE = [[[0.1], [0.1]]]
 PART: dict[str, Any] = {"seconds": {"candidate": SIDE, "baseline": SIDE}, "visit": {"burst": 1}, "skipped": ""}

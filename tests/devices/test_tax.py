@@ -29,8 +29,7 @@ from quantkit.measurement.operators.run import SweepJob
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing.clocks import Clocks
 from quantkit.model.sizes.shapes import LinearShape
-from quantkit.pipeline.tax.question import Question, prepare
-from quantkit.pipeline.tax.tax import measure_tax
+from quantkit.pipeline.tax import Question, measure_tax, prepare
 
 UP, DOWN = LinearShape(name="up", K=128, N=96, count=2), LinearShape(name="down", K=96, N=128)
 VARIANTS, BATCHES, CACHE = ("int4.g32.level4", "int8.dynamic", "int8.static"), (1, 16), 1 << 16

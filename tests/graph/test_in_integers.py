@@ -19,7 +19,7 @@ from quantkit.graph.fuse import fuse, fusions
 from quantkit.graph.pairs import placement, qdq
 from quantkit.graph.run import Runner
 from quantkit.graph.sites import left_in_floats, sites
-from quantkit.pipeline.finished.reload import reload
+from quantkit.pipeline.reload import reload
 from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.scheme import ActivationScheme
 

@@ -32,7 +32,7 @@ EXCEPTIONS = {
     ("quantkit.cli.commands.export", "tensorrt"): "an option that is for this exporter alone",
     ("quantkit.pipeline.blocks.prepared", "checkpoint"): "a decision that is about it",
     ("quantkit.pipeline.blocks.prepared", "onnx"): "a decision that is about it",
-    ("quantkit.pipeline.finished.reload", "tensorrt"): "a runtime that is asked for by its name",
+    ("quantkit.pipeline.reload", "tensorrt"): "a runtime that is asked for by its name",
     ("quantkit.measurement.engine_layers", "tensorrt"): "a decision that is about it",
 }
 REASONS = {**OTHER_WORDS, **EXCEPTIONS}

@@ -19,7 +19,7 @@ from quantkit.measurement.operators.products import SweepPlan, measure
 from quantkit.measurement.operators.rows import Setting
 from quantkit.measurement.operators.tax import Limits
 from quantkit.model.sizes.shapes import LinearShape
-from quantkit.pipeline.tax.tax import TaxAnswer
+from quantkit.pipeline.tax import TaxAnswer
 
 LINEAR = LinearShape(name="up", K=256, N=128)
 NAMES = list(foreign.known())

@@ -13,7 +13,7 @@ import zoo
 from quantkit.errors import InputError
 from quantkit.exporters.checkpoint import reload
 from quantkit.model.source import pretrained
-from quantkit.pipeline.compare import compare as words
+from quantkit.pipeline import compare as words
 from quantkit.runtimes.torch import classes
 from quantkit.runtimes.torch.runtime import RUNTIME
 

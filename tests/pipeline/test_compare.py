@@ -23,8 +23,8 @@ from quantkit.measurement.compared import Compared, DecidedCell
 from quantkit.measurement.rows import Row, read_rows, write_rows
 from quantkit.measurement.timing.rounds import RoundsJob
 from quantkit.measurement.timing.schedule import Timing
-from quantkit.pipeline.compare.compare import Margins, compare_bundles
-from quantkit.pipeline.compare.sides import open_sides
+from quantkit.pipeline.compare import Margins, compare_bundles
+from quantkit.pipeline.sides import open_sides
 from quantkit.report import compared as words
 from quantkit.report.compared import document
 

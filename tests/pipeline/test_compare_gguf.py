@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from quantkit.pipeline.compare import times
+from quantkit.pipeline import sides
 from quantkit.runtimes.llama_cpp.runtime import LlamaCpp
 
 
 def test_a_file_is_timed_by_what_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle: Any = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace())
-    monkeypatch.setattr(times.usage, "file_runtime", lambda manifest: "llama_cpp")
+    monkeypatch.setattr(sides.usage, "file_runtime", lambda manifest: "llama_cpp")
     monkeypatch.setattr(LlamaCpp, "checked", lambda self, given: given.path / "gguf")
-    monkeypatch.setattr(times, "holds_graph", lambda given: False)
+    monkeypatch.setattr(sides, "holds_graph", lambda given: False)
     monkeypatch.setattr(LlamaCpp, "context", lambda self, folder: 77)
-    assert times._reader(bundle) == (tmp_path / "gguf", "llama_cpp", 77)
+    assert sides._reader(bundle) == (tmp_path / "gguf", "llama_cpp", 77)

@@ -14,8 +14,8 @@ from quantkit import machine
 from quantkit.bundle import Bundle, seal
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.pipeline.finished import engine
-from quantkit.pipeline.finished.export import export_bundle
+from quantkit.pipeline import engines as engine
+from quantkit.pipeline.export import export_bundle
 from quantkit.runtimes.tensorrt.file import verified
 from quantkit.target import Profile
 

@@ -13,7 +13,7 @@ from small_onnx import EXPORT
 
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import GateError, InputError
-from quantkit.pipeline.finished.export import export_bundle
+from quantkit.pipeline.export import export_bundle
 
 if TYPE_CHECKING:
     from conftest import Made

@@ -14,7 +14,7 @@ import quantkit
 from quantkit.errors import InputError
 from quantkit.graph.open import open_graph
 from quantkit.graph.run import Runner
-from quantkit.pipeline.graphs.located import place
+from quantkit.pipeline.request import place
 
 
 def compiled(module: Any, examples: Any, folder: Path, **held: Any) -> quantkit.Bundle:

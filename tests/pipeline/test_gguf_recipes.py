@@ -11,7 +11,7 @@ import zoo
 
 from quantkit import machine
 from quantkit.pipeline.compile import Compiled, compile_model
-from quantkit.pipeline.finished.export import export_bundle
+from quantkit.pipeline.export import export_bundle
 from quantkit.pipeline.request import Request
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime

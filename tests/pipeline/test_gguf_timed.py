@@ -257,7 +257,7 @@ def test_a_night_times_it(compiled: tuple[Path, Path, Timer]) -> None:
 
 @needed
 def test_it_goes_on_from_a_prompt_and_is_verified(compiled: tuple[Path, Path, Timer]) -> None:
-    from quantkit.pipeline.finished.reload import reload
+    from quantkit.pipeline.reload import reload
 
     bundle = Bundle.load(compiled[1])
     said = load_runtime("llama_cpp").generate(bundle, "the", new_tokens=5, sample=False, seed=0, chat=False)

@@ -18,9 +18,9 @@ import quantkit
 from quantkit import cli
 from quantkit.bundle import seal
 from quantkit.errors import InputError
-from quantkit.pipeline.compare.compare import compare_bundles
-from quantkit.pipeline.finished.reload import reload
+from quantkit.pipeline.compare import compare_bundles
 from quantkit.pipeline.graphs.bundles import holds_graph
+from quantkit.pipeline.reload import reload
 from quantkit.report.bundle import usage
 
 

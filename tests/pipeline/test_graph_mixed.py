@@ -17,7 +17,7 @@ from quantkit.graph.codes import solve
 from quantkit.measurement.accuracy.harm import MixedSearch
 from quantkit.model.to_onnx import write_onnx
 from quantkit.pipeline.graphs import mixed as graph_mixed
-from quantkit.pipeline.keep import read_harm
+from quantkit.pipeline.verdict import read_harm
 
 STEM = "node_conv2d"
 TINY = 1e-3

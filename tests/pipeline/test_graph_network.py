@@ -18,9 +18,9 @@ from quantkit.exporters.tensorrt.network import check_graph
 from quantkit.exporters.tensorrt.network import graph as _graph_network
 from quantkit.graph.open import open_graph
 from quantkit.graph.run import Runner
-from quantkit.pipeline.finished.reload import reload
 from quantkit.pipeline.graphs import network as graph_network
 from quantkit.pipeline.measure import measure_bundle
+from quantkit.pipeline.reload import reload
 
 EXPORT = "export=[{tensorrt: {}}]"
 STATIC = "scheme.activations={format: fp8_e4m3, granularity: tensor, dynamic: false}"

@@ -19,9 +19,9 @@ from quantkit.devices.there import models, times
 from quantkit.errors import GateError, InputError
 from quantkit.exporters import load_exporter
 from quantkit.measurement.engine_layers import stored
-from quantkit.pipeline.finished import engine
+from quantkit.pipeline import engines as engine
 from quantkit.pipeline.gates import refuse
-from quantkit.pipeline.keep import _with_engine
+from quantkit.pipeline.verdict import _with_engine
 from quantkit.recipe import Recipe
 from quantkit.runtimes import child
 from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime

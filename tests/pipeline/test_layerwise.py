@@ -15,7 +15,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy import layerwise
-from quantkit.pipeline.finished.reload import compare_layers, fed
+from quantkit.pipeline.reload import compare_layers, fed
 from quantkit.report.bundle.engine import layers as shown
 from quantkit.runtimes import child
 from quantkit.runtimes.tensorrt import library as tensorrt_library

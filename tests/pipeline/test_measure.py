@@ -16,10 +16,9 @@ from quantkit.bundle import Bundle, Verdict
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.shapes import TimingPlan
-from quantkit.pipeline.keep import REPORT
 from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.verdict import is_timing
+from quantkit.pipeline.verdict import REPORT, is_timing
 from quantkit.target import Target
 
 if TYPE_CHECKING:
@@ -237,7 +236,7 @@ def test_a_gate_that_only_the_added_graph_fails_is_judged_when_it_is_measured(ma
 def test_times_taken_here_are_no_verdict_on_a_target_elsewhere(
     made: Made, copied: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.pipeline.keep.runs_here", lambda target: False)
+    monkeypatch.setattr("quantkit.pipeline.verdict.runs_here", lambda target: False)
     bundle, notes = copied(made.both), Notes()
     measure_bundle(bundle, str(made.model), notes, plan=PLAN)
     assert Bundle.load(bundle.path).manifest.verdict is None
@@ -253,7 +252,7 @@ def test_accuracy_measured_elsewhere_leaves_the_verdict_of_the_target(
     bundle = copied(made.both)
     measure_bundle(bundle, str(made.model), plan=PLAN)
     before = Bundle.load(bundle.path).manifest.verdict
-    monkeypatch.setattr("quantkit.pipeline.keep.runs_here", lambda target: False)
+    monkeypatch.setattr("quantkit.pipeline.verdict.runs_here", lambda target: False)
     measure_bundle(bundle, str(made.model), runtime="torch")
     assert Bundle.load(bundle.path).manifest.verdict == before
 

@@ -26,12 +26,10 @@ from quantkit.errors import InputError, Stopped
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.rounds import RoundsJob
 from quantkit.measurement.timing.shapes import Shape, TimingPlan
-from quantkit.pipeline.compare.sides import open_sides
-from quantkit.pipeline.compare.times import prepare
-from quantkit.pipeline.finished.export import export_bundle
-from quantkit.pipeline.keep import keep
+from quantkit.pipeline.export import export_bundle
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.verdict import by_device
+from quantkit.pipeline.sides import open_sides, prepare
+from quantkit.pipeline.verdict import by_device, keep
 from quantkit.runtimes import load_runtime
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.pipeline.plan.plan import PlanQuestion, plan
+from quantkit.pipeline.plan import PlanQuestion, plan
 
 LABELS = ("bf16", "fp8", "awq-int4")
 
@@ -172,7 +172,7 @@ def test_bad_questions(question: PlanQuestion, code: str) -> None:
 
 def test_nothing_heavy_is_imported_for_the_largest_model() -> None:
     script = (
-        "import json, sys; from quantkit.pipeline.plan.plan import PlanQuestion, plan; "
+        "import json, sys; from quantkit.pipeline.plan import PlanQuestion, plan; "
         "found = plan(PlanQuestion('deepseek-v3', target='h200', devices=8)); "
         "print(json.dumps([found.architecture.parameters, sorted(sys.modules)]))"
     )

@@ -18,9 +18,8 @@ from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Recorded
 from quantkit.measurement.operators import run as ops_run
-from quantkit.pipeline.tax.cpu import Graphics
-from quantkit.pipeline.tax.question import Question, batch_range, prepare
-from quantkit.pipeline.tax.tax import TaxAnswer, judge, measure_tax, record
+from quantkit.pipeline.tax import Question, TaxAnswer, batch_range, judge, measure_tax, prepare, record
+from quantkit.pipeline.tax_devices import Graphics
 from quantkit.report.kit import words
 
 

@@ -14,7 +14,7 @@ from small_onnx import Small, export, kept, scheme
 from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.kernels.cpu import library
-from quantkit.pipeline.finished import reload
+from quantkit.pipeline import reload
 from quantkit.runtimes import child
 
 pytestmark = pytest.mark.usefixtures("one_thread")

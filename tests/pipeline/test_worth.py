@@ -16,8 +16,8 @@ from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.measurement.timing.speed import SpeedJob, SpeedSide
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
-from quantkit.pipeline import keep, verdict
 from quantkit.pipeline import measure as measuring
+from quantkit.pipeline import verdict
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.runtimes import load_runtime
@@ -228,17 +228,17 @@ def test_each_runtime_has_the_times_of_its_own_device() -> None:
 
 def test_the_documents_of_a_bundle(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = Bundle.load(made.both)
-    files, decisions = keep.documents(bundle.manifest, rows(job(), lambda batch: 2.0), bundle.path)
+    files, decisions = verdict.documents(bundle.manifest, rows(job(), lambda batch: 2.0), bundle.path)
     assert decisions == []
     assert bundle.manifest.content_sha256.encode() in (files["README.md"] or b"")
-    assert (files[keep.REPORT] or b"").startswith(b"<!")
+    assert (files[verdict.REPORT] or b"").startswith(b"<!")
 
     def fail(*_: object, **__: object) -> str:
         raise MissingDependency("plotly", extra="report", purpose="the report page")
 
     monkeypatch.setattr("quantkit.report.kit.html.page", fail)
-    files, decisions = keep.documents(bundle.manifest, [], bundle.path)
-    assert files[keep.REPORT] is None
+    files, decisions = verdict.documents(bundle.manifest, [], bundle.path)
+    assert files[verdict.REPORT] is None
     assert [each.code for each in decisions] == ["page-not-made"]
     assert "plotly" in decisions[0].reason
 
@@ -246,12 +246,12 @@ def test_the_documents_of_a_bundle(made: Made, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("text", [None, "", "{", "[1, 2]", '{"blocks": 1}', "null"])
 def test_a_harm_that_is_missing_or_damaged_is_none(text: str | None, tmp_path: Path) -> None:
     if text is not None:
-        (tmp_path / keep.HARM).write_text(text)
-    assert keep.read_harm(tmp_path) is None
+        (tmp_path / verdict.HARM).write_text(text)
+    assert verdict.read_harm(tmp_path) is None
 
 
 def test_the_harm_is_read_as_it_was_written(made: Made) -> None:
-    found = keep.read_harm(made.both)
+    found = verdict.read_harm(made.both)
     assert found is not None
     assert [block.name for block in found.blocks] == ["model.layers.0"]
     assert 0 < found.blocks[0].error < 1

@@ -197,7 +197,7 @@ def _token_set(folder: Path, scored: Tensor) -> Path:
 def verified(bundle: Bundle) -> list[Check]:
     """What `quantkit verify` looks at, of the bundle as it is on disk."""
     import quantkit
-    from quantkit.pipeline.finished.reload import reload
+    from quantkit.pipeline.reload import reload
 
     opened = quantkit.load(bundle.path)
     return [*opened.verify(), *reload(opened)[0]]

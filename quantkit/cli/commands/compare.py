@@ -59,7 +59,7 @@ def compare(
 ) -> Answer:
     """Set one bundle against another: by token, batch, size and layer."""
     from quantkit.bundle.disk import check_place
-    from quantkit.pipeline.compare.compare import Margins, compare_bundles
+    from quantkit.pipeline.compare import Margins, compare_bundles
     from quantkit.report.compared import because, document
     from quantkit.report.kit import html as pages
     from quantkit.report.kit.tree import Code, Part
@@ -133,7 +133,7 @@ def timed(runtime: str | None, *sides: str) -> list[str]:
     """The runtimes that bundles are timed in; a float model is refused later, by its name."""
     from quantkit.bundle import Bundle
     from quantkit.bundle.manifest import MANIFEST
-    from quantkit.pipeline.compare.times import timed_in
+    from quantkit.pipeline.sides import timed_in
 
     bundles = [Path(side).expanduser() for side in sides]
     return [timed_in(Bundle.load(path), runtime) for path in bundles if (path / MANIFEST).is_file()]

@@ -38,7 +38,7 @@ def export(
 ) -> Answer:
     """Add an export to a finished bundle: quantkit export BUNDLE --to onnx."""
     from quantkit.errors import InputError
-    from quantkit.pipeline.finished.export import export_bundle
+    from quantkit.pipeline.export import export_bundle
     from quantkit.report import terminal
 
     demand_device(on, wheelhouse)
@@ -73,7 +73,7 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
 
     from quantkit.errors import InputError
     from quantkit.exporters import load_exporter
-    from quantkit.pipeline.finished.export import engine_options
+    from quantkit.pipeline.export import engine_options
     from quantkit.report.kit.tree import Remark
     from quantkit.tuning.placement.engine import autotune
 

@@ -14,7 +14,7 @@ from quantkit.content import is_path
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
-    from quantkit.pipeline.plan.plan import PlanQuestion
+    from quantkit.pipeline.plan import PlanQuestion
     from quantkit.pipeline.rehearsal import Rehearsal
     from quantkit.planning.outlook import Outlook
 
@@ -78,8 +78,8 @@ def plan(
     import quantkit
     from quantkit.bundle.disk import check_place
     from quantkit.model.device import demand_name
-    from quantkit.pipeline.plan.plan import PlanQuestion
-    from quantkit.pipeline.plan.plan import plan as answer
+    from quantkit.pipeline.plan import PlanQuestion
+    from quantkit.pipeline.plan import plan as answer
     from quantkit.report.kit import html as pages
     from quantkit.report.kit.tree import Code, Part
     from quantkit.report.plan.as_json import as_dict

@@ -69,8 +69,7 @@ def tax(
     """Time quantized linears against float ones, with what the machine could do at best, and say what to do."""
     from quantkit.bundle.disk import check_place
     from quantkit.measurement.rows import write_rows
-    from quantkit.pipeline.tax.question import Question, batch_range, prepare
-    from quantkit.pipeline.tax.tax import measure_tax, record
+    from quantkit.pipeline.tax import Question, batch_range, measure_tax, prepare, record
     from quantkit.planning.serving.traffic import traffic_of
     from quantkit.report.kit import html as pages
     from quantkit.report.kit.tree import Code

@@ -46,7 +46,7 @@ def verify(
     """Check every file of a bundle, then load it again; here or on a device."""
     from quantkit.bundle import seal
     from quantkit.model.source import code
-    from quantkit.pipeline.finished.reload import reload
+    from quantkit.pipeline.reload import reload
     from quantkit.report import terminal
 
     demand_device(on, wheelhouse)
@@ -111,7 +111,7 @@ def _there(on: str, failed: Check) -> str:
 
 def _layers(bundle: Bundle, floats: Bundle, inputs: Path | None, runtime: str | None) -> Answer:
     """Layer by layer, by Polygraphy."""
-    from quantkit.pipeline.finished.reload import compare_layers
+    from quantkit.pipeline.reload import compare_layers
     from quantkit.report.bundle.engine import layers
 
     with showing() as progress:

@@ -22,9 +22,9 @@ from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.opened import Prepared
 from quantkit.pipeline.blocks.quantize import results
-from quantkit.pipeline.keep import HARM
 from quantkit.pipeline.measure import MeasuredAgainst, measure, sizes
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.verdict import HARM
 from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime
 

@@ -27,12 +27,12 @@ from quantkit.measurement.accuracy.purpose import TextResults
 from quantkit.measurement.rows import Row
 from quantkit.model.sizes.assigned import takes_head
 from quantkit.passes import NOTE, decision
+from quantkit.pipeline import engines as engine
 from quantkit.pipeline.blocks.layers import account
 from quantkit.pipeline.blocks.opened import Prepared, fingerprint
 from quantkit.pipeline.blocks.quantize import quantize, results
 from quantkit.pipeline.blocks.score import KL, OUTPUT, original_of, score_exports, unscored
 from quantkit.pipeline.estimate import estimate, head_size, times
-from quantkit.pipeline.finished import engine
 from quantkit.pipeline.gates import demand, refuse
 from quantkit.pipeline.measure import quick_times
 from quantkit.pipeline.progress import Progress, Stages
@@ -106,7 +106,7 @@ class TransformerSubject:
 
     def planned(self) -> dict[str, Any]:
         """What the compile would do, as JSON."""
-        from quantkit.pipeline.plan.dry_run import planned
+        from quantkit.pipeline.dry_run import planned
 
         return planned(self.prepared)
 

@@ -16,8 +16,7 @@ from quantkit.passes import NOTE, decision
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.rtn import Rtn
 from quantkit.pipeline.gates import demand
-from quantkit.pipeline.graphs.engine import EXPORT, wanted
-from quantkit.pipeline.graphs.prepared import PreparedGraph
+from quantkit.pipeline.graphs.prepared import EXPORT, PreparedGraph, wanted
 from quantkit.pipeline.graphs.quantized import BATCH, SOLVING, IntegerForm, Steps, WeightForm
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime

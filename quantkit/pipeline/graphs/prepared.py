@@ -1,9 +1,17 @@
-"""A graph that is to be compiled: opened, fused, its products and images found good, before anything is written."""
+"""A graph that is to be compiled: opened, fused, its products and images found good, before anything is written.
+
+What TensorRT can make of a graph: refused or kept in 16 bits before any work is done.
+
+weights and inputs      int8 or fp8_e4m3 on both sides: convolutions and products of matrices
+weights alone           int8, int4 or fp8_e4m3: products of matrices; a convolution of codes would be expanded first
+neither                 all of the graph in 16 bits
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
+import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean, one
+from quantkit.exporters import LayerSpec, load_exporter
+from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.model.device import AUTO, CPU
 from quantkit.model.sizes.assigned import ROLES
 from quantkit.passes import NOTE, decision, pass_of
@@ -20,12 +30,11 @@ from quantkit.passes.mixed import Mixed
 from quantkit.passes.rtn import Rtn
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import about, account_graph
-from quantkit.pipeline.graphs import engine as graph_engine
 from quantkit.pipeline.graphs.answers import SampleCost, cost
-from quantkit.pipeline.graphs.located import located
-from quantkit.pipeline.request import Request, default_out
+from quantkit.pipeline.request import Request, default_out, located
 from quantkit.planning.support import ask, demand_kind, graph_schemes
 from quantkit.recipe import ExportStep, Recipe
+from quantkit.runtimes.tensorrt.file import DATA, NETWORK
 from quantkit.scheme import ActivationScheme
 
 if TYPE_CHECKING:
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
     from quantkit.graph.pairs.placement import Placement
     from quantkit.graph.sites import Site
     from quantkit.model.source.alias import Alias
+    from quantkit.runtimes.tensorrt.library import Library
 
 
 @dataclass(frozen=True)
@@ -98,10 +108,10 @@ def prepare(request: Request) -> PreparedGraph:
     # an encoder is a graph all the same, and compiled as networks are
     demand_kind(recipe, request.target, (graph.kind, "network"), ref, f"{one(graph.kind)}, as an ONNX graph")
     tokens.demand_talking(recipe.calibration, graph.kind)
-    engine = graph_engine.wanted(recipe)
+    engine = wanted(recipe)
     as_asked = recipe
-    if graph_engine.EXPORT in request.left_out:
-        as_asked = recipe.model_copy(update={"export": [ExportStep(name=graph_engine.EXPORT)]})
+    if EXPORT in request.left_out:
+        as_asked = recipe.model_copy(update={"export": [ExportStep(name=EXPORT)]})
     answer = ask(as_asked, request.target, "network")
     weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else graph_schemes(recipe)
     decisions = answer.decisions("network")
@@ -118,7 +128,7 @@ def prepare(request: Request) -> PreparedGraph:
     _check_globs(recipe, [site.name for site in found])
     chosen = [site for site in found if not _kept(site.name, recipe)]
     if engine is not None:
-        chosen, taken = graph_engine.takes(engine, recipe, graph, chosen)
+        chosen, taken = takes(engine, recipe, graph, chosen)
         decisions += taken
     if not chosen and weights is not None:
         raise InputError(
@@ -237,3 +247,129 @@ def inputs_of(request: Request, graph: FloatGraph, split: Split, alias: Alias | 
             rule=f"a graph is calibrated on samples of what it takes: {', '.join(each.name for each in graph.inputs)}",
             remedy="--calibration ./FILE.npz with an array for each input, or a folder of images",
         ) from None
+
+
+EXPORT = TENSORRT.name
+_ONNX = ("", "ai.onnx")
+WEIGHTS = ("int8", "int7", "int4", "fp8_e4m3")
+
+
+def wanted(recipe: Recipe) -> ExportStep | None:
+    """The recipe's TensorRT export; None where a graph becomes one for ONNX Runtime."""
+    return next((step for step in recipe.export if step.name == EXPORT), None)
+
+
+def takes(
+    step: ExportStep, recipe: Recipe, graph: FloatGraph, chosen: Sequence[Site]
+) -> tuple[list[Site], list[Decision]]:
+    """The products that are quantized, and what is not and why.
+
+    Args:
+        chosen: products that the recipe does not keep.
+
+    Raises:
+        InputError: `scheme-unsupported`, `layout-unsupported`, `network-unsupported`, `profile-unknown-size`,
+            `gpu-absent`, `sm-unsupported`.
+        MissingDependency: the library.
+    """
+    weights, activations = recipe.scheme.weights, recipe.scheme.activations
+    exporter = load_exporter(EXPORT)
+    library = TENSORRT.parser(step.settings)
+    _demand_known(graph, library)
+    if step.settings.type != "float16":
+        raise InputError(
+            "layout-unsupported",
+            where="tensorrt.type",
+            value=step.settings.type,
+            rule="a graph becomes a network in float16: nothing here computes convolutions in bfloat16 to check it by",
+            remedy="--set tensorrt.type=float16",
+        )
+    if any(each.name == Mixed.name for each in recipe.passes):
+        raise InputError(
+            "scheme-unsupported",
+            where=f"recipe {recipe.name}",
+            value="the pass mixed",
+            rule="what it keeps is searched for with ONNX Runtime's kernels",
+            remedy="--recipe int8-tensorrt; `keep` names what stays in 16 bits",
+        )
+    if weights is None:
+        exporter.accepts(step.settings, LayerSpec())
+        _demand_read(graph, library)
+        return [], []
+    sides = {weights.format.replace("int7", "int8"), activations.format if activations else ""}
+    if weights.format not in WEIGHTS or (activations is not None and len(sides) > 1):
+        raise InputError(
+            "scheme-unsupported",
+            where=f"recipe {recipe.name}",
+            value=f"weights {weights.format}, inputs {activations.format if activations else 'float'}",
+            rule=f"weights are in {', '.join(WEIGHTS)}; inputs are as the weights, in 8 bits, or floats",
+            remedy="--recipe int8-tensorrt",
+        )
+    found, decisions = [], []
+    for site in chosen:
+        reason = _why_kept(site, recipe)
+        if reason:
+            decisions.append(decision(EXPORT, "kept", site.name, reason, weights.format, "float16"))
+        else:
+            found.append(site)
+    names = [site.name for site in found]
+    asked = LayerSpec(
+        dict.fromkeys(names, weights),
+        shapes={site.name: site.matrix().shape for site in found},
+        activations=dict.fromkeys(names, activations) if activations is not None else {},
+    )
+    exporter.accepts(step.settings, asked)
+    _demand_read(graph, library)
+    return found, decisions
+
+
+def _demand_read(graph: FloatGraph, library: Library | None) -> None:
+    """Let the library read the network in which everything stays in 16 bits: what it refuses there, it would later."""
+    if library is None:
+        return
+    from quantkit.exporters.tensorrt.network.graph import network
+    from quantkit.exporters.tensorrt.parser import demand_read
+    from quantkit.exporters.trace.rewrite import save
+    from quantkit.graph.run import Runner
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / NETWORK
+        save(network(graph.model, {}, {}, "int8"), path, DATA)
+        demand_read(library, path, graph.path.name)
+        Runner(path, literal=True)  # which checks and scores the network
+
+
+def _why_kept(site: Site, recipe: Recipe) -> str:
+    weights = recipe.scheme.weights
+    assert weights is not None
+    if site.is_conv and recipe.scheme.activations is None:
+        return "a convolution multiplies what has 8 bits on both sides, or floats: codes of weights alone are expanded"
+    columns = site.matrix().shape[1]
+    if recipe.on_indivisible == "keep" and weights.group and columns % weights.group:
+        return f"K {columns} is no multiple of {weights.group}"
+    return ""
+
+
+def _demand_known(graph: FloatGraph, library: Library | None) -> None:
+    """Refuse operators that no engine can be made of, and free sizes that no profile speaks of."""
+    from quantkit.exporters.tensorrt.parser import Refused, refusal, unknown
+
+    nodes = list(graph.model.graph.all_nodes())
+    own = {node.op_type for node in nodes if node.domain in _ONNX}
+    absent = unknown(library, own) if library is not None else set()
+    refused = [
+        Refused(node.op_type, node.name or "", domain="" if node.domain in _ONNX else node.domain)
+        for node in nodes
+        if node.domain not in _ONNX or node.op_type in absent
+    ]
+    if refused:
+        raise refusal(graph.path.name, "TensorRT", refused)
+    for each in graph.inputs:
+        if None in each.shape[1:]:
+            raise InputError(
+                "profile-unknown-size",
+                where=each.name,
+                value=f"shape {['?' if size is None else size for size in each.shape]}",
+                rule="of a graph's sizes the batch alone is free: profiles speak of no other",
+                remedy="export the graph with fixed sizes behind the first",
+            )

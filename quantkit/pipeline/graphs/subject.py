@@ -30,19 +30,17 @@ from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.rows import Row
 from quantkit.model.device import ComputeDevice
 from quantkit.passes import NOTE, decision
+from quantkit.pipeline import engines as engine
 from quantkit.pipeline.blocks.layers import account_graph
-from quantkit.pipeline.finished import engine
-from quantkit.pipeline.graphs.engine import wanted
 from quantkit.pipeline.graphs.mixed import NAME, mix
 from quantkit.pipeline.graphs.network import Network
-from quantkit.pipeline.graphs.prepared import PreparedGraph
+from quantkit.pipeline.graphs.prepared import PreparedGraph, wanted
 from quantkit.pipeline.graphs.quantized import QuantizedGraph, Steps, estimate
-from quantkit.pipeline.keep import HARM
 from quantkit.pipeline.measure import MeasuredAgainst, measure, quick_times
 from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.subject import Engines, Scores
-from quantkit.pipeline.verdict import RUNTIME
+from quantkit.pipeline.verdict import HARM, RUNTIME
 from quantkit.planning.compiling import Compiling
 
 # packages that a graph's bytes depend on
@@ -113,7 +111,7 @@ class GraphSubject:
 
     def planned(self) -> dict[str, Any]:
         """What the compile would do, as JSON."""
-        from quantkit.pipeline.plan.dry_run import planned_graph
+        from quantkit.pipeline.dry_run import planned_graph
 
         return planned_graph(self.prepared)
 

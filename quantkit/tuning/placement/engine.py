@@ -18,7 +18,7 @@ from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.exporters.tensorrt.network import graph as pairs
 from quantkit.exporters.tensorrt.profiles import inputs_of
-from quantkit.pipeline.finished.reload import fed
+from quantkit.pipeline.reload import fed
 from quantkit.plugins import exporters_that_store
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK

@@ -17,12 +17,11 @@ from quantkit.errors import InputError, did_you_mean, from_validation
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
-from quantkit.pipeline.finished import engine
+from quantkit.pipeline import engines as engine
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph, is_network, samples_of
-from quantkit.pipeline.keep import REPORT, documents
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.verdict import of_original
+from quantkit.pipeline.verdict import REPORT, documents, of_original
 from quantkit.report.bundle import usage
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 

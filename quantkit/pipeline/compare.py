@@ -36,13 +36,21 @@ from quantkit.measurement.compared import (
 )
 from quantkit.measurement.rows import Data
 from quantkit.model.source import pretrained
-from quantkit.pipeline.compare import times
-from quantkit.pipeline.compare.sides import BundleSide, by_item, by_row, common_runtime, demand_one_text, open_sides
-from quantkit.pipeline.compare.times import BundleTiming, RoundsTimer
+from quantkit.pipeline import sides
 from quantkit.pipeline.gates import allowed
-from quantkit.pipeline.keep import read_harm
 from quantkit.pipeline.measure import QUICK, config_of, default_runtime
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.sides import (
+    BundleSide,
+    BundleTiming,
+    RoundsTimer,
+    by_item,
+    by_row,
+    common_runtime,
+    demand_one_text,
+    open_sides,
+)
+from quantkit.pipeline.verdict import read_harm
 from quantkit.recipe import Gates
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.text import Tokenizer
@@ -289,12 +297,12 @@ def compare_bundles(
     _demand_sense(measure, speed, runtime, {"--batch": batches, "--seconds": seconds})
     progress.plan({"verify": 2.0, **({"speed": 60.0 + (seconds or QUICK.seconds)} if measure and speed else {})})
     progress.at("verify", 0.0, "hashes")
-    sides = open_sides(a, b)
+    both = open_sides(a, b)
     timing: BundleTiming | None = None
     notes: list[str] = []
     if measure and speed:
-        timing, notes = times.prepare(
-            *sides,
+        timing, notes = sides.prepare(
+            *both,
             batches=batches,
             seconds=seconds,
             calibration=calibration,
@@ -302,37 +310,37 @@ def compare_bundles(
             here=timer is None,
         )
         timing = replace(timing, timer=timer) if timer is not None else timing
-    scored = _scored(*sides, margins.accuracy or ACCURACY, runtime, calibration, examples)
+    scored = _scored(*both, margins.accuracy or ACCURACY, runtime, calibration, examples)
     latency = margins.latency or LATENCY
-    timed, said = _timed(*sides, latency, timing, progress) if speed else ([], [])
-    sized = _sized(*sides, scored.runtimes, margins.size)
+    timed, said = _timed(*both, latency, timing, progress) if speed else ([], [])
+    sized = _sized(*both, scored.runtimes, margins.size)
     asked = [*scored.asked, *timed, *sized]
     decisions = decided(asked)
     again = _again(asked, decisions, latency, timing, progress) if timing else {}
-    limits = _limits(sides[1], asked) if margins.accuracy is None else {}
+    limits = _limits(both[1], asked) if margins.accuracy is None else {}
     cells = []
     for i, (each, decision) in enumerate(zip(asked, decisions, strict=True)):
         limit = limits.get(i)
-        shipped = _shipped(*sides, each) if margins.latency is None and each.what == "latency" else ""
+        shipped = _shipped(*both, each) if margins.latency is None and each.what == "latency" else ""
         found = again.get(i, (each, decision))
         cells.append(DecidedCell.of(*found, allowed=limit, shipped=shipped))
     from quantkit.report.compared import because
 
-    kind = sides[0].manifest.model.kind
+    kind = both[0].manifest.model.kind
 
     return Compared(
-        model=sides[0].manifest.model.name,
+        model=both[0].manifest.model.name,
         kind=kind,
-        a=_named(sides[0], scored.runtimes[0]),
-        b=_named(sides[1], scored.runtimes[1]),
+        a=_named(both[0], scored.runtimes[0]),
+        b=_named(both[1], scored.runtimes[1]),
         verdict=verdict(cells),
         exit=exit_code(cells),
         because=because(cells, kind),
         cells=cells,
         data=scored.data,
         flips=scored.flips,
-        layers=_layers(*sides),
-        notes=[*_identical(*sides), *scored.notes, *notes, *said],
+        layers=_layers(*both),
+        notes=[*_identical(*both), *scored.notes, *notes, *said],
     )
 
 
@@ -375,8 +383,8 @@ def _timed(
     a: BundleSide, b: BundleSide, margin: float, timing: BundleTiming | None, progress: Progress
 ) -> tuple[list[Quantity], list[str]]:
     if timing is not None:
-        return times.of_run(timing.run(progress), margin, timing.runtime, timing.timer.device)
-    found, notes = times.recorded(a, b, margin)
+        return sides.of_run(timing.run(progress), margin, timing.runtime, timing.timer.device)
+    found, notes = sides.recorded(a, b, margin)
     if not found:
         both = " and ".join(dict.fromkeys(side.measure() for side in (a, b)))
         notes = [f"speed is not compared: no batch was timed of both, on one device, against one baseline ({both})"]
@@ -392,7 +400,7 @@ def _again(
 ) -> dict[int, tuple[Quantity, CellDecision, bool]]:
     """Times that were called worse or better, taken once more: no call rests on one run."""
     called = {
-        times.key(each): i
+        sides.key(each): i
         for i, (each, decision) in enumerate(zip(asked, decisions, strict=True))
         if each.what == "latency" and decision.answer in ("worse", "better")
     }
@@ -401,10 +409,10 @@ def _again(
     progress.note("what was called faster or slower is timed once more")
     places = [(asked[i].name, asked[i].batch, asked[i].shape) for i in called.values()]
     shapes = [shape for shape in timing.job.shapes if (shape.name, shape.batch, shape.sizes) in places]
-    second, _ = times.of_run(timing.run(progress, shapes), margin, timing.runtime, timing.timer.device)
+    second, _ = sides.of_run(timing.run(progress, shapes), margin, timing.runtime, timing.timer.device)
     found = {}
     for each, decision in zip(second, decided(second), strict=True):
-        i = called[times.key(each)]
+        i = called[sides.key(each)]
         found[i] = (each, confirm(decisions[i], decision), decision.answer == decisions[i].answer)
     return found
 

@@ -1,1 +1,0 @@
-"""`quantkit compare`: its sides, scores, times and flipped words."""

@@ -1,1 +1,0 @@
-"""What is known before the work: `quantkit plan`, and `--dry-run` of a compile."""

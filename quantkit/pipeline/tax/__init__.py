@@ -1,1 +1,0 @@
-"""`quantkit tax`: its question, and the sweeps that answer it."""
