@@ -199,14 +199,7 @@ def _check_zero_point(name: str, symmetric: bool) -> None:
 
 
 # a file of GGUF, as users know it by name -> the format of most of its matrices
-MIXTURES = {
-    "q3_k_m": "q3_k",
-    "q4_0": "q4_0",
-    "iq4_nl": "iq4_nl",
-    "q4_k_m": "q4_k",
-    "q5_k_m": "q5_k",
-    "q8_0": "q8_0",
-}
+MIXTURES = {"q3_k_m": "q3_k", "q4_0": "q4_0", "iq4_nl": "iq4_nl", "q4_k_m": "q4_k", "q5_k_m": "q5_k", "q8_0": "q8_0"}
 
 
 class Scheme(Closed):

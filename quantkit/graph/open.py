@@ -221,10 +221,7 @@ def _initializers(model: ir.Model) -> Iterator[ir.Value]:
 
 
 def _inline(model: ir.Model, version: int, where: str) -> None:
-    """Put the bodies of functions in the place of their calls: a graph is converted and rewritten node by node.
-
-    Bodies are of the opset of the graph around them, whatever they say: ONNX Runtime reads them so.
-    """
+    """Put the bodies of functions in the place of their calls: a graph is converted and rewritten node by node."""
     from onnx_ir.passes.common import InlinePass
 
     sizes: dict[tuple[str, str, str], int] = {}

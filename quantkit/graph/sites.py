@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantkit.graph.values import constant, fixed, free, name_of, values_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = NDArray[Any]
 OPERATORS = ("Conv", "Gemm", "MatMul")

@@ -1,7 +1,4 @@
-"""Passes, one a file: each changes a block and says what it changed.
-
-A pass module is torch-free at import and exposes `PASS`; its mathematics is in `solvers/` as functions of tensors.
-"""
+"""Passes, one a file: torch-free at import, with `PASS`; their mathematics is in `solvers/` as functions of tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from pydantic import BaseModel
 from quantkit.bundle import Decision
 from quantkit.bundle import decision as decision
 from quantkit.plugins import Kind
+from quantkit.scheme import WeightScheme as WeightScheme
 
 if TYPE_CHECKING:  # the words of a pass's signatures: passes take them from here
     from torch import Tensor as Tensor
@@ -25,7 +23,6 @@ if TYPE_CHECKING:  # the words of a pass's signatures: passes take them from her
     from quantkit.model.structure.block import Block as Block
     from quantkit.model.structure.traced import SharedInput as SharedInput
     from quantkit.passes.solvers.moments import Moments as Moments
-    from quantkit.scheme import WeightScheme as WeightScheme
 
 # a decision with this code tells how an input was read; it is no fallback
 NOTE = "note"
@@ -36,7 +33,6 @@ class Outcome:
     """What a pass did to a block.
 
     Args:
-        changed: whether anything is different now.
         decisions: what was done otherwise than asked, or not at all, each with its reason.
         errors: linear -> relative squared weight error, [] on the block's device, from the pass that assigned codes.
     """
@@ -45,6 +41,10 @@ class Outcome:
     decisions: list[Decision] = field(default_factory=list)
     errors: dict[str, Tensor] = field(default_factory=dict)
 
+    def note(self, name: str, code: str, where: str, reason: str, *values: Any) -> None:
+        """Add a decision of a pass; `values`: what was requested and what was applied."""
+        self.decisions.append(decision(name, code, where, reason, *values))
+
 
 @dataclass
 class ModelOutcome:
@@ -52,7 +52,6 @@ class ModelOutcome:
 
     Args:
         transform: applied to each part as it loads; None where the pass declined.
-        decisions: as in `Outcome`.
         unties: a head that shares its weight with the embedding will not be equal to it any more.
     """
 
@@ -65,8 +64,6 @@ class Pass(Protocol):
     """One transformation of the model; a pass inherits what it does not declare.
 
     Attributes:
-        name: as in recipes; the file's stem.
-        paper: where it is from.
         scope: `block`, or `model` for what reaches every block: its `transform` is then applied to each block, and to
             the rest of the model, as they load.
         needs: statistics: "hessian", "mean_square", "absmax", "mean", "original_inputs", "original_outputs";
@@ -74,7 +71,6 @@ class Pass(Protocol):
             settings add.
         requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded", "moved" (inputs, before they
             are quantized).
-        Settings: closed pydantic model of its settings.
         on_graphs: why it has nothing to do on a float ONNX graph; "" where it works there.
         for_blocks: whether a recipe for both may have it for the sake of transformers alone: then `--strict` takes it
             on a graph, too.
@@ -120,13 +116,10 @@ class Pass(Protocol):
 
 def unkept(found: Pass) -> str:
     """The method that a pass declares to have and has not; "" where it has all."""
-    on_graphs = "unassigned" in found.requires and "codes" in found.ensures and not found.on_graphs
-    inherited = getattr(type(found), "product", None) is Pass.product
-    return (
-        "product, which assigns codes on graphs and to heads; or say in on_graphs why not"
-        if on_graphs and inherited
-        else ""
-    )
+    needed = "unassigned" in found.requires and "codes" in found.ensures and not found.on_graphs
+    if needed and getattr(type(found), "product", None) is Pass.product:
+        return "product, which assigns codes on graphs and to heads; or say in on_graphs why not"
+    return ""
 
 
 load_pass = Kind[Pass]("passes").load

@@ -1,7 +1,7 @@
 """Where weights, their scheme and what calibration saw become codes: for blocks, graphs and the head.
 
-A pass that assigns codes has its mathematics in `solvers/`. What they all need stands here: the last group filled up,
-weights that have a scale in common, products in several groups, statistics that are missing.
+What all assigners need stands here: the last group filled up, weights that have a scale in common, products in several
+groups, statistics that are missing. Their mathematics is in `solvers/`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from quantkit.formats import QuantTensor, apart, joined
 from quantkit.formats.base.blocks import BlockFormat
@@ -18,13 +19,11 @@ from quantkit.passes import load_pass
 from quantkit.passes.solvers import blocks, device, one_thread, ranges
 from quantkit.passes.solvers.moments import Moments, filled
 from quantkit.plugins.outside import demand_returned
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quantkit.model.structure.block import Block
     from quantkit.passes import Pass
-    from quantkit.scheme import WeightScheme
 
 # where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
 _WIDE = ranges.Search(smallest=0.55, steps=6, refinements=2)
@@ -34,8 +33,7 @@ PIECE = 1 << 23
 
 
 def assign(block: Block, linear: str, tensor: QuantTensor) -> Tensor:
-    """`Block.assign`; on a device in two launches, where codes are whole numbers or places in a codebook, and rows have
-    scales of their own."""
+    """`Block.assign`; in two launches on a device, if codes are integers and rows have scales of their own."""
     codes, scale = tensor.codes, tensor.scale
     known = tensor.scheme.rows_apart and not codes.is_floating_point() and scale.dtype.itemsize > 1
     known = known and tensor.offset is None
@@ -50,9 +48,6 @@ def assign(block: Block, linear: str, tensor: QuantTensor) -> Tensor:
     return block.assign(linear, tensor, (values, quotient(parts, False)))
 
 
-# --- to nearest -------------------------------------------------------------------------------------------------------
-
-
 def nearest(
     weight: Tensor,
     scheme: WeightScheme,
@@ -63,7 +58,6 @@ def nearest(
 
     Args:
         weight: [N, K], filled up to whole groups, of any float dtype.
-        scheme: of a format with scales, where `range` is not `minmax`.
         range: spans all of a group (`minmax`), or is searched for the least squared error, weighted by `importance`.
         importance: [K] without padding: what an error of each input costs; the search then looks further.
     """
@@ -96,21 +90,18 @@ def nearest_alike(
             yield from zip(some, apart(tensor, [len(weight) for weight in weights]), strict=True)
 
 
-# --- products of graphs, and the head ---------------------------------------------------------------------------------
-
-
 def product(weight: Tensor, moments: Moments | None, scheme: WeightScheme, passes: Mapping[str, Any]) -> QuantTensor:
-    """Codes [N, K] of a graph's product or a head, by the recipe's pass that assigns them; nearest where there is none.
+    """Codes of a graph's product or a head [N, K], by the recipe's pass that assigns them; nearest where there is none.
 
     Args:
-        weight: [N, K].
         moments: of what it multiplies; None where nothing came there, or nothing is asked of it.
         passes: of the recipe, name -> settings.
     """
-    found = assigner(passes)
-    if found is None:
+    assigning = assigner(passes)
+    if assigning is None:
         return nearest(weight, scheme)
-    return demand_returned(found.product(weight, moments, scheme, passes[found.name]), QuantTensor, found, "product")
+    codes = assigning.product(weight, moments, scheme, passes[assigning.name])
+    return demand_returned(codes, QuantTensor, assigning, "product")
 
 
 def in_pieces(
@@ -139,6 +130,7 @@ def in_pieces(
 
 def assigner(passes: Mapping[str, Any]) -> Pass | None:
     """The pass of a recipe that gives codes to weights of products; None where there is none."""
-    loaded = (load_pass(name) for name in passes)
-    assigning = (each for each in loaded if "unassigned" in each.requires and "codes" in each.ensures)
-    return next((each for each in assigning if not each.on_graphs), None)
+    for step in map(load_pass, passes):
+        if "unassigned" in step.requires and "codes" in step.ensures and not step.on_graphs:
+            return step
+    return None

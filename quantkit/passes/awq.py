@@ -1,9 +1,8 @@
 """AWQ: scale inputs so that what matters most is rounded most finely, and fold the scales into what produces them.
 
 Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and Acceleration", 2024,
-arXiv 2306.00978. The search is `solvers/awq.py`. Here: one search per shared input, on the original weights of the
-block; each scale goes where the block's structure proves that it can (a norm, the value projection with its heads tied,
-the up projection). Codes are assigned by the pass that follows.
+arXiv 2306.00978. One search (`solvers/awq.py`) per shared input, on the block's original weights; a scale goes where
+the block's structure proves that it can. Codes are assigned by the pass that follows.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, Pass, decision
+from quantkit.passes import Outcome, Pass
 
 if TYPE_CHECKING:
     from quantkit.passes import Block, Stats
@@ -54,28 +53,23 @@ class Awq(Pass):
         hessians = stats.each(lambda seen: seen.hessian)
         for group in block.groups():
             name = block.group_name(group)
-            hessian = hessians.get(name)
+            where, hessian, fold = block.full_name(name), hessians.get(name), block.folds.get(name)
             if hessian is None:
-                outcome.decisions.append(
-                    decision(self.name, "not-scaled", block.full_name(name), "no calibration token reached it")
-                )
+                outcome.note(self.name, "not-scaled", where, "no calibration token reached it")
                 continue
             weights = [block.weight(member) for member in group.members]
             if any(weight.shape[1] != hessian.shape[0] for weight in weights):
-                reason = "its last group is padded"
-                outcome.decisions.append(decision(self.name, "not-scaled", block.full_name(name), reason))
+                outcome.note(self.name, "not-scaled", where, "its last group is padded")
                 continue
-            fold = block.folds.get(name)
             if fold is None:
-                where = block.full_name(name)
-                outcome.decisions.append(decision(self.name, "not-scaled", where, block.declined[name]))
+                outcome.note(self.name, "not-scaled", where, block.declined[name])
             elif settings.grid:
                 importance = None
                 if settings.cost == "gptq":
                     solved = factor(hessian, shrink=settings.shrink, raised=stats.raised.get(name, 0))
                     stats.doubt(solved.pivots, name, again=True)
                     importance = solved.importance
-                found = awq.search_scales(
+                scales = awq.search_scales(
                     weights,
                     hessian,
                     block.scheme(group.members[0]),
@@ -84,9 +78,9 @@ class Awq(Pass):
                     channels=fold.channels,
                     tied=fold.tied,
                     importance=importance,
-                )
+                ).scales
                 # where nothing is better than ones, they are folded: no value changes, and a GPU is not waited for
-                applied = block.fold(group, found.scales, device.folding(found.scales))
+                applied = block.fold(group, scales, device.folding(scales))
                 if settings.clip:
                     hessian = awq.transformed(hessian, applied)
                 outcome.changed = True

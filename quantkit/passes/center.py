@@ -2,12 +2,10 @@
 
     x' = (x - m) / c        W' = W diag(c)        b' = b + W m        W' x' + b' = W x + b
 
-A channel that lies to one side of zero, or is far larger than the rest, takes the steps of all others when they share
-one scale. m_k is the middle of what calibration saw of channel k, c_k its half width to the power of α: what is not
-evened out in the inputs stays out of the weights. Wei et al., "Outlier Suppression+: Accurate quantization of large
-language models by equivalent and effective shifting and scaling", 2023, arXiv 2304.09145. They fold both into the norm
-before; here they are part of quantizing the input, so that norms which feed a residual stream are no obstacle. It costs
-a subtraction and a product for each input value, and only exports that hold them can be made (`onnx`, `tensorrt`).
+m_k is the middle of what calibration saw of channel k, c_k its half width to the power of α: what is not evened out in
+the inputs stays out of the weights. (Wei et al., "Outlier Suppression+", 2023, arXiv 2304.09145. They fold both into
+the norm before; here they are part of quantizing the input, so that norms which feed a residual stream are no
+obstacle.) It costs a subtraction and a product for each input value, and exports that hold them: `onnx`, `tensorrt`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from pydantic import Field
 
 from quantkit.content import Closed
 from quantkit.lazy import torch
-from quantkit.passes import Outcome, Pass, decision, declined
+from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
     from quantkit.passes import Block, SharedInput, Stats, Tensor
@@ -64,8 +62,7 @@ class Center(Pass):
         for group in groups:
             name = block.group_name(group)
             if name not in reaches:
-                reason = "no calibration token reached it"
-                outcome.decisions.append(decision(self.name, "not-centered", block.full_name(name), reason))
+                outcome.note(self.name, "not-centered", block.full_name(name), "no calibration token reached it")
                 continue
             shift, scale = moves(*reaches[name], settings.alpha)
             if any(block.module.get_submodule(member).bias is None for member in group.members):

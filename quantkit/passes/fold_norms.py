@@ -2,8 +2,7 @@
 
     W (w * n(x)) = (W diag(w)) n(x)
 
-With the norm's weight at one, the linears alone say how much an input matters. Exact; declined where a weight is too
-close to zero to divide by, and where something besides the linears reads the norm's output.
+Exact; declined where a weight is too close to zero to divide by, and where something else reads the norm's output.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, Pass, decision, declined
+from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
     from quantkit.passes import Block, Stats
@@ -40,10 +39,8 @@ class FoldNorms(Pass):
             weight = block.module.get_parameter(f"{fold.producer}.weight").detach()
             scales = weight + 1.0 if fold.form == "one_plus_weight" else weight
             if float(scales.abs().min()) < _SMALLEST:
-                where = block.full_name(fold.producer)
-                outcome.decisions.append(
-                    decision(self.name, "norm-kept", where, f"a weight below {_SMALLEST:g} cannot be divided by")
-                )
+                reason = f"a weight below {_SMALLEST:g} cannot be divided by"
+                outcome.note(self.name, "norm-kept", block.full_name(fold.producer), reason)
                 continue
             block.fold(group, scales[fold.index])
             outcome.changed = True

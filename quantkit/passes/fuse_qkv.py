@@ -2,9 +2,8 @@
 
     [q; k; v] = [Wq; Wk; Wv] x        one product instead of three: the input is read once, and one kernel is launched
 
-Outputs are concatenated along N, so codes, scales and zero points are too; nothing is rounded again. The model's
-classes still have the linears apart, so a checkpoint gains nothing and keeps them apart; exporters that build their own
-graph read the marks.
+Outputs are concatenated along N (`formats.joined`); nothing is rounded again. A checkpoint's classes have the linears
+apart and keep them so; exporters that build their own graph read the marks.
 """
 
 from __future__ import annotations
@@ -12,23 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, Pass, decision, declined
+from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from quantkit.passes import Block, QuantTensor, Stats
-
-
-def fuse(tensors: Sequence[QuantTensor]) -> QuantTensor:
-    """Several quantized linears of one input as a single one: [N1, K], [N2, K] -> [N1 + N2, K].
-
-    Raises:
-        ValueError: different schemes, or one scale for a whole tensor, which the others do not share.
-    """
-    from quantkit.formats import joined
-
-    return joined(tensors)
+    from quantkit.passes import Block, Stats
 
 
 class FuseQkv(Pass):
@@ -54,7 +40,7 @@ class FuseQkv(Pass):
             schemes = {block.scheme(name) for name in members}
             if len(schemes) > 1 or not block.scheme(members[0]).rows_apart:
                 reason = "its members have different schemes" if len(schemes) > 1 else "rows of a tensor share scales"
-                outcome.decisions.append(decision(self.name, "not-fused", block.full_name(members[0]), reason))
+                outcome.note(self.name, "not-fused", block.full_name(members[0]), reason)
                 continue
             block.fusions.append(members)
             outcome.changed = True

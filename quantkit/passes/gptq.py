@@ -1,14 +1,13 @@
 """GPTQ: second-order rounding, each column making up for the errors of those before it.
 
-Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2023,
-arXiv 2210.17323. The solver is `solvers/gptq.py`. Here: one Hessian and one factor per shared input, taken in the order
-in which the block runs, so that each linear is fitted to the inputs it will really see, and made up for what these have
-drifted from the original ones (Li et al., "GPTAQ", 2025, arXiv 2504.02692).
+Frantar et al., "GPTQ", 2023, arXiv 2210.17323; the solver is `solvers/gptq.py`. Here: one Hessian and one factor per
+shared input, in the order in which the block runs, so that each linear is fitted to the inputs it will really see, and
+made up for what these have drifted from the original ones (Li et al., "GPTAQ", 2025, arXiv 2504.02692).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,16 +16,7 @@ from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
-    from quantkit.passes import (
-        Block,
-        InputStats,
-        Moments,
-        QuantTensor,
-        SharedInput,
-        Stats,
-        Tensor,
-        WeightScheme,
-    )
+    from quantkit.passes import Block, InputStats, Moments, QuantTensor, SharedInput, Stats, Tensor, WeightScheme
     from quantkit.passes.solvers.factor import Factor
 
 
@@ -95,7 +85,7 @@ class Gptq(Pass):
 
         def visit(whole: SharedInput, seen: InputStats) -> None:
             factors: dict[int, Factor] = {}
-            raised = stats.raised.get(whole.name, 0)
+            raised, where = stats.raised.get(whole.name, 0), block.full_name(whole.name)
             for names in block.alike(whole.members):
                 scheme = block.scheme(names[0])
                 weights = [block.weight(name) for name in names]
@@ -108,44 +98,32 @@ class Gptq(Pass):
                         shrink=seen.noise if settings.shrink == "auto" else settings.shrink,
                         act_order=settings.act_order,
                         raised=raised,
-                        where=block.full_name(whole.name),
+                        where=where,
                     )
                     stats.doubt(solved.pivots, whole.name, again=True)
                     if solved.raised:
                         reason = f"the Hessian of {seen.tokens} tokens had no Cholesky factor"
-                        where = block.full_name(whole.name)
-                        outcome.decisions.append(
-                            decision(self.name, "damping-raised", where, reason, settings.damping, solved.damping)
-                        )
+                        outcome.note(self.name, "damping-raised", where, reason, settings.damping, solved.damping)
                 drift = seen.drift if settings.correction else None
                 if drift is not None:
+                    lags = [filled(seen.lag(name), width) for name in names]
                     weights = corrected(
                         weights,
                         hessian,
                         filled(drift, width, width),
-                        [filled(seen.lag(name), width) for name in names],
+                        lags,
                         ridge=settings.ridge,
                         share=settings.correction,
                         damping=raised_damping(settings.damping, raised),
                     )
                 bounds = neighbours(width).to(hessian.device) if settings.unsaturated and bounded(scheme) else None
-                results = gptq_shared(
-                    weights,
-                    factors[width],
-                    scheme,
-                    range=settings.range,
-                    sweeps=settings.sweeps,
-                    refit=settings.refit,
-                    neighbours=bounds,
-                )
-                if drift is not None:  # whether there was a second factor is seen in what the codes cost
-                    for result in results:
-                        stats.doubt(result.costs, whole.name, again=True)
+                results = gptq_shared(weights, factors[width], scheme, neighbours=bounds, **_chosen(settings))
                 for name, result in zip(names, results, strict=True):
+                    if drift is not None:  # whether there was a second factor is seen in what the codes cost
+                        stats.doubt(result.costs, whole.name, again=True)
                     outcome.errors[name] = assign(block, name, result.tensor)
 
-        noise = settings.shrink == "auto"
-        stats.staged(visit, noise=noise, drift=settings.correction > 0, quantized=True)
+        stats.staged(visit, noise=settings.shrink == "auto", drift=settings.correction > 0, quantized=True)
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
@@ -154,7 +132,6 @@ class Gptq(Pass):
         `correction` is W' = W E[x x̂ᵀ] (E[x̂ x̂ᵀ] + λ)⁻¹. A weight with one scale and several groups is rounded to
         nearest, since each group would find a scale of its own; so is one whose inputs nothing is known of.
         """
-
         from quantkit.formats import QuantTensor, joined
         from quantkit.passes.assign import nearest
         from quantkit.passes.solvers import one_thread
@@ -178,44 +155,34 @@ class Gptq(Pass):
             lost = (parts.double() @ (cross - moments.hessian)).transpose(1, 2)
             moved = torch.linalg.lu_solve(*moments.once(("held", settings.ridge), held), lost).transpose(1, 2)
             parts = parts.double() + settings.correction * moved
-        damping, shrink = settings.damping, moments.noise if settings.shrink == "auto" else settings.shrink
+        shrink = moments.noise if settings.shrink == "auto" else settings.shrink
+        how = {"damping": settings.damping, "shrink": shrink}
         if moments.by_row and (settings.act_order, settings.range, settings.sweeps) == (True, "hessian", 0):
             hessians = moments.hessian.repeat_interleave(parts.shape[1], 0)
-            codes, scale = gptq_rows(parts.flatten(0, 1).float(), hessians, scheme, damping=damping, shrink=shrink)
+            codes, scale = gptq_rows(parts.flatten(0, 1).float(), hessians, scheme, **how)
             return QuantTensor(codes, scale[:, None], None, scheme)
         bounds = moments.neighbours
         if bounds is None and settings.unsaturated and bounded(scheme):
             bounds = neighbours(width).to(weight.device)
-        found = []
+        tensors = []
         for number, (part, hessian) in enumerate(zip(parts.float(), moments.hessian, strict=True)):
 
             def solved(hessian: Tensor = hessian) -> Factor:
                 with one_thread(hessian):
-                    found = awaited(
-                        hessian.float(),
-                        damping=damping,
-                        shrink=shrink,
-                        act_order=settings.act_order,
-                        where=moments.name,
-                    )
-                if found.raised:
+                    factor = awaited(hessian.float(), act_order=settings.act_order, where=moments.name, **how)
+                if factor.raised:
                     reason = "the Hessian of its inputs had no Cholesky factor"
-                    moments.decisions.append(
-                        decision(self.name, "damping-raised", moments.name, reason, damping, found.damping)
-                    )
-                return found
+                    figures = (settings.damping, factor.damping)
+                    moments.decisions.append(decision(self.name, "damping-raised", moments.name, reason, *figures))
+                return factor
 
-            result = gptq(
-                part,
-                moments.once((number, damping, shrink, settings.act_order), solved),
-                scheme,
-                range=settings.range,
-                sweeps=settings.sweeps,
-                refit=settings.refit,
-                neighbours=bounds,
-            )
-            found.append(result.tensor)
-        return joined(found)
+            factor = moments.once((number, *how.values(), settings.act_order), solved)
+            tensors.append(gptq(part, factor, scheme, neighbours=bounds, **_chosen(settings)).tensor)
+        return joined(tensors)
+
+
+def _chosen(settings: Gptq.Settings) -> dict[str, Any]:
+    return {"range": settings.range, "sweeps": settings.sweeps, "refit": settings.refit}
 
 
 PASS: Pass = Gptq()

@@ -1,12 +1,10 @@
 """HQQ: round to nearest on grids fitted to the weights alone, outliers forgiven. No data needed.
 
-Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023, https://mobiusml.github.io/hqq_blog.
-The solver is `solvers/hqq.py`. Zero points are whole numbers here, as they are stored.
-
-When to use it: where a result has to be HQQ's. With whole zero points the l_p norm gains nothing over least squares: on
-text, the four shared inputs of a middle block of SmolLM2-135M lose 13 % more (20 turns) than with `rtn: {range: mse}`,
-which is several times as fast; `rtn: {range: importance}` on the set `random-tokens` needs no text either and loses
-35 % less than `hqq`.
+Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023,
+https://mobiusml.github.io/hqq_blog. The solver is `solvers/hqq.py`. Zero points are whole numbers here, as they are
+stored, with which the l_p norm gains nothing over least squares: on text, the four shared inputs of a middle block of
+SmolLM2-135M lose 13 % more (20 turns) than with `rtn: {range: mse}`, several times as fast; `rtn: {range: importance}`
+on `random-tokens` loses 35 % less.
 """
 
 from __future__ import annotations

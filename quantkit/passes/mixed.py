@@ -1,16 +1,13 @@
 """Mixed precision in a graph: the few products that the gates need are kept in floats; needs assigned codes.
 
 Wu et al., "Integer Quantization for Deep Learning Inference", 2020, arXiv 2004.09602, section 5.2 (partial
-quantization): each layer is quantized alone, its harm is measured at the model's output, and the worst are kept high,
-one after the other, until accuracy holds. Here the harm of a layer is set against what quantizing it saves,
+quantization). The harm of quantizing a layer alone, at the model's output, is set against what it saves:
 
-    rank = harm / (its share of all weights' bytes + its share of all multiply-accumulates),
+    rank = harm / (its share of all weights' bytes + its share of all multiply-accumulates)
 
-because a layer that is kept costs both; and harms do not add up, so each point is compiled and scored as the graph
-would be. Which point is taken follows from the recipe's gates alone, on the `tune` split: as many are kept as meet all
-of them, and with one fewer in that order they are not met. Points are doubled and then halved between, not all tried:
-where keeping more once does worse, a smaller number may have met them too. Without gates nothing is kept. It is
-`pipeline/graphs/mixed.py` that does this; the blocks of a transformer are mixed by `quantkit tune`.
+Harms do not add up, so each point is compiled and scored on the `tune` split as the graph would be. As many products
+are kept as meet all gates of the recipe; points are doubled and then halved between, not all tried. Without gates
+nothing is kept. `pipeline/graphs/mixed.py` does this; the blocks of a transformer are mixed by `quantkit tune`.
 """
 
 from __future__ import annotations

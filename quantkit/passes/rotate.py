@@ -1,24 +1,19 @@
 """Rotate: turn the residual stream by an orthogonal matrix, so that no channel is an outlier; exact before rounding.
 
 Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024, arXiv 2404.00456, of which this is the
-part that costs nothing at run time: the rotation is folded into the weights. The matrices are in `solvers/rotate.py`;
-`model/structure/residual.py` finds by running a model what reads from and writes to the stream,
-`model/structure/turn.py` turns it. Every block, the embedding and the head are proved in float64 before any work
+part that costs nothing at run time: the rotation is folded into the weights (`model/structure/residual.py` finds what
+touches the stream, `turn.py` turns it). Every block, the embedding and the head are proved in float64 before any work
 begins: outputs within 1e-10 of the original's. Where that fails the model stays as it is, with the reason: norms behind
 the linears (Gemma 2 and 3, BERT) do not turn, nor does what no parameter of the class holds (draft heads, towers).
-
-A norm's weight goes into the linears that read it, the last norm's into the head, which then differs from an embedding
-that it was tied to: the model is untied, and larger by one table.
-
-It helps where one scale serves many weights. SmolLM2-135M, int4, `rtn`, KL to the float model in nats on 2,048 tokens
-of prose:
-
-    a scale for each output channel, symmetric     1.140 without, 0.817 with
+The last norm's weight goes into the head, which then differs from an embedding that it was tied to: the model is
+untied, and larger by one table. It helps where one scale serves many weights: SmolLM2-135M, int4, `rtn`, a symmetric
+scale for each output channel has a KL of 1.140 without and 0.817 with it (2,048 tokens of prose).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -27,8 +22,6 @@ from quantkit.lazy import torch
 from quantkit.passes import ModelOutcome, Pass, decision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor, nn
 
     from quantkit.model.streaming.stream import Whole
@@ -41,14 +34,7 @@ _PROBE = (2, 12)
 
 @dataclass(frozen=True)
 class Turning:
-    """The rotation of a whole model, as its parts load.
-
-    Args:
-        rotation: of the residual stream.
-        heads: head size -> rotation of the value paths; None leaves them.
-        blocks: what to turn in each block.
-        outside: what to turn outside of them.
-    """
+    """The rotation of a whole model, as its parts load; `heads`: head size -> rotation of the value paths."""
 
     rotation: Rotation
     heads: Callable[[int], Rotation] | None
@@ -110,7 +96,6 @@ class Rotate(Pass):
 
 def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     """The rotation, proved on every part. Raises Unturnable (with the reason)."""
-
     from quantkit.model.streaming.calls import Call
     from quantkit.model.structure.fold import TOLERANCE
     from quantkit.model.structure.residual import Unturnable, find, find_heads

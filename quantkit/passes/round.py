@@ -7,16 +7,12 @@ against what the unquantized model puts out there, token by token,
     L = mean over tokens of ||y^_t - y_t||² / ||y_t||²
 
 since the norm behind it divides by a token's size, and a few tokens are a thousand times larger than the others. A part
-of the calibration sequences, the same for every block, is never learned from: of the states that were reached, the one
-that does best there is kept, and that may be the first. Alone it starts at the nearest codes in searched ranges; after
-`gptq`, `hqq` or `rtn` it goes on from theirs.
-
-When to use it: after `gptq`, where minutes do not matter. Each step costs `batch` forwards and backwards: 10 steps take
-three times what `gptq` takes for the block. After `gptq` steps have to be small (`rate` 0.02 or less), since its codes
-sit on the edges of their cells. What there is to gain is the drift of the inputs: on two middle blocks of SmolLM2-135M
-(int4, groups of 64, 8 x 256 tokens) the first, whose inputs are exact, kept gptq's codes, and the second went from
-0.33 % to 0.27 % of its output on text not seen; where `gptq` itself corrects for drift, from 0.30 % to 0.28 %. Alone it
-stays behind `gptq` (0.39 % there after 10 steps).
+of the calibration sequences, the same for every block, is never learned from: the state that does best there is kept,
+and that may be the first. Alone it starts at the nearest codes in searched ranges, and stays behind `gptq`; after
+`gptq`, `hqq` or `rtn` it goes on from theirs. After `gptq` steps have to be small (`rate` 0.02 or less), since its
+codes sit on the edges of their cells: on the second of two middle blocks of SmolLM2-135M (int4, groups of 64, 8 x 256
+tokens) the error on text not seen went from 0.33 % to 0.27 % of its output, from 0.30 % to 0.28 % where `gptq` corrects
+for drift. 10 steps take three times as long as `gptq`.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
-    from torch import Generator, nn
+    from torch import nn
 
     from quantkit.passes import Block, QuantTensor, Stats, Tensor
     from quantkit.passes.solvers.round import LearnedRounding
@@ -71,13 +67,14 @@ class Round(Pass):
         from quantkit.passes.assign import assign, nearest
         from quantkit.passes.solvers.round import LearnedRounding
 
-        given = {name: block.tensors[name] for name in block.linears() if name in block.tensors}
-        fresh = [name for name in block.linears() if name not in block.tensors] if not given else []
-        weights = {name: block.original_weight(name) for name in (*given, *fresh)}
-        start = given | {name: nearest(block.weight(name), block.scheme(name)) for name in fresh}
+        start = {name: block.tensors[name] for name in block.linears() if name in block.tensors}
+        fresh = not start
+        if fresh:
+            start = {name: nearest(block.weight(name), block.scheme(name)) for name in block.linears()}
+        weights = {name: block.original_weight(name) for name in start}
         if not start:
             return declined(self.name, block.name, "no linear has codes to improve")
-        outcome = Outcome(bool(fresh))
+        outcome = Outcome(fresh)
         width = {name: weight_of(block.module.get_submodule(name)).shape[1] for name in start}
         samples = stats.hidden.shape[0]
         if samples < 2:
@@ -87,9 +84,7 @@ class Round(Pass):
             held = min(max(1, round(settings.held_out * samples)), samples - 1)
             learned = {name: LearnedRounding(weights[name], start[name]) for name in start}
             _put(block, learned)
-            generator = torch.Generator().manual_seed(block.seed + block.index)
-            rows = torch.arange(samples)
-            best, better = _learn(block, stats, learned, start, rows[:-held], rows[-held:], settings, generator)
+            best, better = _learn(block, stats, learned, start, held, settings)
             if not better and not fresh:
                 reason = "nothing that was learned did better on the held-out sequences"
                 outcome.decisions += declined(self.name, block.name, reason, "no-better").decisions
@@ -115,13 +110,14 @@ def _learn(
     stats: Stats,
     learned: dict[str, LearnedRounding],
     start: dict[str, QuantTensor],
-    seen: Tensor,
-    held: Tensor,
+    held_out: int,
     settings: Round.Settings,
-    generator: Generator,
 ) -> tuple[dict[str, QuantTensor], bool]:
     """The best of the states on the held-out sequences, and whether it is not the first."""
     targets = stats.original_outputs()
+    rows = torch.arange(stats.hidden.shape[0])
+    seen, held = rows[:-held_out], rows[-held_out:]
+    generator = torch.Generator().manual_seed(block.seed + block.index)
 
     def measured() -> float:
         with torch.no_grad():
@@ -133,8 +129,8 @@ def _learn(
     for number in range(settings.iterations):
         if len(waiting) < settings.batch:
             waiting += seen[torch.randperm(len(seen), generator=generator)].tolist()
-        rows, waiting = waiting[: settings.batch], waiting[settings.batch :]
-        gradients = _gradients(block, stats, targets, rows, list(learned))
+        now, waiting = waiting[: settings.batch], waiting[settings.batch :]
+        gradients = _gradients(block, stats, targets, now, list(learned))
         left = 1 - number / settings.iterations
         for name, gradient in gradients.items():
             learned[name].step(gradient, settings.rate * left, settings.scale_rate * left)

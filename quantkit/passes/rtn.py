@@ -1,12 +1,13 @@
 """Round to nearest: each weight to its closest code, after choosing the range of every group.
 
-`minmax` spans all weights of a group; `mse` searches the range with the least squared rounding error; neither needs
-data. `importance` weighs each error by the mean square of the input that it will meet, which takes one forward over the
-calibration set and no more: an importance matrix, as llama.cpp calls it (`llama-imatrix`; Kawrakow, 2024).
+`minmax` spans all weights of a group; `mse` searches the range with the least squared rounding error; `importance`
+weighs each error by the mean square of its input, which takes one forward over the calibration set: an importance
+matrix, as llama.cpp calls it (`llama-imatrix`; Kawrakow, 2024).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -17,17 +18,7 @@ from quantkit.formats import QuantTensor, joined
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from quantkit.passes import (
-        Block,
-        InputStats,
-        Moments,
-        SharedInput,
-        Stats,
-        Tensor,
-        WeightScheme,
-    )
+    from quantkit.passes import Block, InputStats, Moments, SharedInput, Stats, Tensor, WeightScheme
 
 
 class Rtn(Pass):
@@ -71,17 +62,17 @@ class Rtn(Pass):
             for linear, tensor in nearest_alike(block, group.members, settings.range, seen.mean_square):
                 outcome.errors[linear] = assign(block, linear, tensor)
 
-        given = _given(block, settings.imatrix) if settings.imatrix else {}
+        stated = _stated(block, settings.imatrix) if settings.imatrix else {}
         if settings.range == "importance" and not settings.imatrix:
             stats.staged(visit, products=False)
         for group in block.groups():
             left = [linear for linear in group.members if linear not in block.tensors]
-            known = next((given[linear] for linear in left if linear in given), None)
+            known = next((stated[linear] for linear in left if linear in stated), None)
             for linear, tensor in nearest_alike(block, left, settings.range, known):
                 if settings.range == "importance" and known is None:
-                    reason = "no calibration token reached it; its inputs count alike"
-                    reason = "the importance matrix does not speak of it; its inputs count alike" if given else reason
-                    outcome.decisions.append(decision(self.name, "no-importance", block.full_name(linear), reason))
+                    why = "the importance matrix does not speak of it" if stated else "no calibration token reached it"
+                    where = block.full_name(linear)
+                    outcome.note(self.name, "no-importance", where, f"{why}; its inputs count alike")
                 outcome.errors[linear] = assign(block, linear, tensor)
                 stats.outputs = None
         return outcome
@@ -108,11 +99,7 @@ class Rtn(Pass):
             imatrix.read(Path(settings.imatrix)).demand_of(columns, settings.imatrix)
 
     def brought(self, head: str, columns: int, settings: Settings) -> Moments | None:
-        """By a file, under the head's own name or that of the table which it is tied to.
-
-        Raises:
-            InputError: `imatrix-damaged`, `imatrix-foreign`, `file-missing`.
-        """
+        """By a file, under the head's own name or that of the table which it is tied to; raises as `accepts`."""
         if not settings.imatrix:
             return None
         from quantkit.calibrate.statistics import imatrix
@@ -127,20 +114,13 @@ class Rtn(Pass):
         return Moments(squares.diag()[None], name=head, decisions=taken)
 
 
-def _given(block: Block, file: str) -> dict[str, Tensor]:
-    """Linear of a block -> [K], what a file says of its inputs.
-
-    Raises:
-        InputError: `imatrix-damaged`, `imatrix-foreign`, `file-missing`.
-    """
+def _stated(block: Block, file: str) -> dict[str, Tensor]:
+    """Linear of a block -> [K], what a file says of its inputs."""
     from quantkit.calibrate.statistics import imatrix
 
-    linears = [linear for group in block.groups() for linear in group.members]
-    names = {block.full_name(linear): linear for linear in linears}
+    names = {block.full_name(linear): linear for group in block.groups() for linear in group.members}
     columns = {name: block.weight(linear).shape[1] for name, linear in names.items()}
-    found = imatrix.read(Path(file)).of_linears(columns, file)
-    # what is filled up is multiplied by zeros
-    return {names[name]: squares for name, squares in found.items()}
+    return {names[name]: squares for name, squares in imatrix.read(Path(file)).of_linears(columns, file).items()}
 
 
 PASS: Pass = Rtn()

@@ -1,13 +1,13 @@
 """SmoothQuant: even out inputs and weights before both are quantized, by scales folded into what produces the inputs.
 
-Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2023,
-arXiv 2211.10438. The mathematics is in `solvers/smoothquant.py`. Each scale goes where the block's structure proves
-that it can: a norm, as in the paper, and also the value projection (heads that share it tied) and the up projection,
+Xiao et al., "SmoothQuant", 2023, arXiv 2211.10438; the mathematics is in `solvers/smoothquant.py`. A scale goes where
+the block's structure proves that it can: a norm, as in the paper, and also the value projection and the up projection,
 whose products hold the largest outliers of a gated block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -15,11 +15,9 @@ from pydantic import Field
 from quantkit.content import Closed
 from quantkit.formats.base.grid import load_grid
 from quantkit.lazy import torch
-from quantkit.passes import Outcome, Pass, decision
+from quantkit.passes import Outcome, Pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from quantkit.passes import Block, Stats, Tensor
 
 
@@ -65,23 +63,17 @@ class SmoothQuant(Pass):
             elif fold.form == "linear" and settings.through == "norms":
                 reason = "a linear produces it"
             if reason or fold is None:
-                outcome.decisions.append(decision(self.name, "not-smoothed", block.full_name(name), reason))
+                outcome.note(self.name, "not-smoothed", block.full_name(name), reason)
                 continue
             reach, sample = reaches[name]
             weights = [block.weight(member)[:, : group.features] for member in group.members]
             if settings.alpha == "search":
-                found = smoothquant.search(
-                    sample,
-                    reach,
-                    weights,
-                    [_rounded(block, member) for member in group.members],
-                    [_seen(block, member) for member in group.members],
-                    grid=settings.grid,
-                    producers=fold.index,
-                    channels=fold.channels,
-                )
+                rounded = [_rounded(block, member) for member in group.members]
+                seen = [_seen(block, member) for member in group.members]
                 # where nothing is better than ones, they are folded: no value changes, and a GPU is not waited for
-                scales = found.scales
+                scales = smoothquant.search(
+                    sample, reach, weights, rounded, seen, settings.grid, fold.index, fold.channels
+                ).scales
             else:
                 scales = smoothquant.scales(reach, weights, settings.alpha, fold.index, fold.channels)
             block.fold(group, scales, device.folding(scales))

@@ -419,11 +419,7 @@ class Recipe(Closed):
 
 
 def _own(reference: str, *, where: str = "recipe", base: Path = Path(), allowed: bool = False) -> PassStep:
-    """A pass in the user's own file, run where that is allowed.
-
-    Raises:
-        InputError: `code-not-allowed`; those of `plugins.Kind.run`.
-    """
+    """A pass in the user's own file, run where that is allowed."""
     if not allowed:
         raise InputError(
             "code-not-allowed",
@@ -456,10 +452,7 @@ def _read(reference: str | Path) -> tuple[Any, str]:
 
 
 def _laid_over(data: Any, addition: Any, name: str) -> Any:
-    """A recipe with an add-on: a recipe without passes, whose scheme and gates are laid over the first one's.
-
-    Everything else is the first one's; it is for the kinds of model that both are for.
-    """
+    """A recipe with an add-on: a recipe without passes, whose scheme and gates are laid over the first one's."""
     if not isinstance(data, dict):
         return data  # validation, which follows, says so
     if isinstance(addition, dict) and addition.get("passes"):

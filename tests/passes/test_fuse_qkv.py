@@ -8,8 +8,8 @@ import zoo
 from planted_pass import run
 
 from quantkit.formats import QuantTensor, load_format
+from quantkit.formats import joined as fuse
 from quantkit.passes import load_pass
-from quantkit.passes.fuse_qkv import fuse
 from quantkit.scheme import WeightScheme
 
 FUSE, RTN = load_pass("fuse_qkv"), load_pass("rtn")

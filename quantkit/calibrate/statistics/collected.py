@@ -279,13 +279,7 @@ class Stats:
             self.scales.settle(group, observed)
 
     def _reach(
-        self,
-        module: nn.Module,
-        group: SharedInput,
-        part: Tensor,
-        number: int,
-        drift: bool,
-        calls: Calls | None = None,
+        self, module: nn.Module, group: SharedInput, part: Tensor, number: int, drift: bool, calls: Calls | None = None
     ) -> dict[str, Tensor]:
         """What a shared input, and what runs before it, hold when one chunk runs, up to there."""
         found: dict[str, Tensor] = {}
@@ -308,10 +302,7 @@ class Stats:
         here: Mapping[str, Tensor],
         before: Mapping[str, Tensor],
     ) -> None:
-        """Add what a shared input holds in both streams; `part` is the block's input that led to it.
-
-        Only tensors that hold every token of it are compared: an expert's are other tokens in each stream.
-        """
+        """Add what a shared input holds in both streams; `part` is the block's input that led to it."""
 
         def whole(name: str) -> bool:
             both = name in here and name in before and here[name].shape == before[name].shape

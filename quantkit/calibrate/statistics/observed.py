@@ -33,22 +33,18 @@ times larger than nearly all others, these fall into a few bins, and `mse` knows
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats.base import activation
 from quantkit.formats.base.activation import InputScale
 from quantkit.formats.base.grid import load_grid
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.scheme import ActivationScheme, CacheScheme
-
+from quantkit.scheme import ActivationScheme, CacheScheme
 
 # the share of values that `percentile` covers
 COVERED = 0.9999

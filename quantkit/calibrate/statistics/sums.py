@@ -116,11 +116,7 @@ class InputStats:
         self._counts[0] += len(flat)
 
     def _add_products(self, weighed: Tensor, begun: int) -> None:
-        """To the half of every sequence its products; on a device to both at once, where they are equally long.
-
-        Args:
-            begun: sequences that came before.
-        """
+        """To the half of every sequence its products; on a device to both at once, where they are equally long."""
         self._hessian = None
         width, sequences, at_once = weighed.shape[-1], weighed.shape[0], on_device(weighed)
         if at_once and begun % 2 == sequences % 2 == 0:

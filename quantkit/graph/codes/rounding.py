@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Generator, Tensor
 
 from quantkit.graph.fuse.activation_bounds import CLIPS, bounds
 from quantkit.passes.round import Round
@@ -25,8 +26,6 @@ from quantkit.passes.solvers.round import LearnedRounding
 from quantkit.passes.solvers.unsaturated import LIMIT
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor
-
     from quantkit.formats import QuantTensor
     from quantkit.graph.sites import Site
 

@@ -14,15 +14,17 @@ import json
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
 from quantkit.bundle import Decision
 from quantkit.calibrate.statistics.observed import Observed
 from quantkit.errors import InputError
+from quantkit.formats import QuantTensor
 from quantkit.graph.codes.rounding import CalibrationRows, learned
 from quantkit.graph.codes.stepwise import Stepwise
 from quantkit.graph.pairs.placement import Placement
@@ -36,11 +38,6 @@ from quantkit.passes.round import Round
 from quantkit.passes.solvers.moments import Moments
 from quantkit.passes.solvers.unsaturated import neighbours as unsaturated_neighbours
 from quantkit.scheme import ActivationScheme, WeightScheme
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from quantkit.formats import QuantTensor
 
 Array = NDArray[Any]
 # Arm kernels of convolutions add two products of signed bytes up in 16 bits, into which two times (-128)(-128) does not

@@ -8,22 +8,19 @@ whose biases it corrects as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
+from quantkit.bundle import Decision
 from quantkit.formats import QuantTensor
 from quantkit.graph.run import Feed, Runner
 from quantkit.graph.sites import Site, patches
 from quantkit.passes.assign import assigner, product
 from quantkit.passes.solvers.moments import Moments
 from quantkit.scheme import WeightScheme
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from quantkit.bundle import Decision
 
 Report = Callable[[float, str], None]
 
@@ -70,10 +67,7 @@ def rounded(
 
 
 def _moments(model: ir.Model, sites: Sequence[Site], left: Sequence[Site], feeds: Iterable[Feed]) -> dict[str, Moments]:
-    """Site -> E[x xᵀ] [groups, K, K] of those that are left; none for products that nothing but zeros came to.
-
-    The inputs of all sites are shown all the same: a graph that shows fewer is fused otherwise, and has other bits.
-    """
+    """Site -> E[x xᵀ] [groups, K, K] of those that are left; none for products that nothing but zeros came to."""
     given = {str(value.name) for value in model.graph.inputs}
     runner = Runner(model, [site.input for site in sites if site.input not in given])
     sums: dict[str, torch.Tensor] = {}

@@ -56,10 +56,7 @@ class PadConv:
 
 
 def _zeros(pad: ir.Node) -> list[int] | str:
-    """How many zeros before and behind each dimension after the channels, as Conv has it; a reason where it is not so.
-
-    Of [N, C, H, W]: (0, 0, 1, 2, 0, 0, 3, 4) -> [1, 2, 3, 4].
-    """
+    """How many zeros stand before and behind each dimension after the channels, or a reason why that is not so."""
     if pad.attributes.get_string("mode", "constant") != "constant":
         return "it pads with something else than a constant"
     value = pad.inputs[2] if len(pad.inputs) > 2 else None

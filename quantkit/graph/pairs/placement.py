@@ -19,15 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quantkit.graph.fuse.activation_bounds import behind
 from quantkit.graph.sites import Site
 from quantkit.graph.values import constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 # with integer kernels in ONNX Runtime between quantized inputs and outputs
 THROUGH = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid")

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantkit.graph.fuse.activation_bounds import remove_absorbed
@@ -22,9 +23,6 @@ from quantkit.graph.pairs.placement import Placement
 from quantkit.graph.sites import Site
 from quantkit.graph.sites import sites as products
 from quantkit.graph.values import constant, drop_unread, free, name_apart, parts_of, values_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = NDArray[Any]
 WeightType = Literal["int8", "uint8"]
@@ -155,12 +153,7 @@ def _key(node: ir.Node) -> str:
 
 
 def _fused(node: ir.Node) -> bool:
-    """Tell whether ONNX Runtime leaves a quantized product of matrices in floats for what reads it.
-
-    It takes Relu and Clip for part of the quantizer behind them, and finds none; a MatMul and a sum become a Gemm with
-    a bias that is float (MatMulAddFusion), where matrices or all sizes are known to be; and what a quantizer and
-    another read is no output of an integer kernel.
-    """
+    """Tell whether ONNX Runtime leaves a quantized product of matrices in floats for what reads it."""
     value = node.outputs[0]
     gemm = node.op_type == "MatMul" and (value.shape is None or len(value.shape) == 2 or value.shape.is_static())
     kinds = {reader.op_type for reader, _ in value.uses()}
@@ -173,11 +166,7 @@ def _fused(node: ir.Node) -> bool:
 
 
 def _hold(made: ir.Model, node: ir.Node) -> ir.Value:
-    """Keep a product apart from what reads it: max(y, y) is y, and stands between.
-
-    A product with float weights between a DequantizeLinear and a QuantizeLinear is quantized by ONNX Runtime on its own
-    (WeightBiasQuantization), with one scale for all channels; of one with quantized weights see `_fused`.
-    """
+    """Keep a product apart from what reads it: max(y, y) is y, and stands between."""
     import onnx_ir as ir
 
     value = node.outputs[0]

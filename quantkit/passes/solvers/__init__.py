@@ -17,8 +17,7 @@ from torch import Tensor
 def one_thread(of: Tensor | None = None) -> Iterator[None]:
     """Run torch's kernels on one thread, and on as many as before afterwards; nothing where `of` is on a device.
 
-    Solvers work on vectors too short to share out: a second thread costs more than it brings, and one alone makes
-    sums and Cholesky factors the same on every machine of an instruction set.
+    Vectors are too short to share out here, and one thread makes sums and Cholesky factors the same on every machine.
     """
     if of is not None and of.device.type != "cpu":
         yield

@@ -6,10 +6,8 @@ error on column k is divided by `s_k`:
     D(s) = decode(encode(W diag(s))) diag(s)⁻¹ - W        cost(s) = tr(D H Dᵀ)        s_k = m_k^α / normalisation
 
 `m_k` is how large input k usually is, and α is searched on a grid in [0, 1]; α = 0 changes nothing, so the result is
-never worse than plain rounding under this cost. One number a group of linears is fitted, which is why it carries over
-to other text so well. (Lin et al., "AWQ", 2024, arXiv 2306.00978. There the cost is measured on activations; `H` says
-the same for all tokens at once. After scaling, the Hessian is `diag(s)⁻¹ H diag(s)⁻¹`: nothing has to be run again.)
-
+never worse than plain rounding under this cost. (Lin et al., "AWQ", 2024, arXiv 2306.00978. There the cost is measured
+on activations; `H` says the same for all tokens at once, and `diag(s)⁻¹ H diag(s)⁻¹` is what it is after scaling.)
 On a device all α go through at once, as far as memory allows, and the best is chosen there: nothing waits for it.
 """
 
@@ -17,20 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import load_grid
 from quantkit.formats.base.layout import groups_of
 from quantkit.passes.solvers import device, one_thread, ranges
 from quantkit.passes.solvers.factor import check_finite
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.scheme import WeightScheme
+from quantkit.scheme import WeightScheme
 
 # elements worked on at a time
 _CHUNK = 1 << 17
@@ -40,14 +34,8 @@ _MEMORY = 3_000_000_000
 
 @dataclass(frozen=True)
 class AwqScales:
-    """What a search yields.
-
-    Args:
-        scales: [K] float32, positive; multiply the columns of the weights, divide the inputs. All ones when nothing
-            that was tried costs less.
-        alpha: [] float64, the exponent that won.
-        cost: [] float64, summed over the weights, with these scales.
-        plain: [] float64, the same without scales.
+    """What a search yields: scales [K] float32 that multiply the columns of the weights and divide the inputs, the
+    exponent that won, and the cost [] float64 with them and without.
     """
 
     scales: Tensor
@@ -67,7 +55,8 @@ def search_scales(
     tied: bool = True,
     importance: Tensor | None = None,
 ) -> AwqScales:
-    """The scales, among powers of the inputs' magnitude, with which rounding to nearest costs least.
+    """The scales, among powers of the inputs' magnitude, with which rounding to nearest costs least; ones if none
+    helps.
 
     Args:
         weights: each [N_i, K], of any float dtype, that receive the same input; never modified.
@@ -79,21 +68,25 @@ def search_scales(
         channels: how many that module has; None looks for the last one in `producers`.
         tied: whether any two come from one channel; on a device sizes are not shared where not.
         importance: [K], `Factor.importance`, when GPTQ assigns the codes: the cost is then `sum_k a_k |d_k|²`, what
-            is left of an error after GPTQ made up for it. None: codes are rounded to nearest, the cost is
-            `tr(D H Dᵀ)`.
+            is left of an error after GPTQ made up for it.
 
     Raises:
         InputError: `hessian-nonfinite` (on a CPU: elsewhere looking would be waiting), `group-indivisible`,
             `format-not-integer`.
     """
-    at_once = device.launched(hessian) and device.known(load_grid(scheme.format))
     if not device.launched(hessian):
         check_finite(hessian)
     with one_thread(hessian):
         rows = [weight.shape[0] for weight in weights]
         costs = hessian.float() if importance is None else importance.float()
-        if at_once:
-            return _search_at_once(weights, rows, hessian, costs, scheme, grid, producers if tied else None)
+        if device.launched(hessian) and device.known(load_grid(scheme.format)):
+            from quantkit.kernels.solving.losses import cheapest, powers, sizes
+
+            squares = hessian.diagonal().float()
+            powered = powers(squares if producers is None or not tied else sizes(squares, producers), grid + 1)
+            target = torch.cat([weight.float().T for weight in weights], dim=1).contiguous()
+            scales, figures = cheapest(_costs(target, rows, powered, costs, scheme), powered)
+            return AwqScales(scales, *figures.unbind())
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers, channels)
         exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
@@ -101,25 +94,6 @@ def search_scales(
         lost = torch.tensor([_cost(target, rows, scales, costs, scheme) for scales in tried], dtype=torch.float64)
         best = int(lost.argmin())  # the first of equals
         return AwqScales(tried[best], exponents[best], lost[best], lost[0])
-
-
-def _search_at_once(
-    weights: Sequence[Tensor],
-    rows: list[int],
-    hessian: Tensor,
-    costs: Tensor,
-    scheme: WeightScheme,
-    grid: int,
-    producers: Tensor | None,
-) -> AwqScales:
-    """`search_scales` in a launch a step."""
-    from quantkit.kernels.solving.losses import cheapest, powers, sizes
-
-    squares = hessian.diagonal().float()
-    tried = powers(squares if producers is None else sizes(squares, producers), grid + 1)
-    target = torch.cat([weight.float().T for weight in weights], dim=1).contiguous()
-    scales, found = cheapest(_costs(target, rows, tried, costs, scheme), tried)
-    return AwqScales(scales, *found.unbind())
 
 
 def transformed(hessian: Tensor, scales: Tensor) -> Tensor:
@@ -131,19 +105,13 @@ def clip(weight: Tensor, hessian: Tensor, scheme: WeightScheme, search: ranges.S
     """The weight [N, K] cut to the ends of the grids that cost least at the output of each group.
 
     A group's cost is `d H_gg dᵀ` with the block of the Hessian that belongs to it, as if all others were exact. What
-    rounds the result with min-max ranges then uses these grids.
-
-    Raises:
-        InputError: `group-indivisible`, `format-not-integer`.
+    rounds the result with min-max ranges then uses these grids. Raises InputError as `search_scales`.
     """
     form = ranges.integer_format(scheme)
     with one_thread(hessian):
         scale, zero = ranges.for_output(weight, scheme, hessian, search)
-    parts = weight.float().reshape(
-        -1,
-        scale.shape[1] if scheme.granularity != "tensor" else 1,
-        weight.shape[1] // groups_of(weight.shape[1], scheme),
-    )
+    groups = scale.shape[1] if scheme.granularity != "tensor" else 1
+    parts = weight.float().reshape(-1, groups, weight.shape[1] // groups_of(weight.shape[1], scheme))
     width = scale.float().unsqueeze(2)
     if zero is None:
         # where min-max of a symmetric grid puts its ends: half a step beyond the greatest code
@@ -205,9 +173,9 @@ def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, sch
     return lost[0] if len(lost) == 1 else torch.cat(lost, dim=1)
 
 
-def _cost(target: Tensor, rows: list[int], scales: Tensor | None, hessian: Tensor, scheme: WeightScheme) -> float:
+def _cost(target: Tensor, rows: list[int], scales: Tensor, hessian: Tensor, scheme: WeightScheme) -> float:
     """`tr(D H Dᵀ)` of rounding target [K, N] to nearest, scaled."""
-    scaled = target if scales is None else target * scales.unsqueeze(1)
+    scaled = target * scales.unsqueeze(1)
     columns = target.shape[0]
     plain = ranges.Search(steps=0, refinements=0)
     form = load_grid(scheme.format)
@@ -226,9 +194,7 @@ def _cost(target: Tensor, rows: list[int], scales: Tensor | None, hessian: Tenso
             width, shift = scale[:, grid].unsqueeze(1), None if zero is None else zero[:, grid].unsqueeze(1)
             grouped = part[:, at].reshape(scale.shape[0], -1, piece.numel())
             error = form.decode(form.encode(grouped, width, shift), width, shift).reshape(columns, -1)
-            if scales is not None:
-                error.div_(scales.unsqueeze(1))
-            error.sub_(original[:, at])
+            error.div_(scales.unsqueeze(1)).sub_(original[:, at])
             if hessian.dim() == 1:
                 total += float((hessian @ error.square_()).double().sum())
             else:

@@ -3,29 +3,24 @@
     minimise over s, m   sum_k a_k (s v_k + m - w_k)²        v_k the nearest value to (w_k - m) / s
 
 Some scales are tried, of either sign where the grid is longer on one side. For the values that each gives, the best
-scale and offset have a closed form: a weighted regression of the weights on them. The best of all is kept; so does ggml
-(`make_qx_quants`, `make_qkx3_quants`). Here `a_k` is the Hessian's diagonal alone, and what follows is chosen for what
-is stored: scale and offset are rounded, values chosen again, then fitted once more, and nothing is taken that costs
-more. In super-blocks d and dmin are tried and fitted likewise, over all groups under them.
+scale and offset have a closed form: a weighted regression of the weights on them (as in ggml's `make_qx_quants` and
+`make_qkx3_quants`). Here `a_k` is the Hessian's diagonal alone, and scale and offset are rounded as they are stored,
+values chosen again, then fitted once more; nothing is taken that costs more. d and dmin of super-blocks likewise.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quantkit.formats import SuperBlocks
 from quantkit.formats.base.blocks import BlockFormat, BlockGrid, float16
 from quantkit.formats.base.layout import extremes
 from quantkit.formats.base.super_blocks import SUPER_BLOCK, SuperBlockFormat
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.scheme import WeightScheme
+from quantkit.scheme import WeightScheme
 
 # elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 18
@@ -119,11 +114,7 @@ class _Weights:
         return mean, self.exact - mean.unsqueeze(1)
 
     def fitted(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best scale and offset for values, and by how much they lower the cost of the best offset alone.
-
-        Both are taken about their means: sums of squares less squares of sums would cancel where one input costs
-        much more than the others of its block.
-        """
+        """The best scale and offset for values, and by how much they lower the cost of the best offset alone."""
         if not self.form.has_offset:
             products = self.total(values * self.exact)
             scale = _quotient(products, self.total(values.square()))
@@ -154,11 +145,8 @@ class _Best:
     cost: Tensor = field(init=False)
 
     def offer(self, scale: Tensor, offset: Tensor, grid: tuple[Tensor, ...], *, apart: bool = True) -> None:
-        """Take it where it costs less.
-
-        Args:
-            grid: as it is stored: numbers of groups [G, N], or of super-blocks [S, N].
-            apart: each group by itself; else the groups of a super-block together.
+        """Take a grid as it is stored where it costs less: each group by itself (`apart`), or all of a super-block
+        together.
         """
         values = self.weights.nearest(scale, offset)
         cost = self.weights.cost(values, scale, offset)

@@ -1,7 +1,7 @@
 """Which solvers run as one kernel, and a format as the kernels know it.
 
-On a CPU the solvers are loops of vector operations; elsewhere a launch takes as long as a thousand additions, so that
-each loop is one kernel (`quantkit/kernels/solving/`).
+Elsewhere than on a CPU a launch takes as long as a thousand additions, so each loop of a solver is one kernel there
+(`quantkit/kernels/solving/`).
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quantkit.formats.base import grid
 from quantkit.formats.base.integers import IntegerFormat, exact_bits
 from quantkit.formats.base.scaled import ScaledFormat
 from quantkit.model.structure.fold import Ways
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quantkit.formats.base.grid import GridFormat
-    from quantkit.scheme import WeightScheme
 
 
 def launched(tensor: Tensor) -> bool:

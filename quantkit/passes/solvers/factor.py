@@ -7,14 +7,11 @@ the output once all inputs after it have made up for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quantkit.errors import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # how often damping may be raised (tenfold each time) before the Hessian is given up
 ATTEMPTS = 6
@@ -30,10 +27,8 @@ class Factor:
         unit: [K, K] upper triangular with unit diagonal, `M_ij / M_jj` in that order.
         pivots: [K], `M_jj²`: what a squared error of column j costs once all later ones made up for it. On a device,
             which is not waited for, they are not finite if there is no factor.
-        damping: the share of the mean diagonal that was added.
-        raised: how often it had to be raised for the factor to exist.
-        laid: the Hessian's diagonal and `importance`, one value behind the other; on a device, where laying them is a
-            launch.
+        damping: the share of the mean diagonal that was added, and `raised` how often for the factor to exist.
+        laid: on a device, where laying them is a launch: the Hessian's diagonal and `importance` without gaps.
     """
 
     hessian: Tensor
@@ -51,10 +46,9 @@ class Factor:
 
     @property
     def importance(self) -> Tensor:
-        """[K] in the order of the weights: what a squared error of each column costs once later ones made up for it.
+        """What a squared error of each column costs once later ones made up for it, [K] in the order of the weights.
 
-        It is the diagonal to measure ranges and scales by when GPTQ assigns the codes: without the part that it takes
-        back, and without a product with the whole Hessian.
+        GPTQ's own measure for ranges and scales: the diagonal without the part that it takes back.
         """
         if self.laid is not None:
             return self.laid[1]
@@ -110,11 +104,9 @@ def factor(
     Args:
         hessian: [K, K], symmetric, `Xᵀ X` of the inputs, in any scale. Inputs never seen (zero diagonal) are allowed.
         damping: share of the mean diagonal added to the diagonal.
-        shrink: share taken off the entries beside the diagonal, 0 to 1. They say which column's error another can
-            make up for, and a few thousand tokens say more of that than holds for the next text: the correlations of
-            a finite sample are too large. At 1 nothing is made up for: that is plain rounding.
+        shrink: share taken off the entries beside the diagonal, 0 to 1: the correlations of a finite sample are too
+            large. At 1 nothing is made up for: that is plain rounding.
         act_order: choose columns in order of falling diagonal (ties in order of index), else from left to right.
-        raised: how often damping was raised before; on a GPU.
         where: whose inputs they are, for errors.
 
     Raises:
@@ -149,11 +141,7 @@ def factor(
 
 
 def awaited(hessian: Tensor, *, damping: float, shrink: float, act_order: bool, where: str = "") -> Factor:
-    """`factor`, also of a GPU with damping raised until it succeeds; the GPU is waited for.
-
-    Raises:
-        InputError: `hessian-nonfinite` on a CPU; `hessian-not-positive`.
-    """
+    """`factor`, also of a GPU with damping raised until it succeeds; the GPU is waited for."""
     for raised in range(ATTEMPTS):
         found = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, raised=raised, where=where)
         if not hessian.is_cuda or bool(torch.isfinite(found.pivots).all()):

@@ -6,38 +6,30 @@ With `H = M Mᵀ`, M upper triangular, it is `||D M||²`, and column j of `D M` 
     (D M)_j = M_jj (d_j + sum_{i<j} d_i M_ij / M_jj)        so        q_j = round(w_j - sum_{i<j} d_i M_ij / M_jj)
 
 This is the update of the paper (Frantar et al., "GPTQ", 2023, arXiv 2210.17323) without its inverse: there
-`U = chol(H⁻¹)`, here `M = U⁻¹` directly, one Cholesky of the reversed matrix. Choosing in this order is Babai's nearest
-plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization", 2025).
+`U = chol(H⁻¹)`, here `M = U⁻¹`, one Cholesky of the reversed matrix. It is Babai's nearest plane for the lattice of
+codes (Chen et al., "The Geometry of LLM Quantization", 2025).
 
-- Columns go in order of falling `H_jj` (activation order): what counts most is rounded while most columns are left to
-  make up for it. Ranges are fixed before (static groups), so codes stay in the order of the weights.
+- Columns go in order of falling `H_jj` (activation order). Ranges are fixed before (static groups), so codes stay in
+  the order of the weights.
 - Columns of a block are chosen one by one for all rows at once; what earlier blocks pass on arrives in one matrix
-  product a block. Weights that share an input go through together, with one factor. On a device all of it is one
-  launch (`kernels/solving/choose.py`), and nothing waits for what it finds.
+  product a block. On a device all of it is one launch (`kernels/solving/choose.py`).
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 
-Weights that make up for what the quantized layers before them get wrong.
+`corrected` makes up for the drift of the inputs: X is not the original X + Δ, since what comes before is quantized. On
+X the matrix `W + W ΔᵀX H⁻¹` comes closest to `W (X + Δ)ᵀ` (Li et al., "GPTAQ", 2025, arXiv 2504.02692). Where the
+output is added to something that lags behind the original by R, as the residual stream does, `W + (W ΔᵀX + RᵀX) H⁻¹`
+makes up for that too. The regression is a ridge, `(H + λ D)⁻¹` with D the diagonal of H: what many tokens say is
+corrected whole, what rests on few hardly at all.
 
-The inputs X that a linear receives are not the originals X + Δ: what comes before it is quantized already. It should
-put out `W (X + Δ)ᵀ`, and on X the matrix `W + W ΔᵀX H⁻¹` comes closest to that, with `H = XᵀX`; it is quantized in
-place of W (Li et al., "GPTAQ", 2025, arXiv 2504.02692). Where the output is added to something that lags behind the
-original by R, as the residual stream does, `W + (W ΔᵀX + RᵀX) H⁻¹` makes up for that too.
-
-A few thousand tokens overstate how well Δ and R can be foretold from X, so the regression is a ridge: `(H + λ D)⁻¹` in
-place of `H⁻¹`, D the diagonal of H. What many tokens say is corrected whole, what rests on few hardly at all.
-
-GPTQ of rows that each have a Hessian of their own, all at once: the filters of a depthwise convolution.
-
-One row is a few numbers, and a thousand solves of nine numbers each are a thousand times the overhead of one. The
-algebra is that of `gptq`, with a leading axis of rows.
+`gptq_rows` solves rows that each have a small Hessian of their own at once: the filters of a depthwise convolution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,12 +43,7 @@ from quantkit.formats.base.layout import by_row, groups_of
 from quantkit.formats.base.scaled import ScaledFormat
 from quantkit.passes.solvers import blocks, device, one_thread, ranges, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.scheme import WeightScheme
-
+from quantkit.scheme import WeightScheme
 
 Range = Literal["minmax", "mse", "hessian"]
 
@@ -70,8 +57,7 @@ class GptqResult:
     """What a solve yields.
 
     Args:
-        damping: the share of the Hessian's mean diagonal that was added to it.
-        raised: how often that had to be raised for the Cholesky factor to exist; to be recorded unless 0.
+        damping: the share of the Hessian's mean diagonal that was added to it, and how often it was `raised`.
         costs: [N] float32, of each row `(D H Dᵀ)_nn` with the damped Hessian: its squared output error summed over the
             calibration tokens.
     """
@@ -110,106 +96,117 @@ def gptq_shared(
     Args:
         weights: each [N_i, K], of any float dtype; never modified.
         hessian: [K, K] of their input, or its `Factor` (then `damping`, `shrink` and `act_order` were given there).
-        scheme: a format with scales, any granularity and symmetry; for all the weights. What is one number for a whole
-            matrix they have in common, if the format says so.
-        damping: share of the Hessian's mean diagonal added to it.
-        shrink: share taken off its entries beside the diagonal; see `factor`.
-        act_order: choose columns in order of falling diagonal of the Hessian.
+        scheme: for all the weights. What is one number for a whole matrix they have in common, if the format says so.
         range: how each group's grid is placed: `minmax`, `mse` (searched) or `hessian` (searched, weighted by diag H).
         sweeps: rounds of coordinate descent on the codes afterwards.
         refit: also refit the scales in these rounds; of integer formats and blocks of GGUF, in groups up to 64, whose
             columns are visited together.
-        neighbours: [K], which column each is added up with in 16 bits: codes are bounded so that no sum saturates
-            (`unsaturated`). Of int8, one scale a channel, without zero points and sweeps.
-
-    Returns:
-        One result a weight, in their order.
+        neighbours: [K], which column each is added up with in 16 bits (`unsaturated`). Of int8, one scale a channel,
+            without zero points and sweeps.
 
     Raises:
         InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-without-scale`.
     """
     form = load_grid(scheme.format)
     with one_thread(weights[0]):
-        solved = (
-            hessian
-            if isinstance(hessian, Factor)
-            else factor(hessian, damping=damping, shrink=shrink, act_order=act_order)
-        )
-        rows, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
+        if not isinstance(hessian, Factor):
+            hessian = factor(hessian, damping=damping, shrink=shrink, act_order=act_order)
+        solved, rows, columns = hessian, [weight.shape[0] for weight in weights], weights[0].shape[1]
         group = (scheme.group or columns) if scheme.granularity == "block" else columns // groups_of(columns, scheme)
         # one row a column of the weights: what is done for a column of all the weights is then one vector operation
-        target = (
-            torch.cat([weight.float().T for weight in weights], dim=1)
-            if device.launched(weights[0])
-            else torch.cat([weight.float() for weight in weights]).T
-        ).contiguous()
+        if device.launched(weights[0]):
+            target = torch.cat([weight.float().T for weight in weights], dim=1).contiguous()
+        else:
+            target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         whole = None if isinstance(form, IntegerFormat) else form.global_scale(target.abs().amax(), scheme)
-        grid: BlockGrid | None = None
+        scale: Tensor
+        zero: Tensor | None = None
+        block: BlockGrid | None = None
         if isinstance(form, BlockFormat):
             costs = solved.diagonal if range == "hessian" else None
             spans = range == "minmax"
-            grid = blocks.spanning(target, form, scheme) if spans else blocks.placed(target, form, costs)
-            scale, zero = grid.scale.T.contiguous(), None
-            if grid.offset is not None:  # what is left of the weights lies on a grid that begins at zero
-                target = target - grid.offset.T.repeat_interleave(group, dim=0)
+            block = blocks.spanning(target, form, scheme) if spans else blocks.placed(target, form, costs)
+            scale = block.scale.T.contiguous()
+            if block.offset is not None:  # what is left of the weights lies on a grid that begins at zero
+                target = target - block.offset.T.repeat_interleave(group, dim=0)
         elif neighbours is None:
             lots = [sum(rows)] if form.shares_scale(scheme) else rows
             scale, zero = _place(target, lots, group, scheme, solved, range)
         else:
-            scale, zero = unsaturated.scales(target, neighbours, solved.hessian.diagonal())[None], None
-        codes, errors, delta = _choose(target, solved, scale, zero, group, form, neighbours)
+            scale = unsaturated.scales(target, neighbours, solved.hessian.diagonal())[None]
+        grid = _Grid(form, scheme, group, scale, zero, block)
+        codes, errors, delta = _choose(target, solved, grid, neighbours)
         if sweeps:
-            free = (
-                refit and isinstance(form, IntegerFormat | BlockFormat) and scheme.granularity in ("group", "channel")
-            )
-            hessian = solved.hessian
-            errors = _descend(target, codes, delta, hessian, scale, zero, group, form, scheme, sweeps, free, grid)
-        if isinstance(form, BlockFormat) and grid is not None:
-            grid = blocks.rescaled(grid, form, scale)
-            tensors = apart(form.on(form.coded(codes.T.contiguous()), grid, scheme), rows)
+            refit = refit and isinstance(form, IntegerFormat | BlockFormat) and group <= 64
+            refit = refit and scheme.granularity in ("group", "channel")
+            errors = _descend(target, codes, delta, solved.hessian, grid, sweeps, refit)
+        if isinstance(form, BlockFormat) and block is not None:
+            block = blocks.rescaled(block, form, scale)
+            tensors = apart(form.on(form.coded(codes.T.contiguous()), block, scheme), rows)
         elif scheme.rows_apart:
-            tensors = apart(_tensor(form, codes, scale, zero, group, scheme, whole), rows)
+            tensors = apart(_tensor(codes, grid, whole), rows)
         else:
             shifts = [None] * len(rows) if zero is None else zero.split(rows, dim=1)
             parts = zip(codes.split(rows, dim=1), scale.split(rows, dim=1), shifts, strict=True)
-            tensors = [_tensor(form, *part, group, scheme, whole) for part in parts]
-        found = zip(tensors, errors.split(rows), strict=True)
-        return [GptqResult(tensor, solved.damping, solved.raised, costs) for tensor, costs in found]
+            tensors = [_tensor(part, replace(grid, scale=own, zero=shift), whole) for part, own, shift in parts]
+        results = zip(tensors, errors.split(rows), strict=True)
+        return [GptqResult(tensor, solved.damping, solved.raised, costs) for tensor, costs in results]
 
 
-def _tensor(
-    form: GridFormat,
-    units: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    group: int,
-    scheme: WeightScheme,
-    whole: Tensor | None,
-) -> QuantTensor:
-    """Values in units of their scale [K, N], and scales and zero points [G, N], as a `QuantTensor`."""
+@dataclass(frozen=True)
+class _Grid:
+    """Where codes can lie: scale, updated by a descent, and zero [G, N] float32; `block`: of a GGUF format."""
+
+    form: GridFormat
+    scheme: WeightScheme
+    group: int
+    scale: Tensor
+    zero: Tensor | None
+    block: BlockGrid | None
+
+    def launch(self, target: Tensor) -> tuple[Any, ...]:
+        """The grid as the kernels take it, from scales to the ends."""
+        zero = None if self.zero is None else self.zero.contiguous()
+        return self.scale, zero, *device.table(self.form, target.device), self.form.low, self.form.high
+
+    def snap(self) -> Callable[[Tensor, int, Tensor], object]:
+        """What puts the nearest values of a group's grid to a column [N], in units of its scale, into a third tensor.
+
+        `form.snap` without temporaries, with ends and middles looked up beforehand.
+        """
+        form, zero = self.form, self.zero
+        values = form.element.codebook() if isinstance(form, ScaledFormat) else None
+        if values is not None and bool((values.diff() > 0).all()):
+            middles = (values[1:] + values[:-1]) / 2
+            return lambda units, _, out: torch.index_select(values, 0, torch.bucketize(units, middles), out=out)
+        if not (isinstance(form, IntegerFormat) or (isinstance(form, BlockFormat) and form.codebook() is None)):
+            return lambda units, place, out: out.copy_(form.snap(units, None if zero is None else zero[place]))
+        lowest: Sequence[Any] = [float(form.low)] * len(self.scale) if zero is None else (form.low - zero).unbind(0)
+        highest: Sequence[Any] = [float(form.high)] * len(self.scale) if zero is None else (form.high - zero).unbind(0)
+        return lambda units, place, out: torch.clamp(units.round_(), lowest[place], highest[place], out=out)
+
+
+def _tensor(units: Tensor, grid: _Grid, whole: Tensor | None) -> QuantTensor:
+    """Values in units of their scale [K, N] as a `QuantTensor`; `whole`: the global scale of a format that has one."""
+    form, scheme, scale, zero = grid.form, grid.scheme, grid.scale, grid.zero
     if device.launched(units) and isinstance(form, IntegerFormat) and scheme.rows_apart:
         from quantkit.kernels.solving.stored import integers
 
-        stored, scales, zeros = integers(units, scale, zero, effective(scheme), group)
+        stored, scales, zeros = integers(units, scale, zero, effective(scheme), grid.group)
         return QuantTensor(stored, scales, None if zero is None else zeros, scheme)
     # rows that share a scale hold the same one
-    stride = {"tensor": scale.shape[1], "block": group}.get(scheme.granularity, 1)
+    stride = {"tensor": scale.shape[1], "block": grid.group}.get(scheme.granularity, 1)
     scales = scale.T[::stride].contiguous().to(effective(scheme))
     zeros = None if zero is None else zero.T[::stride].contiguous().to(torch.int8)
     if isinstance(form, IntegerFormat):
-        codes = units if zero is None else units + zero.repeat_interleave(group, dim=0)
+        codes = units if zero is None else units + zero.repeat_interleave(grid.group, dim=0)
         return QuantTensor(codes.T.contiguous().to(torch.int8), scales, zeros, scheme)
-    values = units * scale.repeat_interleave(group, dim=0)[: units.shape[0]]
+    values = units * scale.repeat_interleave(grid.group, dim=0)[: units.shape[0]]
     return form.nearest(values.T.contiguous(), scales, zeros, scheme, whole)
 
 
 def _place(
-    target: Tensor,
-    rows: list[int],
-    group: int,
-    scheme: WeightScheme,
-    solved: Factor,
-    kind: Range,
+    target: Tensor, rows: list[int], group: int, scheme: WeightScheme, solved: Factor, kind: Range
 ) -> tuple[Tensor, Tensor | None]:
     """Effective scale and zero [G, N] float32 of weights of so many `rows`, that lie side by side in target [K, N]."""
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
@@ -226,29 +223,22 @@ def _place(
     return torch.cat(scales, dim=1), torch.cat(zeros, dim=1) if zeros else None
 
 
-def _choose(
-    target: Tensor,
-    solved: Factor,
-    scale: Tensor,
-    zero: Tensor | None,
-    group: int,
-    form: GridFormat,
-    neighbours: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass over the columns of weights [N, K], which lie transposed in target, with scale and zero [G, N] float32:
-    values in units of the scale (codes less zero) [K, N], the cost of each row [N], and `D` [K, N], in their order."""
+def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Values in units of the scale [K, N], the cost of each row [N], and `D` [K, N], in the order of the weights."""
     columns, rows = target.shape
-    if device.launched(target) and device.known(form) and neighbours is None:
-        return _choose_at_once(target, solved, scale, zero, group, form)
+    if device.launched(target) and device.known(grid.form) and neighbours is None:
+        from quantkit.kernels.solving.choose import choose
+
+        factored = (solved.unit.contiguous(), solved.pivots, solved.order)
+        codes, delta, cost = choose(target, *factored, *grid.launch(target), grid.group, device.precision())
+        return codes, cost, delta
     ordered = target[solved.order]
     back = torch.empty_like(solved.order)
     back[solved.order] = torch.arange(columns, device=target.device)
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
-    groups = (solved.order // group).tolist()
-    # a group of zeros may have a scale of zero
-    inverse = _inverse(scale).unbind(0)
-    steps = scale.unbind(0)
-    snap = _snap(form, zero, len(steps))
+    groups = (solved.order // grid.group).tolist()
+    inverse, steps = _inverse(grid.scale).unbind(0), grid.scale.unbind(0)
+    snap = grid.snap()
     codes, delta = torch.empty_like(ordered), torch.empty_like(ordered)
     code_rows, delta_rows, wanted = codes.unbind(0), delta.unbind(0), ordered.unbind(0)
     cost = target.new_zeros(rows)
@@ -276,91 +266,40 @@ def _inverse(scale: Tensor) -> Tensor:
     return scale.clamp(min=_TINY).reciprocal() if bool((scale >= 0).all()) else torch.where(scale == 0, 0.0, 1 / scale)
 
 
-def _choose_at_once(
-    target: Tensor, solved: Factor, scale: Tensor, zero: Tensor | None, group: int, form: GridFormat
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_choose` in one launch."""
-    from quantkit.kernels.solving.choose import choose
-
-    book = device.table(form, target.device)
-    codes, delta, cost = choose(
-        target,
-        solved.unit.contiguous(),
-        solved.pivots,
-        solved.order,
-        scale,
-        None if zero is None else zero.contiguous(),
-        *book,
-        form.low,
-        form.high,
-        group,
-        device.precision(),
-    )
-    return codes, cost, delta
-
-
-def _snap(form: GridFormat, zero: Tensor | None, groups: int) -> Callable[[Tensor, int, Tensor], object]:
-    """What puts the nearest values of the grid to a column [N], in units of its scale, of a group into a third tensor.
-
-    `form.snap`, without temporaries, and with the ends of each group, or the middles between the values of a codebook,
-    looked up beforehand.
-    """
-    values = form.element.codebook() if isinstance(form, ScaledFormat) else None
-    if values is not None and bool((values.diff() > 0).all()):
-        middles = (values[1:] + values[:-1]) / 2
-        return lambda units, _, out: torch.index_select(values, 0, torch.bucketize(units, middles), out=out)
-    whole = isinstance(form, IntegerFormat) or (isinstance(form, BlockFormat) and form.codebook() is None)
-    if not whole:
-        return lambda units, place, out: out.copy_(form.snap(units, None if zero is None else zero[place]))
-    lowest: Sequence[Any] = [float(form.low)] * groups if zero is None else (form.low - zero).unbind(0)
-    highest: Sequence[Any] = [float(form.high)] * groups if zero is None else (form.high - zero).unbind(0)
-    return lambda units, place, out: torch.clamp(units.round_(), lowest[place], highest[place], out=out)
-
-
 def _descend(
-    target: Tensor,
-    codes: Tensor,
-    delta: Tensor,
-    hessian: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    group: int,
-    form: GridFormat,
-    scheme: WeightScheme,
-    sweeps: int,
-    refit: bool,
-    grid: BlockGrid | None = None,
+    target: Tensor, codes: Tensor, delta: Tensor, hessian: Tensor, grid: _Grid, sweeps: int, refit: bool
 ) -> Tensor:
-    """Coordinate descent on codes, and on scales if `refit`; codes, delta and scale are updated in place.
+    """The cost of each row [N] after coordinate descent on codes, and on scales if `refit`; all change in place."""
+    if device.launched(target) and device.known(grid.form):
+        from quantkit.kernels.solving.descend import descend
 
-    Returns:
-        The cost of each row [N].
-    """
-    if device.launched(target) and device.known(form):
-        return _descend_at_once(target, codes, delta, hessian, scale, zero, group, form, scheme, sweeps, refit)
-    columns = target.shape[0]
+        _, bounds, dropped = device.kept_by_bits(grid.scheme) if refit else (None, [0.0, 0.0], [0, 0])
+        how = (bounds, dropped, grid.group, sweeps, refit, device.precision())
+        descend(target, codes, delta, hessian.contiguous(), *grid.launch(target), *how)
+        return (hessian @ delta).mul_(delta).sum(dim=0)
+    scale, form, columns = grid.scale, grid.form, target.shape[0]
     gradient = hessian @ delta
     pull = (hessian / hessian.diagonal()).contiguous()  # pull[i, j] = H_ij / H_jj
-    snap = _snap(form, zero, scale.shape[0])
+    snap = grid.snap()
     free = target.new_empty(target.shape[1])
     # a block has one scale, so it never reaches over the end of a group
-    length = max(size for size in range(1, 65) if group % size == 0)
+    length = max(size for size in range(1, 65) if grid.group % size == 0)
     for _ in range(sweeps):
         for start in range(0, columns, length):
             stop = start + length
-            place = start // group
+            place = start // grid.group
             block, local = slice(start, stop), gradient[start:stop]
             before = delta[block].clone()
-            if refit and group <= 64:
+            if refit:
                 bent = hessian[block, block] @ codes[block]
                 along = (codes[block] * local).sum(dim=0)
                 step = scale[place] - along / (codes[block] * bent).sum(dim=0)
                 fits = torch.isfinite(step) & (step * scale[place] > 0)
                 step = torch.where(fits, step, scale[place])
-                if isinstance(form, BlockFormat) and grid is not None:
-                    step = blocks.storable(step, place, grid, form)
+                if isinstance(form, BlockFormat) and grid.block is not None:
+                    step = blocks.storable(step, place, grid.block, form)
                 else:
-                    step = torch.where(fits, form.stored(step, scheme).float(), scale[place])
+                    step = torch.where(fits, form.stored(step, grid.scheme).float(), scale[place])
                 change = step - scale[place]
                 local = torch.addcmul(local, change, bent)
                 delta[block].addcmul_(change, codes[block])
@@ -382,45 +321,6 @@ def _descend(
     return (gradient * delta).sum(dim=0)
 
 
-def _descend_at_once(
-    target: Tensor,
-    codes: Tensor,
-    delta: Tensor,
-    hessian: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    group: int,
-    form: GridFormat,
-    scheme: WeightScheme,
-    sweeps: int,
-    refit: bool,
-) -> Tensor:
-    """`_descend` in one launch, and a product for what it costs."""
-    from quantkit.kernels.solving.descend import descend
-
-    refit = refit and group <= 64
-    _, bounds, dropped = device.kept_by_bits(scheme) if refit else (None, [0.0, 0.0], [0, 0])
-    book = device.table(form, target.device)
-    descend(
-        target,
-        codes,
-        delta,
-        hessian.contiguous(),
-        scale,
-        None if zero is None else zero.contiguous(),
-        *book,
-        form.low,
-        form.high,
-        bounds,
-        dropped,
-        group,
-        sweeps,
-        refit,
-        device.precision(),
-    )
-    return (hessian @ delta).mul_(delta).sum(dim=0)
-
-
 def corrected(
     weights: Sequence[Tensor],
     hessian: Tensor,
@@ -439,8 +339,6 @@ def corrected(
         drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs less those that are received.
         lags: for each weight [N_i, K], `RᵀX` in that scale, R what its output is added to in the original less what it
             is added to; None where that is nothing.
-        ridge: share of the Hessian's diagonal D that is added to it.
-        share: of the correction, 0 to 1.
         damping: added to the ridged Hessian's diagonal as well, as a share of its mean; raised if it has to be.
 
     Raises:
@@ -463,9 +361,9 @@ def corrected(
             if lag is not None:
                 part.add_(lag)
         if device.launched(added):  # H = unit pivots unitᵀ, without another matrix
-            each = {"left": False, "unitriangular": True}
-            added = torch.linalg.solve_triangular(solved.unit.T, added, upper=False, **each).div_(solved.pivots)
-            added = torch.linalg.solve_triangular(solved.unit, added, upper=True, **each)
+            sides = {"left": False, "unitriangular": True}
+            added = torch.linalg.solve_triangular(solved.unit.T, added, upper=False, **sides).div_(solved.pivots)
+            added = torch.linalg.solve_triangular(solved.unit, added, upper=True, **sides)
         else:
             root = solved.unit * solved.pivots.sqrt()  # H = root rootᵀ
             added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
@@ -484,7 +382,6 @@ def gptq_rows(
     """Codes [N, K] int8 and scales [N] float32.
 
     Args:
-        weight: [N, K].
         hessian: [N, K, K], of each row's inputs; one that saw nothing is taken for the identity.
         scheme: integers without zero points, one scale a row.
         damping, shrink: as of `factor`; a row whose Hessian then has no Cholesky factor is damped more.
@@ -517,9 +414,7 @@ def _scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
     for share in _SHARES:
         scale = form.parameters(-top * share, top * share, scheme)[0].float()
         error = (importance * (form.snap(weight / scale) * scale - weight).square()).sum(1, keepdim=True)
-        better = error < least
-        best = torch.where(better, scale, best)
-        least = torch.where(better, error, least)
+        best, least = torch.where(error < least, scale, best), torch.where(error < least, error, least)
     return best[:, 0]
 
 

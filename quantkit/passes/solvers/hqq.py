@@ -7,26 +7,19 @@ by turns (half-quadratic splitting), β growing by a factor κ each time:
     e = sign(r) · max(0, |r| - |r|^(p-1) / β)        r = w - ŵ: what the norm forgives, outliers above all
     s, z: the line through (c, w - e) with the least squared distance; z to the next whole number, then s for that z
 
-Of all turns the grid with the least `sum |r|^p` is kept, min-max among them, so the result is never worse than that.
-(Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023,
+Of all turns the grid with the least `sum |r|^p` is kept, min-max among them. (Badri and Shaji, 2023,
 https://mobiusml.github.io/hqq_blog. There the zero point is a float and the scale stays that of min-max; here zero
 points are codes, so it is the scale that has to give.)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from quantkit.formats.base.integers import IntegerFormat
 from quantkit.passes.solvers import device, one_thread, ranges
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from quantkit.scheme import WeightScheme
+from quantkit.scheme import WeightScheme
 
 # weights worked on at a time, so that the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 17
@@ -43,18 +36,11 @@ def half_quadratic(
     growth: float = 1.01,
     iterations: int = 10,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of each group.
+    """Scale [N, G] as stored ([1, 1] per tensor) and zero of that shape, int8, None when symmetric.
 
     Args:
         weight: [N, K] of any float dtype.
-        scheme: an integer format; any granularity and symmetry.
-        norm: p, in (0, 1].
-        beta: β of the first turn, for weights in units of the min-max scale.
-        growth: κ.
-        iterations: turns.
-
-    Returns:
-        scale [N, G] as stored ([1, 1] per tensor), and zero of that shape, int8, None when symmetric.
+        norm, beta, growth: p, β of the first turn for weights in units of the min-max scale, and κ.
 
     Raises:
         InputError: `format-not-integer`, `group-indivisible`.
@@ -73,18 +59,11 @@ def half_quadratic(
     step = max(1, (_PIECE if device.launched(rows) else _CHUNK) // rows.shape[1])
     with one_thread(rows):
         for start in range(0, len(rows), step):
-            part = slice(start, start + step)
-            found = _fit(
-                rows[part],
-                flat[part],
-                None if shift is None else shift[part],
-                lambda wanted: form.stored(wanted, scheme),
-                (form.low, form.high),
-                (norm, beta, growth, iterations),
-            )
-            flat[part] = found[0]
-            if shift is not None and found[1] is not None:
-                shift[part] = found[1]
+            at = slice(start, start + step)
+            zeros = None if shift is None else shift[at]
+            flat[at], zeros = _fit(rows[at], flat[at], zeros, form, scheme, (norm, beta, growth, iterations))
+            if shift is not None and zeros is not None:
+                shift[at] = zeros
     return scale, zero
 
 
@@ -92,8 +71,8 @@ def _fit(
     part: Tensor,
     scale: Tensor,
     zero: Tensor | None,
-    store: Callable[[Tensor], Tensor],
-    ends: tuple[int, int],
+    form: IntegerFormat,
+    scheme: WeightScheme,
     settings: tuple[float, float, float, int],
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero [n] for groups [n, L]."""
@@ -103,7 +82,7 @@ def _fit(
     now, shift = scale, zero
     for turn in range(iterations + 1):
         step, offset = now.float().unsqueeze(1), part.new_zeros(()) if shift is None else shift.float().unsqueeze(1)
-        codes = (part / step).round_().clamp_(ends[0] - offset, ends[1] - offset)
+        codes = (part / step).round_().clamp_(form.low - offset, form.high - offset)
         rest = torch.addcmul(part, codes, step, value=-1)
         size = rest.abs()
         bent = size.clamp(min=1e-12).pow(norm)
@@ -122,8 +101,8 @@ def _fit(
             raw = codes + offset
             across = raw - raw.mean(dim=1, keepdim=True)
             slope = (across * aim).sum(dim=1, keepdim=True) / across.square().sum(dim=1, keepdim=True)
-            offset = (raw - aim / slope).mean(dim=1, keepdim=True).nan_to_num().round_().clamp_(*ends)
+            offset = (raw - aim / slope).mean(dim=1, keepdim=True).nan_to_num().round_().clamp_(form.low, form.high)
             shift, codes = offset.squeeze(1).to(torch.int8), raw - offset
         wanted = (codes * aim).sum(dim=1) / codes.square().sum(dim=1)
-        now = store(torch.where(torch.isfinite(wanted) & (wanted > 0), wanted, now.float()))
+        now = form.stored(torch.where(torch.isfinite(wanted) & (wanted > 0), wanted, now.float()), scheme)
     return scale, zero

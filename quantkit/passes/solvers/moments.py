@@ -11,10 +11,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quantkit.bundle import Decision
 
 Found = TypeVar("Found")
@@ -31,7 +30,7 @@ class Moments:
         cross: of x x̂ᵀ, [groups, K, K]; None where both are the same.
         halves: `hessian` over every other batch, and over the rest; one, where there was one batch.
         by_row: whether every group is a few inputs alone, as in a depthwise convolution; all are solved at once then.
-        neighbours: [K], by which codes are bounded (`solvers.unsaturated`); None: they are not.
+        neighbours: [K], by which codes are bounded (`solvers.unsaturated`).
         name: of the product.
         decisions: what a pass did with them otherwise than it was asked; it adds to them.
     """

@@ -5,20 +5,18 @@
               with the grid spanning p * min to p * max, p in a few steps from 1 down,
               then alternately the best scale for the codes (closed form) and the best codes for the scale
 
-`a_k` is the importance of input k: 1, or the diagonal of the Hessian, which weighs an error by how strongly the
-calibration text excites it. A few outliers stretch a min-max grid for all; clipping them a little costs less than it
-gains. (Searched clipping: Nagel et al., "A White Paper on Neural Network Quantization", 2021, section 3.1.)
-
-Any format with scales will do: `snap` rounds to its grid. Scales here are effective, global scale included. On a device
-whole numbers are one launch, other formats a few (`kernels/solving/search.py`).
+`a_k` is the importance of input k: 1, or the diagonal of the Hessian. A few outliers stretch a min-max grid for all;
+clipping them a little costs less than it gains (Nagel et al., "A White Paper on Neural Network Quantization", 2021,
+section 3.1). Any format with scales will do; scales here are effective, global scale included. On a device whole
+numbers are one launch, other formats a few (`kernels/solving/search.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
@@ -26,11 +24,7 @@ from quantkit.formats.base.grid import GridFormat, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import groups_of, tiles
 from quantkit.passes.solvers import device
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.scheme import WeightScheme
+from quantkit.scheme import WeightScheme
 
 # elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 17
@@ -40,12 +34,8 @@ LONGEST, _LONGEST_BLOCK = 1 << 15, 512
 
 @dataclass(frozen=True)
 class Search:
-    """How far a range search looks.
-
-    Args:
-        smallest: the shortest grid tried, as a share of min-max.
-        steps: how many lengths are tried from there up to, but without, min-max itself, which always is.
-        refinements: how often scale and codes are fitted to each other after that.
+    """How far a range search looks: lengths of the grid from `smallest`, a share of min-max, in so many steps up to
+    min-max itself, which is always tried; then so many times scale and codes are fitted to each other.
     """
 
     smallest: float = 0.7
@@ -67,18 +57,7 @@ def integer_format(scheme: WeightScheme) -> IntegerFormat:
 
 
 def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
-    """Ranges from the smallest to the largest weight of each group.
-
-    Args:
-        weight: [N, K] of any float dtype.
-
-    Returns:
-        effective scale [N, G] ([1, 1] per tensor, [⌈N/b⌉, ⌈K/b⌉] in blocks) and zero of that shape, int8, None when
-        symmetric.
-
-    Raises:
-        InputError: `group-indivisible`, `format-without-scale`.
-    """
+    """Ranges from the smallest to the largest weight of each group; the rest as of `searched`."""
     return _by_rows(weight, scheme, None, Search(steps=0, refinements=0))
 
 
@@ -106,13 +85,7 @@ def for_output(
 ) -> tuple[Tensor, Tensor | None]:
     """Like `searched`, but each group's error is measured at the output: `d H_gg dᵀ`, as if other groups were exact.
 
-    Args:
-        weight: [N, K] of any float dtype.
-        scheme: granularity, symmetry and scale type; per tensor and in blocks only the diagonal of the Hessian is used.
-        hessian: [K, K].
-
-    Raises:
-        InputError: `group-indivisible`, `format-without-scale`.
+    Per tensor and in blocks only the diagonal of the Hessian [K, K] is used.
     """
     if scheme.granularity in ("tensor", "block"):
         return searched(weight, scheme, hessian.diagonal(), search)
@@ -162,7 +135,6 @@ def transposed(
     scheme: WeightScheme,
     importance: Tensor | None,
     search: Search,
-    global_scale: Tensor | None = None,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`searched` for weights that lie transposed, as the solvers hold them: every step is then one vector operation.
@@ -170,9 +142,7 @@ def transposed(
     Args:
         target: [K, N] float32.
         length: weights of a column that share a scale; divides K.
-        scheme: symmetry and scale type.
         importance: [K] float32, or the blocks of a Hessian [K / length, length, length], or None.
-        global_scale: [], of formats that have one; None is that of all of target.
         wide: whether both are wanted in float32; a kernel then gives them so.
 
     Returns:
@@ -180,26 +150,39 @@ def transposed(
     """
     form = load_grid(scheme.format)
     groups, columns = target.shape[0] // length, target.shape[1]
-    blocks_of_hessian = importance is not None and importance.dim() == 3
-    at_once = (
-        device.launched(target) and device.known(form) and length <= (_LONGEST_BLOCK if blocks_of_hessian else LONGEST)
-    )
+    longest = _LONGEST_BLOCK if importance is not None and importance.dim() == 3 else LONGEST
+    at_once = device.launched(target) and device.known(form) and length <= longest
     if at_once:
         target, importance = target.contiguous(), None if importance is None else importance.contiguous()
     if at_once and isinstance(form, IntegerFormat):
-        return _whole_numbers_at_once(target, length, form, scheme, importance, search, wide)
-    whole = form.global_scale(target.abs().amax(), scheme) if global_scale is None else global_scale
+        from quantkit.kernels.solving.search import search_integers
+
+        dtype, *stored = device.kept_by_bits(scheme)
+        types = (torch.float32, torch.float32) if wide else (dtype, torch.int8)
+        ends = (form.low, form.high, scheme.symmetric, *types, *stored)
+        tries = (search.smallest, search.steps, search.refinements)
+        scale, zeros = search_integers(target, importance, length, *ends, *tries, device.precision())
+        return scale, None if scheme.symmetric else zeros
+    whole = form.global_scale(target.abs().amax(), scheme)
     parts = target.unflatten(0, (groups, length))
     low, high = parts.amin(dim=1), parts.amax(dim=1)
     scale, zero = form.parameters(low, high, scheme, whole)
     if search.steps == search.refinements == 0:
         return scale, zero
     shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
-    if at_once:
-        shares = [1.0, *shares, *form.stretches]
-        return _grids_at_once(target, length, form, scheme, importance, search, (low, high), shares, whole)
+    if at_once:  # all grids laid together, then one launch and one a refinement
+        from quantkit.kernels.solving.search import best_grids
+
+        share = torch.tensor([1.0, *shares, *form.stretches]).to(target.device, non_blocking=True)[:, None, None]
+        grids, _ = form.parameters(low * share, high * share, scheme, whole)
+        book = (*device.table(form, target.device), device.precision())
+        best, fitted = best_grids(target, importance, length, grids.float(), *book)
+        for _ in range(search.refinements):
+            tried = form.stored(fitted, scheme, whole).float()
+            best, fitted = best_grids(target, importance, length, torch.stack([best, tried]), *book)
+        return best.to(grids.dtype), None
     # of all groups at once: vectors of one group are so short that calling torch would take longer than it computes
-    grids = [form.parameters(low * share, high * share, scheme, whole) for share in (*shares, *form.stretches)]
+    laid = [form.parameters(low * share, high * share, scheme, whole) for share in (*shares, *form.stretches)]
     step = columns if device.launched(target) else max(1, _CHUNK // length)
     for group in range(groups):
         costs = None
@@ -207,68 +190,12 @@ def transposed(
             costs = importance[group] if importance.dim() == 3 else importance[group * length : (group + 1) * length]
         for start in range(0, columns, step):
             at = (group, slice(start, start + step))
-            chosen = [(tried[at], None if shift is None else shift[at]) for tried, shift in ((scale, zero), *grids)]
-            best, shift = _search(parts[group, :, at[1]].contiguous(), costs, scheme, form, search, chosen, whole)
+            chosen = [(tried[at], None if shift is None else shift[at]) for tried, shift in ((scale, zero), *laid)]
+            best, moved = _search(parts[group, :, at[1]].contiguous(), costs, scheme, form, search, chosen, whole)
             scale[at] = best
-            if zero is not None and shift is not None:
-                zero[at] = shift
+            if zero is not None and moved is not None:
+                zero[at] = moved
     return scale, zero
-
-
-def _whole_numbers_at_once(
-    target: Tensor,
-    length: int,
-    form: IntegerFormat,
-    scheme: WeightScheme,
-    importance: Tensor | None,
-    search: Search,
-    wide: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """`transposed` in one launch."""
-    from quantkit.kernels.solving.search import search_integers
-
-    dtype, bounds, dropped = device.kept_by_bits(scheme)
-    scale, zero = search_integers(
-        target,
-        importance,
-        length,
-        form.low,
-        form.high,
-        scheme.symmetric,
-        torch.float32 if wide else dtype,
-        torch.float32 if wide else torch.int8,
-        bounds,
-        dropped,
-        search.smallest,
-        search.steps,
-        search.refinements,
-        device.precision(),
-    )
-    return scale, None if scheme.symmetric else zero
-
-
-def _grids_at_once(
-    target: Tensor,
-    length: int,
-    form: GridFormat,
-    scheme: WeightScheme,
-    importance: Tensor | None,
-    search: Search,
-    ends: tuple[Tensor, Tensor],
-    shares: list[float],
-    whole: Tensor | None,
-) -> tuple[Tensor, None]:
-    """`transposed` of a format without zero points: all grids laid together, then one launch and one a refinement."""
-    from quantkit.kernels.solving.search import best_grids
-
-    share = torch.tensor(shares).to(target.device, non_blocking=True)[:, None, None]
-    given, _ = form.parameters(ends[0] * share, ends[1] * share, scheme, whole)
-    book = device.table(form, target.device)
-    best, fitted = best_grids(target, importance, length, given.float(), *book, device.precision())
-    for _ in range(search.refinements):
-        tried = form.stored(fitted, scheme, whole).float()
-        best, fitted = best_grids(target, importance, length, torch.stack([best, tried]), *book, device.precision())
-    return best.to(given.dtype), None
 
 
 def _search(
@@ -305,28 +232,20 @@ def _search(
 
     scale, zero = grids[0]
     least = measure(scale, zero)
-    for tried, shift in grids[1:]:
-        scale, zero, least = _better(measure(tried, shift), tried, shift, scale, zero, least)
+
+    def offer(tried: Tensor, shift: Tensor | None) -> None:
+        nonlocal scale, zero, least
+        cost = measure(tried, shift)
+        wins = cost < least
+        scale, least = torch.where(wins, tried, scale), torch.where(wins, cost, least)
+        zero = torch.where(wins, shift, zero) if zero is not None and shift is not None else zero
+
+    for grid in grids[1:]:
+        offer(*grid)
     for _ in range(search.refinements):
         measure(scale, zero)
         # the scale that fits these codes best; a group of zeros keeps its own
         fitted = total(error.copy_(codes), part) / total(exact.copy_(codes), codes)
         fitted = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scale.float())
-        tried = form.stored(fitted, scheme, whole)
-        scale, zero, least = _better(measure(tried, zero), tried, zero, scale, zero, least)
+        offer(form.stored(fitted, scheme, whole), zero)
     return scale, zero
-
-
-def _better(
-    cost: Tensor,
-    tried: Tensor,
-    shift: Tensor | None,
-    scale: Tensor,
-    zero: Tensor | None,
-    least: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What was tried where it costs less, what was there elsewhere."""
-    wins = cost < least
-    if zero is not None and shift is not None:
-        zero = torch.where(wins, shift, zero)
-    return torch.where(wins, tried, scale), zero, torch.where(wins, cost, least)

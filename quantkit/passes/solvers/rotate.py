@@ -39,7 +39,7 @@ class Rotation:
     Args:
         signs: [n] float64, each 1 or -1.
         factors: orthogonal, float64; the product of their sizes is n.
-        mirror: [n] float64 of length 1, or None. It makes `Q 1 = 1`, so that means over channels are kept and
+        mirror: u [n] float64 of length 1, or None. It makes `Q 1 = 1`, so that means over channels are kept and
             LayerNorm, which takes the mean off, commutes with Q as RMSNorm does with every Q.
     """
 
@@ -90,10 +90,8 @@ class Rotation:
 
 
 def hadamard_rotation(size: int, seed: int) -> Rotation:
-    """A Hadamard matrix of that order with random signs.
-
-    Where no Hadamard matrix of the order is constructed here, the largest power of two that divides it is one factor,
-    and a random orthogonal matrix the other (see `is_hadamard`).
+    """A Hadamard matrix of that order with random signs; where none is constructed, that of the largest power of two
+    that divides it, and a random orthogonal matrix as the other factor (see `is_hadamard`).
     """
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
@@ -142,11 +140,7 @@ def hadamard_orders(size: int) -> tuple[int, ...] | None:
 
 @cache
 def hadamard(order: int) -> Tensor:
-    """A Hadamard matrix, float64 of 1 and -1: `H Hᵀ = order`. The order is one of `hadamard_orders`.
-
-    Raises:
-        ValueError: not a power of two and not an order of Paley's.
-    """
+    """A Hadamard matrix, float64 of 1 and -1: `H Hᵀ = order`, one of `hadamard_orders`; else ValueError."""
     if order & (order - 1) == 0:
         matrix = torch.ones(1, 1, dtype=torch.float64)
         while matrix.shape[0] < order:

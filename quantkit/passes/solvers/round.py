@@ -20,15 +20,11 @@ the block does. The zero points stay as they are.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from quantkit.formats import QuantTensor
 from quantkit.passes.solvers import ranges
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # how near to a cell's edge a weight is put that another pass moved over it
 _INSIDE = 1e-3
@@ -41,10 +37,7 @@ class LearnedRounding:
 
     Args:
         weight: [N, K], what the codes stand for.
-        start: its codes, scales and zero points, of an integer format; any granularity and symmetry.
-
-    Raises:
-        InputError: `format-not-integer`.
+        start: its codes, scales and zero points, of an integer format (else InputError `format-not-integer`).
     """
 
     def __init__(self, weight: Tensor, start: QuantTensor) -> None:
@@ -77,10 +70,9 @@ class LearnedRounding:
         return self._start.replace(codes=codes.reshape(self._start.shape).to(torch.int8), scale=scale.squeeze(2))
 
     def step(self, gradient: Tensor, rate: float, scale_rate: float) -> None:
-        """Go against the sign of the gradient.
+        """Go against the sign of the gradient of the loss by `values()` [N, K].
 
         Args:
-            gradient: of the loss by `values()`, [N, K].
             rate: how far an offset goes, in cells.
             scale_rate: how far a factor goes.
         """

@@ -24,13 +24,8 @@ _EXTREME = 1e5
 
 @dataclass(frozen=True)
 class Smoothing:
-    """What a search yields.
-
-    Args:
-        scales: [K] float32, positive; all ones where no α costs less than doing nothing.
-        alpha: the exponent that won, [] float64; NaN for ones.
-        cost: squared error at the output, with these scales, [] float64.
-        plain: the same without scales.
+    """What a search yields: scales [K] float32, all ones where no α costs less than doing nothing; the exponent that
+    won, NaN for ones; and the squared error at the output with them and without, [] float64.
     """
 
     scales: Tensor
@@ -40,18 +35,13 @@ class Smoothing:
 
 
 def scales(
-    reach: Tensor,
-    weights: Sequence[Tensor],
-    alpha: float,
-    producers: Tensor | None = None,
-    channels: int | None = None,
+    reach: Tensor, weights: Sequence[Tensor], alpha: float, producers: Tensor | None = None, channels: int | None = None
 ) -> Tensor:
     """The scales of one shared input, [K] float32: its channels are divided by them, columns of weights multiplied.
 
     Args:
         reach: [K], `max |x_k|`.
         weights: each [N_i, K], of all linears that receive the input.
-        alpha: 0..1.
         producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
             one channel share a scale. None: each its own.
         channels: how many that module has; None looks, which waits for a GPU.
@@ -71,7 +61,6 @@ def search(
     weights: Sequence[Tensor],
     rounded: Sequence[Callable[[Tensor], Tensor]],
     seen: Sequence[Callable[[Tensor], Tensor]],
-    *,
     grid: int = 10,
     producers: Tensor | None = None,
     channels: int | None = None,
@@ -85,7 +74,6 @@ def search(
         rounded: for each weight, what its codes will stand for.
         seen: for each weight, what its kernel sees of an input.
         grid: how many steps; α = 0, 1/grid, ..., 1 are tried.
-        producers, channels: as of `scales`.
     """
     with one_thread():
         targets = [sample @ weight.T for weight in weights]

@@ -12,13 +12,10 @@ are, one of them gives way, for which the columns that are chosen later make up.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from quantkit.scheme import WeightScheme
+from quantkit.scheme import WeightScheme
 
 # what the codes of one sign in a pair add up to at most
 LIMIT = 128
@@ -43,13 +40,12 @@ def hold(codes: Tensor, beside: Tensor) -> None:
 
 
 def scales(target: Tensor, other: Tensor, importance: Tensor) -> Tensor:
-    """Scales [N] of int8 codes with bounded neighbours: of sixteen, from where nothing gives way down to half of
-    that, each row's with the least squared error.
+    """Scales [N] of int8 codes with bounded neighbours: of sixteen, from where nothing gives way down to half of that,
+    each row's with the least squared error, weighted by `importance` [K].
 
     Args:
         target: [K, N], weights, transposed.
         other: [K], the neighbour of each column; itself where it has none.
-        importance: [K], what a squared error of each column costs.
     """
     alone = (other == torch.arange(len(other), device=other.device))[:, None]
     beside = torch.where(alone, 0.0, target[other])

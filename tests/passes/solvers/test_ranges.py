@@ -3,7 +3,7 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
-from quantkit.passes.solvers.ranges import Search, for_output, minmax, searched, transposed
+from quantkit.passes.solvers.ranges import Search, for_output, minmax, searched
 from quantkit.scheme import WeightScheme
 
 INT4 = load_format("int4")
@@ -144,16 +144,6 @@ def test_the_hessian_ranges_every_grid():
         form = load_format(choice.format)
         scale, zero = for_output(weight, choice, inputs.T @ inputs)
         assert bool(torch.isfinite(form.dequantize(form.nearest(weight, scale, zero, choice))).all())
-
-
-def test_each_matrix_keeps_its_own_global_scale():
-    """Matrices side by side, as solvers hold them, get the scales that they get alone."""
-    choice = WeightScheme(format="nvfp4")
-    form = load_format("nvfp4")
-    parts = [torch.randn(5, 32, generator=torch.Generator().manual_seed(seed)) * 10**seed for seed in (0, 1)]
-    wholes = torch.cat([form.global_scale(part.abs().amax(), choice).expand(5) for part in parts])
-    together, _ = transposed(torch.cat(parts).T.contiguous(), 16, choice, None, Search(), wholes)
-    assert torch.equal(together.T, torch.cat([searched(part, choice)[0] for part in parts]))
 
 
 def test_a_format_without_scales_is_refused():
