@@ -1,6 +1,6 @@
 """How far off are the forecasts of `quantkit plan`? Efficiencies from other models, held against a model of its own.
 
-    python benchmarks/plan_forecast.py --fit     # times random models, writes planning/bound/efficiencies.jsonl
+    python benchmarks/plan_forecast.py --fit     # times random models, writes planning/efficiencies.jsonl
     python benchmarks/plan_forecast.py           # forecasts smollm2-135m from those, then times it
 
 Random models of four sizes are rounded to each format, exported to ONNX and timed against float32 as
@@ -38,9 +38,9 @@ from quantkit.pipeline.compile import make
 from quantkit.pipeline.plan import PlanQuestion, plan
 from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.verdict import format_of
-from quantkit.planning.bound import efficiency, steps
-from quantkit.planning.bound.efficiency import Sample, samples
-from quantkit.planning.bound.roofline import ModelStep
+from quantkit.planning import efficiency
+from quantkit.planning.efficiency import Sample, samples
+from quantkit.planning.roofline import ModelStep
 from quantkit.target import Target
 
 # 41, 69, 113 and 71 million weights in their blocks; what steps are made of differs: layers, heads of attention, and
@@ -106,7 +106,7 @@ def learned(found: Sequence[Sample]) -> dict[str, Any]:
     """What they say of this machine: times as long as at the ceilings, and the interval of a step like theirs."""
     numbers: dict[str, Any] = {}
     for what in ("int4 in int8", "int8 in int8"):
-        known = steps.learn(
+        known = efficiency.learn(
             found, runtime="onnxruntime", kind="cpu", what=what, device=machine.device()["id"], read=None
         )
         if known is not None:

@@ -23,7 +23,7 @@ from harness.record import parsing, record, show, verdicts
 from quantkit.bundle import Bundle
 from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.model.sizes import configs
-from quantkit.planning.stored import storage
+from quantkit.planning.memory import storage
 from quantkit.recipe import Recipe
 
 MODEL, LIMIT = "smollm2-135m", 0.005

@@ -9,9 +9,8 @@ from quantkit import content
 from quantkit.errors import InputError
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture, Attention
-from quantkit.planning.bound import roofline
-from quantkit.planning.bound.forecast import TimedStep
-from quantkit.planning.bound.roofline import Cache, ModelStep, RooflineProduct
+from quantkit.planning import roofline
+from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import (
     Outlook,
     PlannedBatch,
@@ -21,7 +20,8 @@ from quantkit.planning.outlook import (
     Recommendation,
     Workload,
 )
-from quantkit.planning.serving.traffic import RequestKind, Traffic
+from quantkit.planning.roofline import Cache, ModelStep, RooflineProduct
+from quantkit.planning.traffic import RequestKind, Traffic
 from quantkit.target import ComputeType, Target
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "int4": 4.3125}

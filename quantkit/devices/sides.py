@@ -36,8 +36,8 @@ from quantkit.model.source.open import Source
 from quantkit.pipeline.graphs.bundles import MODEL
 from quantkit.pipeline.measure import MeasuredAgainst, fitting
 from quantkit.pipeline.verdict import RUNTIME, export_of, format_of
-from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.compiling import CompileSpec, peaks
+from quantkit.planning.memory import Footprint, cache_of, taken_by
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.runtimes import load_runtime, of_graphs
 from quantkit.runtimes.tensorrt.file import choose, descriptions, verified

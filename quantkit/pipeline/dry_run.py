@@ -53,7 +53,7 @@ def planned_graph(prepared: PreparedGraph) -> dict[str, Any]:
     from quantkit.pipeline.graphs.answers import RUNTIME
 
     graph, scheme = prepared.graph, prepared.request.recipe.scheme
-    macs, chosen, sizes = prepared.cost.macs, {site.name for site in prepared.sites}, plan.spec(prepared)
+    macs, chosen, (weights, scales) = prepared.cost.macs, {site.name for site in prepared.sites}, plan.sizes(prepared)
     stored = []
     if scheme.weights is not None:
         inputs = scheme.activations
@@ -62,7 +62,7 @@ def planned_graph(prepared: PreparedGraph) -> dict[str, Any]:
                 "scheme": figures.scheme_of(scheme.weights.model_dump(mode="json")),
                 "activations": inputs.model_dump(mode="json", exclude_none=True) if inputs else None,
                 "layers": len(chosen),
-                "bits_per_weight": (8 * sizes.weights + 32 * sizes.scales) / sizes.weights,
+                "bits_per_weight": (8 * weights + 32 * scales) / weights,
             }
         )
     return {

@@ -19,8 +19,7 @@ from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
 from quantkit.pipeline.baseline import place
 from quantkit.pipeline.request import runs_here
-from quantkit.planning.compiling import CompileSpec, Compiling, described, predict, timed
-from quantkit.planning.device_fit import USABLE, Fit, fit
+from quantkit.planning.compiling import USABLE, CompileSpec, Compiling, Fit, described, fit, predict, timed
 from quantkit.report.kit import words
 from quantkit.runtimes import load_runtime
 from quantkit.target import Target

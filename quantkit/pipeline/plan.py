@@ -23,12 +23,14 @@ from quantkit.model.sizes.assigned import Assigned, assign_sizes
 from quantkit.model.sizes.storage import Storage
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.request import runs_here, this_machine
-from quantkit.planning.bound import efficiency
-from quantkit.planning.bound.efficiency import Sample
-from quantkit.planning.bound.forecast import Served, TimedStep
-from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
-from quantkit.planning.bound.roofline import FLOATS, WIDTH, Cache, ModelStep, compute_type, products
+from quantkit.planning import efficiency
+from quantkit.planning.batching import Server
 from quantkit.planning.compiling import Compiling
+from quantkit.planning.cost import Bill, Prices, RequestTime, bill
+from quantkit.planning.efficiency import Sample
+from quantkit.planning.forecast import Served, TimedStep
+from quantkit.planning.load import Load, simulate
+from quantkit.planning.memory import Footprint, cache_of, storage, taken_by
 from quantkit.planning.outlook import (
     Outlook,
     PlannedBatch,
@@ -38,13 +40,9 @@ from quantkit.planning.outlook import (
     Workload,
     recommend,
 )
-from quantkit.planning.serving.batching import Server
-from quantkit.planning.serving.cost import Bill, RequestTime, bill
-from quantkit.planning.serving.load import Load, simulate
-from quantkit.planning.serving.prices import Prices
-from quantkit.planning.serving.traffic import OUTPUT, PROMPT, traffic
-from quantkit.planning.stored import storage
+from quantkit.planning.roofline import FLOATS, WIDTH, Cache, ModelStep, compute_type, products
 from quantkit.planning.support import ask, caveats, demand_kind, fitted, shipped, stored_formats
+from quantkit.planning.traffic import OUTPUT, PROMPT, traffic
 from quantkit.recipe import Recipe
 from quantkit.target import ComputeType, Stored, Target
 

@@ -33,7 +33,7 @@ from quantkit.model.sizes import configs, shapes
 from quantkit.model.sizes.shapes import LinearShapes
 from quantkit.model.source.alias import ALIASES
 from quantkit.pipeline.tax_devices import Graphics, Processor, demand_runtime
-from quantkit.planning.bound import efficiency
+from quantkit.planning import efficiency
 from quantkit.report.kit import words
 from quantkit.report.taxed import Taxed
 from quantkit.target import Target

@@ -27,7 +27,7 @@ from quantkit.pipeline import engines as engine
 from quantkit.pipeline.gates import judge, still_unjudged
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import runs_here
-from quantkit.planning.bound import efficiency
+from quantkit.planning import efficiency
 from quantkit.recipe import ExportStep, Gates
 from quantkit.report.on_devices import DeviceRows
 from quantkit.runtimes import of_one_file, timed

@@ -1,4 +1,4 @@
-"""What a compile takes of memory and disk, from sizes alone: what refusals, plans and the choice of a device go by.
+"""Memory and disk of a compile, from sizes alone: what refusals, plans and the choice of a device go by.
 
     peak of a part = sum over what it holds of    bytes × how often that is there at once
 
@@ -62,6 +62,13 @@ _LIBRARY = {"bitsandbytes": 4.8e7}
 # bytes of a bundle's page with the code that draws it, of what is kept of a scored position, of a graph's nodes, and of
 # a token in a tokenizer's files: SmolLM2's 49,152 take 3.5 MB
 _PAGE, _ITEM, _LAYER, _TOKEN = 1.7e6, 46, 4e4, 71
+MEMORY = Path(__file__).with_name("compiling_memory.json")
+# of a GPU's free bytes: the rest is for libraries' workspaces and for holes between what is allocated
+USABLE = 0.85
+# of the widest shared input: Hessians [K, K] of a solve, and what solvers hold beside weights [N, K]
+_SQUARES, _BESIDE = 8, 6
+# bytes that a search for folds takes at most, and how often it would like to have a shared input's weights
+_SEARCH, _TRIED = 4e9, 42
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,7 @@ class Disk:
     """Bytes on disk.
 
     Args:
-        bundle: of the result.
-        work: beside it while it is built: codes and hidden states.
+        work: beside the bundle while it is built: codes and hidden states.
         cache: in the user's cache: the float model as a graph, where speed is measured.
     """
 
@@ -80,7 +86,7 @@ class Disk:
 
     @property
     def most(self) -> float:
-        """What the bundle's disk has to hold at one time."""
+        """Bytes that the bundle's disk has to hold at one time."""
         return self.bundle + self.work
 
 
@@ -112,7 +118,7 @@ class Compiling:
         return max(self.memory, key=lambda part: self.memory[part])
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON, in seconds and bytes; what is not measured is null."""
+        """Return it as JSON, in seconds and bytes; what is not measured is null."""
         return {
             "seconds": dict(self.seconds) if self.seconds else None,
             "total_seconds": sum(self.seconds.values()) if self.seconds else None,
@@ -132,12 +138,10 @@ class CompileSpec:
     """One compile of a transformer in sizes.
 
     Args:
-        recipe: what to do; its exports those that the target reads.
+        recipe: its exports are those that the target reads.
         schemes: `Matrix.name` -> how it is stored; matrices that are not named stay as they are.
-        sequences: to calibrate on; 0 where no pass looks at data.
-        length: tokens of each.
-        scored: tokens that are scored.
-        scored_length: tokens a sequence of them.
+        sequences: to calibrate on, of `length` tokens each; 0 where no pass looks at data.
+        scored: tokens that are scored, `scored_length` a sequence.
         timed: whether the result is timed.
         baseline: whether the float model has to be made as a graph, to be timed against.
         beside: values that blocks are given for a token besides its hidden states: per-layer embeddings.
@@ -158,7 +162,7 @@ class CompileSpec:
 
     @property
     def tokens(self) -> int:
-        """That calibrate."""
+        """Tokens that calibrate."""
         return self.sequences * self.length
 
     @property
@@ -174,12 +178,12 @@ class CompileSpec:
     @property
     def corrected(self) -> bool:
         """Whether any pass looks at the original stream."""
-        return any(needs(step) & {"original_inputs", "original_outputs"} for step in self.recipe.passes)
+        return any(_needs(step) & {"original_inputs", "original_outputs"} for step in self.recipe.passes)
 
     @property
     def solving(self) -> bool:
         """Whether any pass factors Hessians."""
-        return any("hessian" in needs(step) for step in self.recipe.passes)
+        return any("hessian" in _needs(step) for step in self.recipe.passes)
 
     @property
     def exports(self) -> list[str]:
@@ -207,16 +211,16 @@ def described(
     baseline: bool = True,
     positions: int = SCORED,
 ) -> CompileSpec:
-    """The compile of a model by a recipe, where the model is not opened.
+    """Describe the compile of a model by a recipe, where the model is not opened.
 
     Args:
-        recipe: its exports those that the target reads (`planning.support`).
+        recipe: its exports are those that the target reads (`planning.support`).
         speed: whether what it exports is timed, if it can be.
         baseline: whether its graph has to be made to be timed against.
         positions: that are scored, at least.
 
     Raises:
-        InputError: those of `planning.model.assigned.assign`; `compile-unknown`, a network of images.
+        InputError: those of `assign_sizes`; `compile-unknown`, a network of images.
     """
     if architecture.kind == "network":
         raise InputError(
@@ -226,17 +230,16 @@ def described(
             rule="what a compile takes is known of decoders and encoders of text",
             remedy="quantkit compile --dry-run says it of a graph",
         )
-    schemes = assign_sizes(recipe, architecture).schemes
-    fixed = recipe.scheme.activations is not None and not recipe.scheme.activations.dynamic
-    cache = recipe.scheme.kv_cache is not None and not recipe.scheme.kv_cache.dynamic
-    looks = fixed or cache or any(needs(step) for step in recipe.passes)
-    length = min(recipe.calibration.tokens, architecture.max_context or recipe.calibration.tokens)
-    scored = min(LENGTH, architecture.max_context or LENGTH) if recipe.calibration.set == "random-tokens" else length
+    schemes, scheme, calibration = assign_sizes(recipe, architecture).schemes, recipe.scheme, recipe.calibration
+    fixed = any(part is not None and not part.dynamic for part in (scheme.activations, scheme.kv_cache))
+    looks = fixed or any(_needs(step) for step in recipe.passes)
+    length = min(calibration.tokens, architecture.max_context or calibration.tokens)
+    scored = min(LENGTH, architecture.max_context or LENGTH) if calibration.set == "random-tokens" else length
     return CompileSpec(
         architecture,
         recipe,
         schemes,
-        recipe.calibration.samples if looks else 0,
+        calibration.samples if looks else 0,
         length,
         -(-positions // max(scored - 1, 1)) * scored,
         scored,
@@ -245,52 +248,51 @@ def described(
     )
 
 
-def predict(spec: CompileSpec | GraphSpec) -> Compiling:
-    """What the compile of a transformer, or of a float graph, takes."""
-    return spec.compiling() if isinstance(spec, GraphSpec) else Compiling(peaks(spec), disk(spec))
+def predict(spec: CompileSpec) -> Compiling:
+    """Predict what the compile of a transformer takes."""
+    return Compiling(peaks(spec), disk(spec))
 
 
 # --- what a recipe and its plug-ins say ------------------------------------------------------------------------------
 
 
 def chunk_size(widest: int, tokens: int) -> int:
-    """How many sequences of `tokens` go through one forward when the widest activation has `widest` features."""
+    """Count the sequences of `tokens` that go through one forward when the widest activation has `widest` features."""
     return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * ALIVE))
 
 
-def needs(step: PassStep) -> frozenset[str]:
+def _needs(step: PassStep) -> frozenset[str]:
     """The statistics that a pass of a recipe needs with its settings."""
     return pass_of(step).needs_with(step.settings)
 
 
-def stores(export: str) -> Stores:
-    """What becomes of a model in an export."""
+def _stores(export: str) -> Stores:
     return load_exporter(export).stores
 
 
 def timed(recipe: Recipe) -> ExportStep | None:
-    """The export that is timed against the float model: a graph, else a file of everything."""
-    by = {stores(step.name): step for step in reversed(recipe.export)}
+    """Choose the export that is timed against the float model: a graph, else a file of everything."""
+    by = {_stores(step.name): step for step in reversed(recipe.export)}
     return by.get("graph") or by.get("file")
 
 
 @cache
-def storing(what: Stores) -> str:
+def _storing(what: Stores) -> str:
     """The first exporter that stores models so."""
-    return next(name for name in plugins.EXPORTERS.shipped() if stores(name) == what)
+    return next(name for name in plugins.EXPORTERS.shipped() if _stores(name) == what)
 
 
 def fitted(part: str) -> str:
-    """The part whose fit is that of a part: `check checkpoint` for `check gguf`; no file of everything was fitted."""
+    """Name the part whose fit is taken: `check checkpoint` for `check gguf`; no file of everything was fitted."""
     kind, _, export = part.partition(" ")
     if not export:
         return part
-    what = stores(export)
-    return f"{kind} {storing('tensors' if what == 'file' else what)}"
+    what = _stores(export)
+    return f"{kind} {_storing('tensors' if what == 'file' else what)}"
 
 
 def shared(layer: BlockShapes) -> list[list[Matrix]]:
-    """The linears of a layer by the input that they share, in order, as far as their names tell."""
+    """Group the linears of a layer by the input that they share, in order, as far as their names tell."""
     groups: list[list[Matrix]] = []
     for matrix in layer.matrices:
         parent, _, leaf = matrix.name.rpartition(".")
@@ -304,25 +306,22 @@ def shared(layer: BlockShapes) -> list[list[Matrix]]:
 
 
 def elements(matrices: Sequence[Matrix]) -> float:
-    """Weights of some linears, experts counted."""
+    """Count the weights of some linears, all experts."""
     return float(sum(matrix.count * matrix.N * matrix.K for matrix in matrices))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-MEMORY = Path(__file__).with_name("compiling_memory.json")
-
-
 @cache
 def copies() -> Mapping[str, Mapping[str, float]]:
-    """Part -> what it holds -> how often that is there at once; of what is counted as 1, bytes."""
+    """Read part -> what it holds -> how often that is there at once; of what is counted as 1, bytes."""
     stored: dict[str, Any] = json.loads(MEMORY.read_text(encoding="utf-8"))
     return stored["memory"]  # type: ignore[no-any-return]
 
 
 def peaks(spec: CompileSpec) -> dict[str, float]:
-    """Part -> bytes resident at its peak."""
+    """Map part -> bytes resident at its peak."""
     memory = {
         part: sum(amount * table.get(term, 0.0) for term, amount in terms.items())
         for part, terms in held(spec).items()
@@ -335,15 +334,15 @@ def peaks(spec: CompileSpec) -> dict[str, float]:
 
 
 def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
-    """Part -> what it holds -> bytes; `one` is the interpreter with its libraries, `graph` and `engine` those of
+    """Map part -> what it holds -> bytes; `one` is the interpreter with its libraries, `graph` and `engine` those of
     ONNX and of TensorRT.
     """
-    model = spec.architecture
+    model, stored = spec.architecture, {_stores(name) for name in spec.exports}
     libraries = {
         "one": 1.0,
         "tokenizer": float(_TOKENIZER * (model.vocabulary or 0)),
-        "graph": float(any(stores(name) == "graph" for name in spec.exports)),
-        "engine": float(any(stores(name) == "engine" for name in spec.exports)),
+        "graph": float("graph" in stored),
+        "engine": float("engine" in stored),
     }
     largest = max((matrix.N * matrix.K for matrix in model.inside()), default=0)
     parts: dict[str, dict[str, float]] = {
@@ -357,17 +356,17 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
     # of a session that was closed, too
-    left |= {"left floats": _table(spec)} if libraries["graph"] else {}
+    left |= {"left floats": _table(model)} if libraries["graph"] else {}
     for step in spec.recipe.export:
         layout = str(step.options.get("layout"))
         loaded_with = load_layout(layout.replace("-", "_")).libraries if layout in layout_names() else ()
         libraries["library"] = libraries.get("library", 0.0) + sum(_LIBRARY.get(name, 0.0) for name in loaded_with)
     for name in spec.exports:
-        session = _session(spec) if stores(name) == "graph" else {}
+        session = _session(spec) if _stores(name) == "graph" else {}
         parts[f"check {name}"] = {**libraries, "ends": spec.ends, "block": spec.block, **session, **left}
-        if stores(name) == "engine":
+        if _stores(name) == "engine":
             continue
-        tensors = stores(name) == "tensors"
+        tensors = _stores(name) == "tensors"
         parts[f"score {name}"] = {
             **libraries,
             "ends": spec.ends * (2 if tensors and model.head is not None else 1),
@@ -379,7 +378,7 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         parts["confirm"] = {**libraries, "whole": 4.0 * model.parameters, **left}
     # the float model as a graph, made and loaded; a file is written and read tensor by tensor
     if spec.timed and spec.baseline and _timed_as(spec) == "graph":
-        parts["speed"] = {**libraries, "ends": spec.ends, "whole": 4.0 * model.parameters + _table(spec), **left}
+        parts["speed"] = {**libraries, "ends": spec.ends, "whole": 4.0 * model.parameters + _table(model), **left}
     return parts
 
 
@@ -389,7 +388,7 @@ def _width(model: Architecture) -> int:
 
 def _timed_as(spec: CompileSpec) -> Stores | None:
     step = timed(spec.recipe)
-    return stores(step.name) if step is not None else None
+    return _stores(step.name) if step is not None else None
 
 
 def _quantizing(spec: CompileSpec) -> dict[str, float]:
@@ -437,7 +436,7 @@ def _scoring(spec: CompileSpec, *, cache: bool) -> dict[str, float]:
 def _session(spec: CompileSpec) -> dict[str, float]:
     """Of ONNX Runtime: packed weights, and the rest in 32-bit floats."""
     kept = max(spec.architecture.parameters - elements(_coded(spec)), 0.0)
-    return {"packed": packed_bytes(spec), "floats": 4.0 * kept + _table(spec) - _table_saved(spec)}
+    return {"packed": _packed_bytes(spec), "floats": 4.0 * kept + _table(spec.architecture) - _table_saved(spec)}
 
 
 def _coded(spec: CompileSpec) -> list[Matrix]:
@@ -447,20 +446,19 @@ def _coded(spec: CompileSpec) -> list[Matrix]:
 
 def _table_saved(spec: CompileSpec) -> float:
     """Bytes that a graph's token embeddings take less than in 32-bit floats."""
-    model, graph = spec.architecture, storing("graph")
+    model, graph = spec.architecture, _storing("graph")
     options = next((step.options for step in spec.recipe.export if step.name == graph), {})
     coded = model.head is not None and model.head.name in spec.schemes
     return 4.0 * model.embeddings - table_bytes(model, options.get("embedding", "float"), coded=coded)
 
 
-def _table(spec: CompileSpec) -> float:
+def _table(model: Architecture) -> float:
     """Bytes of a head that is the embedding as well: a graph looks tokens up in one and multiplies by the other."""
-    model = spec.architecture
     return 4.0 * model.head.parameters if model.head is not None and model.tied else 0.0
 
 
-def packed_bytes(spec: CompileSpec) -> float:
-    """Of all codes with their scales and zero points."""
+def _packed_bytes(spec: CompileSpec) -> float:
+    """Bytes of all codes with their scales and zero points."""
     model = spec.architecture
     matrices = [*model.inside(), *([model.head] if model.head is not None else [])]
     coded = ((matrix, scheme) for matrix in matrices if (scheme := spec.schemes.get(matrix.name)) is not None)
@@ -471,12 +469,12 @@ def packed_bytes(spec: CompileSpec) -> float:
 
 
 def disk(spec: CompileSpec) -> Disk:
-    """Bytes that a compile writes."""
+    """Count the bytes that a compile writes."""
     model = spec.architecture
-    coded, packed = elements(_coded(spec)), packed_bytes(spec)
+    coded, packed = elements(_coded(spec)), _packed_bytes(spec)
     bundle = _PAGE if spec.schemes else 0.0
     for name in spec.exports:
-        what = stores(name)
+        what = _stores(name)
         # a graph is in 32-bit floats, an engine in 16, and beside the network that it is built from
         width, count = {"tensors": (_width(model), 1), "file": (2, 1), "graph": (4, 1), "engine": (2, 2)}[what]
         bundle += count * (packed + width * (model.parameters - coded)) + _TOKEN * (model.vocabulary or 0)
@@ -490,54 +488,82 @@ def disk(spec: CompileSpec) -> Disk:
     return Disk(bundle, (elements(list(model.inside())) if spec.schemes else 0.0) + 2 * hidden, cache)
 
 
-# --- a float graph ---------------------------------------------------------------------------------------------------
-
-# what Python with torch and ONNX Runtime takes; how often the weights are in memory: the file, the graph, a clone, and
-# a session of it; how often what inner tensors hold of a feed
-_INTERPRETER, _COPIES, _HELD = 0.7e9, 5, 3
-# bytes of a node in a file; of a product's quantizers and names; of its step: a line of the journal, a file's head
-_NODE, _SITE, _STEP = 200, 1500, 600
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class GraphSpec:
-    """One compile of a float ONNX graph in sizes.
+class Fit:
+    """How a compile lies on a device.
 
     Args:
-        stored: bytes of its constants.
-        inner: numbers in the tensors between its nodes, of one sample.
-        products: that are quantized.
-        weights, scales, rows: of those products; no weights where nothing is quantized.
-        solved: samples that products are solved on.
-        together: samples of one feed.
-        inputs: bytes of all samples.
-        mixed: whether products may stay in float32.
+        needed: bytes without which it does not fit.
+        free: bytes on the device.
+        chunk: sequences of one forward; 0 where it does not fit.
+        resident: whether hidden states of the whole set stay there.
+        parts: bytes by what they are for.
     """
 
-    bytes: int
-    stored: int
-    nodes: int
-    inner: int
-    products: int
-    weights: int
-    scales: int
-    rows: int
-    solved: int
-    together: int
-    inputs: int
-    mixed: bool
+    needed: float
+    free: float
+    chunk: int
+    resident: bool
+    parts: Mapping[str, float]
 
-    def compiling(self) -> Compiling:
-        """All of its compile is one part, which holds of activations what is shown of one feed, or what products that
-        are still to be solved read of all of them.
-        """
-        activations = 4.0 * self.inner * max(_HELD * self.together, self.solved / 2)
-        memory = {"codes": _INTERPRETER + _COPIES * self.bytes + self.inputs + activations}
-        network = self.stored + _NODE * self.nodes
-        if not self.weights:
-            return Compiling(memory, Disk(network, 0, 0))
-        # codes are bytes, whatever they hold; of each row a scale and a sum of biases
-        bundle = network - 3 * self.weights + 12 * self.scales + _SITE * self.products
-        # in steps a second sum of biases, and where products may be kept, two more solves
-        step = self.weights + 4 * self.scales + 8 * self.rows + _STEP * self.products
-        return Compiling(memory, Disk(bundle, 3 * step if self.mixed else step, 0))
+    @property
+    def fits(self) -> bool:
+        """Whether a block with its activations does."""
+        return self.chunk > 0
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as JSON."""
+        return {
+            "fits": self.fits,
+            "needed_bytes": round(self.needed),
+            "free_bytes": round(self.free),
+            "sequences_at_once": self.chunk,
+            "hidden_states": "device" if self.resident else "memory",
+            "bytes": {name: round(size) for name, size in self.parts.items()},
+        }
+
+
+def fit(spec: CompileSpec, free: float) -> Fit:
+    """Lay a compile on a device with so many bytes free, before anything is loaded there.
+
+    While blocks are solved, these are there together: three blocks in float32 (one is worked on, one is on its way, one
+    is being written; a fourth where a pass looks at the original stream), the widest solve, a search's candidates, and
+    the widest activation of a sequence `ALIVE` times; where the model's own forward stands still at each block, what
+    lies outside the blocks and what each forward holds meanwhile (three hidden states, what is beside them, a mask).
+    While models are scored: the ends of both, a block of each, a few sequences. The larger of the two has to fit. What
+    is left goes to hidden states of the whole set, if all of them fit, then to sequences that go through at once; where
+    forwards stand still, hidden states stay there in any case, and sequences go through one by one.
+    """
+    model = spec.architecture
+    streams = 2 if spec.corrected else 1
+    folding = any("hessian" in _needs(step) and "folded" in pass_of(step).ensures for step in spec.recipe.passes)
+    inputs = [(group[0].K, sum(matrix.N for matrix in group)) for layer in model.layers for group in shared(layer)]
+    sequence = 4.0 * ALIVE * spec.widest * max(spec.length, spec.scored_length, 1)
+    hidden = 4.0 * spec.tokens * model.hidden * 2 * streams
+    parts = {
+        "blocks": (2 + streams) * spec.block,
+        "solving": max((4.0 * (_SQUARES * k**2 * spec.solving + _BESIDE * n * k) for k, n in inputs), default=0.0),
+        "searching": max((min(_SEARCH, 4.0 * folding * _TRIED * n * k) for k, n in inputs), default=0.0),
+        "ends": 2 * spec.ends,
+        "sequence": sequence,
+        "hidden": hidden,
+    }
+    solved = parts["blocks"] + parts["solving"] + parts["searching"] + sequence
+    if spec.live:
+        suspended = spec.length * (3 * model.hidden + spec.beside + spec.length)
+        parts["suspended"] = streams * (spec.ends + 4.0 * spec.sequences * suspended)
+        solved += parts["suspended"] + hidden
+    needed = max(solved, parts["ends"] + 2 * spec.block + SCORED_TOGETHER * sequence)
+    if needed > USABLE * free:
+        return Fit(needed, free, 0, False, parts)
+    if spec.live:
+        return Fit(needed, free, 1, True, parts)
+    left = USABLE * free - solved + sequence
+    resident = hidden + sequence <= left
+    chunk = max(1, int((left - hidden * resident) // sequence))
+    # all of them, or a power of two: what else the card holds is then less likely to change the order of sums
+    chunk = spec.sequences if 0 < spec.sequences <= chunk else 2 ** (chunk.bit_length() - 1)
+    return Fit(needed, free, chunk, resident, parts)

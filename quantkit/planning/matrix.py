@@ -19,7 +19,7 @@ from quantkit.errors import unknown_name
 from quantkit.target import Part, State, Target, known_formats, known_runtimes
 
 # runtime -> the letter that stands for it where space is short (large where it computes in the format, small where it
-# only emulates it) and what people call it; of others see `letter` and `title`
+# only emulates it) and what people call it; of others see `letter`
 _KNOWN = {
     "onnxruntime": ("O", "ONNX Runtime"),
     "tensorrt": ("T", "TensorRT"),
@@ -44,33 +44,27 @@ whose weights and inputs are both in the format; *KV cache* is of keys and value
 
 
 def runtimes() -> list[str]:
-    """All that a target may speak of, in the order of the table."""
+    """List all that a target may speak of, in the order of the table."""
     return [*_KNOWN, *(name for name in known_runtimes() if name not in _KNOWN)]
 
 
 @cache
 def letter(runtime: str) -> str:
-    """The letter of a runtime; of one that the table does not know the first of its name that is free."""
+    """Return the letter of a runtime; of one that the table does not know the first of its name that is free."""
     if runtime in _KNOWN:
         return _KNOWN[runtime][0]
     before = runtimes()[: runtimes().index(runtime)] if runtime in runtimes() else list(_KNOWN)
     taken = {letter(name) for name in before}
-    return next((each for each in runtime.upper() if each.isalpha() and each not in taken), "?")
+    return next((char for char in runtime.upper() if char.isalpha() and char not in taken), "?")
 
 
-def title(runtime: str) -> str:
-    """What people call a runtime."""
+def _title(runtime: str) -> str:
     return _KNOWN[runtime][1] if runtime in _KNOWN else runtime
 
 
 @dataclass(frozen=True)
 class MatrixEntry:
-    """One cell.
-
-    Args:
-        state: what it makes of it.
-        symmetric_only: whether a zero point is refused.
-    """
+    """One cell; `symmetric_only`: a zero point is refused."""
 
     target: str
     format: str
@@ -87,13 +81,13 @@ class MatrixEntry:
 
     @property
     def letter(self) -> str:
-        """Of the runtime; "" where it does not run."""
+        """Letter of the runtime; "" where it does not run."""
         own = letter(self.runtime)
         return {"native": own, "emulated": own.lower(), "absent": ""}[self.state]
 
 
 def entries(*, target: str | None = None, form: str | None = None, runtime: str | None = None) -> list[MatrixEntry]:
-    """All cells of the shipped targets, or of one that is named by name or path; of one format, of one runtime.
+    """List all cells of the shipped targets, or of one that is named by name or path; of one format, of one runtime.
 
     Raises:
         InputError: `unknown-target`, `unknown-format`, `unknown-runtime`, each with a did-you-mean.
@@ -103,10 +97,10 @@ def entries(*, target: str | None = None, form: str | None = None, runtime: str 
     if runtime is not None and runtime not in known_runtimes():
         raise unknown_name("runtime", runtime, known_runtimes(), where="--runtime")
     if target is None:
-        found = [each for name in content.names("export") for each in _shipped(name)]
+        cells = [cell for name in content.names("export") for cell in _shipped(name)]
     else:
-        found = _of(Target.load(target))
-    return [each for each in found if form in (None, each.format) and runtime in (None, each.runtime)]
+        cells = _of(Target.load(target))
+    return [cell for cell in cells if form in (None, cell.format) and runtime in (None, cell.runtime)]
 
 
 @cache
@@ -116,79 +110,71 @@ def _shipped(name: str) -> list[MatrixEntry]:
 
 
 def _of(target: Target) -> list[MatrixEntry]:
-    found = []
-    for form, cells in target.formats.items():
-        for runtime, cell in cells.items():
-            for part in PARTS:
-                use = cell.of(part)
-                if use is not None:
-                    entry = MatrixEntry(target.name, form, part, runtime, use.state, cell.symmetric_only, use.source)
-                    found.append(entry)
-    return found
+    return [
+        MatrixEntry(target.name, form, part, runtime, use.state, cell.symmetric_only, use.source)
+        for form, cells in target.formats.items()
+        for runtime, cell in cells.items()
+        for part in PARTS
+        if (use := cell.of(part)) is not None
+    ]
 
 
-def as_rows(found: Iterable[MatrixEntry]) -> list[dict[str, Any]]:
-    """For `--json`: one object a cell."""
-    return [asdict(each) for each in found]
+def as_rows(cells: Iterable[MatrixEntry]) -> list[dict[str, Any]]:
+    """Return an object a cell, for `--json`."""
+    return [asdict(cell) for cell in cells]
 
 
-def columns(found: Iterable[MatrixEntry]) -> list[str]:
-    """Of a table of those cells: formats from wide to narrow, inputs and cache behind their weights."""
-    seen = {each.column: each for each in found}
+def columns(cells: Iterable[MatrixEntry]) -> list[str]:
+    """List the columns of a table: formats from wide to narrow, inputs and cache behind their weights."""
     places = {name: place for place, name in enumerate(_ORDER)}
 
-    def place(each: MatrixEntry) -> tuple[int, str, int]:
-        return places.get(each.format, len(places)), each.format, PARTS.index(each.part)
+    def place(cell: MatrixEntry) -> tuple[int, str, int]:
+        return places.get(cell.format, len(places)), cell.format, PARTS.index(cell.part)
 
-    return [each.column for each in sorted(seen.values(), key=place)]
+    return [cell.column for cell in sorted({cell.column: cell for cell in cells}.values(), key=place)]
 
 
-def table(found: Sequence[MatrixEntry]) -> dict[str, dict[str, str]]:
-    """Target -> column -> the letters of the runtimes that run it, those that compute in it first."""
-    made: dict[str, dict[str, str]] = {}
-    for each in found:
-        row = made.setdefault(each.target, {})
-        row[each.column] = row.get(each.column, "") + each.letter
+def table(cells: Sequence[MatrixEntry]) -> dict[str, dict[str, str]]:
+    """Map target -> column -> the letters of the runtimes that run it, those that compute in it first."""
+    rows: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        row = rows.setdefault(cell.target, {})
+        row[cell.column] = row.get(cell.column, "") + cell.letter
+    letters = [letter(name) for name in runtimes()]
+
+    def before(own: str) -> tuple[bool, int]:
+        return own.islower(), letters.index(own.upper()) if own.upper() in letters else len(letters)
+
     return {
-        name: {column: "".join(sorted(letters, key=_before)) for column, letters in row.items()}
-        for name, row in made.items()
+        name: {column: "".join(sorted(marks, key=before)) for column, marks in row.items()}
+        for name, row in rows.items()
     }
 
 
-def _before(own: str) -> tuple[bool, int]:
-    letters = [letter(name) for name in runtimes()]
-    return own.islower(), letters.index(own.upper()) if own.upper() in letters else len(letters)
-
-
-def legend(found: Iterable[MatrixEntry]) -> str:
-    """What the letters mean, of those that occur."""
-    seen = {each.runtime for each in found}
-    named = ", ".join(f"{letter(name)} {title(name)}" for name in runtimes() if name in seen)
+def legend(cells: Iterable[MatrixEntry]) -> str:
+    """Say what the letters mean, of those that occur."""
+    seen = {cell.runtime for cell in cells}
+    named = ", ".join(f"{letter(name)} {_title(name)}" for name in runtimes() if name in seen)
     return f"{named}; a capital computes in the stored form, a small letter expands it to floats first"
 
 
 def markdown() -> str:
-    """`docs/matrix.md`."""
-    found = entries()
-    names = columns(found)
-    lines = [_INTRO, "## All of it", "", f"{legend(found)}.", ""]
-    rows = [[name, *(row.get(column, "") for column in names)] for name, row in table(found).items()]
-    lines += _grid(["", *names], rows)
+    """Write `docs/matrix.md`."""
+    cells = entries()
+    names = columns(cells)
+    rows = [[name, *(row.get(column, "") for column in names)] for name, row in table(cells).items()]
+    lines = [_INTRO, "## All of it", "", f"{legend(cells)}.", "", *_grid(["", *names], rows)]
     for runtime in runtimes():
-        own = [each for each in found if each.runtime == runtime]
-        lines += ["", f"## {title(runtime)}", ""] if own else []
-        lines += _grid(["format", "targets", "state", "source"], _sourced(own, names)) if own else []
+        # one line for each column and each way in which targets know of it
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for column in names:
+            for cell in (cell for cell in cells if (cell.runtime, cell.column) == (runtime, column)):
+                only = ", symmetric" if cell.symmetric_only and cell.state != "absent" else ""
+                alike.setdefault((column, f"{cell.state}{only}", cell.source), []).append(cell.target)
+        if alike:
+            sourced = [[column, ", ".join(where), state, source] for (column, state, source), where in alike.items()]
+            lines += ["", f"## {_title(runtime)}", "", *_grid(["format", "targets", "state", "source"], sourced)]
     return "\n".join(lines) + "\n"
-
-
-def _sourced(found: Sequence[MatrixEntry], names: Sequence[str]) -> list[list[str]]:
-    """One line for each column and each way in which targets know of it."""
-    grouped: dict[tuple[str, str, str], list[str]] = {}
-    for column in names:
-        for each in (entry for entry in found if entry.column == column):
-            only = ", symmetric" if each.symmetric_only and each.state != "absent" else ""
-            grouped.setdefault((column, f"{each.state}{only}", each.source), []).append(each.target)
-    return [[column, ", ".join(targets), state, source] for (column, state, source), targets in grouped.items()]
 
 
 def _grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:

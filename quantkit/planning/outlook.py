@@ -1,9 +1,7 @@
-"""What a plan says: for each recipe whether it fits, how fast it can be, what it costs; and which one to take.
+"""Plans: for each recipe whether it fits, how fast it can be, what it costs; and which one to take, for a workload.
 
 Numbers with their units in the names; what is not known is None, and `because` or `notes` say why. A page, a table and
-`--json` all show these.
-
-Which of several recipes to take, for a workload, and why. A forecast: only a measurement decides.
+`--json` all show these. A plan is a forecast: only a measurement decides.
 
     seconds a request    devices · (prefill + output · step) / batch, at the batch of the workload where it is least
     tied                 recipes whose interval reaches the best one's; on bounds, within a tenth of it
@@ -15,22 +13,26 @@ Like is set against like: as soon as one of them has no forecast, the bounds of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import QuantkitError
 from quantkit.model.sizes.architecture import Architecture
-from quantkit.planning.bound.forecast import Served, TimedStep
 from quantkit.planning.compiling import Compiling
-from quantkit.planning.serving.cost import Bill
-from quantkit.planning.serving.load import Load
-from quantkit.planning.serving.traffic import Traffic
+from quantkit.planning.cost import Bill
+from quantkit.planning.forecast import Served, TimedStep
+from quantkit.planning.load import Load
+from quantkit.planning.traffic import Traffic
 from quantkit.target import State, Target
+
+# bounds know nothing of kernels: what differs by less is no difference
+_TIED = 1.1
+_WHOLE = 16.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be served.
+    """Requests to serve.
 
     Args:
         batches: sequences at once, whose steps are timed.
@@ -70,12 +72,12 @@ class Rate:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A batch.
+    """Times and memory of a batch.
 
     Args:
-        prefill: of their prompts; None for a model that does not decode, whose pass is `step`.
-        step: one token of each, halfway through the output.
-        parts: what -> bytes, of one device, with all of them at the full context.
+        prefill: of its prompts; None for a model that does not decode, whose pass is `step`.
+        step: one token of each sequence, halfway through the output.
+        parts: name -> bytes, of one device, with all sequences at the full context.
         fits: whether weights and cache fit into the devices; None where the target does not say how much they hold.
         cost: what tokens cost at this batch; None where no time is known.
     """
@@ -87,8 +89,15 @@ class PlannedBatch:
     fits: bool | None
     cost: Bill | None = None
 
+    def _total(self, output: int, seconds: Sequence[float | None]) -> float | None:
+        """Add up the seconds of (step, prefill) over an output: None as soon as one is."""
+        step, prefill = seconds
+        if self.prefill is None:
+            return step
+        return None if step is None or prefill is None else output * step + prefill
+
     def tokens_per_s(self, output: int) -> float | None:
-        """Tokens that come out each second, of requests that all begin together."""
+        """Count the tokens that come out each second, of requests that all begin together."""
         first = self.prefill.seconds if self.prefill is not None else 0.0
         if first is None or self.step.seconds is None:
             return None
@@ -96,32 +105,32 @@ class PlannedBatch:
         return self.batch * steps / (first + steps * self.step.seconds)
 
     def rate(self, output: int) -> Rate:
-        """The same of bounds alone, and of forecasts alone: a mixture is neither.
+        """Count the same of bounds alone, and of forecasts alone: a mixture is neither.
 
         Of a model that does not decode: passes each second, times the batch.
         """
-        steps = output if self.prefill is not None else 1
-        parts = [(self.step, steps), *([(self.prefill, 1)] if self.prefill is not None else [])]
+        done = self.batch * (output if self.prefill is not None else 1)
+        pair = (self.step, self.prefill or self.step)
 
-        def of(seconds: Callable[[TimedStep], float | None]) -> float | None:
-            taken = [(seconds(timed), times) for timed, times in parts]
-            total = sum(each * times for each, times in taken if each is not None)
-            return self.batch * steps / total if total and all(each is not None for each, _ in taken) else None
+        def per_second(seconds: Sequence[float | None]) -> float | None:
+            total = self._total(output, seconds)
+            return done / total if total else None
 
-        low, high = (
-            of(lambda each: each.interval and each.interval[1]),
-            of(lambda each: each.interval and each.interval[0]),
+        low = per_second([timed.interval and timed.interval[1] for timed in pair])
+        high = per_second([timed.interval and timed.interval[0] for timed in pair])
+        return Rate(
+            per_second([timed.least for timed in pair]),
+            per_second([timed.forecast for timed in pair]),
+            (low, high) if low is not None and high is not None else None,
         )
-        sure = (low, high) if low is not None and high is not None else None
-        return Rate(of(lambda each: each.least), of(lambda each: each.forecast), sure)
 
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """What it takes on the target, at the context of the workload.
+    """Memory on the target, at the context of the workload.
 
     Args:
-        parts: what -> bytes, of one device: `weights`, `embeddings`, `cache`, `activations`, `runtime`, ...
+        parts: name -> bytes, of one device: `weights`, `embeddings`, `cache`, `activations`, `runtime`, ...
         batch: that they are of: the largest of the workload that fits, else the smallest.
         capacity: bytes of one device that the runtime uses; None where the target does not say.
         cache_per_token: bytes of keys and values that one more token takes, all layers together.
@@ -148,7 +157,7 @@ class PlannedMemory:
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """How the target's runtime takes what the recipe stores: a cell of the matrix."""
+    """What the target's runtime makes of something that the recipe stores: a cell of the matrix."""
 
     format: str
     what: str
@@ -161,16 +170,13 @@ class PlannedRecipe:
     """A recipe, planned.
 
     Args:
-        label: as it was asked for: `int4-best`, `bf16`.
-        recipe: what it stands for.
-        cells: how it takes what is stored.
+        label: as it was asked for: `int4-best`, `bf16`; `recipe` is what it stands for.
         bits: of a quantized weight, on average; None where none is quantized.
         bytes: of all weights as they are stored.
         served: what times any other step.
-        load: what the simulation of the workload's rate says; None without one.
+        load: simulated at the workload's rate; None without one.
         cost: of a million tokens, and energy, at the batch where a request takes least, and under the load where there
             is one; None where no time is known.
-        compiling: what the compile takes; None where it is not known.
         problem: why it cannot run there; nothing else is reckoned then.
         code: whether a pass of it stands in a file of the user's, which has to be allowed.
     """
@@ -194,16 +200,16 @@ class PlannedRecipe:
     @property
     def forecast(self) -> bool:
         """Whether every time is a forecast, and not a bound alone."""
-        times = [each for row in self.rows for each in (row.step, row.prefill) if each is not None]
-        return bool(times) and all(each.forecast is not None for each in times)
+        times = [timed for row in self.rows for timed in (row.step, row.prefill) if timed is not None]
+        return bool(times) and all(timed.forecast is not None for timed in times)
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Which candidate to take.
+    """Choice of a candidate.
 
     Args:
-        label: its; None where none fits or runs.
+        label: None where none fits or runs.
         because: the reasons, the first one decided.
     """
 
@@ -230,11 +236,6 @@ class Outlook:
     reference: str = ""
 
 
-# bounds know nothing of kernels: what differs by less is no difference
-_TIED = 1.1
-_WHOLE = 16.0
-
-
 @dataclass(frozen=True)
 class PerRequest:
     """A request on a candidate.
@@ -242,7 +243,7 @@ class PerRequest:
     Args:
         batch: at which it takes least.
         seconds: of one device for a request; of all that share the model, added up.
-        low: of the interval; `seconds` for a bound.
+        low, high: of the interval; `seconds` for a bound.
     """
 
     candidate: PlannedRecipe
@@ -251,32 +252,37 @@ class PerRequest:
     low: float
     high: float
 
+    @property
+    def words(self) -> str:
+        """Seconds for people."""
+        return f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{1e3 * self.seconds:.3g} ms"
+
 
 def recommend(candidates: Sequence[PlannedRecipe], workload: Workload) -> Recommendation:
-    """The one to take; pure, so that two candidates whose times are swapped swap the answer."""
-    runs = [each for each in candidates if each.problem is None]
+    """Choose the one to take; pure, so that two candidates whose times are swapped swap the answer."""
+    runs = [one for one in candidates if one.problem is None]
     if not runs:
-        return Recommendation(None, [f"{each.label}: {each.problem}" for each in candidates])
-    fitting = [each for each in runs if each.memory is None or any(row.fits is not False for row in each.rows)]
+        return Recommendation(None, [f"{one.label}: {one.problem}" for one in candidates])
+    fitting = [one for one in runs if one.memory is None or any(row.fits is not False for row in one.rows)]
     if not fitting:
-        return Recommendation(None, [_does_not_fit(each) for each in runs])
-    keeps = [each for each in fitting if each.load is None or each.load.stable]
+        return Recommendation(None, [_does_not_fit(one) for one in runs])
+    keeps = [one for one in fitting if one.load is None or one.load.stable]
     because = []
     if not keeps:
         because.append(f"none keeps up with {workload.rate:g} requests a second: the fastest is named")
         keeps = fitting
-    forecasts = all(each.forecast for each in keeps)
-    served = [found for each in keeps if (found := serve(each, workload, forecasts=forecasts)) is not None]
+    forecasts = all(one.forecast for one in keeps)
+    served = [request for one in keeps if (request := serve(one, workload, forecasts=forecasts)) is not None]
     if not served:
         reason = "no time is known: the target lacks figures; of those that fit, the one that stores the most bits"
         return Recommendation(max(keeps, key=_bits).label, [*because, reason])
-    best = min(served, key=lambda each: each.seconds)
-    tied = [each for each in served if _reaches(each, best, forecasts)]
-    choice = max(tied, key=lambda each: (-_devices(each.candidate), _bits(each.candidate), -each.seconds))
-    because += _reasons(choice, best, tied, served, workload, forecasts=forecasts)
-    left = [each.label for each in runs if each not in fitting]
+    best = min(served, key=lambda request: request.seconds)
+    tied = [one for one in served if (one.low <= best.high if forecasts else one.seconds <= best.seconds * _TIED)]
+    choice = max(tied, key=lambda one: (-_devices(one.candidate), _bits(one.candidate), -one.seconds))
+    because += _reasons(choice, best, tied, served, workload, "" if forecasts else "≥ ")
+    left = [one.label for one in runs if one not in fitting]
     because += [f"{', '.join(left)} {'does' if len(left) == 1 else 'do'} not fit"] if left else []
-    late = [each.label for each in fitting if each not in keeps]
+    late = [one.label for one in fitting if one not in keeps]
     if late:
         because.append(f"{', '.join(late)} would not keep up with {workload.rate:g} requests a second")
     if not forecasts:
@@ -285,34 +291,24 @@ def recommend(candidates: Sequence[PlannedRecipe], workload: Workload) -> Recomm
 
 
 def serve(candidate: PlannedRecipe, workload: Workload, *, forecasts: bool) -> PerRequest | None:
-    """The least time of a request over the batches that fit; None where no time is known."""
-    devices = _devices(candidate)
-    fitting = [row for row in candidate.rows if row.fits is not False]
-    found = [each for row in fitting if (each := _at(row, workload, devices, forecasts))]
-    if not found:
-        return None
-    batch, (seconds, low, high) = min(found, key=lambda each: each[1][0])
-    return PerRequest(candidate, batch, seconds, low, high)
-
-
-def _at(
-    row: PlannedBatch, workload: Workload, devices: int, forecasts: bool
-) -> tuple[int, tuple[float, float, float]] | None:
-    parts = [(row.step, workload.output if row.prefill is not None else 1)]
-    parts += [(row.prefill, 1)] if row.prefill is not None else []
-    sums = [0.0, 0.0, 0.0]
-    for timed, times in parts:
-        seconds = timed.forecast if forecasts else timed.least
-        if seconds is None:
-            return None
-        low, high = timed.interval if forecasts and timed.interval else (seconds, seconds)
-        for i, value in enumerate((seconds, low, high)):
-            sums[i] += devices * value * times / row.batch
-    return row.batch, (sums[0], sums[1], sums[2])
-
-
-def _reaches(each: PerRequest, best: PerRequest, forecasts: bool) -> bool:
-    return each.low <= best.high if forecasts else each.seconds <= best.seconds * _TIED
+    """Find the least time of a request over the batches that fit; None where no time is known."""
+    devices, requests = _devices(candidate), []
+    for row in candidate.rows:
+        if row.fits is False:
+            continue
+        sums = [0.0, 0.0, 0.0]
+        parts = [(row.step, workload.output if row.prefill is not None else 1)]
+        parts += [(row.prefill, 1)] if row.prefill is not None else []
+        for timed, times in parts:
+            seconds = timed.forecast if forecasts else timed.least
+            if seconds is None:
+                break
+            interval = timed.interval if forecasts and timed.interval else (seconds, seconds)
+            for i, value in enumerate((seconds, *interval)):
+                sums[i] += devices * value * times / row.batch
+        else:
+            requests.append(PerRequest(candidate, row.batch, *sums))
+    return min(requests, key=lambda request: request.seconds, default=None)
 
 
 def _devices(candidate: PlannedRecipe) -> int:
@@ -329,39 +325,27 @@ def _reasons(
     tied: Sequence[PerRequest],
     served: Sequence[PerRequest],
     workload: Workload,
-    *,
-    forecasts: bool,
+    mark: str,
 ) -> list[str]:
-    mark = "" if forecasts else "≥ "
-    what = (
-        f"{workload.prompt:,} tokens in, {workload.output:,} out" if workload.output else f"{workload.prompt:,} tokens"
-    )
-    said = [f"a request ({what}) takes {mark}{_seconds(choice)} of {_of(choice)} at batch {choice.batch}"]
-    shared = [each for each in tied if _devices(each.candidate) > _devices(choice.candidate)]
+    devices = _devices(choice.candidate)
+    request = f"{workload.prompt:,} tokens" + (f" in, {workload.output:,} out" if workload.output else "")
+    on = "the device" if devices == 1 else f"one device, of {devices}"
+    reasons = [f"a request ({request}) takes {mark}{choice.words} of {on} at batch {choice.batch}"]
+    shared = [one for one in tied if _devices(one.candidate) > devices]
     if shared:
-        named = ", ".join(f"{each.candidate.label}: {_devices(each.candidate)}" for each in shared)
-        said.append(f"others take about as long, on more devices ({named}), whose talk is not counted")
+        named = ", ".join(f"{one.candidate.label}: {_devices(one.candidate)}" for one in shared)
+        reasons.append(f"others take about as long, on more devices ({named}), whose talk is not counted")
     if choice is not best and best not in shared:
-        said.append(
-            f"{best.candidate.label} may take less ({mark}{_seconds(best)}), but not surely, and stores fewer bits "
+        reasons.append(
+            f"{best.candidate.label} may take less ({mark}{best.words}), but not surely, and stores fewer bits "
             f"({_bits(best.candidate):.3g} for {_bits(choice.candidate):.3g})"
         )
-    said += [
-        f"{each.candidate.label}: {mark}{_seconds(each)} at batch {each.batch}, {each.seconds / choice.seconds:.3g}×"
-        for each in served
-        if each not in tied
+    reasons += [
+        f"{one.candidate.label}: {mark}{one.words} at batch {one.batch}, {one.seconds / choice.seconds:.3g}×"
+        for one in served
+        if one not in tied
     ]
-    return said
-
-
-def _of(served: PerRequest) -> str:
-    devices = _devices(served.candidate)
-    return "the device" if devices == 1 else f"one device, of {devices}"
-
-
-def _seconds(served: PerRequest) -> str:
-    value = served.seconds
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+    return reasons
 
 
 def _does_not_fit(candidate: PlannedRecipe) -> str:

@@ -1,4 +1,4 @@
-"""What a recipe can have on a target: `ask` is the one question, `Support` its answer.
+"""Support: what a recipe can have on a target. `ask` is the one question, `Support` its answer.
 
 A cell of a target's table (`target.py`) says what a runtime makes of a format, an exporter (`holds`) what of that it
 leaves: so it is known which runtime reads each export, and whether it computes in what is stored. What a recipe asks
@@ -32,262 +32,7 @@ from quantkit.target import State, Stored, Target
 
 # code of the decision that nothing on the target computes in what is stored
 EMULATED = "emulated"
-
-
-@dataclass(frozen=True)
-class Support:
-    """What a recipe can have on a target.
-
-    Args:
-        recipe: with the exports that a runtime of the target reads, each with the target's settings.
-        left_out: the other exports.
-        readers: who reads each export; of a graph, what it becomes.
-    """
-
-    recipe: Recipe
-    target: Target
-    left_out: tuple[str, ...]
-    readers: Sequence[Reader]
-
-    @property
-    def best(self) -> Reader:
-        """The reader that computes in most of what is stored."""
-        return best(self.readers)
-
-    def slower(self, kind: Kind | None = None, experts: bool = False) -> str:
-        """What is only emulated, whoever reads it, and what to do about it; "" where a runtime computes in all of it.
-
-        Args:
-            kind: of the model; None: the first of the recipe's.
-            experts: whether it has some, for which no other export is known to do.
-        """
-        chosen = self.best
-        if chosen.state != "emulated":
-            return ""
-        what = ", ".join(each.stored.words for each in chosen.emulated)
-        where = self.target.name
-        reason = f"{what}: stored so, but {chosen.runtime} computes in floats on {where}; smaller, not faster"
-        remedy = "" if experts else instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
-        return f"{reason}; {remedy}" if remedy else reason
-
-    def decisions(self, kind: Kind, experts: bool = False) -> list[Decision]:
-        """The same as a decision, for a model of that kind."""
-        words, scheme = self.slower(kind, experts), self.recipe.scheme
-        stored = scheme.weights or scheme.kv_cache
-        if not words or stored is None:
-            return []
-        return [decision("target", EMULATED, self.target.name, words, stored.format, "float")]
-
-
-def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
-    """What a recipe can have on a target.
-
-    Args:
-        recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left, and
-            those that cannot have what an add-on brings.
-        kind: of the model; None where it is not known yet: not a graph.
-
-    Raises:
-        InputError: `target-cannot-run`, `layout-unsupported`, `scheme-unsupported`: an export that none of the target's
-            runtimes can read, or no export for any of them; with the nearest recipe, or target, that can.
-    """
-    recipe, unheld = _without_unheld(recipe, target, kind)
-    try:
-        found = readers(recipe, target, kind)
-    except InputError as problem:
-        raise refusal(problem, recipe, target, kind or recipe.models[0]) from None
-    readable, left_out = fitted(recipe, target, {each.export: each.runtime for each in found})
-    return Support(readable, target, (*unheld, *left_out), found)
-
-
-def _without_unheld(recipe: Recipe, target: Target, kind: Kind | None) -> tuple[Recipe, tuple[str, ...]]:
-    """A recipe without the exports that cannot have what an add-on brings, and their names, if others can: whoever lays
-    one over a recipe asks for what it adds, and did not write those exports."""
-    if ADDED not in recipe.name or kind == "network":
-        return recipe, ()
-    kept = []
-    for step in recipe.export:
-        with suppress(InputError):
-            readers(recipe.model_copy(update={"export": [step]}), target, kind)
-            kept.append(step)
-    if not kept:
-        return recipe, ()
-    return recipe.model_copy(update={"export": kept}), tuple(each.name for each in recipe.export if each not in kept)
-
-
-def demand_kind(recipe: Recipe, target: Target, kinds: Sequence[Kind], where: str, said: str = "") -> None:
-    """Refuse a model that a recipe is not for.
-
-    Args:
-        kinds: that the model may be; of an ONNX file two, of which the second is what it is compiled as.
-        where: the model.
-        said: what it is, if its kind does not say all.
-
-    Raises:
-        InputError: `model-kind`, with the nearest recipe for that kind.
-    """
-    if set(kinds) & set(recipe.models):
-        return
-    raise InputError(
-        "model-kind",
-        where=where,
-        value=said or one(kinds[0]),
-        rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
-        remedy=instead(recipe, target, kinds[-1]) or "--recipe float",
-    )
-
-
-def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = None) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with the exports that a runtime of the target reads, and the names of the others.
-
-    An option of an export that is left out takes what the target says: `accuracy_level` of `onnx` in its `build`, its
-    `profiles`, the compute capability of its GPU. A recipe none of whose exports can be read is returned whole.
-
-    Args:
-        read_by: export -> who reads it; of others the first runtime that the target has.
-    """
-    kept, left_out = [], []
-    for step in recipe.export:
-        exporter = load_exporter(step.name)
-        able = [name for name in exporter.runtimes if name in target.runtimes]
-        if not able:
-            left_out.append(step.name)
-            continue
-        chosen = (read_by or {}).get(step.name, able[0])
-        settings: dict[str, Any] = {**target.build.get(chosen, {}), "library": chosen, "sm": target.arch.sm}
-        settings["profiles"] = [profile.model_dump(mode="json") for profile in target.profiles]
-        options = {name: settings[name] for name in exporter.Options.model_fields if name in settings}
-        kept.append(step.model_copy(update={"options": {**options, **step.options}}))
-    if not kept:
-        return recipe, ()
-    return recipe.model_copy(update={"export": kept}), tuple(left_out)
-
-
-def refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind) -> InputError:
-    """A refusal that names the nearest recipe or target that can, and the settings that it named itself."""
-    remedy = either(instead(recipe, target, kind), _elsewhere(recipe, target, kind))
-    if not remedy:
-        alike = sorted(_alike(recipe, kind), key=lambda other: (*_differ(recipe, other), other.name))
-        places = ((other.name, _elsewhere(other, target, kind)) for other in alike)
-        remedy = next((f"--recipe {name} {place}" for name, place in places if place), "")
-    own = error.remedy if not remedy or error.remedy.startswith(("--set", "leave")) else ""
-    return with_remedy(error, either(own, remedy))
-
-
-def instead(recipe: Recipe, target: Target, kind: Kind, *, native: bool = False) -> str:
-    """What to ask for instead: the nearest shipped recipe, or another export; "" without either.
-
-    Args:
-        native: only what is computed in as it is stored.
-    """
-    parts = []
-    others = [each for each in _others(recipe, target, kind) if not native or each[2].state == "native"]
-    if others:
-        _, other, found = min(others, key=lambda each: each[0])
-        how = "native" if found.state == "native" else "computed in floats"
-        parts.append(f"--recipe {other.name} ({how} in {found.runtime})")
-    for name, runtime in _exports(recipe, target, kind):
-        parts.append(f"--set 'export=[{{{name}: {{}}}}]' (native in {runtime})")
-    return either(*parts)
-
-
-def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
-    """The nearest target that computes in all that a recipe stores."""
-    wanted = {runtime for step in exports(recipe, kind) for runtime in load_exporter(step.name).runtimes}
-    for name in sorted(content.names("export"), key=lambda name: _apart(_outline(name), target)):
-        if not wanted & set(_outline(name)["runtimes"]):
-            continue  # to parse all of them would take a second
-        try:
-            found = best(readers(recipe, Target.load(name), kind))
-        except InputError:
-            continue
-        if found.state == "native":
-            return f"--target {name} (native in {found.runtime})"
-    return ""
-
-
-@cache
-def _outline(name: str) -> dict[str, Any]:
-    """A few lines of a shipped target."""
-    lines = content.find("export", name).read_text(encoding="utf-8").splitlines()
-    keys = ("kind: ", "arch: ", "runtimes: ")
-    found = yaml.safe_load("\n".join(line for line in lines if line.startswith(keys)))
-    return {**found, "name": name}
-
-
-def _exports(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[str, str]]:
-    """(export, runtime): the first export that the recipe could have, and that is computed in as it is stored."""
-    for name in sorted({*plugins.EXPORTERS.shipped()} - {step.name for step in recipe.export}):
-        changed = recipe.model_copy(update={"export": [ExportStep(name=name)]})
-        try:
-            found = best(readers(changed, target, kind))
-        except InputError:
-            continue
-        if found.state == "native" and found.export == name and found.taken:
-            yield name, found.runtime
-            return
-
-
-@cache
-def shipped(name: str) -> Recipe:
-    """A recipe that ships, read once: several candidates and their stand-ins look at the same."""
-    return Recipe.load(name)
-
-
-def _alike(recipe: Recipe, kind: Kind) -> list[Recipe]:
-    """The other shipped recipes for that kind of model."""
-    others = [shipped(name) for name in content.names("recipes") if name != recipe.name]
-    # an add-on is no recipe by itself, and a graph is quantized or left alone
-    quantized = [each for each in others if each.scheme.weights or (each.scheme.kv_cache is None and kind != "network")]
-    return [each for each in quantized if kind in each.models]
-
-
-def _others(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[tuple[Any, ...], Recipe, Reader]]:
-    """Shipped recipes that a target runs, with how far they are from another one."""
-    asked = {step.name for step in recipe.export}
-    for other in _alike(recipe, kind):
-        try:
-            known = readers(other, target, kind)
-        except InputError:
-            continue
-        found = min(known, key=lambda each: (*each.rank, each.export not in asked))
-        yield (ORDER.index(found.state), *_differ(recipe, other), other.name), other, found
-
-
-def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
-    """How unlike two recipes are, what matters most first: for another program, bits, inputs, exports, kind of format,
-    zero points."""
-    one, two = recipe.scheme, other.scheme
-    bits = [float(load_format(x.weights.format).bits) if x.weights else 16.0 for x in (one, two)]
-    inputs = [x.activations.format if x.activations else "" for x in (one, two)]
-    kinds = [x.weights.format[:2] if x.weights else "" for x in (one, two)]
-    exports = [{step.name for step in x.export} for x in (recipe, other)]
-    zeros = [x.weights.symmetric if x.weights else True for x in (one, two)]
-    dynamic = [x.activations.dynamic if x.activations else None for x in (one, two)]
-    files = [any(load_exporter(step.name).stores == "file" for step in x.export) for x in (recipe, other)]
-    return (
-        files[0] != files[1],
-        abs(bits[0] - bits[1]),
-        (inputs[0] == "") != (inputs[1] == ""),
-        not exports[0] & exports[1],
-        kinds[0] != kinds[1],
-        dynamic[0] != dynamic[1],
-        zeros[0] != zeros[1],
-        recipe.passes != other.passes,
-    )
-
-
-def _apart(other: dict[str, Any], target: Target) -> tuple[Any, ...]:
-    """How unlike a target another one is, by its outline."""
-    sm = abs(float(other["arch"].get("sm") or 0) - float(target.arch.sm or 0))
-    return other["kind"] != target.kind, other["arch"]["vendor"] != target.arch.vendor, sm, other["name"]
-
-
-# --- who reads an export ---------------------------------------------------------------------------------------------
-
 ORDER: tuple[State, ...] = ("native", "emulated", "absent")
-
-
 # what takes most models: no graph is traced, and experts can be packed without zero points
 _PLAIN = "int4-symmetric"
 
@@ -316,8 +61,8 @@ class Reader:
 
     @property
     def state(self) -> State:
-        """Of the worst part; `native` where nothing is quantized."""
-        return max((each.state for each in self.taken), key=ORDER.index, default="native")
+        """State of the worst part; `native` where nothing is quantized."""
+        return max((use.state for use in self.taken), key=ORDER.index, default="native")
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -326,121 +71,350 @@ class Reader:
 
     @property
     def emulated(self) -> list[StoredUse]:
-        """What is stored so, and computed in floats."""
-        return [each for each in self.taken if each.state == "emulated"]
+        """Parts that are stored so, and computed in floats."""
+        return [use for use in self.taken if use.state == "emulated"]
 
 
-def readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
-    """Who reads each export; of a float graph `kind` is `network`.
+@dataclass(frozen=True)
+class Support:
+    """What a recipe can have on a target.
+
+    Args:
+        recipe: with the exports that a runtime of the target reads, each with the target's settings.
+        left_out: the other exports.
+        readers: who reads each export; of a graph, what it becomes.
+    """
+
+    recipe: Recipe
+    target: Target
+    left_out: tuple[str, ...]
+    readers: Sequence[Reader]
+
+    @property
+    def best(self) -> Reader:
+        """The reader that computes in most of what is stored."""
+        return best(self.readers)
+
+    def slower(self, kind: Kind | None = None, experts: bool = False) -> str:
+        """Say what is only emulated, and what to do about it; "" where a runtime computes in all of it.
+
+        Args:
+            kind: of the model; None: the first of the recipe's.
+            experts: whether it has some, for which no other export is known to do.
+        """
+        chosen = self.best
+        if chosen.state != "emulated":
+            return ""
+        parts, where = ", ".join(use.stored.words for use in chosen.emulated), self.target.name
+        reason = f"{parts}: stored so, but {chosen.runtime} computes in floats on {where}; smaller, not faster"
+        remedy = "" if experts else _instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
+        return f"{reason}; {remedy}" if remedy else reason
+
+    def decisions(self, kind: Kind, experts: bool = False) -> list[Decision]:
+        """Make a decision of the same, for a model of that kind."""
+        words, scheme = self.slower(kind, experts), self.recipe.scheme
+        stored = scheme.weights or scheme.kv_cache
+        if not words or stored is None:
+            return []
+        return [decision("target", EMULATED, self.target.name, words, stored.format, "float")]
+
+
+def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
+    """Find what a recipe can have on a target.
+
+    Args:
+        recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left, and
+            those that cannot have what an add-on brings.
+        kind: of the model; None where it is not known yet: not a graph.
 
     Raises:
-        InputError: that of the first export that none of the target's runtimes can read.
+        InputError: `target-cannot-run`, `layout-unsupported`, `scheme-unsupported`: an export that none of the target's
+            runtimes can read, or no export for any of them; with the nearest recipe, or target, that can.
     """
-    steps = exports(recipe, kind)
+    recipe, unheld = _without_unheld(recipe, target, kind)
+    try:
+        readers = _readers(recipe, target, kind)
+    except InputError as problem:
+        raise _refusal(problem, recipe, target, kind or recipe.models[0]) from None
+    readable, left_out = fitted(recipe, target, {reader.export: reader.runtime for reader in readers})
+    return Support(readable, target, (*unheld, *left_out), readers)
+
+
+def _without_unheld(recipe: Recipe, target: Target, kind: Kind | None) -> tuple[Recipe, tuple[str, ...]]:
+    """A recipe without the exports that cannot have what an add-on brings, and their names, if others can: whoever lays
+    one over a recipe asks for what it adds, and did not write those exports."""
+    if ADDED not in recipe.name or kind == "network":
+        return recipe, ()
+    kept = []
+    for step in recipe.export:
+        with suppress(InputError):
+            _readers(recipe.model_copy(update={"export": [step]}), target, kind)
+            kept.append(step)
+    if not kept:
+        return recipe, ()
+    return recipe.model_copy(update={"export": kept}), tuple(step.name for step in recipe.export if step not in kept)
+
+
+def demand_kind(recipe: Recipe, target: Target, kinds: Sequence[Kind], where: str, said: str = "") -> None:
+    """Refuse a model that a recipe is not for.
+
+    Args:
+        kinds: that the model may be; of an ONNX file two, of which the second is what it is compiled as.
+        where: the model.
+        said: what it is, if its kind does not say all.
+
+    Raises:
+        InputError: `model-kind`, with the nearest recipe for that kind.
+    """
+    if set(kinds) & set(recipe.models):
+        return
+    raise InputError(
+        "model-kind",
+        where=where,
+        value=said or one(kinds[0]),
+        rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
+        remedy=_instead(recipe, target, kinds[-1]) or "--recipe float",
+    )
+
+
+def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = None) -> tuple[Recipe, tuple[str, ...]]:
+    """Keep the exports that a runtime of the target reads; returns the names of the others, too.
+
+    An option of an export that is left out takes what the target says: `accuracy_level` of `onnx` in its `build`, its
+    `profiles`, the compute capability of its GPU. A recipe none of whose exports can be read is returned whole.
+
+    Args:
+        read_by: export -> who reads it; of others the first runtime that the target has.
+    """
+    kept, left_out = [], []
+    for step in recipe.export:
+        exporter = load_exporter(step.name)
+        able = [name for name in exporter.runtimes if name in target.runtimes]
+        if not able:
+            left_out.append(step.name)
+            continue
+        chosen = (read_by or {}).get(step.name, able[0])
+        settings: dict[str, Any] = {**target.build.get(chosen, {}), "library": chosen, "sm": target.arch.sm}
+        settings["profiles"] = [profile.model_dump(mode="json") for profile in target.profiles]
+        options = {name: settings[name] for name in exporter.Options.model_fields if name in settings}
+        kept.append(step.model_copy(update={"options": {**options, **step.options}}))
+    if not kept:
+        return recipe, ()
+    return recipe.model_copy(update={"export": kept}), tuple(left_out)
+
+
+# --- what to ask for instead -----------------------------------------------------------------------------------------
+
+
+def _refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind) -> InputError:
+    """A refusal that names the nearest recipe or target that can, and the settings that it named itself."""
+    remedy = _either(_instead(recipe, target, kind), _elsewhere(recipe, target, kind))
+    if not remedy:
+        alike = sorted(_alike(recipe, kind), key=lambda other: (*_differ(recipe, other), other.name))
+        places = ((other.name, _elsewhere(other, target, kind)) for other in alike)
+        remedy = next((f"--recipe {name} {place}" for name, place in places if place), "")
+    own = error.remedy if not remedy or error.remedy.startswith(("--set", "leave")) else ""
+    return with_remedy(error, _either(own, remedy))
+
+
+def with_remedy(error: InputError, remedy: str) -> InputError:
+    """Copy an error, with another remedy."""
+    return InputError(error.code, where=error.where, value=error.value, rule=error.rule, remedy=remedy)
+
+
+def _either(*remedies: str) -> str:
+    return "; or: ".join(part for part in remedies if part)
+
+
+def _instead(recipe: Recipe, target: Target, kind: Kind, *, native: bool = False) -> str:
+    """What to ask for instead: the nearest shipped recipe, or another export; "" without either.
+
+    Args:
+        native: only what is computed in as it is stored.
+    """
+    parts, asked = [], {step.name for step in recipe.export}
+    others = []
+    for other in _alike(recipe, kind):
+        with suppress(InputError):
+            readers = _readers(other, target, kind)
+            reader = min(readers, key=lambda reader: (*reader.rank, reader.export not in asked))
+            others.append(((ORDER.index(reader.state), *_differ(recipe, other), other.name), reader))
+    nearest = min(
+        (one for one in others if not native or one[1].state == "native"), default=None, key=lambda one: one[0]
+    )
+    if nearest is not None:
+        (*_, name), reader = nearest
+        how = "native" if reader.state == "native" else "computed in floats"
+        parts.append(f"--recipe {name} ({how} in {reader.runtime})")
+    # the first export that the recipe could have, and that is computed in as it is stored
+    for name in sorted({*plugins.EXPORTERS.shipped()} - asked):
+        with suppress(InputError):
+            reader = best(_readers(recipe.model_copy(update={"export": [ExportStep(name=name)]}), target, kind))
+            if reader.state == "native" and reader.export == name and reader.taken:
+                parts.append(f"--set 'export=[{{{name}: {{}}}}]' (native in {reader.runtime})")
+                break
+    return _either(*parts)
+
+
+def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
+    """The nearest target that computes in all that a recipe stores."""
+    wanted = {runtime for step in _exports(recipe, kind) for runtime in load_exporter(step.name).runtimes}
+    for name in sorted(content.names("export"), key=lambda name: _apart(_outline(name), target)):
+        if not wanted & set(_outline(name)["runtimes"]):
+            continue  # to parse all of them would take a second
+        with suppress(InputError):
+            reader = best(_readers(recipe, Target.load(name), kind))
+            if reader.state == "native":
+                return f"--target {name} (native in {reader.runtime})"
+    return ""
+
+
+@cache
+def _outline(name: str) -> dict[str, Any]:
+    """A few lines of a shipped target."""
+    lines = content.find("export", name).read_text(encoding="utf-8").splitlines()
+    keys = ("kind: ", "arch: ", "runtimes: ")
+    outline = yaml.safe_load("\n".join(line for line in lines if line.startswith(keys)))
+    return {**outline, "name": name}
+
+
+def _apart(other: dict[str, Any], target: Target) -> tuple[Any, ...]:
+    """How unlike a target another one is, by its outline."""
+    sm = abs(float(other["arch"].get("sm") or 0) - float(target.arch.sm or 0))
+    return other["kind"] != target.kind, other["arch"]["vendor"] != target.arch.vendor, sm, other["name"]
+
+
+@cache
+def shipped(name: str) -> Recipe:
+    """Load a recipe that ships, once: several candidates and their stand-ins look at the same."""
+    return Recipe.load(name)
+
+
+def _alike(recipe: Recipe, kind: Kind) -> list[Recipe]:
+    """The other shipped recipes for that kind of model."""
+    others = [shipped(name) for name in content.names("recipes") if name != recipe.name]
+    # an add-on is no recipe by itself, and a graph is quantized or left alone
+    quantized = [other for other in others if other.scheme.weights or not (other.scheme.kv_cache or kind == "network")]
+    return [other for other in quantized if kind in other.models]
+
+
+def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
+    """How unlike two recipes are, what matters most first: for another program, bits, inputs, exports, kind of format,
+    whether scales are fixed, zero points, passes."""
+    ours, theirs = recipe.scheme, other.scheme
+    bits = [float(load_format(x.weights.format).bits) if x.weights else 16.0 for x in (ours, theirs)]
+    kinds = [x.weights.format[:2] if x.weights else "" for x in (ours, theirs)]
+    exports = [{step.name for step in x.export} for x in (recipe, other)]
+    zeros = [x.weights.symmetric if x.weights else True for x in (ours, theirs)]
+    dynamic = [x.activations.dynamic if x.activations else None for x in (ours, theirs)]
+    files = [any(load_exporter(step.name).stores == "file" for step in x.export) for x in (recipe, other)]
+    return (
+        files[0] != files[1],
+        abs(bits[0] - bits[1]),
+        (ours.activations is None) != (theirs.activations is None),
+        not exports[0] & exports[1],
+        kinds[0] != kinds[1],
+        dynamic[0] != dynamic[1],
+        zeros[0] != zeros[1],
+        recipe.passes != other.passes,
+    )
+
+
+# --- who reads an export ---------------------------------------------------------------------------------------------
+
+
+def _readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
+    """Who reads each export. Raises InputError, that of the first that none of the target's runtimes can read."""
+    steps = _exports(recipe, kind)
     read = [step for step in steps if set(load_exporter(step.name).runtimes) & set(target.runtimes)]
-    found: list[Reader] = []
+    readers: list[Reader] = []
     problems: list[tuple[str, InputError]] = []
     for step in read or steps:
         try:
             if step is _graph():
                 graph_schemes(recipe)
-            found.append(_reader(recipe, step, target))
+            readers.append(_reader(recipe, step, target))
         except InputError as error:
             problems.append((step.name, error))
     if not problems:
-        return found
+        return readers
     name, problem = problems[0]
-    if found and f"leave `{name}` out" not in problem.remedy:
+    if readers and f"leave `{name}` out" not in problem.remedy:
         own = problem.remedy if problem.remedy.startswith("--set") else ""
-        problem = with_remedy(problem, either(own, f"leave `{name}` out of `export`"))
+        problem = with_remedy(problem, _either(own, f"leave `{name}` out of `export`"))
     raise spelt_out(problem, recipe)
 
 
 def spelt_out(error: InputError, recipe: Recipe) -> InputError:
-    """The same error, and where an export is to be left out, the change that leaves it out, as a shell reads it."""
+    """Copy an error; where an export is to be left out, with the change that leaves it out, as a shell reads it."""
 
-    def change(found: re.Match[str]) -> str:
-        others = [{step.name: step.options} for step in recipe.export if step.name != found[1]]
+    def change(asked: re.Match[str]) -> str:
+        others = [{step.name: step.options} for step in recipe.export if step.name != asked[1]]
         text = yaml.safe_dump(others, default_flow_style=True, width=math.inf).strip()
         if others:
-            return f"{found[0]}: --set {shlex.quote(f'export={text}')}"
-        return found[0] if "network" in recipe.models else f"take a recipe for a checkpoint: --recipe {_PLAIN}"
+            return f"{asked[0]}: --set {shlex.quote(f'export={text}')}"
+        return asked[0] if "network" in recipe.models else f"take a recipe for a checkpoint: --recipe {_PLAIN}"
 
     return with_remedy(error, re.sub(r"leave `(\w+)` out of `export`", change, error.remedy))
 
 
-def best(found: Sequence[Reader]) -> Reader:
-    """The reader that computes in most of what is stored."""
-    return min(found, key=lambda each: each.rank)
+def best(readers: Sequence[Reader]) -> Reader:
+    """Choose the reader that computes in most of what is stored."""
+    return min(readers, key=lambda reader: reader.rank)
 
 
 def stored_formats(recipe: Recipe) -> list[Stored]:
-    """Everything that a recipe stores: weights, inputs, keys and values; each once."""
-    found: dict[Stored, None] = {}
+    """List everything that a recipe stores: weights, inputs, keys and values; each once."""
+    stored: dict[Stored, None] = {}
     for _, weights, inputs in _schemes(recipe):
-        found[Stored(weights.format, weights.symmetric)] = None
+        stored[Stored(weights.format, weights.symmetric)] = None
         if inputs is not None:
-            found[Stored(inputs.format, inputs.symmetric, "inputs")] = None
+            stored[Stored(inputs.format, inputs.symmetric, "inputs")] = None
     cache = recipe.scheme.kv_cache
     if cache is not None:
-        found[Stored(cache.format, cache.symmetric, "kv_cache")] = None
-    return list(found)
+        stored[Stored(cache.format, cache.symmetric, "kv_cache")] = None
+    return list(stored)
 
 
 def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = None) -> list[str]:
-    """What runtimes need beside themselves to read the exports of a recipe, or do otherwise than is stored.
+    """List what runtimes need beside themselves to read the exports of a recipe, or do otherwise than is stored.
 
     Args:
         runtimes: of these; None: of all that the target has.
     """
-    found = []
+    lines = []
     for step in recipe.export:
         exporter = load_exporter(step.name)
         for runtime in exporter.runtimes:
-            said = exporter.caveat(step.settings, runtime)
-            if not said or runtime not in (target.runtimes if runtimes is None else runtimes):
-                continue
-            try:
-                _read_by(recipe, step, exporter, target, runtime)
-            except InputError:
-                continue
-            found.append(said)
-    return found
+            line = exporter.caveat(step.settings, runtime)
+            if line and runtime in (target.runtimes if runtimes is None else runtimes):
+                with suppress(InputError):
+                    _read_by(recipe, step, exporter, target, runtime)
+                    lines.append(line)
+    return lines
 
 
 def graph_schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
-    """What a float graph can be quantized to for ONNX Runtime. Raises InputError `scheme-unsupported`."""
-    weights, activations = recipe.scheme.weights, recipe.scheme.activations
-    able = weights is not None and weights.format in ("int8", "int7") and weights.symmetric
-    able = able and weights is not None and weights.granularity in ("channel", "tensor")
-    if not able or activations is None or activations.format != "int8" or activations.granularity == "group":
-        names = [weights.format if weights else "float", activations.format if activations else "float"]
-        raise InputError(
-            "scheme-unsupported",
-            where=f"recipe {recipe.name}",
-            value=f"weights {names[0]}, activations {names[1]}",
-            rule="a graph is quantized to symmetric int8 or int7 weights, and int8 activations by tensor or token",
-            remedy="--recipe int8",
-        )
-    assert weights is not None
-    return weights, activations
+    """Return what a float graph is quantized to for ONNX Runtime. Raises InputError `scheme-unsupported`."""
+    weights, inputs = recipe.scheme.weights, recipe.scheme.activations
+    if weights is not None and inputs is not None:
+        able = weights.format in ("int8", "int7") and weights.symmetric and weights.granularity in ("channel", "tensor")
+        if able and inputs.format == "int8" and inputs.granularity != "group":
+            return weights, inputs
+    raise InputError(
+        "scheme-unsupported",
+        where=f"recipe {recipe.name}",
+        value=f"weights {weights.format if weights else 'float'}, activations {inputs.format if inputs else 'float'}",
+        rule="a graph is quantized to symmetric int8 or int7 weights, and int8 activations by tensor or token",
+        remedy="--recipe int8",
+    )
 
 
-def exports(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
+def _exports(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
     """The exports of a recipe; of a float graph the engine that it becomes if the recipe has one, else a graph."""
     if kind != "network":
         return recipe.export
     return [step for step in recipe.export if load_exporter(step.name).stores == "engine"] or [_graph()]
-
-
-def with_remedy(error: InputError, remedy: str) -> InputError:
-    """The same error with another remedy."""
-    return InputError(error.code, where=error.where, value=error.value, rule=error.rule, remedy=remedy)
-
-
-def either(*remedies: str) -> str:
-    """Remedies in one line; "" where there is none."""
-    return "; or: ".join(part for part in remedies if part)
 
 
 def _reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
@@ -449,17 +423,16 @@ def _reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
     if step is not _graph():
         _demand_place_for_moved(recipe, step, exporter)
     problems: list[InputError] = []
-    found: list[Reader] = []
+    readers: list[Reader] = []
     for runtime in exporter.runtimes:
-        if runtime not in target.runtimes:
-            continue
-        try:
-            found.append(_read_by(recipe, step, exporter, target, runtime))
-        except InputError as problem:
-            problems.append(problem)
-    if found:
+        if runtime in target.runtimes:
+            try:
+                readers.append(_read_by(recipe, step, exporter, target, runtime))
+            except InputError as problem:
+                problems.append(problem)
+    if readers:
         # of those that are as good, the one that the target lists first
-        return min(found, key=lambda each: (*each.rank, target.runtimes.index(each.runtime)))
+        return min(readers, key=lambda reader: (*reader.rank, target.runtimes.index(reader.runtime)))
     if problems:
         raise problems[0]
     target.check([], exporter.runtimes[0])
@@ -471,11 +444,11 @@ def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationSche
     weights, inputs = recipe.scheme.weights, recipe.scheme.activations
     if weights is not None:
         yield "scheme", weights, inputs
-    for each in recipe.overrides:
-        own = each.over(weights, WeightScheme) if each.concerns(WeightScheme) else weights
-        fed = each.over(inputs, ActivationScheme) if each.concerns(ActivationScheme) else inputs
+    for change in recipe.overrides:
+        own = change.over(weights, WeightScheme) if change.concerns(WeightScheme) else weights
+        fed = change.over(inputs, ActivationScheme) if change.concerns(ActivationScheme) else inputs
         if own is not None:
-            yield f"overrides: {each.match}", own, fed
+            yield f"overrides: {change.match}", own, fed
 
 
 @cache
@@ -486,7 +459,7 @@ def _graph() -> ExportStep:
 
 def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Exporter) -> None:
     """Refuse an export that has no place for what a pass makes of inputs. Raises InputError `layout-unsupported`."""
-    moving = [each.name for each in recipe.passes if "moved" in pass_of(each).ensures]
+    moving = [change.name for change in recipe.passes if "moved" in pass_of(change).ensures]
     if moving and not exporter.moves:
         raise InputError(
             "layout-unsupported",
@@ -500,16 +473,16 @@ def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Exporter
 def _read_by(recipe: Recipe, step: ExportStep, exporter: Exporter, target: Target, runtime: str) -> Reader:
     stored = stored_formats(recipe)
     target.check(stored, runtime)
-    weights = {place: own for place, own, _ in _schemes(recipe)}
-    inputs = {place: fed for place, _, fed in _schemes(recipe) if fed is not None}
+    weights = {place: scheme for place, scheme, _ in _schemes(recipe)}
+    inputs = {place: scheme for place, _, scheme in _schemes(recipe) if scheme is not None}
     left: State = "native"
     if step is not _graph():  # whose own rules are `graph_schemes`
         asked = LayerSpec(schemes=weights, activations=inputs, cache=recipe.scheme.kv_cache)
         left = exporter.holds(step.settings, runtime, asked)
-    taken = []
-    for each in stored:
-        use = target.use(each, runtime)
-        floats = left == "emulated" and each.part != "kv_cache"
+    uses = []
+    for part in stored:
+        use = target.use(part, runtime)
+        floats = left == "emulated" and part.part != "kv_cache"
         source = f"the {step.name} holds the values that codes stand for" if floats else use.source
-        taken.append(StoredUse(each, "emulated" if floats else use.state, source))
-    return Reader(step.name, runtime, taken)
+        uses.append(StoredUse(part, "emulated" if floats else use.state, source))
+    return Reader(step.name, runtime, uses)

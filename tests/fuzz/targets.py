@@ -505,13 +505,13 @@ def _nightly_example(folder: Path) -> Path:
 
 
 def _prices(folder: Path) -> None:
-    from quantkit.planning.serving.prices import Prices
+    from quantkit.planning.cost import Prices
 
     Prices.load(folder / "prices.yaml")
 
 
 def _prices_example(folder: Path) -> Path:
-    import quantkit.planning.serving as here
+    import quantkit.planning as here
     from quantkit import content
 
     path = folder / "prices.yaml"

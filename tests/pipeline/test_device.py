@@ -27,8 +27,7 @@ from quantkit.pipeline.blocks import prepared, quantize
 from quantkit.pipeline.blocks.opened import Prepared, fingerprint
 from quantkit.pipeline.blocks.work import PassRun, work
 from quantkit.pipeline.compile import opened
-from quantkit.planning.compiling import CompileSpec
-from quantkit.planning.device_fit import USABLE, fit
+from quantkit.planning.compiling import USABLE, CompileSpec, fit
 from quantkit.recipe import Recipe
 
 GIB = 2**30

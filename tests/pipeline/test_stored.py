@@ -11,7 +11,7 @@ from quantkit.bundle import Bundle
 from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.storage import Storage
-from quantkit.planning.stored import storage
+from quantkit.planning.memory import storage
 from quantkit.recipe import Recipe
 
 

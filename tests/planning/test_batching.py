@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference import plain_batching
 
 from quantkit.errors import InputError
-from quantkit.planning.serving.batching import Server, TimeGrid, run
+from quantkit.planning.batching import Server, TimeGrid, run
 
 CONSTANT = TimeGrid([1], [1], [[0.25]])
 # all values and slopes are sums of powers of two, so that every order of adding up gives the same bits

@@ -324,9 +324,9 @@ def test_nothing_heavy_is_imported_to_read_store_and_hold_a_model() -> None:
     code = """
 import sys
 from quantkit.model.sizes import configs
-from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
-from quantkit.planning.bound.roofline import RooflineProduct
-from quantkit.planning.stored import storage
+from quantkit.planning.memory import Footprint, cache_of, taken_by
+from quantkit.planning.roofline import RooflineProduct
+from quantkit.planning.memory import storage
 from quantkit.recipe import Recipe
 models = {name: configs.read(name) for name in configs.shipped_names()}
 found = storage(models["deepseek-v3"], Recipe.load("awq-int4"))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.serving.cost import RequestTime, against_api, against_cloud, bill, energy, owned, rented, running
-from quantkit.planning.serving.prices import Prices
+from quantkit.planning.cost import Prices, RequestTime, against_api, against_cloud, bill, energy, owned, rented, running
 
 DATED = {"date": "2026-01-02", "source": "a page"}
 TODAY = datetime.date(2026, 1, 3)

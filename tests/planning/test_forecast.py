@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
-from quantkit.planning.bound.efficiency import Sample
-from quantkit.planning.bound.forecast import Served
-from quantkit.planning.bound.roofline import Cache, ModelStep, RooflineProduct
+from quantkit.planning.efficiency import Sample
+from quantkit.planning.forecast import Served
+from quantkit.planning.roofline import Cache, ModelStep, RooflineProduct
 from quantkit.target import Target
 
 UP, DOWN = Matrix("model.layers.0.up_proj", N=1024, K=256), Matrix("model.layers.0.down_proj", N=256, K=1024)

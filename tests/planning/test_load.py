@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.serving import load
-from quantkit.planning.serving.batching import Server, TimeGrid, run
-from quantkit.planning.serving.load import QUANTILES, capacity, simulate
-from quantkit.planning.serving.traffic import RequestKind, Traffic
+from quantkit.planning import load
+from quantkit.planning.batching import Server, TimeGrid, run
+from quantkit.planning.load import QUANTILES, capacity, simulate
+from quantkit.planning.traffic import RequestKind, Traffic
 from quantkit.stats.clustered import student
 
 ONE = [RequestKind(1000, 1)]

@@ -8,9 +8,8 @@ import pytest
 
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
-from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
-from quantkit.planning.bound.roofline import RooflineProduct
-from quantkit.planning.stored import storage
+from quantkit.planning.memory import Footprint, cache_of, storage, taken_by
+from quantkit.planning.roofline import RooflineProduct
 from quantkit.recipe import Recipe
 from quantkit.scheme import CacheScheme
 

@@ -12,7 +12,7 @@ import pytest
 from quantkit import content
 from quantkit.errors import InputError
 from quantkit.model.sizes import configs
-from quantkit.planning.serving.prices import STALE, Prices
+from quantkit.planning.cost import STALE, Prices
 
 DATED = {"date": "2026-01-02", "source": "a page"}
 OFFER = {"device": "h100", "provider": "A", "per_hour": 2.0, **DATED}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.bound.forecast import TimedStep
-from quantkit.planning.bound.roofline import Bound, ModelStep
+from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import PlannedBatch, PlannedMemory, PlannedRecipe, Workload, recommend
-from quantkit.planning.serving.traffic import traffic
+from quantkit.planning.roofline import Bound, ModelStep
+from quantkit.planning.traffic import traffic
 
 WORK = Workload([1, 8], prompt=100, output=10, context=110, traffic=traffic(prompt=100, output=10, rate=2.0))
 

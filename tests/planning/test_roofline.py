@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.model.sizes.architecture import Architecture, Attention, BlockShapes, Matrix
-from quantkit.planning.bound.roofline import (
+from quantkit.planning.roofline import (
     Bound,
     Cache,
     ModelStep,

@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.formats import stored_bits
 from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
-from quantkit.planning.bound.roofline import compute_type, products
+from quantkit.planning.roofline import compute_type, products
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Target
 

@@ -17,7 +17,7 @@ from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.storage import Storage
-from quantkit.planning.stored import storage
+from quantkit.planning.memory import storage
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 

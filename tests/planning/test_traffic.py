@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.serving.traffic import RequestKind, Traffic, kinds_of, traffic, traffic_of
+from quantkit.planning.traffic import RequestKind, Traffic, kinds_of, traffic, traffic_of
 
 
 def test_shares_of_the_batches_add_up_to_one_or_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.planning.serving.batching import Server
+from quantkit.planning.batching import Server
 
 
 @dataclass

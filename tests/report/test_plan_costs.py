@@ -12,10 +12,9 @@ import planned
 import pytest
 
 from quantkit.planning.compiling import Compiling, Disk
+from quantkit.planning.cost import Prices, RequestTime, bill
+from quantkit.planning.load import Load
 from quantkit.planning.outlook import Outlook, PlannedRecipe
-from quantkit.planning.serving.cost import RequestTime, bill
-from quantkit.planning.serving.load import Load
-from quantkit.planning.serving.prices import Prices
 from quantkit.report.kit import html
 from quantkit.report.kit.screen import write
 from quantkit.report.plan import costs as plan_costs

@@ -70,7 +70,7 @@ def tax(
     from quantkit.bundle.disk import check_place
     from quantkit.measurement.rows import write_rows
     from quantkit.pipeline.tax import Question, batch_range, measure_tax, prepare, record
-    from quantkit.planning.serving.traffic import traffic_of
+    from quantkit.planning.traffic import traffic_of
     from quantkit.report.kit import html as pages
     from quantkit.report.kit.tree import Code
     from quantkit.report.taxed import document

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.rows import Interval, Row
-from quantkit.planning.bound import steps
+from quantkit.planning import efficiency
 
 Array = NDArray[Any]
 Shape = tuple[float, float, float]
@@ -95,13 +95,13 @@ class StepCost:
         inside = self.weights(batch * tokens) - self.float_bytes + batch * tokens * self.io_bytes_per_token
         flops = batch * (tokens * self.flops_per_token + self.head_flops - self.float_head_flops)
         parts = [
-            (steps.named(self.format, self.compute), inside, flops, self.compute),
+            (efficiency.named(self.format, self.compute), inside, flops, self.compute),
             (
-                steps.named(steps.floats(self.attention), self.attention),
+                efficiency.named(efficiency.floats(self.attention), self.attention),
                 *(self.float_bytes, batch * self.float_head_flops, self.attention),
             ),
             (
-                steps.ATTENTION,
+                efficiency.ATTENTION,
                 batch * (context + tokens) * self.kv_bytes_per_token,
                 batch * _looked_at(tokens, context) * self.attention_flops,
                 self.attention,
@@ -109,7 +109,7 @@ class StepCost:
         ]
         if limits.read is None or any(work and kind not in limits.compute for _, _, work, kind in parts):
             return None
-        return steps.together(
+        return efficiency.together(
             (what, moved / limits.read, work / limits.compute[kind] if work else 0.0)
             for what, moved, work, kind in parts
         )

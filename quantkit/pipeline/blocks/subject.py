@@ -38,7 +38,7 @@ from quantkit.pipeline.measure import quick_times
 from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.subject import Engines, Scores
-from quantkit.planning.bound import efficiency
+from quantkit.planning import efficiency
 from quantkit.planning.compiling import WHOLE, Compiling, timed
 from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime

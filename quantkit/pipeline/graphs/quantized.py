@@ -29,7 +29,7 @@ from quantkit.passes import NOTE, decision
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.prepared import PreparedGraph
 from quantkit.pipeline.progress import Progress
-from quantkit.planning.compiling import Compiling, GraphSpec
+from quantkit.planning.compiling import Compiling, Disk
 from quantkit.planning.support import graph_schemes
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from quantkit.graph.run import Feed, Runner
     from quantkit.scheme import WeightScheme
 
+# of a compile: what Python with torch and ONNX Runtime takes; how often the weights are in memory: the file, the graph,
+# a clone, and a session of it; how often what inner tensors hold of a feed
+_INTERPRETER, _COPIES, _HELD = 0.7e9, 5, 3
+# bytes of a node in a file; of a product's quantizers and names; of its step: a line of the journal, a file's head
+_NODE, _SITE, _STEP = 200, 1500, 600
 
 T = TypeVar("T")
 
@@ -478,25 +483,32 @@ def _apart(found: Feed, expected: Feed) -> float:
 
 
 def estimate(prepared: PreparedGraph) -> Compiling:
-    """For a graph whose inputs were opened."""
-    return spec(prepared).compiling()
+    """Predict memory and disk of a compile from sizes, for a graph whose inputs were opened.
 
-
-def spec(prepared: PreparedGraph) -> GraphSpec:
-    """The compile in sizes."""
-    graph, sites, weights = prepared.graph.model.graph, prepared.sites, prepared.request.recipe.scheme.weights
+    All of it is one part, which holds of activations what is shown of one feed, or what products that are still to be
+    solved read of all samples.
+    """
+    graph, sites, scheme = prepared.graph.model.graph, prepared.sites, prepared.request.recipe.scheme.weights
+    inputs = sum(array.nbytes for data in (prepared.calib, prepared.scoring) for array in data.arrays.values())
+    samples = max(_HELD * (prepared.calib.batch or BATCH), min(SOLVING, len(prepared.calib)) / 2)
+    activations = 4.0 * prepared.cost.inner * samples
+    memory = {"codes": _INTERPRETER + _COPIES * prepared.graph.bytes + inputs + activations}
+    constants = (value.const_value for value in graph.initializers.values())
+    network = sum(value.nbytes for value in constants if value is not None) + _NODE * len(graph)
+    weights, scales = sizes(prepared)
+    if scheme is None or not weights:
+        return Compiling(memory, Disk(network, 0, 0))
     rows = sum(site.weight.shape[site.rows] for site in sites)
-    return GraphSpec(
-        bytes=prepared.graph.bytes,
-        stored=sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None),
-        nodes=len(graph),
-        inner=prepared.cost.inner,
-        products=len(sites),
-        weights=sum(site.weight.size for site in sites) if weights is not None else 0,
-        scales=rows if weights is not None and weights.granularity == "channel" else len(sites),
-        rows=rows,
-        solved=min(SOLVING, len(prepared.calib)),
-        together=prepared.calib.batch or BATCH,
-        inputs=sum(each.nbytes for data in (prepared.calib, prepared.scoring) for each in data.arrays.values()),
-        mixed=prepared.held is not None,
-    )
+    # codes are bytes, whatever they hold; of each row a scale and a sum of biases
+    bundle = network - 3 * weights + 12 * scales + _SITE * len(sites)
+    # in steps a second sum of biases, and where products may be kept, two more solves
+    step = weights + 4 * scales + 8 * rows + _STEP * len(sites)
+    return Compiling(memory, Disk(bundle, step if prepared.held is None else 3 * step, 0))
+
+
+def sizes(prepared: PreparedGraph) -> tuple[int, int]:
+    """Count the weights and the scales of the products that are quantized."""
+    sites, scheme = prepared.sites, prepared.request.recipe.scheme.weights
+    rows = sum(site.weight.shape[site.rows] for site in sites)
+    by_row = scheme is not None and scheme.granularity == "channel"
+    return sum(site.weight.size for site in sites), rows if by_row else len(sites)

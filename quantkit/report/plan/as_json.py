@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.planning.bound.forecast import TimedStep
+from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedMemory, PlannedRecipe
 from quantkit.report.plan import words as say
 

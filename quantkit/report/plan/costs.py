@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quantkit.planning.cost import Bill, RequestCost
+from quantkit.planning.load import METRICS
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
-from quantkit.planning.serving.cost import Bill, RequestCost
-from quantkit.planning.serving.load import METRICS
 from quantkit.report.kit import words
 from quantkit.report.kit.tree import Sheet
 from quantkit.report.plan import words as say

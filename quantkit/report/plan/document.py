@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quantkit.planning.bound.forecast import TimedStep
+from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
 from quantkit.report.kit import words
 from quantkit.report.kit.tree import (

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quantkit.planning.bound.forecast import TimedStep
+from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
 from quantkit.report.kit import words
 from quantkit.report.kit.axes import Form, log_axis, points_axis

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from quantkit import content
 from quantkit.model.sizes.architecture import Architecture
 from quantkit.model.source.alias import ALIASES
-from quantkit.planning.bound.forecast import TimedStep
+from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedMemory, PlannedRecipe, Rate, Workload
 from quantkit.report.kit import words
 from quantkit.report.kit.tree import Sheet

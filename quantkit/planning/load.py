@@ -1,4 +1,4 @@
-"""What users would wait for under a load of R requests a second: a queueing simulation with continuous batching.
+"""Waiting under a load of R requests a second: a queueing simulation with continuous batching.
 
     arrivals      Poisson: the gaps are exponential with mean 1/R
     served        by `batching.run`: what is not simulated is listed there; step times are whatever the server was given
@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.planning.serving.batching import Policy, Server, Trace, run, too_long
-from quantkit.planning.serving.traffic import Traffic
+from quantkit.planning.batching import Policy, Server, Trace, run, too_long
+from quantkit.planning.traffic import Traffic
 from quantkit.stats.clustered import Estimate
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -50,15 +50,13 @@ class Load:
     """A server under a load. Times in seconds.
 
     Args:
-        rate: requests a second that come.
-        capacity: requests a second that it can serve.
+        rate: requests a second that come; `capacity`: that it can serve.
         stable: whether the queue stays finite. Where it does not, the rest is what the full server does.
         growth: requests a second by which the queue grows; 0 where it is stable.
         ttft: time to first token, from arrival on: `mean`, `p50`, `p90`, `p99`; empty where unstable.
         tpot: time per output token after the first, of requests with more than one.
         latency: from arrival to the last token.
         tokens_per_second: of output.
-        prompt_tokens_per_second: of prompts.
         batch: sequences in a decode step on average.
         in_system: requests that wait or run, on average over time; None where unstable.
         busy: share of the time in which anything runs.
@@ -88,16 +86,16 @@ class Load:
 
     @property
     def load(self) -> float:
-        """The share of what the server could do that is asked of it; above 1 it is unstable."""
+        """Share of what the server could do that is asked of it; above 1 it is unstable."""
         return self.rate / self.capacity
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: percentiles as `{"value", "ci95"}`, absent ones as null."""
-        found = vars(self) | {"load": self.load, "notes": list(self.notes)}
+        """Return it for `--json`: percentiles as `{"value", "ci95"}`, absent ones as null."""
+        fields = vars(self) | {"load": self.load, "notes": list(self.notes)}
         for metric in METRICS:
-            several = getattr(self, metric).items()
-            found[metric] = {name: {"value": each.value, "ci95": each.ci95} for name, each in several} or None
-        return found
+            estimates = getattr(self, metric).items()
+            fields[metric] = {name: {"value": one.value, "ci95": one.ci95} for name, one in estimates} or None
+        return fields
 
 
 @dataclass(frozen=True)
@@ -110,9 +108,15 @@ class _Drawn:
     refused: float
     cut: float
 
-    def served(self, server: Server, rate: float) -> Trace:
-        """All of them, at a rate of their own."""
-        return run((self.arrivals / rate).tolist(), self.prompts, self.outputs, server)
+    @property
+    def notes(self) -> list[str]:
+        """What happened to requests before anything was served."""
+        notes = []
+        if self.refused:
+            notes.append(f"{self.refused:.1%} of the requests need more than the whole cache and are refused")
+        if self.cut:
+            notes.append(f"{self.cut:.1%} of the requests are cut to the longest context")
+        return notes
 
 
 def simulate(
@@ -142,73 +146,21 @@ def simulate(
     if requests < 100:
         raise InputError("load-invalid", where="requests", value=requests, rule="100 a run at least")
     most = capacity(server, traffic, limit=limit, seed=seed) if most is None else most
-    if rate >= most:
-        return _unstable(server, traffic, rate, most, rate - most, limit, seed, ())
-    least = max(requests, 5 * server.max_batch)
-    # a queue with one server forgets how it began in 1 / (1 - sqrt(load))^2 services
-    settles = 30 / (1 - math.sqrt(rate / most)) ** 2
-    drawn = [
-        _draw(server, traffic, int(min(max(least, settles), _PATIENCE * least)), (seed, which), limit)
-        for which in range(RUNS)
-    ]
-    traces = [each.served(server, rate) for each in drawn]
-    drift = float(np.mean([_drift(trace) for trace in traces]))
-    if drift > _DRIFT:
-        why = f"below the capacity, but of 100 requests {100 * drift:.0f} more come than go"
-        return _unstable(server, traffic, rate, most, drift * rate, limit, seed, [why])
-    times = [_times(trace) for trace in traces]
-    found = {name: _estimates([each[name] for each in times]) for name in METRICS}
-    notes = _notes(drawn[0])
-    if rate > _CROWDED * most:
-        notes.append(
-            f"at {rate / most:.0%} of the capacity single rushes decide: longer runs may show higher percentiles"
-        )
-    return Load(
-        rate,
-        most,
-        stable=True,
-        growth=0.0,
-        **found,
-        tokens_per_second=float(np.mean([_delivered(trace, trace.output) for trace in traces])),
-        prompt_tokens_per_second=float(np.mean([_delivered(trace, trace.prompt) for trace in traces])),
-        batch=sum(trace.decoded for trace in traces) / max(1, sum(trace.steps for trace in traces)),
-        in_system=float(np.mean([_in_system(trace) for trace in traces])),
-        busy=sum(trace.busy for trace in traces) / sum(trace.end - trace.arrival[0] for trace in traces),
-        refused=float(np.mean([each.refused for each in drawn])),
-        cut=float(np.mean([each.cut for each in drawn])),
-        policy=server.policy,
-        requests=sum(each["ttft"].size for each in times),
-        seed=seed,
-        notes=notes,
-    )
-
-
-def capacity(server: Server, traffic: Traffic, *, limit: int | None = None, seed: int = 0) -> float:
-    """Requests a second that a server sustains: those of a run in which all are there at the start.
-
-    Refused ones count among them: they cost nothing. It is a little less than the limit, since the batch fills at the
-    run's beginning and empties at its end.
-
-    Raises:
-        InputError: `request-too-long`, where no request fits the cache.
-    """
-    drawn, trace = _full(server, traffic, limit, seed)
-    return len(trace.arrival) / (1 - drawn.refused) / trace.end
-
-
-def _unstable(
-    server: Server,
-    traffic: Traffic,
-    rate: float,
-    most: float,
-    growth: float,
-    limit: int | None,
-    seed: int,
-    notes: Sequence[str],
-) -> Load:
-    """More comes than goes: what the full server does, and no percentile."""
-    drawn, trace = _full(server, traffic, limit, seed)
-    said = f"unstable: the queue grows by {growth:.3g} requests/s, so that no percentile exists"
+    why, growth = [], rate - most
+    if rate < most:
+        least = max(requests, 5 * server.max_batch)
+        # a queue with one server forgets how it began in 1 / (1 - sqrt(load))^2 services
+        settles = 30 / (1 - math.sqrt(rate / most)) ** 2
+        count = int(min(max(least, settles), _PATIENCE * least))
+        drawn = [_draw(server, traffic, count, (seed, which), limit) for which in range(RUNS)]
+        traces = [run((one.arrivals / rate).tolist(), one.prompts, one.outputs, server) for one in drawn]
+        drift = float(np.mean([_drift(trace) for trace in traces]))
+        if drift <= _DRIFT:
+            return _stable(drawn, traces, server, rate, most, seed)
+        why, growth = [f"below the capacity, but of 100 requests {100 * drift:.0f} more come than go"], drift * rate
+    # more comes than goes: what the full server does, and no percentile
+    full, trace = _full(server, traffic, limit, seed)
+    reason = f"unstable: the queue grows by {growth:.3g} requests/s, so that no percentile exists"
     return Load(
         rate,
         most,
@@ -222,33 +174,66 @@ def _unstable(
         batch=trace.decoded / max(1, trace.steps),
         in_system=None,
         busy=1.0,
-        refused=drawn.refused,
-        cut=drawn.cut,
+        refused=full.refused,
+        cut=full.cut,
         policy=server.policy,
         requests=len(trace.arrival),
         seed=seed,
-        notes=[said, *notes, *_notes(drawn)],
+        notes=[reason, *why, *full.notes],
     )
 
 
-def _notes(drawn: _Drawn) -> list[str]:
-    """What happened to requests before anything was served."""
-    notes = []
-    if drawn.refused:
-        notes.append(f"{drawn.refused:.1%} of the requests need more than the whole cache and are refused")
-    if drawn.cut:
-        notes.append(f"{drawn.cut:.1%} of the requests are cut to the longest context")
-    return notes
+def _stable(
+    drawn: Sequence[_Drawn], traces: Sequence[Trace], server: Server, rate: float, most: float, seed: int
+) -> Load:
+    times = [_times(trace) for trace in traces]
+    estimates = {name: _estimates([one[name] for one in times]) for name in METRICS}
+    notes = drawn[0].notes
+    if rate > _CROWDED * most:
+        notes.append(
+            f"at {rate / most:.0%} of the capacity single rushes decide: longer runs may show higher percentiles"
+        )
+    return Load(
+        rate,
+        most,
+        stable=True,
+        growth=0.0,
+        **estimates,
+        tokens_per_second=float(np.mean([_delivered(trace, trace.output) for trace in traces])),
+        prompt_tokens_per_second=float(np.mean([_delivered(trace, trace.prompt) for trace in traces])),
+        batch=sum(trace.decoded for trace in traces) / max(1, sum(trace.steps for trace in traces)),
+        in_system=float(np.mean([_in_system(trace) for trace in traces])),
+        busy=sum(trace.busy for trace in traces) / sum(trace.end - trace.arrival[0] for trace in traces),
+        refused=float(np.mean([one.refused for one in drawn])),
+        cut=float(np.mean([one.cut for one in drawn])),
+        policy=server.policy,
+        requests=sum(one["ttft"].size for one in times),
+        seed=seed,
+        notes=notes,
+    )
+
+
+def capacity(server: Server, traffic: Traffic, *, limit: int | None = None, seed: int = 0) -> float:
+    """Count the requests a second that a server sustains: those of a run in which all are there at the start.
+
+    Refused ones count among them: they cost nothing. It is a little less than the limit, since the batch fills at the
+    run's beginning and empties at its end.
+
+    Raises:
+        InputError: `request-too-long`, where no request fits the cache.
+    """
+    drawn, trace = _full(server, traffic, limit, seed)
+    return len(trace.arrival) / (1 - drawn.refused) / trace.end
 
 
 def _full(server: Server, traffic: Traffic, limit: int | None, seed: int) -> tuple[_Drawn, Trace]:
-    """A run in which all are there at the start."""
+    """Run requests that are all there at the start."""
     drawn = _draw(server, traffic, max(4 * REQUESTS, 20 * server.max_batch), (seed, 0), limit)
     return drawn, run([0.0] * len(drawn.prompts), drawn.prompts, drawn.outputs, server)
 
 
 def _draw(server: Server, traffic: Traffic, count: int, seed: tuple[int, int], limit: int | None) -> _Drawn:
-    """The requests of one run; the first of them are the same for every rate and server."""
+    """Draw the requests of one run; the first of them are the same for every rate and server."""
     arriving, long = (np.random.default_rng([*seed, which]) for which in (0, 1))
     arrivals = np.cumsum(arriving.exponential(1.0, count))
     prompts, outputs, cut = traffic.draw(count, long, limit)
@@ -268,7 +253,7 @@ def _measured(trace: Trace) -> slice:
 def _times(trace: Trace) -> dict[str, NDArray[Any]]:
     """Seconds of each measured request by metric; `tpot` of those with more than one token."""
     which = _measured(trace)
-    arrival, first, finish = (np.asarray(each)[which] for each in (trace.arrival, trace.first, trace.finish))
+    arrival, first, finish = (np.asarray(times)[which] for times in (trace.arrival, trace.first, trace.finish))
     after = np.asarray(trace.output)[which] - 1
     several = after > 0
     return {
@@ -280,10 +265,11 @@ def _times(trace: Trace) -> dict[str, NDArray[Any]]:
 
 def _estimates(runs: Sequence[NDArray[Any]]) -> dict[str, Estimate]:
     """Mean and percentiles over all runs, each with its interval; empty where a run measured nothing."""
-    if not all(each.size for each in runs):
+    if not all(times.size for times in runs):
         return {}
     every = np.concatenate(runs)
-    values, *own = (np.array([each.mean(), *np.quantile(each, list(QUANTILES.values()))]) for each in (every, *runs))
+    quantiles = list(QUANTILES.values())
+    values, *own = (np.array([times.mean(), *np.quantile(times, quantiles)]) for times in (every, *runs))
     errors = np.sqrt(np.sum(np.log(np.array(own) / values) ** 2, axis=0) / (len(runs) - 1) / len(runs))
     return {
         name: Estimate(

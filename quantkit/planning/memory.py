@@ -1,4 +1,4 @@
-"""What a model takes while it runs, on each of the devices that share it: what fits, and what does not.
+"""Bytes of a model: as a recipe stores it, and as it runs, on each of the devices that share it.
 
     weights      what the runtime holds of each linear, split over the devices; tables likewise; norms on each
     cache        batch · Σ over layers of min(context, window) · bytes of a token's keys and values
@@ -19,14 +19,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from quantkit.errors import InputError
+from quantkit.exporters import load_exporter, unheld
 from quantkit.formats import load_format
 from quantkit.model.sizes.architecture import Architecture, Attention, BlockShapes, Matrix
-from quantkit.model.sizes.storage import WIDTHS
-from quantkit.planning.bound.roofline import Cache, RooflineProduct
-from quantkit.scheme import CacheScheme
+from quantkit.model.sizes.assigned import ROLES, Assigned, assign_sizes
+from quantkit.model.sizes.storage import WIDTHS, LaidOver, Storage, StoredLinear
+from quantkit.passes import pass_of
+from quantkit.planning.roofline import Cache, RooflineProduct
+from quantkit.recipe import Recipe
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # tokens of prompts that servers run at once, unless they are told otherwise
 CHUNK = 8192
@@ -37,9 +42,74 @@ _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 _MOST = 1 << 22
 
 
+def storage(architecture: Architecture, recipe: Recipe, export: str | None = None) -> Storage:
+    """Predict what a recipe makes of a model's weights: it is laid over their sizes, and the exporter counts.
+
+    Args:
+        export: one of its exports; the first of them by default.
+
+    Raises:
+        InputError: what a compile would refuse: `override-unmatched`, `keep-unmatched`, `group-indivisible`,
+            `format-unsupported`, `nothing-to-quantize`, and what the exporter does; `export-unknown`, one that the
+            recipe has not.
+    """
+    steps = {step.name: step for step in recipe.export}
+    chosen = export or next(iter(steps))
+    if chosen not in steps:
+        raise InputError("export-unknown", where=recipe.name, value=chosen, rule=f"it exports {', '.join(steps)}")
+    exporter = load_exporter(chosen)
+    if exporter.classes and architecture.class_name and architecture.class_name not in exporter.classes:
+        rule = f"`{chosen}` is written of {', '.join(exporter.classes)}"
+        raise unheld(architecture.name, architecture.class_name, rule, f"leave `{chosen}` out of `export`")
+    laid, assigned = _laid_over(architecture, recipe)
+    stored = exporter.storage(steps[chosen].settings, laid)
+    shared = architecture.tied and assigned.head is None
+    return replace(stored, shared=shared, decisions=[*assigned.decisions, *stored.decisions])
+
+
+def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[LaidOver, Assigned]:
+    """Lay a recipe over a model, and tell which linear is stored how."""
+    matrices = {matrix.name: matrix for matrix in architecture.inside()}
+    names = _names(matrices, recipe)
+    head, assigned = architecture.head, assign_sizes(recipe, architecture, names)
+    # experts one by one become an entry for each way in which they are stored
+    kinds: Counter[tuple[str, WeightScheme | None, ActivationScheme | None]] = Counter()
+    for name, matrix in names.items():
+        key = (matrix.name, assigned.schemes.get(name), assigned.activations.get(name))
+        kinds[key] += matrix.count if name == matrix.name else 1
+    linears = []
+    for (name, scheme, inputs), count in kinds.items():
+        matrix = matrices[name]
+        # tokens go to each of an entry's experts equally often
+        active = max(1, round(matrix.active * count / matrix.count))
+        linears.append(StoredLinear(replace(matrix, count=count, active=active), scheme, inputs))
+    linears += [StoredLinear(matrix) for matrix in matrices.values() if matrix.router]
+    last = StoredLinear(head, assigned.schemes.get(head.name)) if head is not None else None
+    moved = any("moved" in pass_of(step).ensures for step in recipe.passes)
+    return LaidOver(architecture, linears, last, recipe.scheme.kv_cache, moved), assigned
+
+
+def _names(matrices: Mapping[str, Matrix], recipe: Recipe) -> dict[str, Matrix]:
+    """Linear by its name in a compile -> its entry; experts one by one only where globs could tell them apart."""
+    globs = [glob for glob in (*recipe.keep, *(change.match for change in recipe.overrides)) if glob not in ROLES]
+    names: dict[str, Matrix] = {}
+    for name, matrix in matrices.items():
+        if matrix.router:
+            continue  # a parameter, which no recipe names
+        before, place, after = name.partition(".*.")
+        if globs and place:
+            names |= {f"{before}.{number}.{after}": matrix for number in range(matrix.count)}
+        else:
+            names[name] = matrix
+    return names
+
+
+# --- while it runs ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class RuntimeMemory:
-    """What a runtime takes of a device besides the model.
+    """Bytes that a runtime takes of a device besides the model.
 
     Args:
         bytes: of one that serves alone; `several`: of each that serve together.
@@ -63,14 +133,14 @@ RUNTIMES: Mapping[str, RuntimeMemory] = {
 
 
 def taken_by(runtime: str, kind: str) -> RuntimeMemory:
-    """What a runtime takes on a `gpu` or `cpu`; on a CPU nothing is reckoned, and that is said."""
+    """Tell what a runtime takes on a `gpu` or `cpu`; on a CPU nothing is reckoned, and that is said."""
     if kind == "cpu":
         return RuntimeMemory(0.0, 0.0, 1.0, "nothing, though the program itself takes a few hundred MB")
     return RUNTIMES.get(runtime, _CONTEXT)
 
 
 def cache_of(scheme: CacheScheme | None, dtype: str) -> Cache:
-    """How keys and values are kept.
+    """Describe how keys and values are kept.
 
     Args:
         scheme: of a recipe; None: as they come.
@@ -97,7 +167,6 @@ class Footprint:
 
     Args:
         products: its linears as the runtime holds them, the head's too.
-        cache: of keys and values.
         width: bytes of an element of activations, norms and tables.
         shared: whether the head reads the table of tokens.
         capacity: bytes of a device; None: nothing is bounded.
@@ -122,14 +191,16 @@ class Footprint:
     _known: dict[int, dict[str, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def parts(self, batch: int, context: int, *, prompt: int | None = None, devices: int = 1) -> dict[str, float]:
-        """Bytes on each device: `weights`, `embeddings`, `others`, `cache`, `activations`, `logits`, `runtime`.
+        """Count bytes on each device: `weights`, `embeddings`, `others`, `cache`, `activations`, `logits`, `runtime`.
 
         Args:
             context: tokens of each, prompt and output.
             prompt: those that come in; the whole context by default.
         """
+        if devices not in self._known:
+            self._known[devices] = self._weights(devices)
         return {
-            **self._weights(devices),
+            **self._known[devices],
             "cache": self.cache_bytes(batch, context, devices=devices),
             "activations": self._activations(batch, prompt or context, devices),
             "logits": float(self._logits(batch)),
@@ -137,15 +208,15 @@ class Footprint:
         }
 
     def cache_bytes(self, batch: int, context: int, *, devices: int = 1) -> float:
-        """Of keys and values on each device; an encoder keeps none."""
-        found = 0.0
+        """Count the bytes of keys and values on each device; an encoder keeps none."""
+        total = 0.0
         if self.architecture.kind != "decoder":
-            return found
+            return total
         for attention, count in self._attentions.items():
             tokens = context if attention.window is None else min(context, attention.window)
             share = 1.0 if attention.kind == "latent" else -(-attention.kv_heads // devices) / attention.kv_heads
-            found += count * tokens * share * self.cache.bytes(attention)
-        return batch * found
+            total += count * tokens * share * self.cache.bytes(attention)
+        return batch * total
 
     @property
     def cache_per_token(self) -> float:
@@ -153,24 +224,24 @@ class Footprint:
         return self.cache_bytes(1, 1)
 
     def fits(self, batch: int, context: int, *, prompt: int | None = None, devices: int = 1) -> bool:
-        """Whether all parts have room on a device."""
+        """Tell whether all parts have room on a device."""
         if self.capacity is None:
             return True
         needed = sum(self.parts(batch, context, prompt=prompt, devices=devices).values())
         return needed <= self.capacity * self.runtime.share
 
     def largest_batch(self, context: int, *, prompt: int | None = None, devices: int = 1) -> int | None:
-        """Sequences of so many tokens that fit; 0 where none does, None where nothing bounds them."""
+        """Count the sequences of so many tokens that fit; 0 where none does, None where nothing bounds them."""
         return self._most(lambda batch: self.fits(batch, context, prompt=prompt, devices=devices))
 
     def largest_context(self, batch: int, *, devices: int = 1) -> int | None:
-        """Tokens of each of so many sequences that fit, as far as the model goes; 0 where none does."""
+        """Count the tokens of each of so many sequences that fit, as far as the model goes; 0 where none does."""
         limit = self.architecture.max_context
-        found = self._most(lambda context: self.fits(batch, context, devices=devices), limit or _MOST)
-        return limit if found is None else found
+        most = self._most(lambda context: self.fits(batch, context, devices=devices), limit or _MOST)
+        return limit if most is None else most
 
     def needed(self, batch: int, context: int, *, prompt: int | None = None, most: int = 64) -> int | None:
-        """The fewest devices, a power of two, that hold it; None where as many as `most` do not."""
+        """Count the fewest devices, a power of two, that hold it; None where as many as `most` do not."""
         devices = 1
         while devices <= most:
             if not self.why_not(devices) and self.fits(batch, context, prompt=prompt, devices=devices):
@@ -179,7 +250,7 @@ class Footprint:
         return None
 
     def why_not(self, devices: int) -> str:
-        """Why so many devices cannot share the model; "" where they can."""
+        """Say why so many devices cannot share the model; "" where they can."""
         for attention in self._attentions:
             if attention.heads % devices:
                 return f"{attention.heads} heads are not shared evenly"
@@ -197,14 +268,7 @@ class Footprint:
                 return f"{matrix.name}: a share of {length // devices} is not in groups of {group}"
         return ""
 
-    # --- parts --------------------------------------------------------------------------------------------------------
-
     def _weights(self, devices: int) -> dict[str, float]:
-        if devices not in self._known:
-            self._known[devices] = self._reckoned(devices)
-        return self._known[devices]
-
-    def _reckoned(self, devices: int) -> dict[str, float]:
         weights = 0.0
         for product in self.products:
             matrix = product.matrix
@@ -223,11 +287,11 @@ class Footprint:
         return head is not None and matrix.name == head.name
 
     def _share(self, matrix: Matrix, devices: int) -> float:
-        """Of a linear on each device."""
+        """Share of a linear that each device holds."""
         if matrix.router or matrix.name.endswith(_WHOLE):
             return 1.0
         if _repeated(matrix):
-            heads = next((each.kv_heads for each in self._attentions), 1)
+            heads = next((attention.kv_heads for attention in self._attentions), 1)
             return -(-heads // devices) / heads
         return 1.0 / devices
 

@@ -65,21 +65,21 @@ class TimeGrid:
     def of(
         cls, function: Callable[[float, float], float], rows: Sequence[float], contexts: Sequence[float]
     ) -> TimeGrid:
-        """A function of (row, context), taken at each point."""
+        """Tabulate a function of (row, context)."""
         return cls(rows, contexts, [[function(row, context) for context in contexts] for row in rows])
 
     def line(self, row: float, context: float) -> tuple[float, float, float]:
-        """Seconds there, seconds for each token of context more, and the context up to which that holds."""
-        known = self._known.get(row)
-        if known is None:
-            known = self._known[row] = self._pieces(row)
+        """Return seconds, seconds for each token of context more, and the context up to which that holds."""
+        if row not in self._known:
+            self._known[row] = self._pieces(row)
+        known = self._known[row]
         index = bisect_right(self.contexts, context, 1, len(known)) - 1 if len(known) > 1 else 0
         value, slope = known[index]
         end = self.contexts[index + 1] if index + 1 < len(known) else math.inf
         return value + slope * (context - self.contexts[index]), slope, end
 
     def at(self, row: float, context: float) -> float:
-        """Seconds."""
+        """Return the seconds."""
         return self.line(row, context)[0]
 
     def _pieces(self, row: float) -> list[tuple[float, float]]:
@@ -93,10 +93,8 @@ class TimeGrid:
             values = [low + part * (high - low) for low, high in zip(near, far, strict=True)]
         if len(values) == 1:
             return [(values[0], 0.0)]
-        return [
-            (values[at], (values[at + 1] - values[at]) / (self.contexts[at + 1] - self.contexts[at]))
-            for at in range(len(values) - 1)
-        ]
+        points = pairwise(zip(self.contexts, values, strict=True))
+        return [(value, (after - value) / (end - start)) for (start, value), (end, after) in points]
 
 
 @dataclass(frozen=True)
@@ -107,10 +105,8 @@ class Server:
         prefill: P(tokens, context): seconds of a step of prompts; context is what its tokens look at on average, which
             for a whole prompt of n is (n + 1) / 2.
         decode: D(sequences, context): seconds of a step that gives each sequence a token.
-        cache_tokens: tokens that the cache holds, of all sequences together.
-        max_batch: sequences that run at once.
+        cache_tokens: of all sequences together, of which `max_batch` run at once.
         chunk: tokens of a step at most; with `prefill-first` a longer prompt is still computed whole.
-        policy: see the module.
 
     Raises:
         InputError: `server-invalid`.
@@ -159,10 +155,10 @@ class Server:
 
         def prefill(tokens: float, context: float) -> float:
             # as many prompts of one length as look at so much on average; a single one that comes after others
-            each = max(1, min(round(tokens), round(2 * context - 1)))
-            several = max(1, round(tokens / each))
-            past = max(0, round(context - (each + 1) / 2))
-            return seconds(several, each, past) * tokens / (several * each)
+            length = max(1, min(round(tokens), round(2 * context - 1)))
+            several = max(1, round(tokens / length))
+            past = max(0, round(context - (length + 1) / 2))
+            return seconds(several, length, past) * tokens / (several * length)
 
         most = max(chunk, longest if policy == "prefill-first" else 0)
         return cls(
@@ -182,16 +178,12 @@ def _doubling(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened to each request, in seconds from the start; sequences of one length, in order of arrival.
+    """Course of a run, in seconds from its start; sequences have an entry for each request, in order of arrival.
 
     Args:
-        arrival: when it came.
-        first: when its first token was there.
-        finish: when its last was.
-        output: tokens it was given.
+        first: when its first token was there; `finish`: when its last was.
         busy: seconds in which anything ran.
-        steps: decode steps.
-        decoded: tokens that they gave; each request's first comes with its prefill.
+        steps: decode steps; `decoded`: tokens that they gave; each request's first comes with its prefill.
         prefilled: tokens of prompts.
         peak_cache: the most tokens that were reserved at a time.
     """
@@ -209,7 +201,7 @@ class Trace:
 
     @property
     def end(self) -> float:
-        """When the last one was done."""
+        """Time when the last one was done."""
         return max(self.finish, default=0.0)
 
 
@@ -243,12 +235,12 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
         if not batch and part < 0 and arrivals[head] > now:
             now = arrivals[head]
         budget = server.chunk - batch if chunked else server.chunk
-        tokens = pairs = given = 0
+        tokens = pairs = share = 0
         joining: list[int] = []
         if part >= 0:
-            tokens = given = min(left, budget)
-            pairs = _pairs(prompts[part] - left, given)
-            if given == left:
+            tokens = share = min(left, budget)
+            pairs = _pairs(prompts[part] - left, share)
+            if share == left:
                 joining.append(part)
                 part = -1
         while (
@@ -259,11 +251,11 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
             and reserved + need[head] <= server.cache_tokens
             and (tokens < budget if chunked else not tokens or tokens + prompts[head] <= budget)
         ):
-            given = min(prompts[head], budget - tokens) if chunked else prompts[head]
-            tokens += given
-            pairs += _pairs(0, given)
+            share = min(prompts[head], budget - tokens) if chunked else prompts[head]
+            tokens += share
+            pairs += _pairs(0, share)
             reserved += need[head]
-            if given == prompts[head]:
+            if share == prompts[head]:
                 joining.append(head)
             else:
                 part, left = head, prompts[head]
@@ -278,7 +270,7 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
             context = pairs / tokens
             seconds, growth, end = prefill.line(tokens + batch if chunked else tokens, context)
             slope = growth * tokens
-            alike = 1 if joining or part < 0 else min(alike, (left - 1) // given)
+            alike = 1 if joining or part < 0 else min(alike, (left - 1) // share)
             if end < math.inf:
                 alike = min(alike, int((end - context) / tokens) + 1)
         if advances:
@@ -297,7 +289,7 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
         busy += took
         prefilled += alike * tokens
         if part >= 0:
-            left -= alike * given
+            left -= alike * share
         if advances:
             steps += alike
             decoded += alike * batch
@@ -321,7 +313,7 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
 
 
 def too_long(tokens: int, cache_tokens: int) -> InputError:
-    """The error for a request that could not run even alone."""
+    """Make the error for a request that could not run even alone."""
     return InputError(
         "request-too-long",
         where="cache",

@@ -1,4 +1,4 @@
-"""The least time of a step: each operation by what it must move and compute, on a target's own figures.
+"""Bounds of steps: each operation by what it must move and compute, on a target's own figures.
 
     R = max(bytes / β, operations / π)        of one operation; a step's bound is the sum over its operations
     bytes of a linear        weights with scales and zeros once, its input and output for each row
@@ -26,12 +26,29 @@ from typing import Literal, cast
 
 from quantkit.formats import stored_bits
 from quantkit.model.sizes.architecture import Architecture, Attention, Matrix
-from quantkit.planning.bound import steps
+from quantkit.planning import efficiency
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import ComputeType, Stored, Target
 
+Limit = Literal["memory", "compute"]
 # name, format, bytes, those of them that are stored, operations, what in
 _Work = tuple[str, str, float, float, float, ComputeType]
+# bytes of an element of the target's own floats, and their format
+WIDTH: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+FLOATS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# what products of such inputs are done in
+_COMPUTE: Mapping[str, ComputeType] = {
+    "int8": "int8",
+    "int7": "int8",
+    "int4": "int4",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e4m3",
+    "mxfp8": "fp8_e4m3",
+    "mxfp4": "fp4",
+    "nvfp4": "fp4",
+}
+# MatMulNBits quantizes its inputs to 8 bits at this accuracy level
+_LEVEL = 4
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,6 @@ class RooflineProduct:
 
     Args:
         bytes: read for one of its `count`, scales and zeros included.
-        format: of its weights: `int4`.
         compute: what its multiplications are done in; `fp16` for weights that are expanded on the way.
         width: bytes of an element that goes in or out.
     """
@@ -54,10 +70,10 @@ class RooflineProduct:
 
 @dataclass(frozen=True)
 class ModelStep:
-    """What is asked for at once.
+    """A step of a model.
 
     Args:
-        tokens: new ones of each: 1 in decoding, the prompt in prefill.
+        tokens: new ones of each sequence: 1 in decoding, the prompt in prefill.
         context: tokens of each that are in the cache already.
     """
 
@@ -81,13 +97,13 @@ class Op:
     """One operation of a step, with those of other blocks that equal it.
 
     Args:
-        name: its last word: `q_proj`, `attention`, `lm_head`.
+        name: last word: `q_proj`, `attention`, `lm_head`.
         format: of its weights; the cache's for attention.
         bytes: moved by each.
-        stored: those of them that are weights, or keys and values: without what goes in and out.
+        stored: bytes of weights, or of keys and values: without what goes in and out.
         operations: of each; a multiplication with its addition counts two.
-        seconds: the bound of each; None where the target has no such figure.
-        limit: which roof it lies under.
+        seconds: bound of each; None where the target has no such figure.
+        limit: the roof that it lies under.
     """
 
     name: str
@@ -98,59 +114,58 @@ class Op:
     operations: float
     compute: ComputeType
     seconds: float | None
-    limit: Literal["memory", "compute"] | None
+    limit: Limit | None
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A step's operations, and their sum."""
+    """Operations of a step, and their sum."""
 
     step: ModelStep
     ops: Sequence[Op]
 
     @property
     def seconds(self) -> float | None:
-        """None as soon as one operation has no bound."""
-        found = [op.seconds for op in self.ops]
-        if any(each is None for each in found):
+        """Sum over the operations; None as soon as one has no bound."""
+        if any(op.seconds is None for op in self.ops):
             return None
         return sum((op.seconds or 0.0) * op.times for op in self.ops)
 
     @property
     def bytes(self) -> float:
-        """Moved in all."""
+        """Bytes moved in all."""
         return sum(op.bytes * op.times for op in self.ops)
 
     @property
     def operations(self) -> float:
-        """In all."""
+        """Operations in all."""
         return sum(op.operations * op.times for op in self.ops)
 
     def together(self, target: Target) -> float:
-        """The bound of the step as one piece, `max(bytes / β, operations / π)`: what measurements are set against.
+        """Bound the step as one piece, `max(bytes / β, operations / π)`: what measurements are set against.
 
         Never above `seconds`, in which no operation hides behind another.
         """
-        read = target.memory.read_bandwidth.number or float("inf")
-        computing = sum(
-            op.times * op.operations / (target.compute[op.compute].number or float("inf"))
-            for op in self.ops
-            if op.compute in target.compute
-        )
-        return max(self.bytes / read, computing)
+        computing = sum(seconds for _, _, seconds in self._parts(target))
+        return max(self.bytes / (target.memory.read_bandwidth.number or float("inf")), computing)
 
     def shares(self, target: Target) -> dict[str, tuple[float, float]]:
-        """What of the step is whose, on the target's figures, in the way that measured steps say it."""
+        """Split the step into seconds of (reading, computing) on the target's figures, as measured steps are split."""
+        return efficiency.together(self._parts(target))
+
+    def _parts(self, target: Target) -> list[tuple[str, float, float]]:
         read = target.memory.read_bandwidth.number or float("inf")
-        return steps.together(
+        return [
             (
-                steps.ATTENTION if op.name.startswith(steps.ATTENTION) else steps.named(op.format, op.compute),
+                efficiency.ATTENTION
+                if op.name.startswith(efficiency.ATTENTION)
+                else efficiency.named(op.format, op.compute),
                 op.times * op.stored / read,
                 op.times * op.operations / (target.compute[op.compute].number or float("inf")),
             )
             for op in self.ops
             if op.compute in target.compute
-        )
+        ]
 
     @property
     def memory_bound(self) -> bool:
@@ -160,16 +175,15 @@ class Bound:
 
     @property
     def missing(self) -> list[str]:
-        """The figures that the target lacks: `compute.fp16`."""
+        """Figures that the target lacks: `compute.fp16`."""
         return sorted({f"compute.{op.compute}" for op in self.ops if op.seconds is None})
 
 
 @dataclass(frozen=True)
 class Cache:
-    """How keys and values are kept.
+    """Form of keys and values.
 
     Args:
-        format: `float16`, `fp8_e4m3`, …
         bytes: of one token in one layer, by its attention.
     """
 
@@ -187,66 +201,61 @@ def bound(
     devices: int = 1,
     attention: ComputeType = "fp16",
 ) -> Bound:
-    """The bound of a step.
+    """Bound a step.
 
     Args:
         architecture: for its attention; linears that are not among `products` are left out.
         products: all linears that run, the head's too, as `alike` counts them.
-        target: its figures; `auto` ones count as missing.
+        target: its `auto` figures count as missing.
         devices: that share the work evenly; nothing is counted for what they tell each other.
         attention: what attention multiplies in.
     """
-    found: Counter[_Work] = Counter()
+    works: Counter[_Work] = Counter()
     head = architecture.head.name.rpartition(".")[2] if architecture.head is not None else None
     for product, times in products.items():
         # logits are wanted of the last token of each sequence alone
         rows = step.batch if product.matrix.name == head else step.rows
-        found[_linear(product, rows, devices)] += times
-    kinds = Counter(layer.attention for layer in architecture.layers if layer.attention is not None)
-    for each, times in kinds.items():
-        found[_attention(each, cache, step, devices, attention)] += times
+        works[_linear(product, rows, devices)] += times
+    for layer in architecture.layers:
+        if layer.attention is not None:
+            works[_attention(layer.attention, cache, step, devices, attention)] += 1
     ops = [
         Op(name, form, times, moved, stored, work, kind, *_roof(moved, work, kind, target))
-        for (name, form, moved, stored, work, kind), times in found.items()
+        for (name, form, moved, stored, work, kind), times in works.items()
     ]
     return Bound(step, ops)
 
 
 def alike(products: Iterable[RooflineProduct]) -> dict[RooflineProduct, int]:
-    """Linears that differ in nothing but their block, each with how often it occurs: a hundred blocks have a handful.
-
-    They go by the last word of their name.
-    """
-    found: Counter[RooflineProduct] = Counter()
+    """Count linears that differ in nothing but their block, by the last word of their name: there are a handful."""
+    counts: Counter[RooflineProduct] = Counter()
     for product in products:
         matrix = replace(product.matrix, name=product.matrix.name.rpartition(".")[2])
-        found[replace(product, matrix=matrix)] += 1
-    return dict(found)
+        counts[replace(product, matrix=matrix)] += 1
+    return dict(counts)
 
 
 def reached(matrix: Matrix, rows: int) -> float:
-    """How many of a linear's `count` a step of that many rows reads, on average over even routing."""
+    """Count how many of a linear's `count` a step of that many rows reads, on average over even routing."""
     if matrix.count == matrix.active:
         return float(matrix.count)
     return float(matrix.count * (1 - (1 - matrix.active / matrix.count) ** rows))
 
 
 def looked_at(attention: Attention, step: ModelStep) -> float:
-    """(query, key) pairs of one sequence in one layer."""
-    tokens, context = step.tokens, step.context
+    """Count the (query, key) pairs of one sequence in one layer."""
+    tokens, context, window = step.tokens, step.context, attention.window
     if not attention.causal:
         return float(tokens * (tokens + context))
-    window = attention.window
     if window is None or tokens + context <= window:
         return tokens * context + tokens * (tokens + 1) / 2
     # the first queries see all before them, the others a window
-    growing = max(0, window - context)
-    growing = min(growing, tokens)
+    growing = min(max(0, window - context), tokens)
     return growing * context + growing * (growing + 1) / 2 + (tokens - growing) * window
 
 
 def kept(attention: Attention, step: ModelStep) -> int:
-    """Tokens of one sequence whose keys and values a step reads."""
+    """Count the tokens of one sequence whose keys and values a step reads."""
     context = step.context if attention.window is None else min(step.context, attention.window - 1)
     return context + step.tokens
 
@@ -260,47 +269,26 @@ def _linear(product: RooflineProduct, rows: int, devices: int) -> _Work:
     return matrix.name, product.format, moved / devices, stored / devices, work / devices, product.compute
 
 
-def _attention(each: Attention, cache: Cache, step: ModelStep, devices: int, kind: ComputeType) -> _Work:
-    width = WIDTH.get(kind, 2)
-    tokens = kept(each, step)
-    if each.kind == "latent" and step.phase == "decode":
+def _attention(attention: Attention, cache: Cache, step: ModelStep, devices: int, kind: ComputeType) -> _Work:
+    if attention.kind == "latent" and step.phase == "decode":
         # queries are carried into the compressed space, where one vector serves all heads (arXiv:2405.04434, 2.1)
-        features = 2 * (each.latent or 0) + (each.rope_dim or 0)
+        features = 2 * (attention.latent or 0) + (attention.rope_dim or 0)
     else:
-        features = each.head_dim + each.value_dim
-    work = 2.0 * step.batch * looked_at(each, step) * each.heads * features
-    rows = step.rows * each.heads * (each.head_dim + each.value_dim) * width
-    stored = step.batch * tokens * cache.bytes(each)
-    return f"attention, {each.kind}", cache.format, (stored + rows) / devices, stored / devices, work / devices, kind
+        features = attention.head_dim + attention.value_dim
+    work = 2.0 * step.batch * looked_at(attention, step) * attention.heads * features
+    rows = step.rows * attention.heads * (attention.head_dim + attention.value_dim) * WIDTH.get(kind, 2)
+    stored = step.batch * kept(attention, step) * cache.bytes(attention)
+    name = f"attention, {attention.kind}"
+    return name, cache.format, (stored + rows) / devices, stored / devices, work / devices, kind
 
 
-def _roof(
-    moved: float, work: float, kind: ComputeType, target: Target
-) -> tuple[float | None, Literal["memory", "compute"] | None]:
+def _roof(moved: float, work: float, kind: ComputeType, target: Target) -> tuple[float | None, Limit | None]:
     read = target.memory.read_bandwidth.number
     rate = target.compute[kind].number if kind in target.compute else None
     if read is None or rate is None:
         return None, None
     reading, computing = moved / read, work / rate
     return max(reading, computing), "memory" if reading >= computing else "compute"
-
-
-# bytes of an element of the target's own floats
-WIDTH: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
-FLOATS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# what products of such inputs are done in
-_COMPUTE: Mapping[str, ComputeType] = {
-    "int8": "int8",
-    "int7": "int8",
-    "int4": "int4",
-    "fp8_e4m3": "fp8_e4m3",
-    "fp8_e5m2": "fp8_e4m3",
-    "mxfp8": "fp8_e4m3",
-    "mxfp4": "fp4",
-    "nvfp4": "fp4",
-}
-# MatMulNBits quantizes its inputs to 8 bits at this accuracy level
-_LEVEL = 4
 
 
 def products(
@@ -312,18 +300,25 @@ def products(
     *,
     accuracy_level: int | None = None,
 ) -> list[RooflineProduct]:
-    """All linears that run, the head's last.
+    """List all linears that run, the head's last.
 
     Args:
-        weights: name -> how it is stored, of those that are quantized.
-        activations: name -> how its input is, of those whose input is.
+        weights: name -> scheme, of those that are quantized.
+        activations: name -> scheme, of those whose input is.
         accuracy_level: of ONNX Runtime's products with integer weights; None of other runtimes.
     """
-    head = [architecture.head] if architecture.head is not None else []
-    return [
-        _product(each, weights.get(each.name), activations.get(each.name), target, runtime, accuracy_level)
-        for each in (*architecture.inside(), *head)
-    ]
+    width, base = WIDTH[target.baseline], cast(ComputeType, target.baseline)
+    read = []
+    for matrix in (*architecture.inside(), *([architecture.head] if architecture.head is not None else [])):
+        scheme = weights.get(matrix.name)
+        if scheme is None or target.supports(scheme.format, runtime).state != "native":
+            dense = float(matrix.N * matrix.K * width)
+            read.append(RooflineProduct(matrix, dense, FLOATS[target.baseline], base, width))
+            continue
+        kind = compute_type(scheme, activations.get(matrix.name), target, runtime, accuracy_level)
+        size = stored_bits((matrix.N, matrix.K), scheme) / 8
+        read.append(RooflineProduct(matrix, size, scheme.format, kind, width))
+    return read
 
 
 def compute_type(
@@ -333,7 +328,7 @@ def compute_type(
     runtime: str,
     accuracy_level: int | None = None,
 ) -> ComputeType:
-    """What products with such weights and inputs are done in."""
+    """Choose what products with such weights and inputs are done in."""
     base = cast(ComputeType, target.baseline)
     if weights is None:
         return base
@@ -343,20 +338,3 @@ def compute_type(
     kind = _COMPUTE.get(activations.format, base)
     inputs = Stored(activations.format, activations.symmetric, "inputs")
     return kind if target.use(inputs, runtime).state == "native" and kind in target.compute else base
-
-
-def _product(
-    matrix: Matrix,
-    weights: WeightScheme | None,
-    activations: ActivationScheme | None,
-    target: Target,
-    runtime: str,
-    accuracy_level: int | None,
-) -> RooflineProduct:
-    width = WIDTH[target.baseline]
-    dense = float(matrix.N * matrix.K * width)
-    floats = FLOATS[target.baseline]
-    if weights is None or target.supports(weights.format, runtime).state != "native":
-        return RooflineProduct(matrix, dense, floats, cast(ComputeType, target.baseline), width)
-    kind = compute_type(weights, activations, target, runtime, accuracy_level)
-    return RooflineProduct(matrix, stored_bits((matrix.N, matrix.K), weights) / 8, weights.format, kind, width)

@@ -1,1 +1,0 @@
-"""What users wait for and what tokens cost: traffic, continuous batching, prices."""
