@@ -146,7 +146,7 @@ def begun(work: Path, bundle: Path, far: Loopback) -> tuple[dict[str, int], dict
     from quantkit.bundle import Bundle
     from quantkit.devices.measure import measure_on
     from quantkit.devices.reached import reach
-    from quantkit.measurement.timing.shapes import TimingPlan
+    from quantkit.measurement.timing.schedule import TimingPlan
 
     far.wires["plain"].fresh()
     with reach("plain") as found:

@@ -64,7 +64,7 @@ def model(layers: int, at: str) -> Any:
             continue
         if at == "cuda":
             from quantkit.kernels.linear import QuantLinear
-            from quantkit.measurement.cuda.weights import known, weight
+            from quantkit.measurement.cuda.sides import known, weight
 
             made.model.set_submodule(name, QuantLinear(weight(known()["int4.g128"], *each.weight.shape, at)))
         else:

@@ -35,7 +35,7 @@ import quantkit
 from quantkit import machine
 from quantkit.calibrate.sets.images import ImageSet, load_images
 from quantkit.graph.open import open_graph
-from quantkit.measurement.accuracy.labelled.about import difference_interval, share_interval
+from quantkit.measurement.accuracy.labelled import difference_interval, share_interval
 from quantkit.measurement.timing.schedule import unnamed
 from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.stats.abba import compare

@@ -30,7 +30,7 @@ from harness.record import parsing, record, show
 
 from quantkit.measurement.timing.schedule import Visit, unnamed
 from quantkit.model.source.alias import ALIASES, materialize
-from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS, SETTLE
+from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, SETTLE
 
 Step = Callable[[], object]
 NETWORK = "fashion-mnist-cnn"

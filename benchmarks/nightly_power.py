@@ -5,7 +5,7 @@
     python benchmarks/nightly_power.py
     python benchmarks/nightly_power.py --nights 50 --no-record
 
-The decisions are those of `quantkit/stats/deciding/decision.py`, on the default budget of `stats/deciding/slowdown.py`;
+The decisions are those of `quantkit/stats/decision.py`, on the default budget of `stats/slowdown.py`;
 an alarm on times is run again before it is raised. A night has 16 cells.
 
 1. Nothing changed, on a real machine: the nights of `nightly_noise.py` as they were, and nights put together from them:
@@ -34,11 +34,11 @@ from typing import Any
 import numpy as np
 from harness.record import RESULTS, parsing, record, show, verdicts
 
-from quantkit.stats.deciding.decision import ALPHA, CellDecision, confirm, decide
-from quantkit.stats.deciding.evidence import Resampled
-from quantkit.stats.deciding.flips import Flips
-from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS, SETTLE, slowdown
+from quantkit.stats.decision import ALPHA, CellDecision, confirm, decide
+from quantkit.stats.evidence import Resampled
+from quantkit.stats.flips import Flips
 from quantkit.stats.noise import Noise
+from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, SETTLE, slowdown
 
 Array = Any
 CELLS, MANY = 16, 400

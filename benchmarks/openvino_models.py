@@ -23,7 +23,7 @@ from harness.record import parsing, record, show
 
 from quantkit import machine
 from quantkit.bundle import Bundle
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 from quantkit.measurement.timing.speed import Samples, SpeedJob, SpeedSide, run
 from quantkit.pipeline import verdict
 

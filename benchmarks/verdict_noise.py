@@ -18,7 +18,7 @@ import numpy as np
 from harness.record import parsing, record, show, verdicts
 
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.rows import latency_row
+from quantkit.measurement.timing.latency import latency_row
 from quantkit.measurement.verdict import MeasuredFormat, verdict
 from quantkit.stats.abba import compare
 from quantkit.stats.noise import Noise

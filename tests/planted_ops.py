@@ -9,10 +9,10 @@ import numpy as np
 
 from quantkit.errors import InputError
 from quantkit.measurement.operators import products as ops
-from quantkit.measurement.operators import rows as ops_rows
+from quantkit.measurement.operators import run as ops_rows
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.products import SweepPlan
-from quantkit.measurement.operators.rows import Setting
+from quantkit.measurement.operators.run import Setting
 from quantkit.measurement.operators.tax import Limits, StepCost
 from quantkit.measurement.rows import Row
 from quantkit.model.sizes.shapes import LinearShape

@@ -37,8 +37,7 @@ from parts.end_to_end import BASELINE, _dense, _step  # noqa: E402
 
 import quantkit  # noqa: E402
 from quantkit.bundle import Bundle  # noqa: E402
-from quantkit.measurement.cuda.device import GpuDevice, versions  # noqa: E402
-from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary  # noqa: E402
+from quantkit.measurement.cuda.device import GpuDevice, Implementation, interleaved, ratio, summary, versions  # noqa: E402  # noqa: E402
 from quantkit.runtimes import load_runtime  # noqa: E402
 
 # this file is called like a library: its folder must not be where that is looked for

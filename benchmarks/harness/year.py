@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from quantkit.nightly.records import Item, Night, NightCell, Record, Result, StoredDecision, Time, schema, to_table
 from quantkit.nightly.store import Store
-from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS
+from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS
 
 MODELS = ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]
 MODELS += ["gemma-3-1b", "phi-4-mini", "minilm-l6"]

@@ -26,9 +26,8 @@ from quantkit.measurement.operators.ceilings import joined, write_graphs
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing import latency
 from quantkit.measurement.timing.clocks import Between, settings_of
-from quantkit.measurement.timing.rows import Side, explained
-from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Timing
-from quantkit.measurement.timing.shapes import Shape, TimingPlan
+from quantkit.measurement.timing.latency import Side, explained
+from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Shape, Timing, TimingPlan
 from quantkit.measurement.timing.speed import memory_row
 from quantkit.passes import decision
 from quantkit.pipeline.graphs.bundles import holds_graph

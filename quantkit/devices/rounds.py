@@ -16,8 +16,7 @@ from quantkit.devices.reached import Reached
 from quantkit.devices.sides import running
 from quantkit.measurement.timing.clocks import Between
 from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, SIDES, RoundsJob, joined
-from quantkit.measurement.timing.schedule import Timing
-from quantkit.measurement.timing.shapes import Shape
+from quantkit.measurement.timing.schedule import Shape, Timing
 from quantkit.pipeline.measure import config_of
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime

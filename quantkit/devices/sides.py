@@ -30,7 +30,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.dispatch import FILE
 from quantkit.measurement.rows import Device, Row
 from quantkit.measurement.size import saved_bytes
-from quantkit.measurement.timing.shapes import Shape, TimingPlan
+from quantkit.measurement.timing.schedule import Shape, TimingPlan
 from quantkit.model.sizes import configs
 from quantkit.model.source.open import Source
 from quantkit.pipeline.graphs.bundles import MODEL
@@ -266,7 +266,7 @@ class TransformerSides(DeviceSides):
             settings=ran.settings,
         )
         if self.result is not None:
-            from quantkit.measurement.accuracy.embed import rows_of
+            from quantkit.measurement.accuracy.purpose import rows_of
 
             vectors = outputs_of(answers, len(self.result.ids))["pooled"]
             try:

@@ -24,8 +24,7 @@ from quantkit.exporters.onnx import single_op as single
 from quantkit.measurement.operators.ceilings import LARGE_CACHE, joined, write_graphs
 from quantkit.measurement.operators.onnxruntime import SMALL, ProductSource, RandomProducts, cost_of, file_of
 from quantkit.measurement.operators.products import RanSide, TimedVariant, copies, demand_any
-from quantkit.measurement.operators.rows import ALL
-from quantkit.measurement.operators.run import SweepJob, environment, rows_of
+from quantkit.measurement.operators.run import ALL, SweepJob, environment, rows_of
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.clocks import Between, settings_of

@@ -21,8 +21,8 @@ from math import isfinite
 from typing import Any, Literal
 
 from quantkit.bundle import LayerEntry
-from quantkit.stats.deciding.decision import Answer, CellDecision, decide
-from quantkit.stats.deciding.evidence import EACH_WAY, Doubt, Evidence, Interval
+from quantkit.stats.decision import Answer, CellDecision, decide
+from quantkit.stats.evidence import EACH_WAY, Doubt, Evidence, Interval
 
 What = Literal["accuracy", "latency", "size"]
 Verdict = Literal["A better", "same", "B better", "mixed", "inconclusive"]

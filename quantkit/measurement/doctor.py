@@ -95,7 +95,7 @@ def _of_gpu(target: Target, gpus: Sequence[Mapping[str, Any]], absent: str) -> t
     import numpy as np
     import torch
 
-    from quantkit.measurement.cuda import ceilings as cuda
+    from quantkit.measurement.cuda import device as cuda
     from quantkit.measurement.cuda.device import GpuDevice
 
     name, sm = torch.cuda.get_device_name(0), "{}.{}".format(*torch.cuda.get_device_capability(0))

@@ -10,7 +10,7 @@ In this order:
     with traffic               inconclusive, where noise hides more of it than wins
 
 A batch wins if it wins at every context measured there: the whole interval of the p50 ratio lies above 1, and p99 is
-no worse. The interval is the one that is believed (`stats.deciding.apart`): with the A/A spread, so that a spread as
+no worse. The interval is the one that is believed (`stats.evidence`): with the A/A spread, so that a spread as
 large as the gain leaves 1 inside. **p99 is worse** if the whole interval of its ratio lies below 1, from at least 100
 steps a side; with fewer steps p99 is about the slowest one seen, whose interval is too narrow (equal sides differ in 5
 to 9 of 100 runs instead of 2), so it does not veto, and the reason says so. A batch is **open** if noise hides which it
@@ -44,7 +44,7 @@ from quantkit.bundle import Check, PromptVerdict, Verdict
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Row
 from quantkit.stats.abba import P99_FROM
-from quantkit.stats.deciding.apart import SpeedUp
+from quantkit.stats.evidence import SpeedUp
 
 PREDICTED = "predicted"
 _WORTH = 1.05

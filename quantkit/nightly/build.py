@@ -21,7 +21,7 @@ from quantkit.bundle.manifest import MANIFEST
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.measurement.size import folder_of, weight_bytes
-from quantkit.measurement.timing.anew import CANDIDATE, Task
+from quantkit.measurement.timing.rounds import CANDIDATE, Task
 from quantkit.nightly import items, there, timing
 from quantkit.nightly.bundles import Bundles
 from quantkit.nightly.config import Nightly

@@ -24,8 +24,8 @@ from quantkit.model.source.alias import ALIASES, unknown_model
 from quantkit.nightly.records import HERE, ON, SEPARATOR, BaselineKind, NightCell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
 from quantkit.planning import support
-from quantkit.stats.deciding.decision import ALPHA
-from quantkit.stats.deciding.slowdown import BLOCKS, MARGIN, ROUNDS
+from quantkit.stats.decision import ALPHA
+from quantkit.stats.slowdown import BLOCKS, MARGIN, ROUNDS
 
 NAME = "nightly.yaml"
 Name = Annotated[str, Field(min_length=1, pattern=rf"^[^{SEPARATOR}]+$")]

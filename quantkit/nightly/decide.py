@@ -1,6 +1,6 @@
 """From the rows of a night to its decisions.
 
-All comparisons of the night, with baselines and with the last release, are one family (`stats.deciding`): what cells of
+All comparisons of the night, with baselines and with the last release, are one family (`stats.decision`): what cells of
 one build share counts once. What was counted (bytes) is certain and no part of it. A time that was called worse is run
 again (`Judged.repeat`), and raised only if the second run, decided on its own times, says the same. Nothing here
 measures or writes.
@@ -20,7 +20,7 @@ from quantkit.nightly.evidence import NightComparison, Thing
 from quantkit.nightly.records import Answer, Item, Night, NightCell, Result, StoredDecision, Time, What
 from quantkit.nightly.store import Store
 from quantkit.report.kit import words
-from quantkit.stats.deciding import decision as stats
+from quantkit.stats import decision as stats
 
 Taken = TypeVar("Taken", Time, Item)
 

@@ -24,10 +24,9 @@ from quantkit.errors import InputError
 from quantkit.nightly.config import NightMargins
 from quantkit.nightly.records import Answer, Item, Result, Side, Time, What
 from quantkit.stats.clustered import clusters_of
-from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
-from quantkit.stats.deciding.evidence import Evidence
-from quantkit.stats.deciding.flips import flips, increase
-from quantkit.stats.deciding.slowdown import slowdown
+from quantkit.stats.evidence import KNOWN, Evidence, MeasuredValue, difference
+from quantkit.stats.flips import flips, increase
+from quantkit.stats.slowdown import slowdown
 
 Array = NDArray[Any]
 Thing = Literal["latency", "accuracy", "kl", "perplexity", "size"]

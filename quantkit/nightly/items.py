@@ -21,7 +21,7 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.measurement.accuracy import positions
 from quantkit.measurement.compared import WordFlip
 from quantkit.measurement.rows import read_rows
-from quantkit.measurement.timing.anew import CANDIDATE
+from quantkit.measurement.timing.rounds import CANDIDATE
 from quantkit.nightly.evidence import UNSCORED
 from quantkit.nightly.records import Side
 from quantkit.pipeline.compare import flips, scored_text
@@ -76,7 +76,7 @@ def _kept(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> Ans
     ours = _side(bundles[CANDIDATE])
     at, flags = _runtime(ours, runtime)
     data = demand_one_text(ours, ours, ours.data(at), ours.data(at))
-    scored = {CANDIDATE: ours.read(at)}
+    scored: dict[Side, positions.Items] = {CANDIDATE: ours.read(at)}
     for side, bundle in bundles.items():
         if side == CANDIDATE:
             continue
@@ -147,7 +147,7 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
     """Runs the graph of a bundle on what it is scored on."""
     from quantkit.graph.open import open_graph
     from quantkit.graph.run import Runner
-    from quantkit.measurement.accuracy.labelled.classes import by_item
+    from quantkit.measurement.accuracy.labelled import by_item
     from quantkit.pipeline.graphs.answers import answers, classes_of, kinds_of, of_classes
     from quantkit.pipeline.graphs.prepared import inputs_of
     from quantkit.pipeline.request import located
@@ -183,9 +183,8 @@ def samples(request: Request, path: Path, most: int) -> None:
 
 def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
     """Embeds the pairs that a bundle is scored on."""
-    from quantkit.measurement.accuracy.embed import results
-    from quantkit.measurement.accuracy.labelled.classes import found_first
-    from quantkit.measurement.accuracy.purpose import TextResults
+    from quantkit.measurement.accuracy.labelled import found_first
+    from quantkit.measurement.accuracy.purpose import TextResults, results
     from quantkit.model.source.open import open_model
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks import tokens

@@ -235,7 +235,7 @@ class StoredDecision(Record):
             lost (0.01 is one in a hundred), nats of KL.
         low: end of its 95 % interval.
         high: end of its 95 % interval.
-        p: one-sided, that it is worse (where it is better: that it is better) than the alarm, see `stats.deciding`;
+        p: one-sided, that it is worse (where it is better: that it is better) than the alarm, see `stats.decision`;
             None of what was counted.
         p_adjusted: the same by Holm, across the matrix.
         margin: the least effect that counts.

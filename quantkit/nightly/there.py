@@ -21,7 +21,7 @@ from quantkit.devices.reached import Reached, reach
 from quantkit.errors import InputError, Stopped
 from quantkit.measurement.doctor import demand_architecture
 from quantkit.measurement.size import folder_of
-from quantkit.measurement.timing.anew import Task
+from quantkit.measurement.timing.rounds import Task
 from quantkit.nightly.records import Side
 from quantkit.nightly.timing import CellTimes
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph

@@ -1,4 +1,4 @@
-"""A cell timed, in a process of its own: candidate, baseline and release in turns, round by round (`timing.anew`).
+"""A cell timed, in a process of its own: candidate, baseline and release in turns, round by round (`timing.rounds`).
 
 What is repeated is one step of a bundle in its runtime:
 
@@ -22,7 +22,7 @@ from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.timing import clocks
-from quantkit.measurement.timing.anew import CANDIDATE, Task, measure
+from quantkit.measurement.timing.rounds import CANDIDATE, Task, measure
 from quantkit.measurement.timing.schedule import Step, Timing
 from quantkit.measurement.timing.speed import samples_of
 from quantkit.model.structure.sizes import positions
@@ -32,7 +32,7 @@ from quantkit.pipeline.measure import config_of
 from quantkit.runtimes import child, load_runtime
 
 if TYPE_CHECKING:
-    from quantkit.measurement.timing.shapes import Timeable
+    from quantkit.measurement.timing.schedule import Timeable
 
 TOKENS = 128
 
@@ -42,7 +42,7 @@ class CellTimes:
     """The times of a cell.
 
     Args:
-        rounds: rows of `anew.measure`, in the order in which they were taken.
+        rounds: rows of `rounds.measure`, in the order in which they were taken.
         unloadable: side -> the five fields of why it was left out.
     """
 
@@ -51,7 +51,7 @@ class CellTimes:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> CellTimes:
-        """Sort the rows of `anew.measure`."""
+        """Sort the rows of `rounds.measure`."""
         rows = list(rows)
         lost = {row["unloadable"]: row["error"] for row in rows if "unloadable" in row}
         return cls([row for row in rows if "turns" in row], lost)

@@ -1,6 +1,6 @@
 """Two bundles of one model, or a bundle and its float model: which is better, by token, by batch, by size, by layer.
 
-Everything that was measured is decided together (`stats.deciding`), on what both bundles already hold; only `measure`
+Everything that was measured is decided together (`stats.decision`), on what both bundles already hold; only `measure`
 runs anything. Next words that flipped are shown with their text: the scored tokens are read again, and known by hash.
 """
 
@@ -54,8 +54,8 @@ from quantkit.pipeline.verdict import read_harm
 from quantkit.recipe import Gates
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.text import Tokenizer
-from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
-from quantkit.stats.deciding.decision import CellDecision, confirm
+from quantkit.stats.decision import CellDecision, confirm
+from quantkit.stats.evidence import KNOWN, MeasuredValue, difference
 from quantkit.stats.shares import mcnemar
 
 Array = NDArray[Any]

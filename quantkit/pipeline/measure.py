@@ -29,7 +29,7 @@ from quantkit.errors import GateError, InputError, MissingDependency, QuantkitEr
 from quantkit.kernels import GPUS, too_old
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of, read_rows, size_rows
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 from quantkit.passes import decision
 from quantkit.pipeline.baseline import float_export, float_format
 from quantkit.pipeline.engines import look

@@ -29,8 +29,7 @@ from quantkit.measurement.rows import Data, Row, read_rows
 from quantkit.measurement.size import bits_per_weight, folder_of, weight_bytes
 from quantkit.measurement.timing import rounds
 from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob
-from quantkit.measurement.timing.schedule import Timing, Visit
-from quantkit.measurement.timing.shapes import Shape
+from quantkit.measurement.timing.schedule import Shape, Timing, Visit
 from quantkit.measurement.verdict import speed_up
 from quantkit.pipeline.graphs.bundles import holds_graph, samples_of
 from quantkit.pipeline.measure import fitting, quick, with_changes
@@ -39,9 +38,8 @@ from quantkit.pipeline.verdict import RUNTIME, export_of, runtimes_of
 from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime, of_graphs, timed
 from quantkit.runtimes.child import Report
-from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference, is_hidden
-from quantkit.stats.deciding.evidence import Doubt
-from quantkit.stats.deciding.slowdown import slowdown
+from quantkit.stats.evidence import KNOWN, Apart, Doubt, MeasuredValue, difference, is_hidden
+from quantkit.stats.slowdown import slowdown
 
 if TYPE_CHECKING:
     from quantkit.calibrate.sets.inputs import Feed

@@ -25,8 +25,7 @@ from quantkit.errors import InputError, did_you_mean, unknown_name
 from quantkit.exporters.onnx.integers import ROWS
 from quantkit.kernels.dispatch import FILE, LAYERS, KernelTiming, Recorded, fastest
 from quantkit.measurement.operators import run as ops_run
-from quantkit.measurement.operators.rows import ALL
-from quantkit.measurement.operators.run import SweepJob
+from quantkit.measurement.operators.run import ALL, SweepJob
 from quantkit.measurement.rows import Row
 from quantkit.measurement.verdict import MeasuredFormat, advise, verdicts
 from quantkit.model.sizes import configs, shapes

@@ -208,11 +208,10 @@ class Graphics:
 
     def names(self) -> list[str]:
         """Of all variants."""
-        from quantkit.measurement.cuda.weights import known
-        from quantkit.measurement.operators import foreign
-        from quantkit.measurement.operators.cuda import torch_names
+        from quantkit.measurement.cuda.sides import known
+        from quantkit.measurement.operators.cuda import foreign, torch_names
 
-        return [*known(), *torch_names(), *foreign.known()]
+        return [*known(), *torch_names(), *foreign()]
 
     def usual(self, name: str, found: LinearShapes) -> str:
         """int4 in the largest group that fits the shapes, nf4 with doubled scales. Raises InputError for no format."""
@@ -225,9 +224,9 @@ class Graphics:
 
     def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
         """The variant that a bundle's scheme is, or the format where it is none of them."""
-        from quantkit.measurement.operators import foreign
+        from quantkit.measurement.operators.cuda import foreign
 
-        for other in foreign.known().values():
+        for other in foreign().values():
             if other.stands_for(scheme, activations):
                 return other.name
         form, granularity = str(scheme.get("format")), scheme.get("granularity")
@@ -248,11 +247,10 @@ class Graphics:
     def check(self, name: str, found: LinearShapes) -> None:
         """Refuse a variant that this GPU cannot multiply, or that does not fit a shape. Raises InputError."""
         from quantkit.kernels.native import require
-        from quantkit.measurement.cuda.weights import FormatVariant
-        from quantkit.measurement.operators import foreign
-        from quantkit.measurement.operators.cuda import check_shape, variant_of
+        from quantkit.measurement.cuda.sides import FormatVariant
+        from quantkit.measurement.operators.cuda import check_shape, foreign, variant_of
 
-        variant = foreign.known().get(name) or variant_of(name)
+        variant = foreign().get(name) or variant_of(name)
         if isinstance(variant, FormatVariant) and variant.native:
             require(variant.kind, self.sm)
         for linear in found.linears:

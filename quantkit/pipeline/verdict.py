@@ -36,7 +36,7 @@ from quantkit.target import Target
 if TYPE_CHECKING:
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.measurement.engine_layers import Inspected
-    from quantkit.stats.deciding.apart import SpeedUp
+    from quantkit.stats.evidence import SpeedUp
 
 
 RUNTIME = "onnxruntime"

@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.stats.bootstrap import draws
-from quantkit.stats.clustered import special, student
+from quantkit.stats.clustered import draws, special, student
 
 Array = NDArray[Any]
 Interval = tuple[float, float]

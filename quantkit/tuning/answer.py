@@ -40,7 +40,6 @@ from quantkit.tuning.harm import UnitHarm
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
-    from quantkit.tuning.check import ScoredChoice
     from quantkit.tuning.harm import UnitHarm
 
 
@@ -51,7 +50,7 @@ def front_of(
     facts: Mapping[str, Any],
     tables: Tables,
     chosen: FrontPoint,
-    measured: Sequence[tuple[FrontPoint, ScoredChoice]],
+    measured: Sequence[tuple[FrontPoint, Mapping[str, Any]]],
     uniform: Mapping[str, Any] | None,
     points: Sequence[FrontPoint],
 ) -> dict[str, Any]:
@@ -69,9 +68,9 @@ def front_of(
         **facts,
         "chosen": {
             **chosen.as_dict(tables, factor),
-            **(measured[-1][1].as_dict() if measured else {"measured": None, "held_out": None}),
+            **(measured[-1][1] if measured else {"measured": None, "held_out": None}),
         },
-        "checks": [{**each.as_dict(), **point.as_dict(tables, factor)} for point, each in measured],
+        "checks": [{**scored, **point.as_dict(tables, factor)} for point, scored in measured],
         "uniform": uniform,
         "alone": [
             {"name": name, **front.point(tables, choice).as_dict(tables, factor)}

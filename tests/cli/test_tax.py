@@ -8,7 +8,7 @@ from typing import Any
 import planted_ops
 import pytest
 
-from quantkit.measurement.operators import rows as ops_rows
+from quantkit.measurement.operators import run as ops_rows
 from quantkit.measurement.operators import run as ops_run
 from quantkit.measurement.rows import read_rows
 

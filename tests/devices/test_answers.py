@@ -18,11 +18,10 @@ from quantkit.devices.there import models, work
 from quantkit.devices.there.models import positions
 from quantkit.errors import InputError
 from quantkit.measurement.accuracy.positions import Accuracy
-from quantkit.measurement.timing.anew import Task, measure
 from quantkit.measurement.timing.clocks import Clocks
-from quantkit.measurement.timing.schedule import Timing
-from quantkit.measurement.timing.shapes import Shape
-from quantkit.stats.deciding.slowdown import BURST
+from quantkit.measurement.timing.rounds import Task, measure
+from quantkit.measurement.timing.schedule import Shape, Timing
+from quantkit.stats.slowdown import BURST
 
 SHAPE = Shape("decode", 1, 16)
 SIDE = [[[0.1], [0.2]], [[0.1], [0.2]]]

@@ -35,7 +35,7 @@ from quantkit.devices.sides import running
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.rounds import RoundsJob
-from quantkit.measurement.timing.shapes import Shape
+from quantkit.measurement.timing.schedule import Shape
 from quantkit.target import Target
 
 GUIDE = (Path(__file__).parents[2] / "docs/devices.md").read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ from quantkit.kernels.dispatch import EXPANDED, FILE, Choice, Recorded, Table
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import cuda as speed_cuda
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 from quantkit.model.source.open import open_model
 from quantkit.pipeline.progress import Progress
 

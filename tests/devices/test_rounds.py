@@ -14,8 +14,7 @@ from quantkit.devices.rounds import DeviceTimer
 from quantkit.devices.there import times
 from quantkit.errors import InputError
 from quantkit.measurement.timing.rounds import LEAST, RoundsJob
-from quantkit.measurement.timing.schedule import Step
-from quantkit.measurement.timing.shapes import Shape
+from quantkit.measurement.timing.schedule import Shape, Step
 from quantkit.pipeline.sides import of_run
 
 SIDE = [[[0.1], [0.1]]]

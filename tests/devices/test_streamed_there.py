@@ -27,7 +27,7 @@ from quantkit.errors import InputError, Stopped
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 from quantkit.pipeline.measure import measure_bundle
 
 pytestmark = pytest.mark.usefixtures("one_thread")

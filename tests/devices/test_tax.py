@@ -24,8 +24,7 @@ from quantkit.errors import InputError
 from quantkit.exporters.onnx.single_product import SingleProduct
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
-from quantkit.measurement.operators.rows import ALL
-from quantkit.measurement.operators.run import SweepJob
+from quantkit.measurement.operators.run import ALL, SweepJob
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing.clocks import Clocks
 from quantkit.model.sizes.shapes import LinearShape

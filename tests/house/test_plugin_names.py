@@ -16,7 +16,7 @@ OTHER_WORDS = {
     ("quantkit.measurement.compared", "mixed"): "a verdict: better in one thing, worse in another",
     ("quantkit.report.compared", "mixed"): "that verdict",
     ("quantkit.nightly.page.data", "round"): "a column: the round of a timing",
-    ("quantkit.measurement.timing.anew", "round"): "that column",
+    ("quantkit.measurement.timing.rounds", "round"): "that column",
     ("quantkit.devices.there.work", "round"): "that column",
     ("quantkit.nightly.timing", "round"): "that column",
     ("quantkit.planning.matrix", "tensorrt"): "a runtime, with what people call it",

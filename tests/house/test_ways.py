@@ -26,7 +26,7 @@ OURS = {
     # on a device, where nothing of ours is; and the programs that are sent there
     *("quantkit.devices.sent.work", "quantkit.devices.sent.files", "quantkit.devices.openssh"),
     *("quantkit.devices.probed", "quantkit.devices.link", "quantkit.devices.wheels"),
-    *("quantkit.tuning.placement.engine", "quantkit.tuning.placement.search"),
+    "quantkit.tuning.placement",
 }
 
 

@@ -29,7 +29,7 @@ from parts import precompile
 from parts.shapes import WHOLE_MODEL, settings
 from quantkit.kernels.layout import KINDS
 from quantkit.kernels.matmul import weight_only
-from quantkit.measurement.cuda.weights import known
+from quantkit.measurement.cuda.sides import known
 from triton import knobs
 
 config = settings(known()["int4.g128"], 1)[0]

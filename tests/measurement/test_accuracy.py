@@ -15,7 +15,7 @@ from quantkit.measurement.accuracy import positions as module
 from quantkit.measurement.accuracy.labelled import About
 from quantkit.measurement.accuracy.positions import Accuracy, Items, against, flipped, load_items, standard_error
 from quantkit.measurement.rows import Data, Device
-from quantkit.stats.deciding.decision import decide
+from quantkit.stats.decision import decide
 
 DATA = Data(set="made-up", split="eval", sha256="cc", items=1)
 DEVICE = Device(id="x", kind="cpu", name="a processor")

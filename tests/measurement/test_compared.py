@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.bundle import LayerEntry
 from quantkit.measurement.compared import DecidedCell, Quantity, decided, exit_code, layer_pairs, verdict
-from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
+from quantkit.stats.evidence import KNOWN, MeasuredValue, difference
 
 SWAPPED = {"A better": "B better", "B better": "A better"}
 # (effect, reach of the interval) against a margin of 1: what B is

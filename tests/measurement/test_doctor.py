@@ -140,7 +140,7 @@ def test_another_card_and_one_that_cannot_be_measured_are_said(monkeypatch: pyte
     def full(*_: object) -> None:
         raise RuntimeError("CUDA out of memory. Tried to allocate 4.00 GiB\nmore")
 
-    monkeypatch.setattr("quantkit.measurement.cuda.ceilings.measured", full)
+    monkeypatch.setattr("quantkit.measurement.cuda.device.measured", full)
     report = doctor(Target.load("l4"))
     assert report["warnings"] == ["nothing was measured of l4: A GPU: CUDA out of memory. Tried to allocate 4.00 GiB"]
     assert report["machine"]

@@ -13,8 +13,7 @@ import zoo
 from measurement.labelled.made_up import about
 from quantkit.calibrate.sets.pairs import PairSet
 from quantkit.calibrate.tokens.ids import TokenSet, token_ids
-from quantkit.measurement.accuracy.embed import embeddings, result_rows
-from quantkit.measurement.accuracy.purpose import TextResults
+from quantkit.measurement.accuracy.purpose import TextResults, embeddings, result_rows
 from quantkit.model.source.open import Source, open_model
 from quantkit.model.streaming.stream import StreamedModel
 

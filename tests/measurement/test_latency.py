@@ -9,7 +9,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost, captured_gain
 from quantkit.measurement.timing.latency import TimedSide, measure
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 
 DEVICE = {"id": "x", "kind": "cpu", "name": "a processor"}
 READ, FP32, INT8 = 10e9, 100e9, 400e9

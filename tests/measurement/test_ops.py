@@ -11,9 +11,9 @@ from planted_ops import DOWN, FP32, INT8, LAUNCH, READ, SETTING, TWO, UP, FakeBe
 
 from quantkit.errors import InputError
 from quantkit.measurement.operators import products as ops
-from quantkit.measurement.operators import rows as ops_rows
+from quantkit.measurement.operators import run as ops_rows
 from quantkit.measurement.operators.products import SweepPlan, TimedVariant
-from quantkit.measurement.operators.rows import ALL
+from quantkit.measurement.operators.run import ALL
 from quantkit.measurement.operators.tax import StepCost, captured_gain
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.schedule import Timing

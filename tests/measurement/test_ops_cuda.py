@@ -11,16 +11,15 @@ pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import EXPANDED, INT_MM, OURS
-from quantkit.measurement.cuda import ceilings, sides
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.timing import Implementation
-from quantkit.measurement.cuda.weights import known
+from quantkit.measurement.cuda import device, sides
+from quantkit.measurement.cuda.device import GpuDevice, Implementation
+from quantkit.measurement.cuda.sides import known
 from quantkit.measurement.operators import cuda as ops_cuda
-from quantkit.measurement.operators import rows as ops_rows
+from quantkit.measurement.operators import run as ops_rows
 from quantkit.measurement.operators import run as ops_run
 from quantkit.measurement.operators.cuda import BASELINE, CudaBench, check_shape, torch_names, variant_of
 from quantkit.measurement.operators.products import SweepPlan, measure
-from quantkit.measurement.operators.rows import Setting
+from quantkit.measurement.operators.run import Setting
 from quantkit.measurement.operators.tax import Limits
 from quantkit.model.sizes.shapes import LinearShape
 
@@ -136,9 +135,9 @@ def test_slower_products_at_the_end_are_throttling() -> None:
     def of(rate: float) -> list[dict[str, Any]]:
         return [{"name": "ceiling.compute", "settings": {"compute_type": "bf16"}, "value": rate}]
 
-    assert ceilings.slower(of(1.0), of(0.85))
-    assert not ceilings.slower(of(1.0), of(0.95))
-    assert not ceilings.slower(of(1.0), [])
+    assert device.slower(of(1.0), of(0.85))
+    assert not device.slower(of(1.0), of(0.95))
+    assert not device.slower(of(1.0), [])
 
 
 def test_a_whole_run_in_a_process_of_its_own() -> None:

@@ -12,17 +12,16 @@ pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.kernels.dispatch import LAYERS, Recorded
 from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.operators import foreign
-from quantkit.measurement.operators import rows as ops_rows
-from quantkit.measurement.operators.cuda import BASELINE, CudaBench
+from quantkit.measurement.operators import run as ops_rows
+from quantkit.measurement.operators.cuda import BASELINE, CudaBench, foreign
 from quantkit.measurement.operators.products import SweepPlan, measure
-from quantkit.measurement.operators.rows import Setting
+from quantkit.measurement.operators.run import Setting
 from quantkit.measurement.operators.tax import Limits
 from quantkit.model.sizes.shapes import LinearShape
 from quantkit.pipeline.tax import TaxAnswer
 
 LINEAR = LinearShape(name="up", K=256, N=128)
-NAMES = list(foreign.known())
+NAMES = list(foreign())
 
 
 def prepared() -> Any:

@@ -19,9 +19,8 @@ from quantkit.calibrate.sets.pairs import PairSet
 from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.measurement.accuracy.embed import results, rows_of
 from quantkit.measurement.accuracy.labelled import About
-from quantkit.measurement.accuracy.purpose import ON_MEAN, TextResults
+from quantkit.measurement.accuracy.purpose import ON_MEAN, TextResults, results, rows_of
 from quantkit.measurement.rows import Data
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model

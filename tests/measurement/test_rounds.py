@@ -21,10 +21,9 @@ from quantkit.measurement.timing.rounds import (
     run,
     take,
 )
-from quantkit.measurement.timing.schedule import Array, Step, Timing
-from quantkit.measurement.timing.shapes import Shape, TimingPlan
-from quantkit.stats.deciding.decision import decide
-from quantkit.stats.deciding.slowdown import BLOCKS, slowdown
+from quantkit.measurement.timing.schedule import Array, Shape, Step, Timing, TimingPlan
+from quantkit.stats.decision import decide
+from quantkit.stats.slowdown import BLOCKS, slowdown
 
 STEP = Shape("decode", 4, 128)
 PROMPT = Shape("prefill", 1, 256)

@@ -19,7 +19,7 @@ from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import speed
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, footprint, run
 from quantkit.runtimes.child import Caller
 from quantkit.scheme import ActivationScheme

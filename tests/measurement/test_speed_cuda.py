@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")  # Linux alone has it
 
-from quantkit.measurement.cuda import ceilings as limits
+from quantkit.measurement.cuda import device as limits
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.operators.ceilings import Ceiling, joined, median_interval
 from quantkit.measurement.operators.tax import Limits
@@ -69,7 +69,7 @@ def test_a_run_hands_on_what_its_clock_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_of_one_block_nothing_can_be_drawn_again() -> None:
-    from quantkit.measurement.cuda.timing import ratio, summary
+    from quantkit.measurement.cuda.device import ratio, summary
 
     generator = np.random.default_rng(0)
     found = summary(BEFORE[:1], generator)

@@ -11,7 +11,7 @@ from quantkit.bundle import Check, Verdict
 from quantkit.errors import InputError
 from quantkit.measurement.operators.tax import Limits
 from quantkit.measurement.rows import Baseline, Row
-from quantkit.measurement.timing.rows import latency_row
+from quantkit.measurement.timing.latency import latency_row
 from quantkit.measurement.verdict import MeasuredFormat, advise, state, verdict, with_prompts
 from quantkit.stats.abba import compare
 from quantkit.stats.noise import Noise

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.nightly.records import Item, NightCell, Side, Time
-from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS
+from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS
 
 from .conftest import FIRST
 

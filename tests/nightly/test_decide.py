@@ -16,7 +16,7 @@ from quantkit.nightly.decide import Judged, decide_night, judge
 from quantkit.nightly.evidence import FIRST as NEW
 from quantkit.nightly.records import Item, NightCell, Result, StoredDecision, Time
 from quantkit.nightly.store import Store
-from quantkit.stats.deciding.slowdown import BLOCKS, ROUNDS
+from quantkit.stats.slowdown import BLOCKS, ROUNDS
 
 from .conftest import CELLS, FIRST, SECOND, night
 from .planted import STEP, answered, timed

@@ -17,7 +17,7 @@ from quantkit.devices.named import NamedDevice
 from quantkit.devices.openssh import Lost
 from quantkit.devices.probed import Probed
 from quantkit.errors import InputError, Stopped
-from quantkit.measurement.timing.anew import Task
+from quantkit.measurement.timing.rounds import Task
 from quantkit.nightly import there
 from quantkit.nightly.build import build
 from quantkit.nightly.jobs import BuildJob, JobOutcome, Work

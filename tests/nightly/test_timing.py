@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.measurement.timing.anew import Task, measure
 from quantkit.measurement.timing.clocks import Clocks
+from quantkit.measurement.timing.rounds import Task, measure
 from quantkit.nightly.config import TimeBudget
 from quantkit.nightly.evidence import paired
 from quantkit.nightly.records import Time
 from quantkit.nightly.timing import CellTimes
-from quantkit.stats.deciding.slowdown import BURST, SETTLE
+from quantkit.stats.slowdown import BURST, SETTLE
 
 from .conftest import CELLS, FIRST
 

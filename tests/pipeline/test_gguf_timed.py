@@ -19,7 +19,7 @@ from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 from quantkit.measurement.timing.speed import SpeedJob, SpeedSide
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel

@@ -101,7 +101,7 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
 
     from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.timing import cuda as speed_cuda
-    from quantkit.measurement.timing.shapes import TimingPlan
+    from quantkit.measurement.timing.schedule import TimingPlan
     from quantkit.model.source.open import open_model
     from quantkit.pipeline import Request, compile_model, measure_bundle
     from quantkit.runtimes import tensorrt_rtx

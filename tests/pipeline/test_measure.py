@@ -15,7 +15,7 @@ from planted_times import Timer, rows
 from quantkit.bundle import Bundle, Verdict
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import REPORT, is_timing

@@ -25,7 +25,7 @@ from quantkit.devices.rounds import DeviceTimer, generate_on
 from quantkit.errors import InputError, Stopped
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.rounds import RoundsJob
-from quantkit.measurement.timing.shapes import Shape, TimingPlan
+from quantkit.measurement.timing.schedule import Shape, TimingPlan
 from quantkit.pipeline.export import export_bundle
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.sides import open_sides, prepare

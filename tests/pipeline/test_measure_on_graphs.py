@@ -18,7 +18,7 @@ from quantkit.calibrate.sets.pairs import PairSet, load_pairs
 from quantkit.devices.measure import measure_on
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.measure import measure_bundle
 

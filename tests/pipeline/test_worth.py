@@ -12,7 +12,7 @@ from planted_times import Timer, rows
 from quantkit.bundle import Bundle, Check, LayerEntry
 from quantkit.errors import GateError, InputError, MissingDependency
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import TimingPlan
 from quantkit.measurement.timing.speed import SpeedJob, SpeedSide
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from plotly import graph_objects
 
-from quantkit.measurement.accuracy.labelled import About, classification, outputs, retrieval
+from quantkit.measurement.accuracy.labelled import About, classification, retrieval
+from quantkit.measurement.accuracy.outputs import outputs
 from quantkit.measurement.rows import Data, Row
 from quantkit.report.bundle import figures
 from quantkit.report.bundle.accuracy import accuracy

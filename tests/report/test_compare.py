@@ -8,7 +8,7 @@ from dataclasses import replace
 from quantkit.measurement.compared import Compared, DecidedCell, NamedSide, Quantity, WordFlip, WordFlips, decided
 from quantkit.report.compared import because, document
 from quantkit.report.kit.screen import write
-from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
+from quantkit.stats.evidence import KNOWN, MeasuredValue, difference
 
 SIDE = NamedSide("./a bundle", "a" * 64, "awq-int4", 170_000_000, 4.3125, "torch")
 

@@ -247,7 +247,7 @@ def test_steps_on_the_kernels_are_timed_against_sixteen_bits(
     from quantkit.kernels import linear
     from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.timing import cuda as speed_cuda
-    from quantkit.measurement.timing.shapes import TimingPlan
+    from quantkit.measurement.timing.schedule import TimingPlan
     from quantkit.model.source.open import open_model
 
     # half a second each in the interpreter, a hundred times over: what they take is not what is looked at

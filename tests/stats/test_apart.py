@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
-from quantkit.stats.deciding.decision import decide
+from quantkit.stats.decision import decide
+from quantkit.stats.evidence import KNOWN, MeasuredValue, difference
 
 REPEATS = Path(__file__).parents[2] / "benchmarks" / "results" / "repeat-20261121.json"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from quantkit.stats.bootstrap import mean_interval, ratio_interval
+from quantkit.stats.clustered import mean_interval, ratio_interval
 
 
 def test_mean_and_ratio_are_what_scipy_gives_of_the_same_draws():

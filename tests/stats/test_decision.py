@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import plain_decisions as plain
 
-from quantkit.stats.deciding.decision import ALPHA, confirm, decide, holm
-from quantkit.stats.deciding.evidence import Resampled
-from quantkit.stats.deciding.flips import Flips, increase
-from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS, slowdown
+from quantkit.stats.decision import ALPHA, confirm, decide, holm
+from quantkit.stats.evidence import Resampled
+from quantkit.stats.flips import Flips, increase
 from quantkit.stats.noise import Noise
+from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, slowdown
 
 DEFAULT = [BLOCKS] * ROUNDS
 OPPOSITE = {"better": "worse", "worse": "better", "same": "same", "inconclusive": "inconclusive"}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from quantkit.stats.deciding.evidence import Resampled
+from quantkit.stats.evidence import Resampled
 
 
 def normal(effect=0.0, error=1.0, groups=20, draws=20000):

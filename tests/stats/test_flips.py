@@ -10,9 +10,9 @@ from reference import plain_decisions as plain
 from scipy import stats
 
 from quantkit.errors import InputError
+from quantkit.stats import flips as module
 from quantkit.stats.clustered import clustered_mean
-from quantkit.stats.deciding import flips as module
-from quantkit.stats.deciding.flips import Flips, flips, increase
+from quantkit.stats.flips import Flips, flips, increase
 from quantkit.stats.shares import tango_interval, tango_score
 
 

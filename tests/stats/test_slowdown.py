@@ -8,8 +8,8 @@ import pytest
 from reference import plain_decisions as plain
 
 from quantkit.errors import InputError
-from quantkit.stats.deciding.slowdown import BLOCKS, ROUNDS, slowdown
 from quantkit.stats.noise import Noise
+from quantkit.stats.slowdown import BLOCKS, ROUNDS, slowdown
 
 DEFAULT = [BLOCKS] * ROUNDS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.tuning.check import scored_in
+from quantkit.tuning.search import scored_in
 
 
 def test_the_first_runtime_that_is_here_scores() -> None:

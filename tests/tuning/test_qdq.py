@@ -21,8 +21,7 @@ from quantkit.exporters.tensorrt.network import graph as pairs
 from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Profile
-from quantkit.tuning.placement.engine import Placements, autotune
-from quantkit.tuning.placement.search import PlacementTime, search
+from quantkit.tuning.placement import Placements, PlacementTime, autotune, search
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # what switching a group off changes: seconds, KL

@@ -19,8 +19,7 @@ from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
 from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.sides import inputs
-from quantkit.measurement.cuda.weights import FormatVariant, error, known, values, weight
+from quantkit.measurement.cuda.sides import FormatVariant, error, inputs, known, values, weight
 
 _BATCHES = (1, 3, 16, 17, 64, 200)
 _DRY, _TINY = ("int4.g64", "nf4.g64.double", "fp8_e4m3.dynamic"), (24, 64)

@@ -75,8 +75,7 @@ def main() -> None:
 
     from quantkit.kernels.launch import Workspace
     from quantkit.kernels.matmul import weight_only
-    from quantkit.measurement.cuda.sides import inputs
-    from quantkit.measurement.cuda.weights import known, weight
+    from quantkit.measurement.cuda.sides import inputs, known, weight
 
     variant, batch, dtype = known()[sys.argv[1]], int(sys.argv[2]), DTYPES[sys.argv[3]]
     config, memory = settings(variant, batch)[0], Workspace()

@@ -19,9 +19,8 @@ from parts.sections import RUN
 from quantkit.kernels.dispatch import Choice, KernelTiming, Table, fastest
 from quantkit.kernels.launch import Workspace
 from quantkit.kernels.linear import QuantLinear
-from quantkit.measurement.cuda.device import GpuDevice, allocated
-from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary
-from quantkit.measurement.cuda.weights import FormatVariant, weight
+from quantkit.measurement.cuda.device import GpuDevice, Implementation, allocated, interleaved, ratio, summary
+from quantkit.measurement.cuda.sides import FormatVariant, weight
 
 BASELINE = "16 bits"
 

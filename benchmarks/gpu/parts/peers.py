@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from quantkit import machine
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.timing import Implementation, copies
-from quantkit.measurement.cuda.weights import FormatVariant
+from quantkit.measurement.cuda.device import GpuDevice, Implementation, copies
+from quantkit.measurement.cuda.sides import FormatVariant
 
 Shape = tuple[int, int]
 

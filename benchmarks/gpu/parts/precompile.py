@@ -30,7 +30,7 @@ from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
-from quantkit.measurement.cuda.weights import FormatVariant, known, weight
+from quantkit.measurement.cuda.sides import FormatVariant, known, weight
 
 # bytes of shared memory that a program may have
 _SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}

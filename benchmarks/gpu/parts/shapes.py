@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.kernels.configs import Config, candidates
-from quantkit.measurement.cuda.weights import FormatVariant, known
+from quantkit.measurement.cuda.sides import FormatVariant, known
 
 # out x in of the linears of Llama-3-8B. A block has four, as runtimes run it: gate and up as one; down; q, k and v as
 # one; o. The others are the parts of those that were joined

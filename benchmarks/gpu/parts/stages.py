@@ -200,7 +200,7 @@ def race(job: dict[str, Any], caller: child.Caller) -> None:
 
 def ceilings(job: dict[str, Any], caller: child.Caller) -> None:
     """What the device can do at best."""
-    from quantkit.measurement.cuda import ceilings as part
+    from quantkit.measurement.cuda import device as part
 
     work = Work.begun(job, caller)
     for row in part.measured(work.device, job["blocks"], work.generator):
@@ -221,7 +221,7 @@ def sweep(job: dict[str, Any], caller: child.Caller) -> None:
     """Times over shapes, batches and formats; the ceilings first where the results have none, and at the end."""
     from parts import peers
     from parts.sweep import TINY, Sweep, passes
-    from quantkit.measurement.cuda import ceilings as part
+    from quantkit.measurement.cuda import device as part
     from quantkit.measurement.cuda.device import versions
 
     work = Work.begun(job, caller)
@@ -266,7 +266,7 @@ def whole(job: dict[str, Any], caller: child.Caller) -> None:
     from parts.shapes import IN_WHOLE
     from parts.sweep import timing_of
     from quantkit.measurement.cuda.device import versions
-    from quantkit.measurement.cuda.weights import known
+    from quantkit.measurement.cuda.sides import known
 
     work = Work.begun(job, caller)
     timings: dict[str, list[Any]] = {}

@@ -33,10 +33,8 @@ from quantkit.kernels.configs import Config, width
 from quantkit.kernels.dispatch import KernelTiming
 from quantkit.kernels.launch import Workspace
 from quantkit.measurement.cuda import sides
-from quantkit.measurement.cuda.ceilings import of
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary
-from quantkit.measurement.cuda.weights import FormatVariant, known
+from quantkit.measurement.cuda.device import GpuDevice, Implementation, interleaved, of, ratio, summary
+from quantkit.measurement.cuda.sides import FormatVariant, known
 
 # what must be reached: seconds over the bound of int4 at M = 1, and of the choice over the baseline at any M
 BOUND, BEHIND = 1.6, 1.02

@@ -75,7 +75,7 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
     from quantkit.exporters import load_exporter
     from quantkit.pipeline.export import engine_options
     from quantkit.report.kit.tree import Remark
-    from quantkit.tuning.placement.engine import autotune
+    from quantkit.tuning.placement import autotune
 
     if to != "tensorrt":
         rule = "pairs are searched in the network of TensorRT"

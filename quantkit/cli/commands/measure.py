@@ -47,7 +47,7 @@ def measure(
     """Score, weigh and time a bundle again, here or on a device."""
     from quantkit.bundle import Decision
     from quantkit.measurement.engine_layers import stored
-    from quantkit.measurement.timing.shapes import TimingPlan
+    from quantkit.measurement.timing.schedule import TimingPlan
     from quantkit.passes import NOTE
     from quantkit.pipeline.gates import failed_gate
     from quantkit.pipeline.graphs.bundles import holds_graph

@@ -177,7 +177,7 @@ def _encoder(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Cal
     ids = data["ids"]
     lengths = data.get("lengths", np.full(len(ids), ids.shape[1]))
     if job["floats"] is None:
-        from quantkit.measurement.accuracy.embed import embeddings
+        from quantkit.measurement.accuracy.purpose import embeddings
 
         texts = [text[:length].tolist() for text, length in zip(ids, lengths, strict=True)]
         found = embeddings(_candidate(job, done, caller), texts, pooling, skip)
@@ -188,7 +188,7 @@ def _encoder(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Cal
 
     def run(part: slice) -> dict[str, Array]:
         vectors: dict[int, Array] = {}
-        # texts of one length together: none is padded, as in `measurement.accuracy.embed`
+        # texts of one length together: none is padded, as in `measurement.accuracy.purpose`
         for length in np.unique(lengths[part]):
             places = np.flatnonzero(lengths[part] == length)
             states = model.encode(np.ascontiguousarray(ids[part][places, :length]))

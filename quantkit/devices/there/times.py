@@ -27,8 +27,7 @@ from quantkit.measurement.timing import latency, speed
 from quantkit.measurement.timing import rounds as raw
 from quantkit.measurement.timing.clocks import Clocks, of_cpu, of_gpu
 from quantkit.measurement.timing.latency import LoadedSides
-from quantkit.measurement.timing.schedule import BASELINE, SUBJECT
-from quantkit.measurement.timing.shapes import Shape, TimingPlan
+from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Shape, TimingPlan
 from quantkit.runtimes import child, load_runtime
 from quantkit.runtimes.torch import RUNTIME as TORCH
 
@@ -166,7 +165,7 @@ class _GpuTimes:
         """Of the GPU."""
         import numpy as np
 
-        from quantkit.measurement.cuda.ceilings import sampled
+        from quantkit.measurement.cuda.device import sampled
         from quantkit.measurement.timing.cuda import CEILING_BLOCKS
 
         return sampled(self._device, CEILING_BLOCKS, np.random.default_rng(self._job["seed"]))

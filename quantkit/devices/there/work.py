@@ -19,13 +19,13 @@ from quantkit.devices.there import models, tax, times
 from quantkit.errors import InputError, QuantkitError
 from quantkit.measurement.operators import ceilings
 from quantkit.measurement.timing import speed
-from quantkit.measurement.timing.anew import Task
-from quantkit.measurement.timing.anew import measure as anew
 from quantkit.measurement.timing.clocks import of_cpu
+from quantkit.measurement.timing.rounds import Task
+from quantkit.measurement.timing.rounds import measure as anew
 from quantkit.measurement.timing.schedule import Step
 from quantkit.model.full_memory import is_out_of_memory
 from quantkit.runtimes import child, load_runtime
-from quantkit.stats.deciding.slowdown import BURST
+from quantkit.stats.slowdown import BURST
 
 # tokens in the cache of a decoder, and of an encoder's pass: as `nightly.running.steps` has it
 _TOKENS = 128
@@ -127,7 +127,7 @@ def engine(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Calle
 
 
 def night(job: Mapping[str, Any], done: Mapping[str, Rows], caller: child.Caller) -> None:
-    """Cells of a nightly cell: one for each round, and one for each side that does not load; see `timing.anew.Task`."""
+    """Cells of a nightly cell: one for each round, one for each side that does not load; see `timing.rounds.Task`."""
     samples = speed.samples_of(job["samples"])
 
     def load(side: str) -> Step:

@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 from quantkit.bundle.disk import stopping_when_full, write_atomic
 from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.errors import GateError, InputError
-from quantkit.measurement.accuracy.labelled.about import About, Drawn
+from quantkit.measurement.accuracy.labelled import About, Drawn
 from quantkit.measurement.rows import Baseline, Data, Interval, Row
 from quantkit.stats.clustered import FEWEST, Estimate, clustered_mean, clusters_of, student
-from quantkit.stats.deciding.evidence import Evidence
-from quantkit.stats.deciding.flips import flips, increase, same_items
+from quantkit.stats.evidence import Evidence
+from quantkit.stats.flips import flips, increase, same_items
 
 if TYPE_CHECKING:
     import torch
@@ -329,7 +329,7 @@ _SAME_ORIGINAL = 0.1
 
 
 def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, where: str = "") -> dict[str, Evidence]:
-    """Evidence by the name of the rows that it is about, for `stats.deciding`.
+    """Evidence by the name of the rows that it is about, for `stats.decision`.
 
     Args:
         candidate: items of what is judged, at the same positions of the same text and against the same original.

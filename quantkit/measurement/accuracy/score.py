@@ -18,9 +18,9 @@ import numpy as np
 from quantkit import machine
 from quantkit.bundle import cached
 from quantkit.calibrate.tokens.ids import TokenSet
-from quantkit.measurement.accuracy.embed import kept_at, result_rows
 from quantkit.measurement.accuracy.labelled import About
 from quantkit.measurement.accuracy.positions import Accuracy, Items, data_of
+from quantkit.measurement.accuracy.purpose import kept_at, result_rows
 from quantkit.measurement.rows import Baseline, Device, Row
 
 if TYPE_CHECKING:

@@ -1,24 +1,48 @@
-"""The device at hand: what it is, with which software, whether its clocks held, and its memory."""
+"""The GPU at hand: what it is, whether its clocks held, its memory; seconds of an operation on it; its ceilings.
+
+Seconds: a side holds its weight as many times as it takes for all copies together to be three times the last-level
+cache; a pass runs the operation once for each copy, so that none finds its weight in the cache. Passes make one CUDA
+graph, which is replayed twice, the second time between two events: the first keeps the device busy while the host
+queues the second, or what the host takes for that would be part of the time. That over the number of operations is one
+sample. Sides are visited A B B A.
+
+Ceilings: what the device can do at best, measured in the same run.
+
+    read      the largest of all elements, of an array that no cache holds
+    copy      the same array copied; bytes count twice
+    compute   a square product of random numbers in each input type, 2 n^3 operations, by torch's own library
+    launch    an addition to one number, eager and in a graph
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from quantkit import machine
 from quantkit.errors import InputError
+from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.timing.clocks import asked_of_gpu, gpu_slowed
+from quantkit.measurement.timing.schedule import Array, Visit, interleave
+from quantkit.stats.abba import aa_spread
 
 PACKAGES = ("torch", "triton", "numpy", "bitsandbytes", "gemlite", "torchao", "vllm", "humming-kernels")
 _ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
 # the share by which a fixed product may take longer than at its best before the run is called throttled
 DRIFT = 0.1
+# times the last-level cache that all copies of a weight make
+ROTATION = 3
+_RESAMPLES = 1000
 
 
 @dataclass
@@ -36,33 +60,31 @@ class GpuDevice:
 
     @property
     def cache_bytes(self) -> int:
-        """Of the last-level cache."""
-        if self.torch_device == "cpu":
-            return 1
-        return int(torch.cuda.get_device_properties(0).L2_cache_size)
+        """Bytes of the last-level cache."""
+        return 1 if self.torch_device == "cpu" else int(torch.cuda.get_device_properties(0).L2_cache_size)
 
     @property
     def sm(self) -> int:
-        """80, 89, 90; 0 of a CPU."""
+        """Architecture: 80, 89, 90; 0 of a CPU."""
         if self.torch_device == "cpu":
             return 0
         major, minor = torch.cuda.get_device_capability(0)
         return 10 * major + minor
 
     def identity(self) -> dict[str, str]:
-        """The `device` of rows."""
+        """Give the `device` of rows."""
         if self.torch_device == "cpu":
             return {"id": "interpreter", "kind": "cpu", "name": f"{platform.machine()}, Triton's interpreter"}
         return machine.gpu(torch.cuda.get_device_name(0))
 
     def describe(self) -> dict[str, Any]:
-        """Everything that figures depend on."""
-        found: dict[str, Any] = {**self.identity(), "sm": self.sm, "last_level_cache": self.cache_bytes}
+        """Give everything that figures depend on."""
+        facts: dict[str, Any] = {**self.identity(), "sm": self.sm, "last_level_cache": self.cache_bytes}
         if self.torch_device == "cuda":
             properties = torch.cuda.get_device_properties(0)
-            found |= {"multiprocessors": properties.multi_processor_count, "memory": properties.total_memory}
-            found["driver"] = asked_of_gpu("driver_version")
-        return found
+            facts |= {"multiprocessors": properties.multi_processor_count, "memory": properties.total_memory}
+            facts["driver"] = asked_of_gpu("driver_version")
+        return facts
 
     def sample(self, when: str) -> None:
         """Note the clocks; `when` says at what point of the run."""
@@ -71,19 +93,8 @@ class GpuDevice:
             self.clocks.append({"when": when, **dict(zip(_ASKED, values, strict=False))})
 
     def throttled(self) -> bool:
-        """Whether the driver held the clock well below its highest at any sample."""
+        """Tell whether the driver held the clock well below its highest at any sample."""
         return any(_slowed(sample) for sample in self.clocks)
-
-
-def versions() -> dict[str, str]:
-    """Package -> version."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _slowed(sample: dict[str, Any]) -> bool:
@@ -91,6 +102,17 @@ def _slowed(sample: dict[str, Any]) -> bool:
         return gpu_slowed(sample["clocks.sm"], sample["clocks.max.sm"], sample[_ASKED[-1]])
     except (KeyError, ValueError):
         return False
+
+
+def versions() -> dict[str, str]:
+    """Give the versions of installed packages by name."""
+    installed = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
 
 
 @contextmanager
@@ -105,5 +127,183 @@ def fitting(where: str) -> Iterator[None]:
 
 
 def allocated() -> int:
-    """Bytes that this process's tensors take; 0 where there is no GPU."""
+    """Count bytes that this process's tensors take; 0 where there is no GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+# --- seconds ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Implementation:
+    """One way to do an operation.
+
+    Args:
+        name: of the candidate.
+        steps: the operation on each copy of the weight.
+        resident_bytes: of one copy, all that it keeps.
+        settings: plain data.
+        least: operations a graph, at least: what starting it takes is then a small part of its time.
+    """
+
+    name: str
+    steps: Sequence[Callable[[], object]]
+    resident_bytes: int
+    settings: dict[str, Any]
+    least: int = 64
+
+    def ready(self) -> Callable[[], float]:
+        """Compile, capture, and give a function that takes one sample, in seconds."""
+        self.steps[0]()
+        if not torch.cuda.is_available():
+            return self._host
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        passes = -(-self.least // len(self.steps))
+        with torch.cuda.graph(graph):
+            for _ in range(passes):
+                for step in self.steps:
+                    step()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+        def sample() -> float:
+            graph.replay()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3 / (passes * len(self.steps))
+
+        return sample
+
+    def _host(self) -> float:
+        begin = time.perf_counter()
+        for step in self.steps:
+            step()
+        return (time.perf_counter() - begin) / len(self.steps)
+
+
+def copies(size: int, cache: int, *, most: int = 1024) -> int:
+    """Count the copies of `size` bytes that rotate past the cache; two at least."""
+    return max(2, min(most, -(-ROTATION * cache // max(size, 1))))
+
+
+def interleaved(samplers: Sequence[Callable[[], float]], blocks: int, generator: np.random.Generator) -> list[Array]:
+    """Give [blocks, 2] seconds of each side: so many blocks in turns; one sample settles each visit."""
+    sides = {str(number): sampler for number, sampler in enumerate(samplers)}
+    timing = interleave(sides, blocks=(blocks, blocks), seconds=0.0, generator=generator, visit=Visit(1, 1))
+    return [timing.seconds[side][..., 0] for side in sides]
+
+
+def summary(times: Array, generator: np.random.Generator) -> dict[str, Any]:
+    """Give the median, quantiles, its interval over resampled blocks (None of one block), the A/A spread."""
+    drawn = times[generator.integers(0, len(times), (_RESAMPLES, len(times)))].reshape(_RESAMPLES, -1)
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return {
+        "value": float(np.median(times)),
+        "quantiles": {f"p{q}": float(np.percentile(times, q)) for q in (50, 90, 99)},
+        "ci95": [float(low), float(high)] if len(times) > 1 else None,
+        "n": int(times.size),
+        "aa_spread": aa_spread(times[:, :, None], generator),
+    }
+
+
+def ratio(baseline: Array, subject: Array, generator: np.random.Generator) -> tuple[float, list[float] | None]:
+    """Tell how many times as fast the subject is, and the 95 % interval over blocks drawn for both sides together.
+
+    One block alone has no interval: nothing can be drawn again.
+    """
+    index = generator.integers(0, len(subject), (_RESAMPLES, len(subject)))
+    draws = [np.median(side[index].reshape(_RESAMPLES, -1), axis=1) for side in (baseline, subject)]
+    point = float(np.median(baseline) / np.median(subject))
+    if len(subject) < 2:
+        return point, None
+    low, high = np.quantile(draws[0] / draws[1], (0.025, 0.975))
+    return point, [min(float(low), point), max(float(high), point)]
+
+
+# --- ceilings --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest int32 of a program's stretch: loads and one maximum each."""
+    most = tl.full((BLOCK,), -2147483648, tl.int32)
+    at = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(steps):
+        most = tl.maximum(most, tl.load(x_ptr + at))
+        at += BLOCK
+    tl.store(y_ptr + tl.program_id(0), tl.max(most, axis=0))
+
+
+def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[Ceiling]:
+    """Measure all ceilings; those that the device lacks are empty and say why."""
+    at = device.torch_device
+    block, programs = (4096, 4096) if not device.dry else (256, 2)
+    count = 64 * block * programs if not device.dry else 2 * block * programs
+    x = torch.randint(-1000, 1000, (count,), dtype=torch.int32, device=at)
+    y, z = torch.empty(programs, dtype=torch.int32, device=at), torch.empty_like(x)
+    steps = count // block // programs
+    small = torch.zeros(1, device=at)
+    kernels: list[tuple[str, str, float, Callable[[], object], dict[str, Any]]] = [
+        ("ceiling.read", "B/s", 4.0 * count, lambda: _read[(programs,)](x, y, steps, BLOCK=block, num_warps=8), {}),
+        ("ceiling.copy", "B/s", 8.0 * count, lambda: z.copy_(x), {}),
+    ]
+    side = 8192 if not device.dry else 32
+    measured = []
+    for name, make in _products(side, at).items():
+        try:
+            step = make()
+            step()
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+            reason = f"not measured: {str(error).splitlines()[0]}"
+            measured.append(Ceiling("ceiling.compute", "op/s", (), {"compute_type": name}, {}, reason))
+            continue
+        kernels.append(("ceiling.compute", "op/s", 2.0 * side**3, step, {"compute_type": name}))
+    for name, unit, work, step, settings in kernels:
+        times = interleaved([Implementation(name, [step], 0, {}, least=2).ready()], blocks, generator)[0]
+        measured.append(Ceiling(name, unit, tuple(map(float, (work / times).ravel())), settings, {}))
+    alone = Implementation("launch", [lambda: small.add_(1)] * 64, 0, {}).ready()
+    times = interleaved([alone], blocks, generator)[0]
+    return [*measured, Ceiling("ceiling.launch", "s", tuple(map(float, times.ravel())), {"graph": at == "cuda"}, {})]
+
+
+def measured(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
+    """Give rows `ceiling.*` of what `sampled` measures; what the device lacks has no value and says why."""
+    one = device.identity()
+    return [ceiling.as_dict(device=one, versions={}) for ceiling in sampled(device, blocks, generator)]
+
+
+def _products(side: int, at: str) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Input type -> what makes a product of two [side, side] matrices of random numbers."""
+
+    def floats(dtype: torch.dtype) -> Callable[[], object]:
+        a, b = (torch.randn(side, side, device=at).to(dtype) for _ in range(2))
+        return lambda: torch.mm(a, b.T)
+
+    def int8() -> Callable[[], object]:
+        a, b = (torch.randint(-127, 128, (side, side), dtype=torch.int8, device=at) for _ in range(2))
+        return lambda: torch._int_mm(a, b.T)
+
+    def fp8() -> Callable[[], object]:
+        a, b = (torch.randn(side, side, device=at).to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=at)
+        return lambda: torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    halves = {"bf16": lambda: floats(torch.bfloat16), "fp16": lambda: floats(torch.float16)}
+    return {**halves, "int8": int8, "fp8_e4m3": fp8}
+
+
+def of(rows: Sequence[Mapping[str, Any]], name: str, compute: str = "") -> float | None:
+    """Find the measured value of a ceiling."""
+    for row in rows:
+        if row["name"] == name and (not compute or row["settings"]["compute_type"] == compute):
+            value: float | None = row["value"]
+            return value
+    return None
+
+
+def slower(before: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether the same products took longer the second time than heat and power should allow."""
+    pairs = [(of(before, "ceiling.compute", kind), of(again, "ceiling.compute", kind)) for kind in ("bf16", "fp16")]
+    return any(last < (1 - DRIFT) * first for first, last in pairs if first and last)

@@ -1,48 +1,57 @@
-"""The candidates of one operation: the high-precision baseline, ours, our raw twin, torch's own operators."""
+"""Random weights of real shapes, and ways to multiply by them: the 16-bit baseline, ours, our raw twin, torch's own.
+
+What is multiplied does not depend on how codes were chosen, and zeros would flatter a GPU: codes, scales and zeros are
+all random. Whether a product is right is told against float64, within the bound that rounding explains.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
+from torch.nn.functional import linear
 
 from quantkit.kernels import operators
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.launch import Workspace
-from quantkit.kernels.layout import KINDS, PackedWeight, codes_of
+from quantkit.kernels.launch import Workspace, interpreted
+from quantkit.kernels.layout import KINDS, PackedWeight, codes_of, pack_parts, scales_of
 from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.timing import Implementation, copies
-from quantkit.measurement.cuda.weights import FormatVariant, weight
+from quantkit.measurement.cuda.device import GpuDevice, Implementation, copies
 
 Shape = tuple[int, int]
-# codes [M, K] and the step of each row, [M]
-Tokens = tuple[torch.Tensor, torch.Tensor]
+Step = Callable[[], object]
+# gives the codes [M, K] of an input and the step of each row, [M]
+Quantized = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 def inputs(batch: int, columns: int, dtype: torch.dtype, at: str) -> torch.Tensor:
-    """x [M, K] of unit normal numbers."""
+    """Draw x [M, K] of unit normal numbers."""
     generator = torch.Generator(device=at).manual_seed(batch)
     return torch.randn(batch, columns, generator=generator, device=at).to(dtype)
 
 
 def baseline(shape: Shape, batch: int, dtype: torch.dtype, device: GpuDevice) -> Implementation:
-    """torch's product in 16 bits."""
+    """Multiply by torch's product in 16 bits."""
     at, size = device.torch_device, 2 * shape[0] * shape[1]
     held = [torch.randn(shape, device=at).to(dtype) for _ in range(copies(size, device.cache_bytes))]
     x = inputs(batch, shape[1], dtype, at)
-    return Implementation("torch.linear", [_linear(x, w) for w in held], size, {"dtype": str(dtype)})
+    return Implementation("torch.linear", [partial(linear, x, w) for w in held], size, {"dtype": str(dtype)})
 
 
 def held_copies(variant: FormatVariant, shape: Shape, device: GpuDevice) -> list[PackedWeight]:
-    """Copies of one packed weight that together are beyond the cache."""
+    """Make copies of one packed weight that together are beyond the cache."""
     first = weight(variant, *shape, device.torch_device)
-    count = copies(first.resident_bytes, device.cache_bytes)
-    return [first, *(_copy(first) for _ in range(count - 1))]
+    return [first, *(_copy(first) for _ in range(copies(first.resident_bytes, device.cache_bytes) - 1))]
+
+
+def _copy(packed: PackedWeight) -> PackedWeight:
+    zero = None if packed.zero is None else packed.zero.clone()
+    return replace(packed, words=packed.words.clone(), scale=packed.scale.clone(), zero=zero)
 
 
 def ours(
@@ -54,34 +63,39 @@ def ours(
     decode: bool = True,
     quantize: bool = False,
 ) -> Implementation:
-    """Our kernel, or its raw twin; with `quantize`, inputs that have to be 8-bit are made so in each step."""
+    """Multiply by our kernel, or its raw twin; `quantize`: inputs that have to be 8-bit are made so in each step."""
     settings = {"decode": decode, **config.as_dict()}
     if held[0].kind.endswith(".native"):
         quantized = _quantized(x, held[0].kind.removesuffix(".native"), within=quantize)
-        steps = [_native(quantized, w, config, memory, x.dtype) for w in held]
+        steps: list[Step] = [partial(_native, quantized, w, config, memory, x.dtype) for w in held]
     else:
-        steps = [_weight_only(x, w, config, memory, decode) for w in held]
+        steps = [partial(weight_only, x, w, config, workspace=memory, decode=decode) for w in held]
     return Implementation("quantkit" if decode else "quantkit raw twin", steps, held[0].resident_bytes, settings)
 
 
+def _native(quantized: Quantized, w: PackedWeight, config: Config, memory: Workspace, dtype: torch.dtype) -> object:
+    return native(*quantized(), w, config, dtype=dtype, workspace=memory)
+
+
 def tokens(variant: FormatVariant, x: torch.Tensor) -> Implementation:
-    """Quantizing the activations, on its own."""
-    return Implementation("quantize_tokens", [lambda: quantize_tokens(x, variant.format)] * 8, 0, {})
+    """Quantize the activations, on its own."""
+    return Implementation("quantize_tokens", [partial(quantize_tokens, x, variant.format)] * 8, 0, {})
 
 
 def expanded(held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
-    """Dequantize, then torch's product; the expanded weight is scratch."""
+    """Dequantize, then take torch's product; the expanded weight is scratch."""
+    steps = [partial(_expanded, x, w) for w in held]
+    return Implementation("dequantize_matmul", steps, held[0].resident_bytes, {})
 
-    def step(packed: PackedWeight) -> Callable[[], object]:
-        return lambda: torch.nn.functional.linear(x, dequantize(packed, x.dtype))
 
-    return Implementation("dequantize_matmul", [step(w) for w in held], held[0].resident_bytes, {})
+def _expanded(x: torch.Tensor, w: PackedWeight) -> object:
+    return linear(x, dequantize(w, x.dtype))
 
 
 def torch_own(
     variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Tensor, *, quantize: bool = False
 ) -> Implementation:
-    """torch's operator for the format; `quantize` as for `ours`.
+    """Multiply by torch's operator for the format; `quantize` as for `ours`.
 
     Raises:
         NotImplementedError: it has none for this format.
@@ -89,17 +103,21 @@ def torch_own(
     """
     if name := operators.of(held[0]):
         quantized = _quantized(x, variant.format, within=quantize)
-        return Implementation(name, [_own(quantized, w, x.dtype) for w in held], held[0].resident_bytes, {})
+        return Implementation(name, [partial(_own, quantized, w, x.dtype) for w in held], held[0].resident_bytes, {})
     if variant.kind == "int4" and variant.zeros and variant.group in (32, 64, 128, 256):
         return _int4pack(variant, held, x)
     raise NotImplementedError(f"torch has no operator for {variant.name}")
+
+
+def _own(quantized: Quantized, w: PackedWeight, dtype: torch.dtype) -> object:
+    return operators.multiply(*quantized(), w, dtype)
 
 
 def _int4pack(variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
     if x.dtype != torch.bfloat16:
         raise NotImplementedError("torch._weight_int4pack_mm takes bfloat16 alone")
 
-    def one(packed: PackedWeight) -> Callable[[], object]:
+    def one(packed: PackedWeight) -> Step:
         rows = packed.shape[0]
         codes = (codes_of(packed).int() + KINDS["int4"].offset).to(torch.uint8)
         words = torch._convert_weight_to_int4pack((codes[:, ::2] << 4) | codes[:, 1::2], 8)
@@ -107,46 +125,143 @@ def _int4pack(variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Ten
         zero = packed.zero[:, :rows].float() if packed.zero is not None else torch.full_like(scale, 8.0)
         # w = (code - 8) scale + offset
         both = torch.stack([scale, (8 - zero) * scale], dim=2).bfloat16().contiguous()
-        return lambda: torch._weight_int4pack_mm(x, words, variant.group, both)
+        return partial(torch._weight_int4pack_mm, x, words, variant.group, both)
 
     size = held[0].words.numel() * 4 + held[0].scale.numel() * 4
     return Implementation("torch._weight_int4pack_mm", [one(w) for w in held], size, {"group": variant.group})
 
 
-def _linear(x: torch.Tensor, w: torch.Tensor) -> Callable[[], object]:
-    return lambda: torch.nn.functional.linear(x, w)
-
-
-def _weight_only(
-    x: torch.Tensor, w: PackedWeight, config: Config, memory: Workspace, decode: bool
-) -> Callable[[], object]:
-    return lambda: weight_only(x, w, config, workspace=memory, decode=decode)
-
-
-def _native(
-    quantized: Callable[[], Tokens], w: PackedWeight, config: Config, memory: Workspace, dtype: torch.dtype
-) -> Callable[[], object]:
-    def multiply() -> object:
-        codes, step = quantized()
-        return native(codes, step, w, config, dtype=dtype, workspace=memory)
-
-    return multiply
-
-
-def _own(quantized: Callable[[], Tokens], w: PackedWeight, dtype: torch.dtype) -> Callable[[], object]:
-    return lambda: operators.multiply(*quantized(), w, dtype)
-
-
-def _quantized(x: torch.Tensor, name: str, *, within: bool) -> Callable[[], Tokens]:
-    """What gives the codes of x and their steps: anew each time, or made once."""
+def _quantized(x: torch.Tensor, name: str, *, within: bool) -> Quantized:
+    """What gives the codes of x and their steps: anew each time, or once."""
     if within:
-        return lambda: quantize_tokens(x, name)
-    made = quantize_tokens(x, name)
-    return lambda: made
+        return partial(quantize_tokens, x, name)
+    once = quantize_tokens(x, name)
+    return lambda: once
 
 
-def _copy(packed: PackedWeight) -> PackedWeight:
-    fields: dict[str, Any] = {"words": packed.words.clone(), "scale": packed.scale.clone()}
+@dataclass(frozen=True)
+class FormatVariant:
+    """A format as it is timed.
+
+    Args:
+        name: as in `known`.
+        format: of rows.
+        kind: of the packed weight.
+        group: columns that share a scale; 0: a row.
+        zeros: with zero points.
+        nested: with doubled scales.
+    """
+
+    name: str
+    format: str
+    kind: str
+    group: int = 0
+    zeros: bool = False
+    nested: bool = False
+
+    @property
+    def native(self) -> bool:
+        """Whether it takes 8-bit inputs."""
+        return self.kind.endswith(".native")
+
+    def stored_bytes(self, rows: int, columns: int) -> float:
+        """Codes, scales and zeros of a weight [rows, columns], each once."""
+        groups = columns // self.group if self.group else 1
+        scale = 1.0 + 4 / 256 if self.nested else 2.0
+        return rows * columns * KINDS[self.kind].bits / 8 + rows * groups * (scale + float(self.zeros))
+
+
+@cache
+def known() -> dict[str, FormatVariant]:
+    """Name -> variant: `int4.g64.zeros`, `nf4.g64.double`; `dynamic`: inputs are quantized by token as they come."""
+    found = [FormatVariant("int4.channel", "int4", "int4")]
+    for group in (32, 64, 128):
+        found.append(FormatVariant(f"int4.g{group}", "int4", "int4", group))
+        found.append(FormatVariant(f"int4.g{group}.zeros", "int4", "int4", group, zeros=True))
+    for name in ("int8", "fp8_e4m3"):
+        found += [FormatVariant(name, name, name), FormatVariant(f"{name}.dynamic", name, f"{name}.native")]
+    found += [
+        FormatVariant("nf4.g64", "nf4", "nf4", 64),
+        FormatVariant("nf4.g64.double", "nf4", "nf4", 64, nested=True),
+    ]
+    return {variant.name: variant for variant in found}
+
+
+def weight(variant: FormatVariant, rows: int, columns: int, at: str, seed: int = 0) -> PackedWeight:
+    """A packed weight [rows, columns] of about unit output: random codes under random scales."""
+    generator = torch.Generator(device=at).manual_seed(seed)
+    form = KINDS[variant.kind]
+    groups = columns // variant.group if variant.group else 1
+    if variant.format == "fp8_e4m3":
+        drawn = torch.randn(rows, columns, generator=generator, device=at) * 100
+        codes, typical = drawn.clamp(-448, 448).to(torch.float8_e4m3fn), 100.0
+    else:
+        drawn = torch.randint(0, 2**form.bits, (rows, columns), generator=generator, device=at)
+        codes = drawn.to(torch.uint8) if variant.kind == "nf4" else (drawn - 2 ** (form.bits - 1)).to(torch.int8)
+        typical = 0.5 if variant.kind == "nf4" else 2 ** (form.bits - 1) / 1.7
+    zero = None
+    if variant.zeros:
+        zero = torch.randint(-2, 3, (rows, groups), generator=generator, device=at).to(torch.int8)
+    scale = (0.5 + torch.rand(rows, groups, generator=generator, device=at)) / (typical * columns**0.5)
+    nested = None
+    if variant.nested:
+        size = float(scale.max())
+        # values of the codes rising from 0 to 1: what they are does not matter to time
+        nested = (
+            torch.full((-(-rows * groups // 256),), size, device=at),
+            torch.linspace(0, 1, 256, device=at),
+            torch.full((1,), size / 256, device=at),
+        )
+        scale = torch.randint(64, 256, (rows, groups), generator=generator, device=at).to(torch.uint8)
+    else:
+        scale = scale.half()
+    group = variant.group or columns
+    return pack_parts(variant.kind, codes, scale, zero, group=group, nested=nested)
+
+
+def values(packed: PackedWeight, codebook: torch.Tensor) -> torch.Tensor:
+    """What a packed weight stands for, [N, K] float64, the slow and plain way."""
+    codes, (_, columns) = codes_of(packed), packed.shape
+    if packed.kind.startswith("fp8"):
+        plain = codes.view(torch.float8_e4m3fn).double()
+    elif packed.kind == "nf4":
+        plain = codebook.to(codes.device).double()[codes.int()]
+    else:
+        plain = codes.double()
+    spread = -(-columns // packed.groups)
     if packed.zero is not None:
-        fields["zero"] = packed.zero.clone()
-    return type(packed)(**{**packed.__dict__, **fields})
+        zero = packed.zero[:, : packed.shape[0]].T.double() - KINDS[packed.kind].offset
+        plain = plain - zero.repeat_interleave(spread, dim=1)[:, :columns]
+    return plain * scales_of(packed).double().repeat_interleave(spread, dim=1)[:, :columns]
+
+
+def exact_inputs(variant: FormatVariant, x: torch.Tensor) -> torch.Tensor:
+    """x [M, K] as the product sees it, float64: rounded to 8 bits by token where the variant multiplies those."""
+    if not variant.native:
+        return x.double()
+    codes, step = quantize_tokens(x, variant.format)
+    return codes.double() * step.double()[:, None]
+
+
+def error(
+    variant: FormatVariant, plain: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, rounded: float = 0.0
+) -> float:
+    """The largest error of y [M, N] as a share of what is allowed; at most 1 is right.
+
+    Args:
+        plain: what the weight stands for, [N, K] float64.
+        x: inputs [M, K], float16 or bfloat16.
+        y: the product, in the dtype of x.
+        rounded: share by which a way to multiply rounds weights besides.
+    """
+    # the interpreter cuts to bfloat16 where a GPU rounds
+    bits = 11 if x.dtype == torch.float16 else 7 if interpreted() else 8
+    decoded = rounded + (2.0**-bits if variant.kind == "nf4" else 0.0)
+    # Hopper keeps 14 bits of a sum of FP8 products, and truncates: 32 unroll columns of them before float32
+    kept = 2.0**-13 if variant.kind == "fp8_e4m3.native" else 0.0
+    exact = exact_inputs(variant, x)
+    want, size = exact @ plain.T, exact.abs() @ plain.abs().T
+    sums = (x.shape[1] + 4) * 2.0**-23 + kept
+    allowed = size * (sums + decoded) + want.abs() * 2.0**-bits * 1.01 + 2.0**-24
+    worst = float(((y.double() - want).abs() / allowed).max())
+    return worst if worst == worst else float("inf")  # noqa: PLR0124 (NaN)

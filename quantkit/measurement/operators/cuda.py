@@ -1,4 +1,4 @@
-"""Single products on a GPU, as `products` times them: our kernels, dequantize-then-matmul, torch's own operators.
+"""Single products on a GPU, as `products` times them: our kernels, torch's operators, other libraries'.
 
 A variant is timed the way a layer would run it (`kernels.linear`): for each shape and batch the fastest of our kernel's
 tile sizes and of what else the layer can run, found by trying them before anything is recorded, so that the recorded
@@ -7,32 +7,40 @@ Inputs that have to be 8-bit are quantized within the step.
 
 A step is one CUDA graph of many products, over copies of the weight that no cache holds; it says itself, from the
 device's clock, what one of them took.
+
+Formats that no kernel of ours multiplies (`foreign`) are timed in another library's (`kernels.backends`), one way at
+every M. Their weights are random as they are stored, which is what the library takes; what they stand for is read back
+by their layout and format, and a result is checked against the product of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from quantkit.errors import InputError
+from quantkit.formats import load_format
+from quantkit.kernels.backends.humming import NAME, HummingLinear
 from quantkit.kernels.configs import Config, candidates, width
 from quantkit.kernels.dispatch import EXPANDED, OURS
 from quantkit.kernels.launch import Workspace
 from quantkit.kernels.layout import KINDS, PackedWeight
 from quantkit.kernels.linear import other
 from quantkit.kernels.native import require
-from quantkit.measurement.cuda import sides, timing
-from quantkit.measurement.cuda.device import GpuDevice, fitting
-from quantkit.measurement.cuda.weights import FormatVariant, error, known, values, weight
-from quantkit.measurement.operators import foreign
+from quantkit.measurement.cuda import sides
+from quantkit.measurement.cuda.device import GpuDevice, Implementation, copies, fitting
+from quantkit.measurement.cuda.sides import FormatVariant, error, known, values, weight
 from quantkit.measurement.operators.products import Runnable
 from quantkit.measurement.operators.tax import StepCost
-from quantkit.measurement.timing.schedule import Step
+from quantkit.measurement.timing.schedule import Settings, Step
+from quantkit.model import layouts
 from quantkit.model.sizes.shapes import LinearShape
+from quantkit.scheme import WeightScheme
 
 RUNTIME = "torch"
 BASELINE = "bfloat16"
@@ -42,37 +50,94 @@ _QUANTIZE, _TWIN = "quantize ", " without decoding"
 _CHECKED = 1024
 # what a way to multiply rounds weights by besides: to the inputs' dtype; torch's int4 operator its scales and offsets
 _ROUNDED = {EXPANDED: 2.0**-8, "torch._weight_int4pack_mm": 2.0**-6}
+# of a foreign product's size: what rounding inputs to 8 bits by another rule may change, and 16 bits
+_ROUNDED_INPUTS, _FLOAT = 2.0**-4, 2.0**-7
 # samples of a candidate while the fastest is looked for
 _TRIES = 3
+_RATES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_TYPES = {
+    **{"U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn},
+    **{"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+}
+
+
+@dataclass(frozen=True)
+class ForeignVariant:
+    """A format in another library's kernel.
+
+    Args:
+        name: as in `foreign`.
+        layout: by its name.
+        weights: the scheme.
+        inputs: what they are rounded to by token as they come; None: they are not.
+    """
+
+    name: str
+    layout: str
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None = None
+
+    @property
+    def scheme(self) -> WeightScheme:
+        """Scheme of the weights."""
+        return WeightScheme.model_validate(dict(self.weights))
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.scheme.group or 0
+
+    def stands_for(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> bool:
+        """Tell whether a layer of a bundle is stored so."""
+        own = self.scheme.model_dump(mode="json")
+        same = all(scheme.get(key, own[key]) == own[key] for key in ("format", "granularity", "group", "symmetric"))
+        if self.inputs is None or activations is None:
+            return same and self.inputs is activations
+        return same and all(activations.get(key) == self.inputs[key] for key in ("format", "granularity", "dynamic"))
+
+
+@cache
+def foreign() -> dict[str, ForeignVariant]:
+    """Give the variants of another library by name; each is what some bundle holds."""
+    by_token = {"format": "fp8_e4m3", "granularity": "token", "dynamic": True}
+    blocks = {"format": "fp8_e4m3", "granularity": "block", "group": 128, "scale": "float32"}
+    int4 = {"format": "int4", "granularity": "group", "group": 128}
+    variants = [
+        ForeignVariant("nvfp4", "nvfp4_pack_quantized", {"format": "nvfp4"}),
+        ForeignVariant("mxfp4", "mxfp4_pack_quantized", {"format": "mxfp4"}),
+        ForeignVariant("fp8_e4m3.b128.dynamic", "float_quantized", blocks, {**by_token, "granularity": "group"}),
+        ForeignVariant("int4.g128.fp8", "pack_quantized", int4, by_token),
+    ]
+    return {variant.name: variant for variant in variants}
 
 
 def torch_names() -> list[str]:
-    """The variants that torch has an operator for."""
+    """List the variants that torch has an operator for."""
     zeros = [name for name, variant in known().items() if variant.kind == "int4" and variant.zeros]
     return [f"{name}{TORCH}" for name in (*zeros, "int8.dynamic", "fp8_e4m3.dynamic")]
 
 
 def variant_of(name: str) -> FormatVariant:
-    """The format of `int4.g128.zeros`, or of `int4.g128.zeros.torch`. Raises KeyError."""
+    """Give the format of `int4.g128.zeros`, or of `int4.g128.zeros.torch`. Raises KeyError."""
     return known()[name.removesuffix(TORCH)]
 
 
-def check_shape(variant: FormatVariant | foreign.ForeignVariant, linear: LinearShape) -> None:
+def check_shape(variant: FormatVariant | ForeignVariant, linear: LinearShape) -> None:
     """Refuse a group that does not divide K. Raises InputError `group-indivisible`."""
     if variant.group and linear.K % variant.group:
-        fitting = [str(size) for size in (32, 64, 128) if linear.K % size == 0]
+        able = [str(size) for size in (32, 64, 128) if linear.K % size == 0]
         raise InputError(
             "group-indivisible",
             where=f"{variant.name} at {linear.label}",
             value=f"K {linear.K} in groups of {variant.group}",
             rule="a group divides K",
-            remedy=f"use groups of {' or '.join(fitting)}" if fitting else "use int4.channel, int8 or fp8_e4m3",
+            remedy=f"use groups of {' or '.join(able)}" if able else "use int4.channel, int8 or fp8_e4m3",
         )
 
 
 @dataclass(frozen=True)
 class CudaBench:
-    """See the module.
+    """A `products.Bench` on a GPU; see the module.
 
     Args:
         device: to run on; on a CPU, in Triton's interpreter, no time means anything.
@@ -87,12 +152,12 @@ class CudaBench:
 
     def quantizer(self, variant: str) -> str:
         """See `products.Bench`."""
-        native = variant != BASELINE and variant not in foreign.known() and variant_of(variant).native
+        native = variant != BASELINE and variant not in foreign() and variant_of(variant).native
         return f"{_QUANTIZE}{variant_of(variant).format}" if native else ""
 
     def twin(self, variant: str) -> str:
         """See `products.Bench`; what multiplies 8-bit codes decodes nothing, and torch's operators have none."""
-        if variant in (BASELINE, *foreign.known()) or variant.endswith(TORCH) or variant_of(variant).native:
+        if variant in (BASELINE, *foreign()) or variant.endswith(TORCH) or variant_of(variant).native:
             return ""
         return f"{variant}{_TWIN}"
 
@@ -101,63 +166,126 @@ class CudaBench:
     ) -> dict[str, Runnable | str]:
         """See `products.Bench`. Weights are random codes under random scales; tile sizes are chosen here."""
         self.device.sample(linear.label)
-        found: dict[str, Runnable | str] = {}
+        ready: dict[str, Runnable | str] = {}
         for name in variants:
             try:
                 with fitting(linear.label):
-                    found[name] = self._side(name, linear, found)
-                    side = found[name]
+                    side = ready[name] = self._side(name, linear, ready)
                     if isinstance(side, _Quantized):
                         for M in batches:
                             side.choose(M)
             except InputError as problem:
-                found[name] = problem.code
+                ready[name] = problem.code
             except NotImplementedError:
-                found[name] = "no-operator"
+                ready[name] = "no-operator"
             except RuntimeError:
                 # torch's operators ask for shapes that only they know
                 if not name.endswith(TORCH):
                     raise
-                found[name] = "no-operator"
-        return found
+                ready[name] = "no-operator"
+        return ready
 
-    def _side(self, name: str, linear: LinearShape, found: Mapping[str, Runnable | str]) -> Runnable:
-        shape, at = (linear.N, linear.K), self.device.torch_device
+    def inputs(self, columns: int, M: int) -> torch.Tensor:
+        """Draw x [M, columns]."""
+        return sides.inputs(M, columns, self.dtype, self.device.torch_device)
+
+    def cost(self, name: str, linear: LinearShape, weight_bytes: float, compute: str = "") -> StepCost:
+        """Give the cost of a product, whose inputs and outputs have 16 bits."""
+        flops, io = 2.0 * linear.K * linear.N, 2.0 * (linear.K + linear.N)
+        compute = compute or _RATES[self.dtype]
+        return StepCost(name, weight_bytes, flops_per_token=flops, io_bytes_per_token=io, compute=compute)
+
+    def _side(self, name: str, linear: LinearShape, ready: Mapping[str, Runnable | str]) -> Runnable:
+        shape = linear.N, linear.K
         if name == BASELINE:
-            return _Plain(_float_cost(linear, self.dtype), self._baseline(shape))
+            cost = self.cost(BASELINE, linear, 2.0 * linear.K * linear.N)
+            return _Plain(cost, lambda M: sides.baseline(shape, M, self.dtype, self.device))
         if name.startswith(_QUANTIZE):
-            return _Plain(StepCost("", 0.0), self._tokens(name.removeprefix(_QUANTIZE), linear.K))
+            dynamic = known()[f"{name.removeprefix(_QUANTIZE)}.dynamic"]
+            return _Plain(StepCost("", 0.0), lambda M: sides.tokens(dynamic, self.inputs(linear.K, M)))
         if name.endswith(_TWIN):
-            of = found[name.removesuffix(_TWIN)]
+            of = ready[name.removesuffix(_TWIN)]
             if isinstance(of, str):
                 raise InputError(of, where=name)
             assert isinstance(of, _Quantized)
-            return _Twin(of)
-        if name in foreign.known():
-            check_shape(foreign.known()[name], linear)
-            return foreign.ForeignProduct.of(name, linear, self.device, self.dtype, self.seed)
+            return _Plain(of.cost, of.twin)
+        if name in foreign():
+            check_shape(foreign()[name], linear)
+            return self._foreign(foreign()[name], linear)
         variant = variant_of(name)
         check_shape(variant, linear)
         if variant.native and self.device.sm:
             require(variant.kind, self.device.sm)
         held = sides.held_copies(variant, shape, self.device)
-        small = weight(variant, min(linear.N, _CHECKED), linear.K, at, self.seed)
-        cost = StepCost(
-            variant.format,
-            variant.stored_bytes(*shape),
-            flops_per_token=2.0 * linear.K * linear.N,
-            io_bytes_per_token=2.0 * (linear.K + linear.N),
-            compute=variant.format if variant.native else _rate(self.dtype),
-        )
-        own = name.endswith(TORCH)
-        return _Quantized(variant, own, cost, held, small, self.device, self.dtype, self.memory)
+        small = weight(variant, min(linear.N, _CHECKED), linear.K, self.device.torch_device, self.seed)
+        cost = self.cost(variant.format, linear, variant.stored_bytes(*shape), variant.format if variant.native else "")
+        return _Quantized(self, variant, name.endswith(TORCH), cost, held, small)
 
-    def _baseline(self, shape: tuple[int, int]) -> Callable[[int], timing.Implementation]:
-        return lambda M: sides.baseline(shape, M, self.dtype, self.device)
+    def _foreign(self, variant: ForeignVariant, linear: LinearShape) -> Runnable:
+        """A product that was checked. Raises InputError `kernel-unsupported`, `wrong-result`; MissingDependency."""
+        self._check_foreign(variant, (min(linear.N, _CHECKED), linear.K))
+        shape = linear.N, linear.K
+        parts = self._stored(variant, shape)
+        size = sum(part.numel() * part.element_size() for part in parts.values())
+        cost = self.cost(variant.scheme.format, linear, float(size), "fp8_e4m3" if variant.inputs else "")
+        held = [self._product(variant, parts, shape) for _ in range(copies(size, self.device.cache_bytes))]
 
-    def _tokens(self, name: str, K: int) -> Callable[[int], timing.Implementation]:
-        variant = known()[f"{name}.dynamic"]
-        return lambda M: sides.tokens(variant, sides.inputs(M, K, self.dtype, self.device.torch_device))
+        def implementation(M: int) -> Implementation:
+            x = self.inputs(linear.K, M)
+            return Implementation(NAME, [partial(product, x) for product in held], held[0].resident_bytes, {})
+
+        told = {"compute_type": cost.compute}
+        return _Plain(cost, implementation, resident=held[0].resident_bytes, told=told)
+
+    def _stored(self, variant: ForeignVariant, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """What a checkpoint has of a random weight [N, K], by the names of its layout."""
+        at = self.device.torch_device
+        generator, layout = torch.Generator(device=at).manual_seed(self.seed), layouts.load_layout(variant.layout)
+        parts: dict[str, torch.Tensor] = {}
+        for name, kind, size in layout.headers("", shape, variant.scheme):
+            codes = name == layout.codes
+            if kind == "I64":
+                part = torch.tensor(shape, device=at)
+            elif kind == "I32":
+                part = torch.randint(-(2**31), 2**31, size, generator=generator, device=at)
+            elif kind == "U8":
+                # two codes, or an exponent of about 0
+                part = torch.randint(*((0, 256) if codes else (126, 129)), size, generator=generator, device=at)
+            elif codes:
+                part = torch.randn(size, generator=generator, device=at)
+            else:
+                part = 0.5 + torch.rand(size, generator=generator, device=at)
+            parts[name.removeprefix(".")] = part.to(_TYPES[kind])
+        return parts
+
+    def _product(
+        self, variant: ForeignVariant, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]
+    ) -> HummingLinear:
+        config = layouts.load_layout(variant.layout).quantization_config({"": variant.scheme}, [], "bfloat16")
+        group = {**config["config_groups"]["group_0"], "format": config["format"]}
+        if variant.inputs is not None:
+            granularity = variant.inputs["granularity"]
+            told = {"num_bits": 8, "type": "float", "dynamic": True, "symmetric": True, "strategy": granularity}
+            size = variant.scheme.group if granularity == "group" else None
+            group["input_activations"] = {**told, "group_size": size}
+        return HummingLinear(parts, group, shape, dtype=self.dtype, device=self.device.torch_device)
+
+    def _check_foreign(self, variant: ForeignVariant, shape: tuple[int, int]) -> None:
+        """Refuse what gives wrong numbers, at one row and at more than a tile of them."""
+        parts, layout = self._stored(variant, shape), layouts.load_layout(variant.layout)
+        read_back = layout.read_back("", variant.scheme, lambda name: parts[name.removeprefix(".")].cpu())
+        dense = load_format(variant.scheme.format).dequantize(read_back).double()
+        product = self._product(variant, parts, shape)
+        for M in (1, 17):
+            x = self.inputs(shape[1], M)
+            want = x.cpu().double() @ dense.T
+            off = float((product(x).cpu().double() - want).norm() / want.norm())
+            if not off <= (_ROUNDED_INPUTS if variant.inputs else _FLOAT):
+                raise _wrong(variant.name, M, f"{NAME} is off by {off:.2g} of the product's size")
+
+
+def _wrong(name: str, M: int, value: str) -> InputError:
+    return InputError("wrong-result", where=f"{name}, batch {M}", value=value)
 
 
 class _OneProduct:
@@ -172,27 +300,29 @@ class _OneProduct:
 
 @dataclass(frozen=True)
 class _Plain(_OneProduct):
-    """The float product, or quantizing inputs: one way at every M."""
+    """One way at every M: the float product, quantizing inputs, a twin, another library's product."""
 
     cost: StepCost
-    made: Callable[[int], timing.Implementation]
-    ready: dict[int, tuple[Step, timing.Implementation]] = field(default_factory=dict)
+    implementation: Callable[[int], Implementation]
+    resident: int | None = None
+    told: Settings = field(default_factory=dict)
+    ready: dict[int, tuple[Step, Implementation]] = field(default_factory=dict)
 
     @property
     def resident_bytes(self) -> int | None:
-        return int(self.cost.weight_bytes)
+        return int(self.cost.weight_bytes) if self.resident is None else self.resident
 
-    def settings(self, M: int) -> Mapping[str, str | bool | int | float | None]:
+    def settings(self, M: int) -> Settings:
         side = self._ready(M)[1]
-        return {"kernel": side.name, "copies": len(side.steps)}
+        return {"kernel": side.name, **self.told, "copies": len(side.steps)}
 
     def step(self, M: int) -> Step:
         return self._ready(M)[0]
 
-    def _ready(self, M: int) -> tuple[Step, timing.Implementation]:
+    def _ready(self, M: int) -> tuple[Step, Implementation]:
         if M not in self.ready:
             with fitting(f"batch {M}"):
-                side = self.made(M)
+                side = self.implementation(M)
                 self.ready[M] = side.ready(), side
         return self.ready[M]
 
@@ -203,7 +333,6 @@ class _Chosen:
 
     name: str
     config: Config | None
-    side: timing.Implementation
     step: Step
 
 
@@ -211,14 +340,12 @@ class _Chosen:
 class _Quantized(_OneProduct):
     """A weight in one format; `own`: only torch's operator multiplies it."""
 
+    bench: CudaBench
     variant: FormatVariant
     own: bool
     cost: StepCost
     held: Sequence[PackedWeight]
     small: PackedWeight
-    device: GpuDevice
-    dtype: torch.dtype
-    memory: Workspace
     widths: dict[int, Config] = field(default_factory=dict)
     chosen: dict[int, _Chosen] = field(default_factory=dict)
 
@@ -226,7 +353,7 @@ class _Quantized(_OneProduct):
     def resident_bytes(self) -> int | None:
         return self.held[0].resident_bytes
 
-    def settings(self, M: int) -> Mapping[str, str | bool | int | float | None]:
+    def settings(self, M: int) -> Settings:
         chosen = self.choose(M)
         tiles = chosen.config.as_dict() if chosen.config is not None else {}
         return {
@@ -241,7 +368,7 @@ class _Quantized(_OneProduct):
         return self.choose(M).step
 
     def hot(self, M: int) -> Step | None:
-        if self.held[0].resident_bytes > self.device.cache_bytes / 2:
+        if self.held[0].resident_bytes > self.bench.device.cache_bytes / 2:
             return None
         chosen = self.choose(M)
         return self._way(chosen.name, chosen.config, self.held[:1], M).ready()
@@ -253,13 +380,12 @@ class _Quantized(_OneProduct):
                 self.chosen[M] = self._fastest(M)
         return self.chosen[M]
 
-    def twin(self, M: int) -> Step:
+    def twin(self, M: int) -> Implementation:
         """Our kernel without its decoding. Raises InputError `no-twin` where another way is the fastest."""
         chosen = self.choose(M)
         if chosen.config is None:
             raise InputError("no-twin", where=f"batch {M}", value=chosen.name)
-        with fitting(f"batch {M}"):
-            return sides.ours(self.held, self._inputs(M), chosen.config, self.memory, decode=False).ready()
+        return sides.ours(self.held, self._inputs(M), chosen.config, self.bench.memory, decode=False)
 
     def _fastest(self, M: int) -> _Chosen:
         if self.own:
@@ -269,7 +395,7 @@ class _Quantized(_OneProduct):
         tried = []
         for name, config in ways:
             side = self._way(name, config, self.held, M)
-            tried.append(_Chosen(side.name, config, side, side.ready()))
+            tried.append(_Chosen(side.name, config, side.ready()))
         best = tried[_fastest_of(len(tried), lambda number: tried[number].step)]
         self._check(best, M)
         return best
@@ -278,18 +404,16 @@ class _Quantized(_OneProduct):
         """The fastest tile sizes for this width of x, tried at its first M."""
         wide = width(M)
         if wide not in self.widths:
-            able = candidates(M, native=self.variant.native)[: 1 if self.device.dry else None]
+            able = candidates(M, native=self.variant.native)[: 1 if self.bench.device.dry else None]
             best = _fastest_of(len(able), lambda number: self._way(OURS, able[number], self.held, M).ready())
             self.widths[wide] = able[best]
         return self.widths[wide]
 
-    def _way(self, name: str, config: Config | None, held: Sequence[PackedWeight], M: int) -> timing.Implementation:
+    def _way(self, name: str, config: Config | None, held: Sequence[PackedWeight], M: int) -> Implementation:
         x = self._inputs(M)
         if config is not None:
-            return sides.ours(held, x, config, self.memory, quantize=True)
-        if name == EXPANDED:
-            return sides.expanded(held, x)
-        return sides.torch_own(self.variant, held, x, quantize=True)
+            return sides.ours(held, x, config, self.bench.memory, quantize=True)
+        return sides.expanded(held, x) if name == EXPANDED else sides.torch_own(self.variant, held, x, quantize=True)
 
     def _check(self, chosen: _Chosen, M: int) -> None:
         """Refuse what gives wrong numbers, on the first rows of a weight like it."""
@@ -299,34 +423,10 @@ class _Quantized(_OneProduct):
         worst = error(self.variant, plain, self._inputs(M), y, rounded=_ROUNDED.get(chosen.name, 0.0))
         if worst > 1:
             value = f"{chosen.name} is {worst:.3g} times as far from float64 as rounding explains"
-            raise InputError("wrong-result", where=f"{self.variant.name}, batch {M}", value=value)
+            raise _wrong(self.variant.name, M, value)
 
     def _inputs(self, M: int) -> torch.Tensor:
-        return sides.inputs(M, self.held[0].shape[1], self.dtype, self.device.torch_device)
-
-
-@dataclass(frozen=True)
-class _Twin(_OneProduct):
-    """The loads of another side's kernel, at each M in its tile sizes."""
-
-    of: _Quantized
-    ready: dict[int, Step] = field(default_factory=dict)
-
-    @property
-    def cost(self) -> StepCost:
-        return self.of.cost
-
-    @property
-    def resident_bytes(self) -> int | None:
-        return self.of.resident_bytes
-
-    def settings(self, M: int) -> Mapping[str, str | bool | int | float | None]:
-        return self.of.settings(M)
-
-    def step(self, M: int) -> Step:
-        if M not in self.ready:
-            self.ready[M] = self.of.twin(M)
-        return self.ready[M]
+        return self.bench.inputs(self.held[0].shape[1], M)
 
 
 def _fastest_of(count: int, ready: Callable[[int], Step]) -> int:
@@ -337,16 +437,6 @@ def _fastest_of(count: int, ready: Callable[[int], Step]) -> int:
 def _tried(step: Callable[[], Any]) -> float:
     step()
     return float(np.median([step() for _ in range(_TRIES)]))
-
-
-def _float_cost(linear: LinearShape, dtype: torch.dtype) -> StepCost:
-    weights = linear.K * linear.N
-    io = 2.0 * (linear.K + linear.N)
-    return StepCost(BASELINE, 2.0 * weights, flops_per_token=2.0 * weights, io_bytes_per_token=io, compute=_rate(dtype))
-
-
-def _rate(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
 def _codebook(packed: PackedWeight) -> torch.Tensor:

@@ -24,6 +24,7 @@ from quantkit.measurement.timing.schedule import (
     SUBJECT,
     Array,
     Clock,
+    Settings,
     Step,
     Timing,
     Visit,
@@ -50,28 +51,28 @@ class Runnable(Protocol):
 
     @property
     def cost(self) -> StepCost:
-        """What a product must move and compute."""
-        ...
-
-    def products(self, M: int) -> int:
-        """Products that one step at M rows runs, one after the other."""
+        """Cost of one product."""
         ...
 
     @property
     def resident_bytes(self) -> int | None:
-        """What a weight takes in memory as it is run, where known; what a kernel packs besides may not be in it."""
+        """Bytes of a weight in memory as it is run, where known; what a kernel packs besides may not be in it."""
         ...
 
-    def settings(self, M: int) -> Mapping[str, str | bool | int | float | None]:
-        """How it runs at M rows, for the rows of measurements: kernel, block, accuracy level."""
+    def products(self, M: int) -> int:
+        """Count the products that one step at M rows runs, one after the other."""
+        ...
+
+    def settings(self, M: int) -> Settings:
+        """Tell how it runs at M rows, for the rows of measurements: kernel, block, accuracy level."""
         ...
 
     def step(self, M: int) -> Step:
-        """One step at M rows; each call goes on to the next weights. What it returns: see `timing.schedule`."""
+        """Prepare a step at M rows; each call goes on to the next weights. What it returns: see `timing.schedule`."""
         ...
 
     def hot(self, M: int) -> Step | None:
-        """One product whose weight is in the cache; None where it does not fit there."""
+        """Prepare a product whose weight is in the cache; None where it does not fit there."""
         ...
 
 
@@ -81,18 +82,18 @@ class Bench(Protocol):
     def prepare(
         self, linear: LinearShape, variants: Sequence[str], batches: Sequence[int]
     ) -> Mapping[str, Runnable | str]:
-        """A side for each variant, checked; the flag why there is none: `wrong-result`, `group-indivisible`, ...
+        """Prepare a side for each variant, checked, or tell the flag why there is none: `wrong-result`, ...
 
         `batches` are the M that will be asked for.
         """
         ...
 
     def quantizer(self, variant: str) -> str:
-        """The side that does to x alone what this variant does; "" where it cannot be had apart."""
+        """Name the side that does to x alone what this variant does; "" where it cannot be had apart."""
         ...
 
     def twin(self, variant: str) -> str:
-        """The side with the loads of this variant and without its decoding; "" where the runtime is a black box."""
+        """Name the side with the loads of this variant and without its decoding; "" where there is none."""
         ...
 
 
@@ -120,12 +121,7 @@ class RanSide:
     cost: StepCost
     products: int
     resident_bytes: int | None
-    settings: Mapping[str, str | bool | int | float | None]
-
-    @classmethod
-    def of(cls, side: Runnable, M: int) -> RanSide:
-        """A side at M rows."""
-        return cls(side.cost, side.products(M), side.resident_bytes, dict(side.settings(M)))
+    settings: Settings
 
 
 @dataclass(frozen=True)
@@ -133,9 +129,7 @@ class TimedVariant:
     """One variant of one shape at one batch. Times are of one product.
 
     Args:
-        linear: the shape.
         M: rows of the activation.
-        variant: its name.
         side: what ran; None where it could not be prepared.
         timing: of it, `SUBJECT`, and of the float product, `BASELINE`, in the same blocks.
         times: what that says; None where it was skipped, or until somebody compares it.
@@ -156,21 +150,12 @@ class TimedVariant:
 
     @property
     def skipped(self) -> str:
-        """The flag why there are no times."""
+        """Flag why there are no times."""
         return self.timing.skipped
 
     def compared(self, seed: int) -> TimedVariant:
         """Compare with the baseline. Raises MissingDependency: scipy is not installed."""
         return replace(self, times=self.timing.compared(SUBJECT, BASELINE, seed))
-
-
-@dataclass
-class _Cell:
-    M: int
-    visit: Visit | None = None  # settled in the first round
-    slow: set[str] = field(default_factory=set)
-    taken: dict[str, list[Timing]] = field(default_factory=dict)  # with the baseline's of the same palindromes
-    skipped: dict[str, str] = field(default_factory=dict)
 
 
 def measure(
@@ -199,7 +184,7 @@ def measure(
         MissingDependency: scipy is not installed.
     """
     progress = progress or (lambda share, words: None)
-    found: list[TimedVariant] = []
+    all_timed: list[TimedVariant] = []
     for i, linear in enumerate(linears):
 
         def report(share: float, words: str, i: int = i) -> None:
@@ -207,16 +192,16 @@ def measure(
 
         share = plan.seconds / (len(linears) * len(plan.batches) or 1)
         for taken in take(bench, linear, baseline, variants, plan, seconds=share, progress=report, clock=clock):
-            found.append(taken.compared(plan.seed + len(found)))
-    demand_any(found, baseline)
-    return found
+            all_timed.append(taken.compared(plan.seed + len(all_timed)))
+    demand_any(all_timed, baseline)
+    return all_timed
 
 
-def demand_any(found: Sequence[TimedVariant], baseline: str) -> None:
+def demand_any(variants: Sequence[TimedVariant], baseline: str) -> None:
     """Refuse a sweep in which nothing ran. Raises InputError: the flag that says why."""
-    if not any(each.side for each in found):
-        flag = found[0].skipped if found else "no-shapes"
-        where = ", ".join(dict.fromkeys(each.linear.label for each in found))
+    if not any(variant.side for variant in variants):
+        flag = variants[0].skipped if variants else "no-shapes"
+        where = ", ".join(dict.fromkeys(variant.linear.label for variant in variants))
         raise InputError(flag, where=where, value=f"{baseline} cannot run")
 
 
@@ -231,7 +216,7 @@ def take(
     progress: Report,
     clock: Clock = time.perf_counter,
 ) -> list[TimedVariant]:
-    """Raw times of one shape: what needs no more than NumPy.
+    """Take raw times of one shape, which needs no more than NumPy.
 
     Args:
         plan: its own seconds are not looked at.
@@ -244,123 +229,129 @@ def take(
     progress(0.0, f"{linear.label}: preparing")
     names = [baseline, *(name for name in variants if name != baseline)]
     parts = {name: (bench.quantizer(name), bench.twin(name)) for name in names}
-    asked = [*names, *dict.fromkeys(each for pair in parts.values() for each in pair if each)]
+    asked = [*names, *dict.fromkeys(part for pair in parts.values() for part in pair if part)]
     sides = bench.prepare(linear, asked, plan.batches)
     usable = {name: side for name, side in sides.items() if not isinstance(side, str)}
     if baseline not in usable:
         # nothing of this shape can be compared; the other shapes can
         flag = str(sides.get(baseline, "absent"))
         return [TimedVariant(linear, M, name, timing=Timing(skipped=flag)) for M in plan.batches for name in names]
-    cells = [_Cell(M) for M in plan.batches]
-    known: dict[str, tuple[int, float]] = {}
+    cells = [_Cell(M, usable, baseline) for M in plan.batches]
+    speeds: dict[str, tuple[int, float]] = {}
     generator = np.random.default_rng([plan.seed, linear.K, linear.N])
     with undisturbed():
         for turn in range(plan.rounds):
-            for cell in cells:
-                at = (turn * len(cells) + cells.index(cell)) / (plan.rounds * len(cells))
-                progress(at, f"{linear.label}, batch {cell.M}")
-                _visit(cell, usable, baseline, known, seconds, plan, generator, clock)
-    found = []
+            for place, cell in enumerate(cells):
+                progress((turn * len(cells) + place) / (plan.rounds * len(cells)), f"{linear.label}, batch {cell.M}")
+                cell.round(speeds, seconds, plan.rounds, generator, clock)
+    results = []
     for cell in cells:
         progress(1.0, f"{linear.label}, batch {cell.M}: weights in the cache")
         for name in names:
-            one, side = _of_cell(linear, name, sides, cell, baseline, parts[name]), usable.get(name)
-            if not one.skipped and side is not None and (step := side.hot(cell.M)) is not None:
+            side = sides[name]
+            if isinstance(side, str):
+                results.append(TimedVariant(linear, cell.M, name, timing=Timing(skipped=side)))
+                continue
+            one = cell.variant(linear, name, parts[name])
+            if not one.skipped and (step := side.hot(cell.M)) is not None:
                 one = replace(one, hot=_hot(step, clock))
-            found.append(one)
-    return found
+            results.append(one)
+    return results
 
 
-def _visit(
-    cell: _Cell,
-    sides: Mapping[str, Runnable],
-    baseline: str,
-    known: dict[str, tuple[int, float]],
-    share: float,
-    plan: SweepPlan,
-    generator: np.random.Generator,
-    clock: Clock,
-) -> None:
-    """Take one round's times of one cell."""
-    end = clock() + share / plan.rounds
-    steps: dict[str, Step] = {}
-    seconds: dict[str, float] = {}
-    for name, side in sides.items():
-        if cell.skipped.get(name) or cell.skipped.get(baseline):
-            continue
-        # two visits of each round: a step may take a tenth of its cell's time and no more
-        expected = side.products(cell.M) * _expected(known.get(name), cell.M)
-        if cell.visit is None and expected > max(share / 10, 0.25):
-            cell.skipped[name] = "too-slow"
-            continue
-        try:
-            step = side.step(cell.M)
-            seconds[name] = warm(step, clock)
-        except InputError as error:
-            cell.skipped[name] = error.code
-            continue
-        steps[name] = step
-        known[name] = (cell.M, seconds[name] / side.products(cell.M))
-    if baseline not in steps or cell.skipped.get(baseline):
-        cell.skipped[baseline] = cell.skipped.get(baseline) or "no-baseline"
-        return
-    if cell.visit is None:
-        cell.slow = {name for name in steps if seconds[name] > _SLOW * seconds[baseline]}
-        cell.visit = Visit.fitting(max([seconds[name] for name in steps if name not in cell.slow]))
-    together = [name for name in steps if name not in cell.slow]
-    apart = [[baseline, name] for name in steps if name in cell.slow]
-    for names in (*apart, together):
-        left = max(end - clock(), 0.0)
-        timing = interleave(
-            {name: steps[name] for name in names},
-            blocks=(cell.visit.burst, _BLOCKS),
-            seconds=left if names is together else _SHARE * left,
-            generator=generator,
-            visit=cell.visit,
-            clock=clock,
-        )
-        for name in names:
-            if name != baseline or names is together:
-                cell.taken.setdefault(name, []).append(timing.of(name, baseline))
+@dataclass
+class _Cell:
+    """All sides of one shape at M rows.
+
+    Attributes:
+        visit: settled in the first round.
+        taken: of a side, with the baseline's times of the same palindromes.
+    """
+
+    M: int
+    sides: Mapping[str, Runnable]
+    baseline: str
+    visit: Visit | None = None
+    slow: set[str] = field(default_factory=set)
+    taken: dict[str, list[Timing]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def round(
+        self,
+        speeds: dict[str, tuple[int, float]],
+        share: float,
+        rounds: int,
+        generator: np.random.Generator,
+        clock: Clock,
+    ) -> None:
+        """Take one round's times; `speeds`: side -> (M, seconds of a product) as it ran last."""
+        end, baseline = clock() + share / rounds, self.baseline
+        steps: dict[str, Step] = {}
+        seconds: dict[str, float] = {}
+        for name, side in self.sides.items():
+            if self.skipped.get(name) or self.skipped.get(baseline):
+                continue
+            # two visits of each round: a step may take a tenth of its cell's time and no more
+            expected = side.products(self.M) * _expected(speeds.get(name), self.M)
+            if self.visit is None and expected > max(share / 10, 0.25):
+                self.skipped[name] = "too-slow"
+                continue
+            try:
+                step = side.step(self.M)
+                seconds[name] = warm(step, clock)
+            except InputError as error:
+                self.skipped[name] = error.code
+                continue
+            steps[name] = step
+            speeds[name] = (self.M, seconds[name] / side.products(self.M))
+        if baseline not in steps or self.skipped.get(baseline):
+            self.skipped[baseline] = self.skipped.get(baseline) or "no-baseline"
+            return
+        if self.visit is None:
+            self.slow = {name for name in steps if seconds[name] > _SLOW * seconds[baseline]}
+            self.visit = Visit.fitting(max(seconds[name] for name in steps if name not in self.slow))
+        together = [name for name in steps if name not in self.slow]
+        apart = [[baseline, name] for name in steps if name in self.slow]
+        for names in (*apart, together):
+            left = max(end - clock(), 0.0)
+            timing = interleave(
+                {name: steps[name] for name in names},
+                blocks=(self.visit.burst, _BLOCKS),
+                seconds=left if names is together else _SHARE * left,
+                generator=generator,
+                visit=self.visit,
+                clock=clock,
+            )
+            for name in names:
+                if name != baseline or names is together:
+                    self.taken.setdefault(name, []).append(timing.of(name, baseline))
+
+    def variant(self, linear: LinearShape, name: str, parts: tuple[str, str]) -> TimedVariant:
+        """What was taken of one variant; `parts` name its quantizer and its twin."""
+        side = self.sides[name]
+        ran = RanSide(side.cost, side.products(self.M), side.resident_bytes, dict(side.settings(self.M)))
+        skipped = self.skipped.get(name, "") or self.skipped.get(self.baseline, "")
+        if skipped or name not in self.taken:
+            return TimedVariant(linear, self.M, name, ran, Timing(skipped=skipped or "not-measured"))
+
+        def of_one(which: str, timing: Timing) -> Array:
+            times: Array = timing.seconds[which] / self.sides[which].products(self.M)
+            return times
+
+        joined = {key: Timing.joined(self.taken[key]) for key in (name, *parts) if key in self.taken}
+        quantizing, raw = (float(np.median(of_one(part, joined[part]))) if part in joined else None for part in parts)
+        own = joined[name]
+        seconds = {SUBJECT: of_one(name, own), BASELINE: of_one(self.baseline, own)}
+        timing = replace(own, seconds=seconds, began={}, order=())
+        return TimedVariant(linear, self.M, name, ran, timing, quantizing=quantizing, raw=raw)
 
 
-def _expected(known: tuple[int, float] | None, M: int) -> float:
+def _expected(speed: tuple[int, float] | None, M: int) -> float:
     """Seconds that a product may take at M rows, from one at fewer: in proportion, beyond what is bound by memory."""
-    if known is None:
+    if speed is None:
         return 0.0
-    before, seconds = known
+    before, seconds = speed
     return seconds * max(M / before, 1.0) if before >= 64 or before >= M else seconds * max(M / 64, 1.0)
-
-
-def _of_cell(
-    linear: LinearShape,
-    name: str,
-    sides: Mapping[str, Runnable | str],
-    cell: _Cell,
-    baseline: str,
-    parts: tuple[str, str],
-) -> TimedVariant:
-    """Give what was taken of one variant in one cell; `parts` name its quantizer and its twin."""
-    side = sides[name]
-    if isinstance(side, str):
-        return TimedVariant(linear, cell.M, name, timing=Timing(skipped=side))
-    ran = RanSide.of(side, cell.M)
-    skipped = cell.skipped.get(name, "") or cell.skipped.get(baseline, "")
-    if skipped or name not in cell.taken:
-        return TimedVariant(linear, cell.M, name, ran, Timing(skipped=skipped or "not-measured"))
-
-    def times(which: str, taken: Timing) -> Array:
-        """Of one product."""
-        runs = sides[which]
-        assert not isinstance(runs, str)
-        result: Array = taken.seconds[which] / runs.products(cell.M)
-        return result
-
-    joined = {key: Timing.joined(cell.taken[key]) for key in (name, *parts) if key in cell.taken}
-    quantizing, raw = (float(np.median(times(part, joined[part]))) if part in joined else None for part in parts)
-    own = joined[name]
-    timing = replace(own, seconds={SUBJECT: times(name, own), BASELINE: times(baseline, own)}, began={}, order=())
-    return TimedVariant(linear, cell.M, name, ran, timing, quantizing=quantizing, raw=raw)
 
 
 def _hot(step: Step, clock: Clock) -> float:
@@ -376,5 +367,5 @@ def _hot(step: Step, clock: Clock) -> float:
 
 
 def copies(cost: StepCost, cache: int) -> int:
-    """How many weights of a kind are needed so that all of them are at least three times the last-level cache."""
+    """Count the weights of a kind that together are at least three times the last-level cache."""
     return max(1, math.ceil(3 * cache / cost.weight_bytes)) if cost.weight_bytes else 1

@@ -22,15 +22,12 @@ from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Table
 from quantkit.kernels.linear import QuantLinear
-from quantkit.measurement.cuda.ceilings import sampled
-from quantkit.measurement.cuda.device import GpuDevice, allocated, fitting
+from quantkit.measurement.cuda.device import GpuDevice, allocated, fitting, sampled
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import saved_bytes
-from quantkit.measurement.timing.latency import LoadedSides, TimedSide, measure
-from quantkit.measurement.timing.rows import explained
-from quantkit.measurement.timing.schedule import Step
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.latency import LoadedSides, TimedSide, explained, measure
+from quantkit.measurement.timing.schedule import Step, TimingPlan
 from quantkit.model.structure.sizes import positions
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes.torch import events

@@ -4,6 +4,8 @@ Every shape (batch and context, or tokens of a prefill) is measured in several r
 drift of a machine over minutes is inside the intervals instead of between the shapes. Read bandwidth and compute rates
 are measured before and after; with them the tax (`operators.tax`) of a runtime that is a black box: only the sum is
 known, not what of it is decoding.
+
+Rows that follow from times in turns, of whole steps and of single products alike: latency, bandwidth, tax, wins.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,12 +22,25 @@ from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.measurement.operators import ceilings as _ceilings
 from quantkit.measurement.operators.ceilings import Ceiling, joined
-from quantkit.measurement.operators.tax import Limits, StepCost
-from quantkit.measurement.rows import Device, Row
-from quantkit.measurement.timing.rows import FEWEST, Side, StepRows
-from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Clock, Step, Timing, Visit, interleave, warm
-from quantkit.measurement.timing.shapes import TOO_LARGE, Shape, Timeable, TimingPlan
+from quantkit.measurement.operators.tax import Array, Limits, StepCost, ideal, win_flags, win_intervals, win_settings
+from quantkit.measurement.rows import Baseline, Device, Operation, Row
+from quantkit.measurement.timing.schedule import (
+    BASELINE,
+    SUBJECT,
+    TOO_LARGE,
+    Clock,
+    Shape,
+    Step,
+    Timeable,
+    Timing,
+    TimingPlan,
+    Visit,
+    interleave,
+    warm,
+)
 from quantkit.runtimes.child import Report
+from quantkit.stats.abba import Comparison, Interval
+from quantkit.stats.evidence import SpeedUp
 
 Settings = Mapping[str, str | bool | int | float | None]
 ACROSS = "across"
@@ -239,3 +255,286 @@ class _Cell:
             clock=clock,
         )
         self.parts.append(replace(timing, shape=self.shape))
+
+
+Fields = Mapping[str, Any]
+# steps a side, of fewer of which a row says so
+FEWEST = {"decode": 30, "prefill": 10}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the sides of a comparison.
+
+    Args:
+        cost: what its steps must move and compute.
+        subject: `content_sha256` of its bundle.
+        resident_bytes: what it takes in memory, where known.
+        runtime: that runs it; of those that `latency.measure` is given besides.
+    """
+
+    cost: StepCost
+    subject: str
+    resident_bytes: int | None = None
+    runtime: str = ""
+
+
+def latency_row(
+    name: str, times: Comparison, against: str | None, *, settings: Fields, flags: Sequence[str], common: Fields
+) -> Row:
+    """Give the median of a subject's steps.
+
+    Args:
+        against: the baseline; None where that is the subject itself.
+        settings: of the row; what has no field of its own is added: `baseline_p90`, `baseline_p99`, `p99_ratio` with
+            its interval `p99_ratio_low` and `p99_ratio_high`.
+    """
+    beside: dict[str, Any] = {}
+    if against is not None:
+        value = times.baseline["p50"]
+        beside["baseline"] = Baseline(subject=against, value=value, ratio=times.ratio, ratio_ci95=times.ratio_ci95)
+        low, high = times.p99_ratio_ci95
+        told = {"p99_ratio": times.p99_ratio, "p99_ratio_low": low, "p99_ratio_high": high}
+        settings = {**settings, **{f"baseline_{q}": times.baseline[q] for q in ("p90", "p99")}, **told}
+    return Row.seconds(
+        name,
+        times.quantiles["p50"],
+        quantiles=times.quantiles,
+        ci95=times.ci95,
+        settings=dict(settings),
+        flags=list(flags),
+        **beside,
+        **common,
+    )
+
+
+def tax_row(
+    seconds: float,
+    ci95: Interval,
+    ratio: float,
+    against: str,
+    *,
+    op: Operation,
+    settings: Fields,
+    flags: Sequence[str] = (),
+    common: Fields,
+) -> Row:
+    """Give `tax.total`, the time beyond the bound; without value, flagged `no-ceiling`, where that is not known.
+
+    Args:
+        ratio: how many times as fast as the baseline it is.
+        op: with the bounds, and the baseline's seconds.
+    """
+    bound, hp_bound, hp_s = op.bound_s, op.hp_bound_s, op.hp_s or seconds
+    if bound is None or hp_bound is None:
+        return Row.seconds("tax.total", None, op=op, settings=dict(settings), flags=["no-ceiling", *flags], **common)
+    excess = seconds - bound
+    told = {"share_of_baseline": excess / hp_s, "promised": hp_bound / bound, "delivered": ratio}
+    signs = [*(["sum-only"] if op.raw_s is None else []), *(["negative-tax"] if excess < 0 else [])]
+    return Row.seconds(
+        "tax.total",
+        excess,
+        op=op,
+        ci95=(ci95[0] - bound, ci95[1] - bound),
+        # the baseline's own excess: its slack is no merit of the format
+        baseline=Baseline(subject=against, value=hp_s - hp_bound),
+        settings={**settings, **told},
+        flags=[*signs, *flags],
+        **common,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A ratio at one M, of a curve.
+
+    Args:
+        size: M.
+        speed: how many times as fast the subject is.
+        draws: [resamples] of that.
+        n: steps that it rests on.
+    """
+
+    size: int
+    speed: SpeedUp
+    draws: Array
+    n: int
+
+    @property
+    def low(self) -> float:
+        """The lower end of what is believed; of what is not believed, at most 1."""
+        low = self.speed.interval[0]
+        return min(low, 1.0) if self.speed.doubt == "ceiling" else low
+
+
+def break_even_row(points: Sequence[Point], *, settings: Fields, flags: Sequence[str], common: Fields) -> Row:
+    """Give `tax.break_even`, the M at which the first win interval ends; flagged `not-measured` of no points.
+
+    Args:
+        points: M rising.
+        settings: of the row; every interval is added (`win_1_from`, `win_1_to`, with `_low` and `_high`; null where
+            the measured range cuts it off), and the range itself.
+    """
+    row: dict[str, Any] = {"name": "tax.break_even", "unit": "1", "better": "higher", **common}
+    if not points:
+        return Row(value=None, settings=dict(settings), flags=["not-measured", *flags], **row)
+    sizes = [point.size for point in points]
+    lows, ratios = [point.low for point in points], [point.speed.ratio for point in points]
+    wins = win_intervals(sizes, lows, ratios, np.stack([point.draws for point in points]))
+    return Row(
+        value=wins[0].end if wins else None,
+        ci95=wins[0].end_ci95 if wins else None,
+        n=min(point.n for point in points),
+        aa_spread=max(point.speed.spread for point in points),
+        settings={**settings, **win_settings(wins, sizes)},
+        flags=[*win_flags(wins), *flags],
+        **row,
+    )
+
+
+def explained(rows: Sequence[Row], linears: Callable[[int], float | None]) -> list[Row]:
+    """Add to rows of decode steps the sum of their linears and what that leaves unexplained.
+
+    Args:
+        linears: see `latency.LoadedSides`.
+    """
+    result = []
+    for row in rows:
+        told: dict[str, Any] = {}
+        if row.name == "latency.decode_step" and row.value is not None and row.batch is not None:
+            known = linears(row.batch)
+            told = {"linears_s": known, "residual_s": None if known is None else row.value - known}
+        result.append(row.model_copy(update={"settings": {**row.settings, **told}}))
+    return result
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of steps of two models, and of curves of them.
+
+    Args:
+        subject, baseline: what is compared.
+        limits: of the device.
+        common: fields of every row.
+        settings: of every row.
+    """
+
+    subject: Side
+    baseline: Side
+    limits: Limits
+    common: Fields
+    settings: Fields
+
+    def of(self, timing: Timing, times: Comparison | None) -> list[Row]:
+        """Give all rows of one shape: latency, throughput, bandwidth of a decode step, tax."""
+        shape, subject, baseline = _shape(timing), self.subject, self.baseline
+        settings = {**self.settings, **timing.settings}
+        common = {**self._at(shape), "resident_bytes": subject.resident_bytes}
+        if times is None:
+            flags = [timing.skipped, *timing.flags]
+            return [Row.seconds(shape.name, None, stat=None, flags=flags, settings=settings, **common)]
+        few = ["few-steps"] if times.n < FEWEST[shape.kind] else []
+        flags = [*times.flags, *few, *timing.flags]
+        common |= {"n": times.n, "aa_spread": times.aa_spread}
+        sizes, limits = (shape.batch, shape.tokens, shape.context), self.limits
+        tokens, time_s, hp_s = shape.batch * shape.tokens, times.quantiles["p50"], times.baseline["p50"]
+
+        def rate(name: str, work: float, unit: str, against: Baseline, told: Fields, flags: list[str]) -> Row:
+            ends = work / times.ci95[1], work / times.ci95[0]
+            fields: dict[str, Any] = {"stat": "median", "better": "higher", "ci95": ends, "settings": dict(told)}
+            return Row(name=name, value=work / time_s, unit=unit, baseline=against, flags=flags, **fields, **common)
+
+        timed = {**settings, **self._promise(shape)}
+        rows = [latency_row(shape.name, times, baseline.subject, settings=timed, flags=flags, common=common)]
+        # an interval of the ratio of medians is the same for times and for rates
+        against = Baseline(
+            subject=baseline.subject, value=tokens / hp_s, ratio=times.ratio, ratio_ci95=times.ratio_ci95
+        )
+        rows.append(rate(f"throughput.{shape.kind}", tokens, "token/s", against, settings, flags))
+        cached = ["weights-near-cache"] if self._near_cache else []
+        if shape.kind == "decode":
+            moved = subject.cost.bytes(*sizes)
+            share = {"share_of_ceiling": moved / time_s / limits.read} if limits.read else {}
+            # no ratio: a format that moves fewer bytes is not worse for it
+            against = Baseline(subject=baseline.subject, value=baseline.cost.bytes(*sizes) / hp_s)
+            told = {**settings, "bytes": moved, **share}
+            rows.append(rate("bandwidth.effective", moved, "B/s", against, told, [*flags, *cached]))
+        op = Operation(
+            M=tokens,
+            format=subject.cost.format,
+            bound_s=subject.cost.bound(*sizes, limits),
+            hp_bound_s=baseline.cost.bound(*sizes, limits),
+            hp_s=hp_s,
+            shares=subject.cost.shares(*sizes, limits),
+            hp_shares=baseline.cost.shares(*sizes, limits),
+        )
+        flags = flags if op.bound_s is None or op.hp_bound_s is None else [*flags, *cached]
+        ratio = times.ci95, times.ratio, baseline.subject
+        rows.append(tax_row(time_s, *ratio, op=op, settings=settings, flags=flags, common=common))
+        return rows
+
+    def across(self, shape: Shape, times: Comparison, other: Side) -> Row:
+        """Set the subject's step against the same step of another runtime, timed in turns."""
+        there = {"baseline_runtime": other.runtime, "baseline_format": other.cost.format}
+        common = {**self._at(shape), "n": times.n, "aa_spread": times.aa_spread}
+        name, settings = shape.name.replace("latency.", "across."), {**self.settings, **there}
+        return latency_row(name, times, other.subject, settings=settings, flags=times.flags, common=common)
+
+    def curves(self, timed: Sequence[tuple[Shape, Comparison | None]]) -> list[Row]:
+        """Give a `tax.break_even` row for shapes that differ in M alone.
+
+        A model that decodes has its prefills compared over the length of the prompt; for one that does not, M is the
+        batch.
+        """
+        decodes = any(shape.kind == "decode" for shape, _ in timed)
+        groups: dict[tuple[str, str, int], list[tuple[Shape, Comparison | None]]] = {}
+        for shape, times in timed:
+            over = "tokens" if decodes and shape.kind == "prefill" else "batch"
+            fixed = shape.batch if over == "tokens" else shape.size
+            groups.setdefault((over, shape.kind, fixed), []).append((shape, times))
+        return [self._break_even(over == "batch", curve) for (over, _, _), curve in groups.items()]
+
+    def _break_even(self, by_batch: bool, curve: Sequence[tuple[Shape, Comparison | None]]) -> Row:
+        """Give one; its `settings` hold `ideal`, the M where S* = 1 (null: none up to 65,536)."""
+        one, cost = curve[0][0], self.subject.cost
+        ends, reason = ideal(
+            cost,
+            self.baseline.cost,
+            self.limits,
+            lambda m: (m, one.tokens, one.context) if by_batch else (one.batch, m, one.context),
+        )
+        points = []
+        for shape, times in curve:
+            if times is not None:
+                most = self._promise(shape).get("promised_most", math.inf)
+                speed = SpeedUp(times.ratio, times.ratio_ci95, times.aa_spread, most)
+                points.append(Point(shape.batch if by_batch else shape.tokens, speed, times.draws, times.n))
+        fixed = {"context": one.context} | ({"new_tokens": one.tokens} if by_batch else {})
+        batch = None if by_batch else one.batch
+        return break_even_row(
+            sorted(points, key=lambda point: point.size),
+            settings={**self.settings, "over": "batch" if by_batch else "tokens", "ideal": ends},
+            flags=[reason] if reason else [],
+            common={**self.common, "shape": fixed, "batch": batch, "op": Operation(format=cost.format)},
+        )
+
+    def _at(self, shape: Shape) -> dict[str, Any]:
+        return {**self.common, "batch": shape.batch, "shape": shape.sizes}
+
+    @property
+    def _near_cache(self) -> bool:
+        """Whether the weights may stay in the cache: then neither bytes nor bound are those of the memory."""
+        cache = self.limits.cache
+        return cache is not None and self.subject.cost.weight_bytes < 3 * cache
+
+    def _promise(self, shape: Shape) -> dict[str, float]:
+        """What the roofline promises of a shape; nothing where the weights may stay in the cache."""
+        if self._near_cache:
+            return {}
+        sizes = (shape.batch, shape.tokens, shape.context)
+        return self.limits.promise(*(side.cost.bound(*sizes, self.limits) for side in (self.subject, self.baseline)))
+
+
+def _shape(timing: Timing) -> Shape:
+    assert timing.shape is not None
+    return timing.shape

@@ -1,37 +1,55 @@
-"""Two models timed in turns, both loaded anew in every round: raw times, from which `stats.deciding.slowdown` decides.
+"""Models timed in turns, all loaded anew in every round: raw times, from which `stats.slowdown` decides.
 
 Which was loaded first, and where a load lies in memory, makes a difference that lasts as long as the load does, and no
-repetition within it shows that. So a round loads both, in an order that is drawn, and visits every shape in a few
-blocks (`timing.schedule`); there are `LEAST` rounds at least, and more while there is time. All of it happens in a
-process of its own. A round is whole by itself: whoever has kept the ones before goes on with the next.
+repetition within it shows that. So a round loads all sides, in an order that is drawn, and visits what is timed in a
+few blocks (`timing.schedule`).
+
+A comparison (`run`) has two sides and several shapes: `LEAST` rounds at least, and more while there is time. A round is
+whole by itself: whoever has kept the ones before goes on with the next. A cell of a night (`measure`) has one step of
+up to three sides; a side that does not load is left out, and its reason told, but without the candidate there is
+nothing. A step of less than a millisecond is run several times in a row, and its mean is kept.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from quantkit.errors import InputError
-from quantkit.measurement.timing.schedule import Clock, Timing, Visit, interleave, runs_of, warm
-from quantkit.measurement.timing.shapes import TOO_LARGE, Shape, Timeable
+from quantkit.errors import InputError, QuantkitError
+from quantkit.measurement.timing.clocks import Between, Clocks
+from quantkit.measurement.timing.schedule import (
+    TOO_LARGE,
+    Clock,
+    Shape,
+    Step,
+    Timeable,
+    Timing,
+    Visit,
+    interleave,
+    runs_of,
+    warm,
+)
 from quantkit.measurement.timing.speed import RUNTIME, demand, demand_room, opened, samples_of
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
-from quantkit.stats.deciding.slowdown import BLOCKS
+from quantkit.stats.slowdown import BLOCKS, BURST, SETTLE
 
 # rounds: fewer are no sample of loads (`stats.abba` resamples rounds from six on); more say little that is new
 LEAST, MOST = 6, 40
-SIDES = CANDIDATE, BASELINE = "candidate", "baseline"
+CANDIDATE: Final = "candidate"
+BASELINE: Final = "baseline"
+SIDES = (CANDIDATE, BASELINE)
 
 
 @dataclass(frozen=True)
 class RoundsJob:
-    """What is to be timed.
+    """What is to be timed of two sides.
 
     Args:
         candidate: a folder of what its runtime reads, or a graph's file.
@@ -56,7 +74,7 @@ class RoundsJob:
 
 @dataclass(frozen=True)
 class TimedRound:
-    """One round.
+    """One round of two sides.
 
     Args:
         parts: of each shape, in their order; of `CANDIDATE` and `BASELINE`.
@@ -81,7 +99,7 @@ def run(job: RoundsJob, progress: Report | None = None) -> list[Timing]:
 
 
 def take(loads: Mapping[str, Callable[[], Timeable]], shapes: Sequence[Shape], **how: Any) -> list[Timing]:
-    """Time what functions load; see the module, and `in_rounds` for how."""
+    """Time what functions load; `how`: see `in_rounds`."""
     return joined([*in_rounds(loads, shapes, **how)])
 
 
@@ -100,7 +118,7 @@ def in_rounds(
     progress: Report | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[TimedRound]:
-    """The rounds, one by one, each as soon as it is whole.
+    """Take the rounds of several shapes, one by one, each as soon as it is whole.
 
     Args:
         loads: side -> what loads it anew.
@@ -147,22 +165,22 @@ class _Cell:
         self, models: Mapping[str, Timeable], share: float, generator: np.random.Generator, clock: Clock
     ) -> Timing:
         """Take at most `BLOCKS` blocks, fewer where they would take longer than `share` seconds."""
-        if self.skipped:
-            return Timing(shape=self.shape, skipped=self.skipped)
         try:
-            steps = {side: self.shape.step(model) for side, model in models.items()}
-            seconds = [warm(step, clock) for step in steps.values()]
+            if not self.skipped:
+                steps = {side: self.shape.step(model) for side, model in models.items()}
+                seconds = [warm(step, clock) for step in steps.values()]
         except InputError as problem:
             if problem.code not in TOO_LARGE:
                 raise
             self.skipped = problem.code
+        if self.skipped:
             return Timing(shape=self.shape, skipped=self.skipped)
         if self.visit is None:
             self.visit = Visit.fitting(max(seconds), runs=runs_of(max(seconds)))
             self.blocks = min(max(int(share / self.visit.block(seconds)), 1), BLOCKS)
         blocks = (self.blocks, self.blocks)
-        how: dict[str, Any] = {"generator": generator, "visit": self.visit, "clock": clock}
-        return replace(interleave(steps, blocks=blocks, seconds=0.0, **how), shape=self.shape)
+        timing = interleave(steps, blocks=blocks, seconds=0.0, generator=generator, visit=self.visit, clock=clock)
+        return replace(timing, shape=self.shape)
 
 
 def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
@@ -176,3 +194,80 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
     }
     for timing in take(loads, job.shapes, seconds=job.seconds, seed=job.seed, progress=caller.at):
         caller.row(timing.as_dict())
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell of a night.
+
+    Args:
+        sides: `candidate`, `baseline`, `release` -> its bundle's folder; the candidate among them.
+        runtime: of all.
+        batch: of the cell.
+        rounds: in which all are loaded anew.
+        blocks: of all rounds together; None where time decides.
+        seconds: of all rounds together, without the loads, where it does.
+        seed: of all that is drawn.
+        gpu: whether it runs on one.
+        samples: file of a graph's inputs.
+        most: blocks of one round.
+    """
+
+    sides: Mapping[str, str]
+    runtime: str
+    batch: int
+    rounds: int
+    blocks: int | None
+    seconds: float | None
+    seed: int
+    gpu: bool = False
+    samples: str | None = None
+    most: int = 1 << 20
+
+
+def measure(task: Task, load: Callable[[str], Step], look: Callable[[], Clocks]) -> Iterator[dict[str, Any]]:
+    """Give of each round its steps and what the device was at, and of a side that does not load, why.
+
+    Args:
+        load: loads a side anew, and prepares its step.
+
+    Raises:
+        QuantkitError: what loading the candidate raises.
+    """
+    generator = np.random.default_rng(task.seed)
+    sides, visit = list(task.sides), None
+    for turn in range(task.rounds):
+        steps: dict[str, Step] = {}
+        took = []
+        for number in generator.permutation(len(sides)):
+            side = sides[number]
+            try:
+                step = load(side)
+                took.append(warm(step))
+                steps[side] = step
+            except Exception as problem:
+                if side == CANDIDATE:
+                    raise
+                yield {"unloadable": side, "error": _error(problem, task.sides[side])}
+        # a GPU's steps are timed by its own clock
+        visit = visit or Visit(BURST, SETTLE, 1 if task.gpu else runs_of(max(took)))
+        blocks = (1, task.most)
+        if task.blocks is not None:
+            done, after = (task.blocks * number // task.rounds for number in (turn, turn + 1))
+            blocks = (min(after - done, task.most),) * 2
+        before = look()
+        sides = [side for side in sides if side in steps]
+        in_order, seconds = {side: steps[side] for side in sides}, (task.seconds or 0.0) / task.rounds
+        timing = interleave(in_order, blocks=blocks, seconds=seconds, generator=generator, visit=visit)
+        state = Between.of(before, look(), counted=not task.gpu)
+        yield {"round": turn, "state": asdict(state), "turns": timing.as_dict()}
+        steps.clear()
+        in_order.clear()
+        gc.collect()
+
+
+def _error(problem: Exception, where: str) -> dict[str, str]:
+    if isinstance(problem, QuantkitError):
+        return problem.as_dict()
+    value = f"{type(problem).__name__}: {problem}"
+    return InputError("load-failed", where=where, value=value, rule="it loads and runs").as_dict()

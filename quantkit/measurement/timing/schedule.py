@@ -1,10 +1,10 @@
-"""The one schedule by which sides are timed, so that a noisy machine harms all of them alike.
+"""What is timed, and the one schedule by which sides are timed, so that a noisy machine harms all of them alike.
 
 A block visits the sides in a random order and then in the reverse of it: A B B A or B A A B; of three A B C C B A, or
 another order of them. A drift that is linear over a block adds the same to all and leaves their ratios alone (ABBA
 counterbalancing). Blocks that follow each other are a round; between two rounds something else ran, or all sides were
 loaded anew. A visit times a side's step several times, after some that are not counted: caches and threads still belong
-to the side before it. What the times say is in `stats.abba` and `stats.deciding.slowdown`.
+to the side before it. What the times say is in `stats.abba` and `stats.slowdown`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,116 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.measurement.timing.shapes import Shape
 from quantkit.stats.abba import Comparison, compare
 
 Array = NDArray[Any]
-# the sides of a comparison
-SUBJECT, BASELINE = "subject", "baseline"
+Settings = Mapping[str, str | bool | int | float | None]
 # a step that returns a float says itself how many seconds it took, by the clock of its device
 Step = Callable[[], object]
 Clock = Callable[[], float]
 
+# the sides of a comparison
+SUBJECT, BASELINE = "subject", "baseline"
+BATCHES = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (128, 1024)
+PREFILLS = (64, 256, 1024)
+# errors of a model that speak of one shape; the others go on
+TOO_LARGE = {"out-of-memory", "prompt-too-long", "shape-unsupported"}
 # a step shorter than this many seconds is timed twice a visit, after one that is not counted
 SHORT = 0.05
 # what takes less is run several times in a row, seconds
 SHORTEST = 1e-3
+
+
+class Timeable(Protocol):
+    """A loaded model. Raises InputError for a shape that does not fit: `out-of-memory` for this machine,
+    `prompt-too-long` for this model, `shape-unsupported` for this engine."""
+
+    def decode(self, batch: int, context: int) -> Step:
+        """Prepare a decode step with `context` tokens in the cache; each call repeats the same step."""
+        ...
+
+    def prefill(self, batch: int, tokens: int) -> Step:
+        """Prepare a prefill of `tokens` tokens a sequence; each call repeats it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is timed.
+
+    Args:
+        batch: sequences, or samples of a graph.
+        size: tokens in the cache of a decode step; of each sequence of a prefill, which is 1 of a graph.
+    """
+
+    kind: Literal["decode", "prefill"]
+    batch: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Name of its rows of latency."""
+        return "latency.decode_step" if self.kind == "decode" else "latency.prefill"
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of each sequence."""
+        return 1 if self.kind == "decode" else self.size
+
+    @property
+    def context(self) -> int:
+        """Tokens in the cache."""
+        return self.size if self.kind == "decode" else 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes as rows have them beside the batch."""
+        return {"new_tokens": self.tokens, "context": self.context}
+
+    @property
+    def words(self) -> str:
+        """Words for progress and errors."""
+        return f"{self.kind}, batch {self.batch}, {'context' if self.kind == 'decode' else 'tokens'} {self.size}"
+
+    def step(self, model: Timeable) -> Step:
+        """Prepare it on a model. Raises InputError: the model's."""
+        return (model.decode if self.kind == "decode" else model.prefill)(self.batch, self.size)
+
+
+@dataclass(frozen=True)
+class TimingPlan:
+    """What is measured, and how long it may take.
+
+    Args:
+        batches: of the decode steps.
+        contexts: tokens in the cache of the decode steps; empty for a model that does not decode.
+        prefills: tokens a sequence of the prefills.
+        prefill_batches: of the prefills.
+        seconds: for all shapes together. One takes longer where its 30 steps a side (10 of a prefill) need it.
+        cell_seconds: beyond this a shape makes do with fewer steps, five blocks at least, and is flagged `few-steps`.
+        rounds: over all shapes; the interval of a time rests on how much its rounds differ, from four rounds on.
+        seed: of the order of the steps and of the resamples.
+    """
+
+    batches: Sequence[int] = BATCHES
+    contexts: Sequence[int] = CONTEXTS
+    prefills: Sequence[int] = PREFILLS
+    prefill_batches: Sequence[int] = (1,)
+    seconds: float = 300.0
+    cell_seconds: float = 120.0
+    rounds: int = 5
+    seed: int = 0
+
+    def shapes(self) -> list[Shape]:
+        """List the shapes, small ones first: what they leave of their time goes to the large ones."""
+        decode = [Shape("decode", batch, context) for batch in self.batches for context in self.contexts]
+        return decode + [Shape("prefill", batch, tokens) for batch in self.prefill_batches for tokens in self.prefills]
 
 
 @dataclass(frozen=True)
@@ -84,7 +175,7 @@ class Timing:
     visit: Visit | None = None
     shape: Shape | None = None
     skipped: str = ""
-    settings: Mapping[str, str | bool | int | float | None] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     flags: tuple[str, ...] = ()
 
     @classmethod
@@ -128,8 +219,7 @@ class Timing:
         seconds, began = ({side: x.tolist() for side, x in times.items()} for times in (self.seconds, self.began))
         parts = {"visit": self.visit and asdict(self.visit), "shape": self.shape and asdict(self.shape)}
         told = {**parts, "skipped": self.skipped, "settings": dict(self.settings), "flags": list(self.flags)}
-        order, rounds = [*map(list, self.order)], list(self.rounds)
-        times = {"seconds": seconds, "began": began, "order": order, "rounds": rounds}
+        times = {"seconds": seconds, "began": began, "order": [*map(list, self.order)], "rounds": list(self.rounds)}
         return {**times, **{name: value for name, value in told.items() if value}}
 
     @classmethod
@@ -161,7 +251,7 @@ def interleave(
         blocks: the fewest and the most.
         seconds: after which no further block begins.
         generator: draws the order of each block.
-        visit: see there; None is one step.
+        visit: None is one step.
         clock: seconds, rising.
     """
     visit = visit or Visit()
@@ -190,29 +280,22 @@ def interleave(
     return Timing(seconds_of, began_of, orders, (len(orders),), visit)
 
 
-def unnamed(steps: Sequence[Step], **how: Any) -> list[Array]:
-    """Interleave sides without names: the seconds of each, [blocks, 2, burst]."""
-    sides = {str(number): step for number, step in enumerate(steps)}
-    timing = interleave(sides, **how)
-    return [timing.seconds[side] for side in sides]
-
-
 def warm(step: Step, clock: Clock = time.perf_counter) -> float:
-    """About the seconds that a step takes, after it has run once: that faults the pages in."""
+    """Tell about the seconds that a step takes, after it has run once: that faults the pages in."""
     step()
     return max(timed(step, clock), 1e-9)
 
 
 def runs_of(longest: float) -> int:
-    """How often steps of at most so many seconds are run to be timed as one."""
+    """Tell how often steps of at most so many seconds are run to be timed as one."""
     return math.ceil(SHORTEST / longest)
 
 
 def timed(step: Step, clock: Clock) -> float:
-    """Seconds of one step: what it says itself, as a float, or what passed on the clock."""
+    """Run a step: the seconds that it says itself, as a float, or that passed on the clock."""
     begin = clock()
-    found = step()
-    return found if isinstance(found, float) else clock() - begin
+    told = step()
+    return told if isinstance(told, float) else clock() - begin
 
 
 def _repeated(step: Step, runs: int) -> Step:
@@ -221,8 +304,7 @@ def _repeated(step: Step, runs: int) -> Step:
         return step
 
     def several() -> float | None:
-        found = [step() for _ in repeat(None, runs)]
-        told = [seconds for seconds in found if isinstance(seconds, float)]
+        told = [seconds for _ in repeat(None, runs) if isinstance(seconds := step(), float)]
         return sum(told) if len(told) == runs else None
 
     return several

@@ -27,8 +27,17 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.latency import TimedSide, measure
-from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Array, Step, Visit, interleave, runs_of, warm
-from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.schedule import (
+    BASELINE,
+    SUBJECT,
+    Array,
+    Step,
+    TimingPlan,
+    Visit,
+    interleave,
+    runs_of,
+    warm,
+)
 from quantkit.runtimes import Graph, Session, child, load_runtime
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.onnxruntime.open import open_graph

@@ -169,7 +169,8 @@ def agreement(
     Args:
         said: what the graph says of its outputs.
     """
-    from quantkit.measurement.accuracy.labelled import About, classification, outputs
+    from quantkit.measurement.accuracy.labelled import About, classification
+    from quantkit.measurement.accuracy.outputs import outputs
 
     about = About(
         subject=subject,

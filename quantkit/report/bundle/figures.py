@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from quantkit.bundle import Check, Decision, Manifest, PromptVerdict, WeightsEntry
 from quantkit.bundle.manifest import CalibrationEntry
 from quantkit.errors import MissingDependency
-from quantkit.measurement.accuracy.labelled.outputs import NOTHING
+from quantkit.measurement.accuracy.outputs import NOTHING
 from quantkit.measurement.accuracy.positions import standard_error
 from quantkit.measurement.rows import Row
 from quantkit.model.sizes.assigned import FLOATS_LIMIT

@@ -6,7 +6,8 @@ from reference import plain_labelled as plain
 
 from measurement.labelled.made_up import about
 from quantkit.errors import GateError, InputError
-from quantkit.measurement.accuracy.labelled import classes, classification
+from quantkit.measurement.accuracy import labelled
+from quantkit.measurement.accuracy.labelled import classification
 from quantkit.report.bundle import figures
 
 
@@ -26,7 +27,7 @@ def named(rows):
 
 @pytest.mark.parametrize("n, width", [(60, 10), (17, 6), (3, 1000), (40, 2), (5, 5)])
 def test_equals_the_plain_formulas(n, width, monkeypatch):
-    monkeypatch.setattr(classes, "_ELEMENTS", 40)  # in several parts
+    monkeypatch.setattr(labelled, "_ELEMENTS", 40)  # in several parts
     original, candidate, labels = logits(n, width)
     rows = named(classification(original, candidate, labels, about=about(n)))
     for name, k in (("top1", 1), ("top5", 5)):

@@ -5,7 +5,7 @@ import pytest
 
 from measurement.labelled.made_up import about
 from quantkit.errors import GateError, InputError
-from quantkit.measurement.accuracy.labelled import outputs
+from quantkit.measurement.accuracy.outputs import outputs
 from quantkit.stats.shares import wilson
 
 

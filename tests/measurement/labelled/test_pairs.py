@@ -6,7 +6,7 @@ from reference import plain_labelled as plain
 
 from measurement.labelled.made_up import about
 from quantkit.errors import GateError, InputError
-from quantkit.measurement.accuracy.labelled import classes as pairs
+from quantkit.measurement.accuracy import labelled as pairs
 from quantkit.measurement.accuracy.labelled import retrieval
 
 

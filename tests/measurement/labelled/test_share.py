@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from measurement.labelled.made_up import about
-from quantkit.measurement.accuracy.labelled.about import Drawn, difference_interval, share_interval, share_row
+from quantkit.measurement.accuracy.labelled import Drawn, difference_interval, share_interval, share_row
 
 
 def sides(both: int, only_before: int, only_right: int, neither: int):

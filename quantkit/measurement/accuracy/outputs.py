@@ -30,10 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.measurement.accuracy.labelled.about import About, Drawn, cosine_row, demand_alike, demand_finite
+from quantkit.measurement.accuracy.labelled import About, Drawn, cosine_row, demand_alike, demand_finite
 from quantkit.measurement.rows import Interval, Row
-from quantkit.stats.bootstrap import ratio_interval
-from quantkit.stats.clustered import clustered_ratio
+from quantkit.stats.clustered import clustered_ratio, ratio_interval
 from quantkit.stats.shares import wilson
 
 Array = NDArray[Any]

@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.stats.abba import resampled_groups
-from quantkit.stats.deciding.apart import is_hidden
-from quantkit.stats.deciding.evidence import Resampled
+from quantkit.stats.evidence import Resampled, is_hidden
 
 Array = NDArray[Any]
 

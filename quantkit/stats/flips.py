@@ -30,9 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.stats.bootstrap import draws
-from quantkit.stats.clustered import clustered_mean, special
-from quantkit.stats.deciding.evidence import EACH_WAY, Doubt, Resampled
+from quantkit.stats.clustered import clustered_mean, draws, special
+from quantkit.stats.evidence import EACH_WAY, Doubt, Resampled
 from quantkit.stats.shares import tango_interval, tango_score
 
 Array = NDArray[Any]

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.stats.deciding.evidence import EACH_WAY, Evidence, Interval
+from quantkit.stats.evidence import EACH_WAY, Evidence, Interval
 
 Array = NDArray[Any]
 Answer = Literal["better", "same", "worse", "inconclusive"]

@@ -1,1 +1,0 @@
-"""Better, same, worse or inconclusive: evidence of several kinds, and one decision."""
