@@ -17,7 +17,7 @@ import zoo
 from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.measurement.timing import anew
+from quantkit.measurement.timing import rounds
 from quantkit.nightly import bundles, timing
 from quantkit.nightly.build import build, request_of, why_not_here
 from quantkit.nightly.bundles import Bundles, inputs_sha256
@@ -111,7 +111,7 @@ def home(made: Path, tmp_path: Path) -> Home:
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that nothing was started for, where a test is about something else."""
 
-    def planted(task: anew.Task, progress: Any) -> timing.CellTimes:
+    def planted(task: rounds.Task, progress: Any) -> timing.CellTimes:
         state = {"clock_hz": None, "temperature_c": None, "throttled": None}
         taken = {side: [[[1e-3] * 2] * 2] for side in task.sides}
         turns = {"seconds": taken, "began": taken, "order": [list(task.sides)], "rounds": [1]}
@@ -219,7 +219,7 @@ def test_the_last_release_is_a_third_side(home: Home) -> None:
 def test_a_cell_that_fails_is_a_result_and_the_next_goes_on(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     real = timing.run
 
-    def failing(task: anew.Task, progress: Any) -> timing.CellTimes:
+    def failing(task: rounds.Task, progress: Any) -> timing.CellTimes:
         if task.batch == 1:
             raise InputError("out-of-memory", where="batch 1", value="2 GB", rule="1 GB is free", remedy="less")
         return real(task, progress)
