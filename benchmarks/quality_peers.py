@@ -8,7 +8,7 @@
 Each side runs in a fresh process and, the peers, in an environment of its own (`.peers/NAME/`, made by the first run:
 `peers/README.md`). One scoring code serves all, ours included: the checkpoint as it was saved, loaded again in float32
 by the library that the row names. All linears of the blocks are quantized, everything else is as in the source. A
-record of each row is left in `results/peers/`; `peers/table.py` makes the tables of README.md and docs/comparisons.md.
+record of each row is left in `results/peers/`; `peers/table.py` makes the tables of docs/comparisons.md.
 """
 
 from __future__ import annotations

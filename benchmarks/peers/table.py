@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/comparisons.md, from the records in `results/peers/`.
+"""The tables of docs/comparisons.md, from the records in `results/peers/`.
 
     python benchmarks/peers/table.py            write them
     python benchmarks/peers/table.py --check    say which file differs, and exit 1
@@ -26,7 +26,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results" / "peers"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "comparisons.md")
+PAGE = ROOT / "docs" / "comparisons.md"
 LEVEL = 0.95
 MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
 # scheme, whether the sides saw text (None: both kinds), what a table calls it
@@ -129,7 +129,7 @@ def amount(row: Row, others: Sequence[Row], text: str | None = None) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """README's table: ours against the best of the others, and who else ran."""
+    """The first table: ours against the best of the others, and who else ran."""
     lines = ["| scheme | quantkit | the best of the others | who else ran |", "|---|---|---|---|"]
     for model, title in MODELS.items():
         for scheme, calibrated, name in SECTIONS:
@@ -239,16 +239,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     made = blocks(records())
-    stale = []
-    for path in PAGES:
-        text = path.read_text(encoding="utf-8")
-        new = rendered(text, made)
-        if new != text:
-            stale.append(path.name)
-            if not options.check:
-                path.write_text(new, encoding="utf-8")
-    print(f"{'differs' if options.check else 'written'}: {', '.join(stale) or 'nothing'}")
-    return int(options.check and bool(stale))
+    text = PAGE.read_text(encoding="utf-8")
+    new = rendered(text, made)
+    if new != text and not options.check:
+        PAGE.write_text(new, encoding="utf-8")
+    print(f"{'differs' if options.check else 'written'}: {PAGE.name if new != text else 'nothing'}")
+    return int(options.check and new != text)
 
 
 if __name__ == "__main__":
