@@ -23,7 +23,7 @@ import pytest
 import zoo
 
 from quantkit import content, limits
-from quantkit.calibrate.sets import image_sources
+from quantkit.calibrate.sets import images as image_sources
 from quantkit.calibrate.tokens import sources
 from quantkit.errors import InputError
 from quantkit.model.preprocess import Preprocess

@@ -3,8 +3,8 @@
     calibration/prose-en/card.yaml + calib.txt, tune.txt, eval.txt
 
 Passes see `calib`; `tune` alone may guide a choice; `eval` is for scoring and nothing else. A file is read only if its
-bytes have the length and the sha256 that the card states, so a set that changed cannot be mistaken for the one that
-figures were made on. A set of kind `random` has no files: its tokens are drawn from the model's vocabulary.
+bytes have the length and the sha256 that the card states. A set of kind `random` has no files: its tokens are drawn
+from the model's vocabulary. A user's own file has no card: its last 10 % are for `eval`, the 5 % before for `tune`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from quantkit import limits
+from quantkit import errors, limits
 from quantkit.content import Closed, read_yaml, validated
 from quantkit.errors import InputError, did_you_mean
 from quantkit.model.preprocess import Preprocess
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 Split = Literal["calib", "tune", "eval"]
+# from here on a sample of a set without splits belongs to tune, to eval
+_TUNE, _EVAL = 0.85, 0.90
 
 
 class DataSource(Closed):
@@ -143,13 +147,8 @@ class Card(Closed):
     def demand_kind(self, *kinds: str, rule: str) -> None:
         """Refuse a set of another kind; `rule`: what the model takes. Raises InputError `calibration-kind`."""
         if self.kind not in kinds:
-            raise InputError(
-                "calibration-kind",
-                where=self.where,
-                value=f"the set is of kind {self.kind}",
-                rule=rule,
-                remedy="use another set; see `quantkit list calibrations`",
-            )
+            value, remedy = f"the set is of kind {self.kind}", "use another set; see `quantkit list calibrations`"
+            raise InputError("calibration-kind", where=self.where, value=value, rule=rule, remedy=remedy)
 
     @property
     def where(self) -> str:
@@ -170,14 +169,9 @@ class Card(Closed):
         """
         files = [file for file in self.files if file.split == split]
         if not files:
-            has = sorted({file.split for file in self.files})
-            raise InputError(
-                "calibration-split",
-                where=self.where,
-                value=f"no file for the split {split!r}",
-                rule=f"the card has {', '.join(has)}",
-                remedy="add one, or use another set",
-            )
+            value, remedy = f"no file for the split {split!r}", "add one, or use another set"
+            rule = f"the card has {', '.join(sorted({file.split for file in self.files}))}"
+            raise InputError("calibration-split", where=self.where, value=value, rule=rule, remedy=remedy)
         return [self._read(file) for file in files]
 
     def _read(self, file: SplitFile) -> tuple[Path, bytes]:
@@ -187,13 +181,10 @@ class Card(Closed):
         data = read_bytes(path)
         found = hashlib.sha256(data).hexdigest()
         if len(data) != file.bytes or found != file.sha256:
-            raise InputError(
-                "calibration-checksum",
-                where=str(path),
-                value=f"{len(data)} bytes, sha256 {found[:12]}…",
-                rule=f"the card says {file.bytes} bytes, sha256 {file.sha256[:12]}…",
-                remedy="restore the file, or write the new figures into the card",
-            )
+            value = f"{len(data)} bytes, sha256 {found[:12]}…"
+            rule = f"the card says {file.bytes} bytes, sha256 {file.sha256[:12]}…"
+            remedy = "restore the file, or write the new figures into the card"
+            raise InputError("calibration-checksum", where=str(path), value=value, rule=rule, remedy=remedy)
         return path, data
 
 
@@ -207,3 +198,59 @@ def read_bytes(path: Path) -> bytes:
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError("file-unreadable", where=str(path), value=reason, remedy="check the file") from None
+
+
+def bounds(split: Split, count: int, place: Callable[[float], int] | None = None) -> tuple[int, int]:
+    """The first sample of a split of a set without any, and the first behind it.
+
+    Args:
+        count: of all samples.
+        place: share -> the first sample at or after it; None counts them.
+    """
+    tune, evaluation = (place(share) if place else int(count * share) for share in (_TUNE, _EVAL))
+    return {"calib": (0, tune), "tune": (tune, evaluation), "eval": (evaluation, count)}[split]
+
+
+def short(where: str, value: str, of: str) -> InputError:
+    """The error where nothing is left for a split; `of`: what the set holds, in the plural."""
+    rule = f"of {of} without splits, the last 10 % are for eval and the 5 % before for tune"
+    remedy = f"more {of}, or a folder with a card.yaml that states the splits"
+    return InputError("calibration-short", where=where, value=value, rule=rule, remedy=remedy)
+
+
+def decoded(data: bytes, where: str, what: str = "text") -> str:
+    """UTF-8 as text. Raises InputError `calibration-not-text`."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise not_text(where, f"byte 0x{data[error.start]:02x} at {error.start} is not UTF-8", what) from None
+
+
+def not_text(where: str, value: str, what: str = "text") -> InputError:
+    """The error for what is no text."""
+    rule = f"{what} in UTF-8"
+    return InputError("calibration-not-text", where=where, value=value, rule=rule, remedy="convert the file")
+
+
+def empty(where: str, value: str, rule: str = "") -> InputError:
+    """The error for a file with nothing in it."""
+    return InputError("calibration-empty", where=where, value=value, rule=rule, remedy="give another one")
+
+
+def suffix(where: str, found: str, rule: str) -> InputError:
+    """The error for a file of a kind that is not read; `found`: its suffix."""
+    value = f"cannot read {found or 'a file without a suffix'}"
+    return InputError("calibration-suffix", where=where, value=value, rule=rule, remedy="convert it")
+
+
+def unreadable(where: str, said: Exception | str) -> InputError:
+    """The error for what cannot be read, whoever says so."""
+    reason = str(said).split("\n", 1)[0][:200] or type(said).__name__
+    return InputError("calibration-unreadable", where=where, value=reason, remedy="check the file, or write it anew")
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Whatever a damaged file makes a library raise within it, the user's remedy is one: `unreadable`."""
+    with errors.reading(lambda said: unreadable(where, said)):
+        yield

@@ -1,21 +1,31 @@
 """A calibration set's name or path -> the images that a network's passes see and its measures score.
 
     a shipped set, or a folder with card.yaml    has its splits, and says under `preprocess` what becomes of bytes
-    .npz, .npy                                   arrays; floats are taken as preprocessed
-    a folder of image files, a .zip of them      bytes
+    .npz                                         an array `images`, and `labels` and `clusters` where there are some
+    .npy                                         an array of images
+    .jpg .png …, a folder or a .zip of them      bytes
+
+An array is [n, height, width] or [n, height, width, channels] of uint8, or floats of the model's own shape that are
+preprocessed already. Images of one number in `clusters` are alike, such as crops of one photograph: they are parted
+together, and intervals count them together. Of bytes x, in this order:
+
+    resize      the shorter side becomes `resize` pixels (bilinear, over all pixels that fall together)
+    crop        `crop` x `crop` from the middle
+    normalise   (x / 255 - mean) / std, channel by channel
 
 A user's own files have no splits: the last 10 % are kept for `eval` and the 5 % before for `tune`, class by class where
-there are labels, else by their order; images that are alike (`clusters`) stay in one split, and are parted as one. What
-becomes of a user's own bytes is said by a `preprocess.yaml` beside them (the card's keys: mean, std, and if
-wanted resize, crop, layout), or known of the model.
-
-    load_images("fashion-mnist", "eval", samples=None, seed=0, shape=(None, 1, 28, 28), dtype="float32", where="images")
+there are labels, else by their order. What becomes of a user's own bytes is said by a `preprocess.yaml` beside them, or
+known of the model. An image of exactly crop x crop needs nothing but numpy. Nothing is ever unpickled, an archive is
+never unpacked to disk, and an image is decoded when it is drawn.
 """
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +33,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import content
-from quantkit.calibrate.sets import image_sources, own
+from quantkit import content, errors, limits
+from quantkit.calibrate.sets import card as cards
 from quantkit.calibrate.sets.card import Card, SetSampling, Split, read_bytes
-from quantkit.calibrate.sets.image_sources import Images
-from quantkit.errors import InputError
+from quantkit.errors import InputError, MissingDependency
 from quantkit.model.preprocess import Preprocess
 
+ARRAYS = (".npz", ".npy")
+PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+SUFFIXES = (*ARRAYS, ".zip", *PICTURES)
 PREPROCESS = "preprocess.yaml"
+# what a picture inside an archive may claim to unpack to
+_PICTURE_LIMIT = 1 << 28
+# by the content, not the name: Pillow would open PostScript too, and hand it to Ghostscript
+_FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")
 _FLOATS = ("float16", "float32", "float64", "bfloat16")
 # how far beyond what bytes can become a float may lie: the rounding of another program
 _SLACK = 0.05
@@ -43,10 +59,8 @@ class ImageSet:
     Args:
         images: [n, C, H, W] or [n, H, W, C], as the model takes them, float32, preprocessed.
         labels: [n], the class of each; None where the set has none.
-        name: of the set: the folder or file name.
-        split: `calib`, `tune` or `eval`.
         notes: what was decided on the way, one sentence each; for the manifest.
-        clusters: [n], images of one number are alike, such as crops of one photograph; None: each was drawn alone.
+        clusters: [n], images of one number are alike; None: each was drawn alone.
     """
 
     images: NDArray[np.float32]
@@ -55,6 +69,38 @@ class ImageSet:
     split: Split
     notes: tuple[str, ...] = ()
     clusters: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images of one file or folder, none of them decoded.
+
+    Args:
+        labels, clusters: [count], as of `ImageSet`.
+        bytes_: whether they are bytes that need preprocessing, rather than floats that had it.
+        read: number -> the image: uint8 [height, width] or [height, width, channels], or float32 as the model takes it.
+        names: [count], of their files; None where they are of arrays.
+    """
+
+    count: int
+    labels: NDArray[np.int64] | None
+    bytes_: bool
+    read: Callable[[int], NDArray[Any]]
+    where: str
+    clusters: NDArray[np.int64] | None = None
+    names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The images of one split, and which of them belong to it."""
+
+    images: Images
+    members: NDArray[np.int64]
+    sampling: SetSampling
+    preprocess: Preprocess | None
+    name: str
+    notes: tuple[str, ...] = ()
 
 
 def load_images(
@@ -86,37 +132,20 @@ def load_images(
         MissingDependency: Pillow, where images must be decoded or resized.
     """
     if dtype not in _FLOATS:
-        raise InputError(
-            "calibration-dtype",
-            where=reference,
-            value="a set of images",
-            rule=f"{where} takes {dtype}, and images are floats when they reach a model",
-            remedy="use a set of the model's own kind",
-        )
+        rule = f"{where} takes {dtype}, and images are floats when they reach a model"
+        remedy = "use a set of the model's own kind"
+        raise InputError("calibration-dtype", where=reference, value="a set of images", rule=rule, remedy=remedy)
     part = _open(reference, split)
     how = part.preprocess or preprocess
     chosen = drawn(part.members, part.sampling, split, samples, seed)
     images = _read(part.images, chosen, how, shape, where)
     _check_values(images, None if part.images.bytes_ else how, part.images.where)
-    labels, clusters = (
-        None if array is None else array[chosen] for array in (part.images.labels, part.images.clusters)
-    )
+    held = (part.images.labels, part.images.clusters)
+    labels, clusters = (None if array is None else array[chosen] for array in held)
     notes = part.notes
     if samples is not None and len(chosen) < samples:
         notes = (*notes, f"{part.name} has {len(chosen)} images to {split}, {samples} were asked for")
     return ImageSet(images, labels, part.name, split, notes, clusters)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The images of one split, and which of them belong to it."""
-
-    images: Images
-    members: NDArray[np.int64]
-    sampling: SetSampling
-    preprocess: Preprocess | None
-    name: str
-    notes: tuple[str, ...] = ()
 
 
 def _open(reference: str, split: Split) -> _Part:
@@ -125,59 +154,77 @@ def _open(reference: str, split: Split) -> _Part:
         return _from_card(card, split)
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
-        names = sorted(
-            entry.name for entry in path.iterdir() if entry.is_file() and image_sources.is_picture(entry.name)
-        )
-        found = image_sources.pictures(names, lambda name: read_bytes(folder / name), where=reference)
+        names = sorted(entry.name for entry in path.iterdir() if entry.is_file() and _is_picture(entry.name))
+        images = _pictures(names, lambda name: read_bytes(folder / name), where=reference)
     else:
-        found = image_sources.parse(path, suffix=path.suffix.lower(), where=reference)
+        images = parse(path, suffix=path.suffix.lower(), where=reference)
     stated, beside = None, folder / PREPROCESS
     if beside.is_file():
         data = content.read_yaml(beside)
         stated = content.validated(Preprocess, data, where=str(beside), code="calibration-preprocess")
     name = path.resolve().name
-    members, parted = own_split(found.count, found.labels, split, found.clusters)
+    members, parted = own_split(images.count, images.labels, split, images.clusters)
     if not len(members):
-        count = f"{found.count} image{'' if found.count == 1 else 's'}"
-        raise own.short(reference, f"{count}, none of them left for {split}", "images")
-    note = f"{name} has no splits: {split} is {len(members)} of its {found.count} images, parted {parted}"
-    return _Part(found, members, SetSampling(), stated, name, (note,))
+        count = f"{images.count} image{'' if images.count == 1 else 's'}"
+        raise cards.short(reference, f"{count}, none of them left for {split}", "images")
+    note = f"{name} has no splits: {split} is {len(members)} of its {images.count} images, parted {parted}"
+    return _Part(images, members, SetSampling(), stated, name, (note,))
 
 
 def _from_card(card: Card, split: Split) -> _Part:
     card.demand_kind("images", rule="this model takes images")
-    parts = [image_sources.parse(data, suffix=path.suffix.lower(), where=str(path)) for path, data in card.read(split)]
+    parts = [parse(data, suffix=path.suffix.lower(), where=str(path)) for path, data in card.read(split)]
     if card.alike is not None:
         parts = _alike(parts, card.alike, card.where)
-    found = image_sources.together(parts, card.where)
-    return _Part(found, np.arange(found.count), card.sampling, card.preprocess, card.name)
+    images = _together(parts, card.where)
+    return _Part(images, np.arange(images.count), card.sampling, card.preprocess, card.name)
 
 
 def _alike(parts: Sequence[Images], pattern: str, where: str) -> list[Images]:
     """Files of images, which of them are alike told by their names; arrays say it themselves. See `Card.alike`."""
+
+    def unlike(value: str) -> InputError:
+        rule = f"every image file has {pattern} in its name, and every .npz an array `clusters`"
+        remedy = "mend `alike`, or leave it out"
+        return InputError("card-invalid", where=f"{where}: alike", value=value, rule=rule, remedy=remedy)
+
     numbers: dict[str, int] = {}
-    found = []
+    marked = []
     for part in parts:
         if part.names is None and part.clusters is None:
-            raise _unlike(where, "arrays, whose images have no names", pattern)
+            raise unlike("arrays, whose images have no names")
         of = []
         for name in part.names or ():
             match = re.search(pattern, Path(name).stem)
             if match is None:
-                raise _unlike(where, f"an image {Path(name).stem!r}", pattern)
+                raise unlike(f"an image {Path(name).stem!r}")
             of.append(numbers.setdefault(match[0], len(numbers)))
-        found.append(replace(part, clusters=np.array(of)) if of else part)
-    return found
+        marked.append(replace(part, clusters=np.array(of)) if of else part)
+    return marked
 
 
-def _unlike(where: str, value: str, pattern: str) -> InputError:
-    return InputError(
-        "card-invalid",
-        where=f"{where}: alike",
-        value=value,
-        rule=f"every image file has {pattern} in its name, and every .npz an array `clusters`",
-        remedy="mend `alike`, or leave it out",
-    )
+def _together(parts: Sequence[Images], where: str) -> Images:
+    """Several files as one; of labels, and of clusters, all have some or none has."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({(part.bytes_, part.labels is None, part.clusters is None) for part in parts}) > 1:
+        value = "files with and without labels, with and without clusters, or of bytes and of floats"
+        rule, remedy = "the files of a split are of one kind", "write them alike, or leave some out"
+        raise InputError("calibration-mixed", where=where, value=value, rule=rule, remedy=remedy)
+    ends = np.cumsum([part.count for part in parts])
+
+    def read(number: int) -> NDArray[Any]:
+        place = int(np.searchsorted(ends, number, side="right"))
+        return parts[place].read(number - int(ends[place] - parts[place].count))
+
+    def joined(arrays: list[NDArray[np.int64] | None]) -> NDArray[np.int64] | None:
+        held = [array for array in arrays if array is not None]
+        return np.concatenate(held) if held else None
+
+    labels, clusters = joined([part.labels for part in parts]), joined([part.clusters for part in parts])
+    named = [part.names for part in parts if part.names is not None]
+    names = tuple(name for names in named for name in names) if len(named) == len(parts) else None
+    return Images(int(ends[-1]), labels, parts[0].bytes_, read, where, clusters, names)
 
 
 def own_split(
@@ -196,7 +243,7 @@ def own_split(
     classes = [np.arange(count)]
     if labels is not None:
         classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-    members = [numbers[slice(*own.bounds(split, len(numbers)))] for numbers in classes]
+    members = [numbers[slice(*cards.bounds(split, len(numbers)))] for numbers in classes]
     return np.sort(np.concatenate(members)), "by their order" if labels is None else "class by class"
 
 
@@ -223,77 +270,54 @@ def _read(
             remedy=f"write {PREPROCESS} beside them: {{mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}}, with "
             "`resize: 256`, `crop: 224`, `layout: NHWC` where it wants them, or give floats",
         )
-    found: NDArray[np.float32] | None = None
+    taken: NDArray[np.float32] | None = None
     for place, number in enumerate(chosen):
         image = images.read(int(number))
         if images.bytes_ and how is not None:
-            image = image_sources.preprocess(image, how, where=images.where)
-        if found is None:
+            image = preprocess(image, how, where=images.where)
+        if taken is None:
             _check_shape(image.shape, shape, images.where, where)
-            found = np.empty((len(chosen), *image.shape), dtype=np.float32)
-        if image.shape != found.shape[1:]:
-            raise InputError(
-                "calibration-shape",
-                where=images.where,
-                value=f"images of {list(found.shape[1:])} and of {list(image.shape)}",
-                rule="all images have one shape",
-            )
-        found[place] = image
-    assert found is not None  # a part without images was refused
-    return found
+            taken = np.empty((len(chosen), *image.shape), dtype=np.float32)
+        if image.shape != taken.shape[1:]:
+            value = f"images of {list(taken.shape[1:])} and of {list(image.shape)}"
+            raise InputError("calibration-shape", where=images.where, value=value, rule="all images have one shape")
+        taken[place] = image
+    assert taken is not None  # a part without images was refused
+    return taken
 
 
 def _check_shape(found: tuple[int, ...], shape: tuple[int | None, ...], images: str, where: str) -> None:
-    if len(found) == len(shape) - 1 and all(
-        want is None or have == want for have, want in zip(found, shape[1:], strict=True)
-    ):
+    if len(found) == len(shape) - 1 and all(want in (None, have) for have, want in zip(found, shape[1:], strict=True)):
         return
     wanted = ", ".join("any" if size is None else str(size) for size in shape[1:])
-    remedy = "cut and resize them to that shape, or use another set"
-    if sorted(found) == sorted(size for size in shape[1:] if size is not None):
-        remedy = "transpose them"
-    raise InputError(
-        "calibration-shape",
-        where=images,
-        value=f"images of [{', '.join(map(str, found))}]",
-        rule=f"{where} takes [batch, {wanted}]",
-        remedy=remedy,
-    )
+    turned = sorted(found) == sorted(size for size in shape[1:] if size is not None)
+    remedy = "transpose them" if turned else "cut and resize them to that shape, or use another set"
+    value, rule = f"images of [{', '.join(map(str, found))}]", f"{where} takes [batch, {wanted}]"
+    raise InputError("calibration-shape", where=images, value=value, rule=rule, remedy=remedy)
 
 
 def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: str) -> None:
     flat = images.reshape(len(images), -1)
     bad = np.flatnonzero(~np.isfinite(flat).all(axis=1))
     if len(bad):
-        raise InputError(
-            "calibration-nonfinite",
-            where=where,
-            value=f"NaN or infinity in {len(bad)} of {len(images)} images",
-            rule="values are finite",
-            remedy="leave those images out, or find what made them so",
-        )
+        value = f"NaN or infinity in {len(bad)} of {len(images)} images"
+        remedy = "leave those images out, or find what made them so"
+        raise InputError("calibration-nonfinite", where=where, value=value, rule="values are finite", remedy=remedy)
     if (flat == flat[:, :1]).all():
-        raise InputError(
-            "calibration-constant",
-            where=where,
-            value=f"all {len(images)} images have one value everywhere",
-            rule="ranges come from what images differ in",
-            remedy="check how they were read and preprocessed",
-        )
-    low, high = float(flat.min()), float(flat.max())
+        value, rule = f"all {len(images)} images have one value everywhere", "ranges come from what images differ in"
+        remedy = "check how they were read and preprocessed"
+        raise InputError("calibration-constant", where=where, value=value, rule=rule, remedy=remedy)
     if how is None:
         check_range(images, where)
         return
+    low, high = float(flat.min()), float(flat.max())
     ends = [(value - mean) / std for mean, std in zip(how.mean, how.std, strict=True) for value in (0.0, 1.0)]
     slack = _SLACK * (max(ends) - min(ends))
     if low < min(ends) - slack or high > max(ends) + slack:
-        raise InputError(
-            "calibration-range",
-            where=where,
-            value=f"floats from {low:g} to {high:g}",
-            rule=f"preprocessed as this model's images are, they lie in {min(ends):g} to {max(ends):g}",
-            remedy="normalise with the model's mean and std, or give bytes (uint8)",
-        )
+        rule = f"preprocessed as this model's images are, they lie in {min(ends):g} to {max(ends):g}"
+        remedy = "normalise with the model's mean and std, or give bytes (uint8)"
+        value = f"floats from {low:g} to {high:g}"
+        raise InputError("calibration-range", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def check_range(images: NDArray[Any], where: str) -> None:
@@ -308,3 +332,225 @@ def check_range(images: NDArray[Any], where: str) -> None:
             remedy=f"normalise them, or store uint8 with a {PREPROCESS}; where the model takes bytes, with "
             "mean 0 and std 1/255",
         )
+
+
+def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
+    """The images of one file.
+
+    Args:
+        file: its path, or its bytes where they were read to be checked.
+        suffix: lower case.
+
+    Raises:
+        InputError: `calibration-` followed by `suffix`, `unreadable`, `pickle`, `fields`, `dtype`, `shape`, `empty`,
+            `labels`, `clusters`.
+    """
+    if suffix in ARRAYS:
+        return _arrays(file, where)
+    if suffix == ".zip":
+        return _archive(file, where)
+    if suffix in PICTURES:
+        return _pictures([where], lambda _: file if isinstance(file, bytes) else read_bytes(file), where=where)
+    raise cards.suffix(where, suffix, f"images come as {', '.join(SUFFIXES)}, or as a folder of such")
+
+
+def _is_picture(name: str) -> bool:
+    """Whether a file is an image by its name; the hidden ones that file managers leave behind are not."""
+    path = Path(name)
+    return path.suffix.lower() in PICTURES and not path.name.startswith(".")
+
+
+def _pictures(names: Sequence[str], read: Callable[[str], bytes], *, where: str) -> Images:
+    if not names:
+        raise cards.empty(where, "no image in it", f"image files are {', '.join(PICTURES)}")
+    kept = tuple(names)
+    return Images(len(kept), None, True, lambda number: _decode(read(kept[number]), kept[number]), where, names=kept)
+
+
+@contextmanager
+def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
+    """What numpy makes of a .npy, an array that is mapped so that only what is drawn is read, or of a .npz.
+
+    Raises:
+        InputError: `calibration-pickle`, `calibration-unreadable`, also of what is read from it meanwhile.
+    """
+
+    def source() -> Any:
+        return io.BytesIO(file) if isinstance(file, bytes) else file
+
+    def damaged(said: str) -> InputError:
+        if "allow_pickle" not in said:
+            return cards.unreadable(where, said)
+        value = "it holds Python objects, or is no file of arrays"
+        rule = "a file of objects runs code when it is read, so none is read"
+        remedy = "save plain arrays: numpy.savez_compressed(path, images=..., labels=...)"
+        return InputError("calibration-pickle", where=where, value=value, rule=rule, remedy=remedy)
+
+    try:
+        with errors.reading(damaged):
+            if zipfile.is_zipfile(source()):
+                with zipfile.ZipFile(source()) as archive:
+                    limits.UNPACKED.demand(sum(entry.file_size for entry in archive.infolist()), where)
+            loaded = np.load(source(), mmap_mode=None if isinstance(file, bytes) else "r", allow_pickle=False)
+            with nullcontext(loaded) if isinstance(loaded, np.ndarray) else loaded:
+                yield loaded
+    except MemoryError as error:  # a header that claims more than there is
+        raise cards.unreadable(where, error) from None
+
+
+def demand_arrays(members: Iterable[Any], where: str) -> None:
+    """Members of an archive that are not numpy's come back as their bytes: `calibration-unreadable`."""
+    if not all(isinstance(member, np.ndarray) for member in members):
+        raise cards.unreadable(where, "a member that is no array")
+
+
+def _arrays(file: Path | bytes, where: str) -> Images:
+    with opened_arrays(file, where) as loaded:
+        if isinstance(loaded, np.ndarray):
+            images, labels, clusters = loaded, None, None
+        elif "images" not in loaded.files:
+            value = f"arrays {', '.join(map(repr, list(loaded.files)[:6])) or 'none'}"
+            rule = "an array `images`, and `labels` and `clusters` where there are some"
+            remedy = "numpy.savez_compressed(path, images=..., labels=...)"
+            raise InputError("calibration-fields", where=where, value=value, rule=rule, remedy=remedy)
+        else:
+            images = loaded["images"]
+            labels, clusters = (loaded[name] if name in loaded.files else None for name in ("labels", "clusters"))
+    demand_arrays([array for array in (images, labels, clusters) if array is not None], where)
+    if images.ndim == 0 or images.size == 0:
+        raise cards.empty(where, f"images {list(images.shape)}", "images are [n, …], n at least 1, and no size is 0")
+    bytes_ = images.dtype == np.uint8
+    if not bytes_ and images.dtype.kind != "f":
+        rule = "bytes (uint8) that get preprocessed, or floats that were"
+        remedy = "images.astype('uint8') or images.astype('float32')"
+        value = f"images of {images.dtype}"
+        raise InputError("calibration-dtype", where=where, value=value, rule=rule, remedy=remedy)
+    if bytes_ and images.ndim not in (3, 4):
+        rule = "bytes are [n, height, width] or [n, height, width, channels]"
+        value, remedy = f"uint8 {list(images.shape)}", "transpose them, or give floats of the model's own shape"
+        raise InputError("calibration-shape", where=where, value=value, rule=rule, remedy=remedy)
+
+    def read(number: int) -> NDArray[Any]:
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, and is refused
+            return np.asarray(images[number], dtype=np.uint8 if bytes_ else np.float32)
+
+    numbers = None if labels is None else class_numbers(labels, len(images), where)
+    alike = None if clusters is None else cluster_numbers(clusters, len(images), where)
+    return Images(len(images), numbers, bytes_, read, where, alike)
+
+
+def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
+    """An array `clusters`, checked. Raises InputError (`calibration-clusters`)."""
+    if clusters.dtype.kind not in "iu" or clusters.shape != (count,):
+        rule = "one whole number a sample; samples of one number are alike, such as crops of one photograph"
+        value = f"clusters {list(clusters.shape)} of {clusters.dtype} for {count} samples"
+        remedy = "mend `clusters`, or leave them out"
+        raise InputError("calibration-clusters", where=where, value=value, rule=rule, remedy=remedy)
+    return clusters.astype(np.int64)
+
+
+def class_numbers(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
+    """An array `labels`, checked. Raises InputError (`calibration-labels`)."""
+    wrong = ""
+    if labels.dtype.kind not in "iu":
+        wrong = f"labels of {labels.dtype}"
+    elif labels.shape != (count,):
+        wrong = f"labels {list(labels.shape)} for {count} samples"
+    elif int(labels.min()) < 0:
+        wrong = f"a label {int(labels.min())}"
+    if wrong:
+        rule = "one whole number a sample, the index of its class in the model's output, from 0"
+        remedy = "mend `labels`, or leave them out"
+        raise InputError("calibration-labels", where=where, value=wrong, rule=rule, remedy=remedy)
+    return labels.astype(np.int64)
+
+
+def _archive(file: Path | bytes, where: str) -> Images:
+    with cards.reading(where):
+        archive = zipfile.ZipFile(io.BytesIO(file) if isinstance(file, bytes) else file)
+        entries = [entry for entry in archive.infolist() if _is_picture(entry.filename)]
+    for entry in entries:
+        if entry.file_size > _PICTURE_LIMIT:
+            raise cards.unreadable(f"{where}: {entry.filename}", f"an image file of {entry.file_size} bytes")
+
+    def read(name: str) -> bytes:
+        try:
+            return archive.read(name)
+        except Exception as error:  # zlib's, RuntimeError where it is encrypted, …: one remedy
+            raise cards.unreadable(f"{where}: {name}", error) from None
+
+    return _pictures(sorted(entry.filename for entry in entries), read, where=where)
+
+
+def _decode(data: bytes, where: str) -> NDArray[np.uint8]:
+    """An image file as [height, width, 3], upright."""
+    image, ops = _pillow()
+    try:
+        with image.open(io.BytesIO(data), formats=_FORMATS) as opened:
+            limits.PIXELS.demand(opened.width * opened.height, where)
+            return np.asarray(ops.exif_transpose(opened).convert("RGB"), dtype=np.uint8)
+    except InputError:
+        raise
+    except image.DecompressionBombError:  # Pillow has a limit of its own
+        raise limits.PIXELS.exceeded(where) from None
+    except Exception as error:  # Pillow's plugins raise what they like
+        raise cards.unreadable(where, error) from None
+
+
+def preprocess(image: NDArray[np.uint8], how: Preprocess, *, where: str) -> NDArray[np.float32]:
+    """One image, uint8 [height, width] or [height, width, channels], as the network takes it: float32 [C, H, W] or
+    [H, W, C]; see the module.
+
+    Raises:
+        InputError: `calibration-shape` where the channels are not those of `mean`; MissingDependency: Pillow.
+    """
+    if image.ndim == 2:
+        image = image[:, :, None]
+    channels = len(how.mean)
+    if image.shape[2] != channels:
+        if image.shape[2] not in (1, 3, 4) or channels not in (1, 3):
+            value, rule = f"images of {image.shape[2]} channels", f"`preprocess` states {channels} means"
+            remedy = "bytes are [n, height, width, channels], channels last"
+            raise InputError("calibration-shape", where=where, value=value, rule=rule, remedy=remedy)
+        image = _converted(image, channels)
+    if image.shape[:2] != (how.crop, how.crop):
+        image = _cut(image, how, where)
+    mean, std = (np.asarray(values, dtype=np.float32) for values in (how.mean, how.std))
+    normal = (image.astype(np.float32) / np.float32(255) - mean) / std
+    return np.ascontiguousarray(normal.transpose(2, 0, 1) if how.layout == "NCHW" else normal)
+
+
+def _converted(image: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
+    """Grey, colour or colour with transparency to grey or colour."""
+    if image.shape[2] == 1:
+        return np.repeat(image, 3, axis=2)
+    if channels == 3:
+        return image[:, :, :3]
+    module, _ = _pillow()
+    return np.asarray(module.fromarray(image[:, :, :3]).convert("L"), dtype=np.uint8)[:, :, None]
+
+
+def _cut(image: NDArray[np.uint8], how: Preprocess, where: str) -> NDArray[np.uint8]:
+    if how.resize is not None:
+        module, _ = _pillow()
+        picture = module.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
+        scale = how.resize / min(picture.size)
+        width, height = (max(how.resize, round(side * scale)) for side in picture.size)
+        limits.PIXELS.demand(width * height, "preprocess")
+        image = np.asarray(picture.resize((width, height), module.Resampling.BILINEAR), dtype=np.uint8)
+        image = image[:, :, None] if image.ndim == 2 else image
+    if how.crop is None:
+        return image
+    height, width = image.shape[:2]
+    if how.crop > min(height, width):
+        value, rule = f"an image of {height} x {width}", f"`preprocess` cuts {how.crop} x {how.crop} from its middle"
+        remedy = f"resize: {how.crop}, or no `crop`"
+        raise InputError("calibration-shape", where=where, value=value, rule=rule, remedy=remedy)
+    left, top = (width - how.crop) // 2, (height - how.crop) // 2
+    return image[top : top + how.crop, left : left + how.crop]
+
+
+def _pillow() -> tuple[Any, Any]:
+    with MissingDependency.unless_found("PIL", extra="compile", purpose="reading and resizing image files (Pillow)"):
+        from PIL import Image, ImageOps
+    return Image, ImageOps

@@ -1,19 +1,12 @@
 """A calibration set's name or path -> what every input of a graph is fed, sample by sample.
 
-    one input of floats      images, however they come; see `calibrate.images`
+    one input of floats      images, however they come; see `images.py`
     any other graph          a .npz with an array [n, ...] for each input, by the input's name, `labels` where there are
                              some, and `clusters` where samples are alike; a .npy where there is one input
 
-Floats are taken as preprocessed. What is no float (token ids, masks, positions) stays as it is. Arrays have no splits:
-they are parted as a user's own images are. A graph whose batch is fixed is fed that many samples at a time, and what is
-left over is not used.
-
-More of the same images, to compare two models on: each moved a little, mirrored or not.
-
-Two models can be held against each other on any image of the kind that they are for: nothing need be known of it. What
-moves in at an edge is the image reflected there, and nothing is resized: parts of photographs, enlarged, are smoother
-than photographs, and EfficientNet-Lite0 in 8 bits differs from itself five times as much on them (KL 0.019 where the
-images as they are give 0.003, and moved ones 0.004). Views of one image are alike, so intervals are taken by image.
+Floats are taken as preprocessed; what is no float (token ids, masks, positions) stays as it is. Arrays are parted as a
+user's own images are. A graph whose batch is fixed is fed that many samples at a time, and what is left over is not
+used.
 """
 
 from __future__ import annotations
@@ -29,22 +22,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import content
-from quantkit.calibrate.sets import own
+from quantkit.calibrate.sets import card as cards
 from quantkit.calibrate.sets.card import SetSampling, Split
-from quantkit.calibrate.sets.image_sources import class_numbers, cluster_numbers, demand_arrays, opened_arrays
-from quantkit.calibrate.sets.images import check_range, drawn, load_images, own_split
+from quantkit.calibrate.sets.images import (
+    check_range,
+    class_numbers,
+    cluster_numbers,
+    demand_arrays,
+    drawn,
+    load_images,
+    opened_arrays,
+    own_split,
+)
 from quantkit.errors import InputError
 from quantkit.model.preprocess import Preprocess
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
-LABELS = "labels"
-CLUSTERS = "clusters"
-_IMAGES = "images"
+LABELS, CLUSTERS, _IMAGES = "labels", "clusters", "images"
+# of an image's sides, how far a view is moved at most
+_REACH = 8
 
 
 class GraphInput(Protocol):
-    """An input of a graph; samples come first."""
+    """An input of a graph: numpy's name of its type, and its sizes, samples first, None where one is free."""
 
     @property
     def name(self) -> str:
@@ -53,12 +54,12 @@ class GraphInput(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Numpy's name of its type."""
+        """Numpy's name."""
         ...
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """Its sizes, None where one is free."""
+        """Samples first."""
         ...
 
 
@@ -94,35 +95,57 @@ class InputSet:
         for first in range(0, len(self), step):
             yield {name: np.ascontiguousarray(array[first : first + step]) for name, array in self.arrays.items()}
 
-    @property
-    def channels(self) -> int | None:
-        """Which axis of the samples has the channels, one or three, where they are images; else None."""
-        first, *others = self.arrays.values()
-        found = next((axis for axis in (1, 3) if first.ndim == 4 and first.shape[axis] in (1, 3)), None)
-        return None if others else found
-
-    def views(self, count: int, seed: int) -> InputSet:
-        """The samples and views of them (`calibrate.views`), where they are images."""
-        (name, images), *_ = self.arrays.items()
-        channels = self.channels
-        if count == 1 or channels is None or self.batch is not None:
-            return self
-        found, numbers = views(np.moveaxis(images, channels, 1), count, seed)
-        labels = None if self.labels is None else self.labels[numbers]
-        clusters = numbers if self.clusters is None else self.clusters[numbers]
-        return replace(self, arrays={name: np.moveaxis(found, 1, channels)}, labels=labels, clusters=clusters)
+    def first(self, size: int) -> Feed:
+        """The first feed of these."""
+        return next(self.feeds(size))
 
     def first_of(self, count: int) -> InputSet:
         """So many samples; whole feeds of them, where a graph takes no others."""
         step = self.batch or 1
-        kept = slice(max(step, count - count % step))
-        labels, clusters = (None if each is None else each[kept] for each in (self.labels, self.clusters))
-        arrays = {name: array[kept] for name, array in self.arrays.items()}
+        return self._kept(max(step, count - count % step))
+
+    def _kept(self, count: int) -> InputSet:
+        labels, clusters = (None if array is None else array[:count] for array in (self.labels, self.clusters))
+        arrays = {name: array[:count] for name, array in self.arrays.items()}
         return replace(self, arrays=arrays, labels=labels, clusters=clusters)
 
-    def first(self, size: int) -> Feed:
-        """The first feed of these."""
-        return next(self.feeds(size))
+    @property
+    def channels(self) -> int | None:
+        """Which axis of the samples has the channels, one or three, where they are images; else None."""
+        first, *others = self.arrays.values()
+        axis = next((axis for axis in (1, 3) if first.ndim == 4 and first.shape[axis] in (1, 3)), None)
+        return None if others else axis
+
+    def views(self, count: int, seed: int) -> InputSet:
+        """The samples and views of them (`views`), where they are images."""
+        (name, images), *_ = self.arrays.items()
+        channels = self.channels
+        if count == 1 or channels is None or self.batch is not None:
+            return self
+        seen, numbers = views(np.moveaxis(images, channels, 1), count, seed)
+        labels = None if self.labels is None else self.labels[numbers]
+        clusters = numbers if self.clusters is None else self.clusters[numbers]
+        return replace(self, arrays={name: np.moveaxis(seen, 1, channels)}, labels=labels, clusters=clusters)
+
+
+def views(images: Array, count: int, seed: int) -> tuple[Array, Array]:
+    """`count` views of each image [n, C, H, W], as it is and moved a little, every other one mirrored: [n · count, C,
+    H, W], and of each view the number of its image.
+
+    Two models can be held against each other on any image of their kind. What moves in at an edge is reflected there,
+    and nothing is resized: enlarged parts of photographs are smoother than photographs, and EfficientNet-Lite0 in 8
+    bits differs from itself five times as much on them.
+    """
+    generator = np.random.default_rng(seed)
+    height, width = images.shape[2:]
+    tall, wide = height // _REACH, width // _REACH
+    framed = np.pad(images, ((0, 0), (0, 0), (tall, tall), (wide, wide)), mode="reflect")
+    seen = [images]
+    for number in range(1, count):
+        top, left = (int(generator.integers(0, 2 * reach + 1)) for reach in (tall, wide))
+        moved = framed[:, :, top : top + height, left : left + width]
+        seen.append(moved[..., ::-1] if number % 2 else moved)
+    return np.concatenate(seen), np.tile(np.arange(len(images)), count)
 
 
 def load_inputs(
@@ -138,71 +161,54 @@ def load_inputs(
     """Read, draw and check what a graph's inputs are fed.
 
     Args:
-        reference, split, samples, seed: as of `load_images`.
-        preprocess: what becomes of images of bytes where the set does not say.
+        reference, split, samples, seed, preprocess: as of `load_images`.
 
     Raises:
-        InputError: those of `load_images`; `onnx-inputs`, a graph that takes no samples; of arrays,
-            `calibration-fields`, `-dtype`, `-shape`, `-range`, `-labels`, `-clusters`, `-nonfinite`, `-constant`,
-            `-short`, `-pickle`, `-unreadable`, `-kind`.
+        InputError: those of `load_images`; `onnx-inputs`, a graph that takes no samples.
     """
     batch = _batch(inputs, where)
     path = content.find("calibration", reference)
     only = inputs[0]
     if len(inputs) == 1 and np.dtype(only.dtype).kind == "f" and not _holds(path, only.name):
-        found = load_images(
-            reference,
-            split,
-            samples=samples,
-            seed=seed,
-            shape=only.shape,
-            dtype=only.dtype,
-            where=only.name,
-            preprocess=preprocess,
-        )
-        arrays = {only.name: found.images.astype(only.dtype, copy=False)}
-        return _whole(arrays, found.labels, found.clusters, batch, found.name, split, found.notes)
+        asked: dict[str, Any] = {"samples": samples, "seed": seed, "preprocess": preprocess}
+        images = load_images(reference, split, shape=only.shape, dtype=only.dtype, where=only.name, **asked)
+        arrays = {only.name: images.images.astype(only.dtype, copy=False)}
+        return _whole(InputSet(arrays, images.labels, images.name, split, "", batch, images.notes, images.clusters))
     everything = _read(path, inputs)
-    named = {each.name for each in inputs}
+    named = {given.name for given in inputs}
     labels, clusters = (None if name in named else everything.pop(name, None) for name in (LABELS, CLUSTERS))
     count = _count(everything, reference)
-    if labels is not None:
-        labels = class_numbers(labels, count, reference)
-    if clusters is not None:
-        clusters = cluster_numbers(clusters, count, reference)
+    labels = None if labels is None else class_numbers(labels, count, reference)
+    clusters = None if clusters is None else cluster_numbers(clusters, count, reference)
     members, parted = own_split(count, labels, split, clusters)
     chosen = drawn(members, SetSampling(), split, samples, seed)
     if not len(chosen):
-        raise own.short(reference, f"{count} samples, none of them left for {split}", "samples")
-    arrays = {each.name: _fitting(everything[each.name][chosen], each, reference) for each in inputs}
+        raise cards.short(reference, f"{count} samples, none of them left for {split}", "samples")
+    arrays = {given.name: _fitting(everything[given.name][chosen], given, reference) for given in inputs}
     _check_constant([array for array in arrays.values() if array.dtype.kind == "f"], reference)
     name = path.resolve().name
     notes = [f"{name} has no splits: {split} is {len(members)} of its {count} samples, parted {parted}"]
     if samples is not None and len(chosen) < samples:
         notes.append(f"{name} has {len(chosen)} samples to {split}, {samples} were asked for")
-    labels, clusters = (None if each is None else each[chosen] for each in (labels, clusters))
-    return _whole(arrays, labels, clusters, batch, name, split, tuple(notes))
+    labels, clusters = (None if array is None else array[chosen] for array in (labels, clusters))
+    return _whole(InputSet(arrays, labels, name, split, "", batch, tuple(notes), clusters))
 
 
 def _batch(inputs: Sequence[GraphInput], where: str) -> int | None:
     """The one number of samples that a graph takes; None where it is free. Raises InputError `onnx-inputs`."""
     wrong = "" if inputs else "no inputs"
-    for each in inputs:
-        if not each.shape:
-            wrong = f"{each.name} is one number"
-        elif np.dtype(each.dtype).kind not in "fiub":
-            wrong = f"{each.name} takes {'text' if each.dtype == 'object' else each.dtype}"
-    fixed = {each.shape[0]: each.name for each in inputs if each.shape and each.shape[0] is not None}
+    for given in inputs:
+        if not given.shape:
+            wrong = f"{given.name} is one number"
+        elif np.dtype(given.dtype).kind not in "fiub":
+            wrong = f"{given.name} takes {'text' if given.dtype == 'object' else given.dtype}"
+    fixed = {given.shape[0]: given.name for given in inputs if given.shape and given.shape[0] is not None}
     if len(fixed) > 1:
         wrong = ", ".join(f"{name} takes {size} samples" for size, name in fixed.items())
     if wrong:
-        raise InputError(
-            "onnx-inputs",
-            where=where,
-            value=wrong,
-            rule="every input takes numbers, and as many samples as the others along its first axis",
-            remedy="export it with samples first, and constants inside the graph",
-        )
+        rule = "every input takes numbers, and as many samples as the others along its first axis"
+        remedy = "export it with samples first, and constants inside the graph"
+        raise InputError("onnx-inputs", where=where, value=wrong, rule=rule, remedy=remedy)
     return next(iter(fixed), None)
 
 
@@ -217,154 +223,85 @@ def _holds(path: Path, name: str) -> bool:
 
 def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
     where, suffix = path.name, path.suffix.lower()
-    names = [each.name for each in inputs]
+    names = [given.name for given in inputs]
     wanted = f"an array for each input ({', '.join(names)}), and `labels` and `clusters` where there are some"
     remedy = f"numpy.savez(path, {', '.join(f'{name}=...' for name in names)})"
     if suffix not in (".npz", ".npy") or not path.is_file() or (suffix == ".npy" and len(inputs) > 1):
-        raise InputError(
-            "calibration-kind", where=where, value="no .npz", rule=f"this graph takes {wanted}", remedy=remedy
-        )
+        rule = f"this graph takes {wanted}"
+        raise InputError("calibration-kind", where=where, value="no .npz", rule=rule, remedy=remedy)
     with opened_arrays(path, where) as loaded:
         if isinstance(loaded, np.ndarray):
             return {names[0]: loaded}
-        missing = [name for name in names if name not in loaded.files]
-        if missing:
-            given = ", ".join(map(repr, loaded.files[:6])) or "none"
-            value = f"arrays {given}, no {missing[0]!r}"
+        if missing := [name for name in names if name not in loaded.files]:
+            value = f"arrays {', '.join(map(repr, loaded.files[:6])) or 'none'}, no {missing[0]!r}"
             raise InputError("calibration-fields", where=where, value=value, rule=wanted, remedy=remedy)
-        found = {name: loaded[name] for name in [*names, LABELS, CLUSTERS] if name in loaded.files}
-        demand_arrays(found.values(), where)
-        return found
+        arrays = {name: loaded[name] for name in [*names, LABELS, CLUSTERS] if name in loaded.files}
+        demand_arrays(arrays.values(), where)
+        return arrays
 
 
 def _count(arrays: Feed, where: str) -> int:
     """How many samples all arrays have. Raises InputError `calibration-shape`."""
     counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
     if len(set(counts.values())) > 1 or not all(counts.values()):
-        raise InputError(
-            "calibration-shape",
-            where=where,
-            value=", ".join(f"{name} of {count}" for name, count in counts.items()),
-            rule="every array has one row a sample, and there is at least one",
-            remedy="give them the same first size",
-        )
+        value = ", ".join(f"{name} of {count}" for name, count in counts.items())
+        rule, remedy = "every array has one row a sample, and there is at least one", "give them the same first size"
+        raise InputError("calibration-shape", where=where, value=value, rule=rule, remedy=remedy)
     return next(iter(counts.values()))
 
 
 def _fitting(array: Array, given: GraphInput, where: str) -> Array:
     """An array in the type of its input. Raises InputError where it is another kind of thing."""
-    where, dtype = f"{where}: {given.name}", np.dtype(given.dtype)
+    dtype = np.dtype(given.dtype)
+
+    def refused(what: str, value: str, rule: str, remedy: str) -> InputError:
+        place = f"{where}: {given.name}"
+        return InputError(f"calibration-{what}", where=place, value=value, rule=rule, remedy=remedy)
+
     if len(array.shape) != len(given.shape) or any(
         want not in (None, have) for have, want in zip(array.shape[1:], given.shape[1:], strict=True)
     ):
         wanted = ", ".join("any" if size is None else str(size) for size in given.shape[1:])
-        raise InputError(
-            "calibration-shape",
-            where=where,
-            value=f"[{', '.join(map(str, ('n', *array.shape[1:])))}]",
-            rule=f"the graph takes [batch, {wanted}]",
-            remedy="cut, pad or transpose it to that shape",
-        )
-    kinds = {"f": "f", "i": "iu", "u": "iu", "b": "b"}[dtype.kind]
-    if array.dtype.kind not in kinds:
-        raise InputError(
-            "calibration-dtype",
-            where=where,
-            value=str(array.dtype),
-            rule=f"the graph takes {dtype}" + (", preprocessed" if dtype.kind == "f" else ""),
-            remedy=f"{given.name}.astype('{dtype}'), if that is what it means",
-        )
+        value, rule = f"[{', '.join(map(str, ('n', *array.shape[1:])))}]", f"the graph takes [batch, {wanted}]"
+        raise refused("shape", value, rule, "cut, pad or transpose it to that shape")
+    if array.dtype.kind not in {"f": "f", "i": "iu", "u": "iu", "b": "b"}[dtype.kind]:
+        rule = f"the graph takes {dtype}" + (", preprocessed" if dtype.kind == "f" else "")
+        raise refused("dtype", str(array.dtype), rule, f"{given.name}.astype('{dtype}'), if that is what it means")
     if dtype.kind == "f":
         with np.errstate(over="ignore"):  # what the type cannot hold becomes infinity, and is refused
             array = array.astype(dtype)
         if not np.isfinite(array).all():
-            raise InputError(
-                "calibration-nonfinite",
-                where=where,
-                value="NaN or infinity",
-                rule="values are finite",
-                remedy="leave those samples out, or find what made them so",
-            )
+            remedy = "leave those samples out, or find what made them so"
+            raise refused("nonfinite", "NaN or infinity", "values are finite", remedy)
         if array.ndim == 4:
-            check_range(array, where)
+            check_range(array, f"{where}: {given.name}")
     elif dtype.kind in "iu":
-        bounds = np.iinfo(dtype)
-        if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
-            raise InputError(
-                "calibration-range",
-                where=where,
-                value=f"whole numbers from {array.min()} to {array.max()}",
-                rule=f"{dtype} holds {bounds.min} to {bounds.max}",
-                remedy="check what they are",
-            )
+        low, high, ends = int(array.min()), int(array.max()), np.iinfo(dtype)
+        if low < ends.min or high > ends.max:
+            rule = f"{dtype} holds {ends.min} to {ends.max}"
+            raise refused("range", f"whole numbers from {low} to {high}", rule, "check what they are")
     return np.ascontiguousarray(array, dtype=dtype)
 
 
 def _check_constant(floats: Sequence[Array], where: str) -> None:
     """A mask may well be constant, but not all floats there are."""
     if floats and all((array == array.reshape(-1)[0]).all() for array in floats):
-        raise InputError(
-            "calibration-constant",
-            where=where,
-            value="one value everywhere",
-            rule="ranges come from what samples differ in",
-            remedy="check how they were made",
-        )
+        value, rule = "one value everywhere", "ranges come from what samples differ in"
+        raise InputError("calibration-constant", where=where, value=value, rule=rule, remedy="check how they were made")
 
 
-def _whole(
-    arrays: dict[str, Array],
-    labels: NDArray[np.int64] | None,
-    clusters: NDArray[np.int64] | None,
-    batch: int | None,
-    name: str,
-    split: Split,
-    notes: tuple[str, ...],
-) -> InputSet:
-    """Of samples, as many as fill feeds of a fixed batch."""
-    count = len(next(iter(arrays.values())))
-    rest = count % batch if batch else 0
+def _whole(whole: InputSet) -> InputSet:
+    """Of samples, as many as fill feeds of a fixed batch, and their hash."""
+    count, batch, name = len(whole), whole.batch, whole.name
     if batch and count < batch:
-        raise own.short(name, f"{count} samples to {split}, and the graph takes {batch} at a time", "samples")
-    if rest:
-        notes = (*notes, f"{name}: {rest} of {count} samples to {split} fill no feed of {batch}, and are left out")
-        arrays = {key: array[: count - rest] for key, array in arrays.items()}
-        labels, clusters = (None if each is None else each[: count - rest] for each in (labels, clusters))
-    return InputSet(arrays, labels, name, split, _sha256(arrays, labels), batch, notes, clusters)
-
-
-def _sha256(arrays: Feed, labels: NDArray[np.int64] | None) -> str:
-    """The same on every machine."""
+        value = f"{count} samples to {whole.split}, and the graph takes {batch} at a time"
+        raise cards.short(name, value, "samples")
+    if rest := count % batch if batch else 0:
+        note = f"{name}: {rest} of {count} samples to {whole.split} fill no feed of {batch}, and are left out"
+        whole = replace(whole._kept(count - rest), notes=(*whole.notes, note))
     digest = hashlib.sha256()
-    for name, array in {**arrays, **({} if labels is None else {LABELS: labels})}.items():
+    for key, array in {**whole.arrays, **({} if whole.labels is None else {LABELS: whole.labels})}.items():
         little = array.dtype.newbyteorder("<")
-        digest.update(f"{name} {little.str} {'x'.join(map(str, array.shape))}\n".encode())
+        digest.update(f"{key} {little.str} {'x'.join(map(str, array.shape))}\n".encode())
         digest.update(np.ascontiguousarray(array, dtype=little).data)
-    return digest.hexdigest()
-
-
-# of an image's sides, how far it is moved at most
-_REACH = 8
-
-
-def views(images: Array, count: int, seed: int) -> tuple[Array, Array]:
-    """`count` views of each image, the one as it is among them.
-
-    Args:
-        images: [n, C, H, W].
-        count: 1 leaves them as they are.
-        seed: of how far each is moved.
-
-    Returns:
-        [n · count, C, H, W], and of each view the number of its image.
-    """
-    generator = np.random.default_rng(seed)
-    height, width = images.shape[2:]
-    tall, wide = height // _REACH, width // _REACH
-    framed = np.pad(images, ((0, 0), (0, 0), (tall, tall), (wide, wide)), mode="reflect")
-    found = [images]
-    for number in range(1, count):
-        top, left = (int(generator.integers(0, 2 * reach + 1)) for reach in (tall, wide))
-        moved = framed[:, :, top : top + height, left : left + width]
-        found.append(moved[..., ::-1] if number % 2 else moved)
-    return np.concatenate(found), np.tile(np.arange(len(images)), count)
+    return replace(whole, sha256=digest.hexdigest())

@@ -11,25 +11,20 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 from quantkit import content
-from quantkit.calibrate.sets import own
+from quantkit.calibrate.sets import card as cards
 from quantkit.calibrate.sets.card import Card, SetSampling, Split, read_bytes
 from quantkit.errors import InputError
 
 SUFFIX = ".tsv"
 _COLUMNS = 3
+Pairs = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
 class PairSet:
-    """Texts of equal meaning.
-
-    Args:
-        left, right: of one length; `left[i]` and `right[i]` belong together.
-        sha256: over the texts in their order.
-    """
+    """Texts of equal meaning: `left[i]` and `right[i]` belong together; `sha256` is over the texts in their order."""
 
     left: list[str]
     right: list[str]
@@ -40,17 +35,34 @@ class PairSet:
 
 
 def load_pairs(reference: str, split: Split, *, samples: int | None, seed: int) -> PairSet:
-    """Read and draw pairs.
-
-    Args:
-        reference: a shipped name, or the path of a folder with `card.yaml` or of a `.tsv`.
-        split, samples, seed: as of `load_images`.
+    """Read and draw pairs of a shipped set, a folder with `card.yaml` or a `.tsv`; see `load_images`.
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
             `split`, `kind`, `suffix`, `empty`, `short`, `not-text`, `columns`.
     """
-    kept, sampling, name, notes = _open(reference, split)
+    path = content.find("calibration", reference)
+    notes: tuple[str, ...] = ()
+    if (card := Card.at(path)) is not None:
+        card.demand_kind("pairs", rule="this model is scored on pairs of texts")
+        name, sampling = card.name, card.sampling
+        lines = [pair for file, data in card.read(split) for pair in parse(data, where=str(file))]
+    elif path.is_dir() or path.suffix.lower() != SUFFIX:
+        value = "a folder without card.yaml" if path.is_dir() else f"cannot read {path.suffix or 'that'}"
+        rule, remedy = "pairs come as .tsv: lines of a name, a text, a text", "write it with tabs"
+        raise InputError("calibration-suffix", where=reference, value=value, rule=rule, remedy=remedy)
+    else:
+        name, sampling = path.resolve().name, SetSampling()
+        lines = parse(read_bytes(path), where=reference)
+    kept = _distinct(lines)  # before they are parted: what calibrates must not score
+    if dropped := len(lines) - len(kept):
+        notes = (f"{dropped} pairs of {name} repeat a text of another and were left out",)
+    if card is None:
+        first, last = cards.bounds(split, len(kept))
+        if first == last:
+            raise cards.short(reference, f"{len(kept)} pairs, none of them left for {split}", "pairs")
+        notes = (f"{name} has no splits: {split} is pairs {first + 1} to {last} of {len(kept)}", *notes)
+        kept = kept[first:last]
     if samples is not None:
         if (generator := sampling.generator(split, seed)) is not None:
             kept = [kept[place] for place in generator.permutation(len(kept))]
@@ -61,71 +73,36 @@ def load_pairs(reference: str, split: Split, *, samples: int | None, seed: int) 
     return PairSet([left for left, _ in kept], [right for _, right in kept], name, split, digest.hexdigest(), notes)
 
 
-def parse(data: bytes, *, where: str) -> list[tuple[str, str]]:
+def parse(data: bytes, *, where: str) -> Pairs:
     """The pairs of one file, in order.
 
     Raises:
         InputError: `calibration-not-text`, `calibration-columns`, `calibration-empty`.
     """
-    text = own.decoded(data, where, "pairs")
     pairs = []
     # not splitlines(), which also parts at U+2028 and its like
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+    lines = cards.decoded(data, where, "pairs").replace("\r\n", "\n").split("\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         columns = [column.strip() for column in line.split("\t")]
         if len(columns) != _COLUMNS or not columns[1] or not columns[2]:
-            raise InputError(
-                "calibration-columns",
-                where=f"{where}:{number}",
-                value=f"{len(columns)} column{'' if len(columns) == 1 else 's'}"
-                if len(columns) != _COLUMNS
-                else "an empty text",
-                rule="a line is: a name, a text, a text, parted by tabs",
-                remedy="mend that line",
-            )
+            counted = f"{len(columns)} column{'' if len(columns) == 1 else 's'}"
+            value = counted if len(columns) != _COLUMNS else "an empty text"
+            place, rule = f"{where}:{number}", "a line is: a name, a text, a text, parted by tabs"
+            raise InputError("calibration-columns", where=place, value=value, rule=rule, remedy="mend that line")
         pairs.append((columns[1], columns[2]))
     if not pairs:
-        raise own.empty(where, "no pair in it")
+        raise cards.empty(where, "no pair in it")
     return pairs
 
 
-def _open(reference: str, split: Split) -> tuple[list[tuple[str, str]], SetSampling, str, tuple[str, ...]]:
-    path = content.find("calibration", reference)
-    if (card := Card.at(path)) is not None:
-        card.demand_kind("pairs", rule="this model is scored on pairs of texts")
-        lines = [pair for file, data in card.read(split) for pair in parse(data, where=str(file))]
-        found, notes = _distinct(lines, card.name)
-        return found, card.sampling, card.name, notes
-    return _own(path, reference, split)
-
-
-def _distinct(lines: list[tuple[str, str]], name: str) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Without the pairs that repeat a text of another, and what there is to say about them."""
+def _distinct(lines: Pairs) -> Pairs:
+    """Without the pairs that repeat a text of another."""
     kept, seen_left, seen_right = [], set(), set()
     for left, right in lines:
         if left not in seen_left and right not in seen_right:
             kept.append((left, right))
         seen_left.add(left)
         seen_right.add(right)
-    dropped = len(lines) - len(kept)
-    return kept, (f"{dropped} pairs of {name} repeat a text of another and were left out",) if dropped else ()
-
-
-def _own(path: Path, reference: str, split: Split) -> tuple[list[tuple[str, str]], SetSampling, str, tuple[str, ...]]:
-    if path.is_dir() or path.suffix.lower() != SUFFIX:
-        raise InputError(
-            "calibration-suffix",
-            where=reference,
-            value="a folder without card.yaml" if path.is_dir() else f"cannot read {path.suffix or 'that'}",
-            rule="pairs come as .tsv: lines of a name, a text, a text",
-            remedy="write it with tabs",
-        )
-    name = path.resolve().name
-    # before it is parted: what calibrates must not score
-    pairs, notes = _distinct(parse(read_bytes(path), where=reference), name)
-    first, last = own.bounds(split, len(pairs))
-    if first == last:
-        raise own.short(reference, f"{len(pairs)} pairs, none of them left for {split}", "pairs")
-    note = f"{name} has no splits: {split} is pairs {first + 1} to {last} of {len(pairs)}"
-    return pairs[first:last], SetSampling(), name, (note, *notes)
+    return kept

@@ -9,13 +9,8 @@ The *original stream* is what the unquantized model would feed the block. If a p
 weights run on it in step, and the statistics also say how far the inputs have drifted from the original ones, and how
 far what a linear's output is added to lags behind; there, tokens count by how much an error of theirs matters to it.
 
-How many calibration tokens each expert of a block sees, and what is done about those that see too few.
-
-An expert that calibration hardly ever routes to has no Hessian worth the name. It is *forced*: calibrated on all tokens
-that reach its layer, as if each were routed to it; its output is left out, so that the block computes what it did. Or
-it is *kept* in high precision.
-
-Counted with the block's weights as they came, up to its experts.
+Experts: one that calibration hardly ever routes to has no Hessian worth the name. It is *forced*, calibrated on all
+tokens that reach its layer with its output left out, or *kept* in high precision.
 """
 
 from __future__ import annotations
@@ -55,10 +50,9 @@ def _first(module: nn.Module, group: SharedInput, hook: Hook) -> RemovableHandle
 
 @dataclass
 class Original:
-    """A block as it came, on what the unquantized model feeds it.
+    """A block as it came, with its original weights up to exact folds, on what the unquantized model feeds it.
 
     Args:
-        module: with its original weights, up to exact folds.
         hidden: [samples, tokens, width], its input.
         skips: linear -> the module whose input its output is added to (`model/structure/skip.py`).
         outputs: its output, once it has run.
@@ -77,8 +71,7 @@ class Doubt:
 
     Args:
         values: on the device; one that is not finite says that it went wrong.
-        group: name of the shared input.
-        again: whether the block is done again with this input's damping raised; else it is an error.
+        again: whether the block is done again with this shared input's damping raised; else it is an error.
     """
 
     values: Tensor
@@ -96,7 +89,6 @@ class Stats:
         hidden: [samples, tokens, width], the block's input.
         outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.
         original: the block in the original stream; None unless a pass asked for it.
-        scales: what quantizes the block's inputs and its cache.
         raised: shared input's name -> how often its damping was raised, where the block is done again.
         doubts: what is to be looked at when the block is done; empty on a CPU.
     """
@@ -136,15 +128,6 @@ class Stats:
             elif len(self.doubts) == doubts:  # else what was made of them is looked at
                 self._unchecked[group.name] = sums.checked
 
-    def _check(self) -> None:
-        """Of what was seen in one run, in one launch; a view would keep a Hessian until the block is done."""
-        if self._unchecked:
-            sizes = [len(values) for values in self._unchecked.values()]
-            together = torch.cat(list(self._unchecked.values())).split(sizes)
-            for name, values in zip(self._unchecked, together, strict=True):
-                self.doubt(values, name, again=False)
-            self._unchecked.clear()
-
     @torch.no_grad()
     def staged(
         self,
@@ -161,8 +144,7 @@ class Stats:
             visit: may change the linears of the group; None only runs the block.
             products: whether the statistics are to hold a Hessian.
             noise: whether they are to say how much of it is chance.
-            drift: whether the statistics are to hold how far inputs, and what outputs are added to, are from the
-                original ones.
+            drift: whether they are to hold how far inputs, and what outputs are added to, are from the original ones.
             quantized: the statistics are of the inputs as the group's kernels will see them, keys and values go through
                 the cache's format, and fixed scales that are missing are found on the way. It is for the pass that
                 assigns codes: others look at what they may still change.
@@ -173,11 +155,14 @@ class Stats:
         self.outputs = None
         self.scales.use_cache(quantized)
         sums = partial(InputStats, products=products, noise=noise)
-        if self.hidden.shape[0] <= self.calls.chunk:
-            self._pausing(visit, sums, drift, quantized)
-        else:
-            self._replaying(visit, sums, drift, quantized)
-        self._check()
+        run = self._pausing if self.hidden.shape[0] <= self.calls.chunk else self._replaying
+        run(visit, sums, drift, quantized)
+        if self._unchecked:  # of what was seen in one run, in one launch; a view would keep a Hessian until the end
+            sizes = [len(values) for values in self._unchecked.values()]
+            together = torch.cat(list(self._unchecked.values())).split(sizes)
+            for name, values in zip(self._unchecked, together, strict=True):
+                self.doubt(values, name, again=False)
+            self._unchecked.clear()
 
     def each(self, of: Callable[[InputStats], Found], *, products: bool = True) -> dict[str, Found]:
         """Shared input's name -> what `of` takes of its statistics, by a staged run that changes nothing."""
@@ -344,10 +329,8 @@ class _Counted(Exception):
 
 @torch.no_grad()
 def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[str, int]:
-    """Expert -> the calibration tokens that are routed to it; empty for a block without experts.
-
-    Args:
-        hidden: [samples, tokens, width], its input.
+    """Expert -> the calibration tokens [samples, tokens, width] that are routed to it; empty for a block without
+    experts.
     """
     layers = found_in(block)
     if not layers:

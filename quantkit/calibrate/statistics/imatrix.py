@@ -14,7 +14,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,19 +60,23 @@ class ImportanceMatrix:
         Raises:
             InputError: `imatrix-foreign`: it is of no linear of the model, or of other widths.
         """
-        found = {}
+        stated = {}
         for linear, columns in linears.items():
-            name = next((each for each in tensor_names(linear) if each in self.squares), None)
-            if name is None:
-                continue
-            if len(self.squares[name]) != columns:
-                value = f"{len(self.squares[name])} inputs of {name}, which has {columns}"
-                raise _foreign(where, value)
-            found[linear] = self.squares[name].float()
-        if linears and not found:
+            squares = self._of(tensor_names(linear), columns, where)
+            if squares is not None:
+                stated[linear] = squares
+        if linears and not stated:
             first, spoken = tensor_names(next(iter(linears)))[0], ", ".join(list(self.squares)[:2])
             raise _foreign(where, f"nothing on {first}; it speaks of {spoken} …")
-        return found
+        return stated
+
+    def _of(self, names: Sequence[str], columns: int, where: str) -> Tensor | None:
+        name = next((name for name in names if name in self.squares), None)
+        if name is None:
+            return None
+        if len(self.squares[name]) != columns:
+            raise _foreign(where, f"{len(self.squares[name])} inputs of {name}, which has {columns}")
+        return self.squares[name].float()
 
     def demand_of(self, linears: Mapping[str, int], where: str) -> None:
         """It is of a model whose blocks have these linears: it speaks of each block, and of no other.
@@ -95,22 +99,13 @@ class ImportanceMatrix:
         Raises:
             InputError: `imatrix-foreign`: it is of another width.
         """
-        name = next((name for name in _HEADS if name in self.squares), None)
-        if name is None:
-            return None
-        if len(self.squares[name]) != columns:
-            raise _foreign(where, f"{len(self.squares[name])} inputs of {name}, which has {columns}")
-        return self.squares[name].float()
+        return self._of(_HEADS, columns, where)
 
 
 def _foreign(where: str, value: str) -> InputError:
-    return InputError(
-        "imatrix-foreign",
-        where=where,
-        value=value,
-        rule="an importance matrix is of the model that it is used on",
-        remedy="quantkit imatrix MODEL makes the model's own",
-    )
+    rule = "an importance matrix is of the model that it is used on"
+    remedy = "quantkit imatrix MODEL makes the model's own"
+    return InputError("imatrix-foreign", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def tensor_name(linear: str, model_type: str = "llama") -> str:
@@ -120,24 +115,17 @@ def tensor_name(linear: str, model_type: str = "llama") -> str:
         InputError: `imatrix-unnamed`. MissingDependency: gguf.
     """
     kind = model_type.removesuffix("_text")
-    found = _names(linear, _CALLED.get(kind, kind.replace("_", "")))
-    if not found:
-        raise InputError(
-            "imatrix-unnamed",
-            where=linear,
-            value=f"no tensor of llama.cpp's in a model of type {model_type}",
-            rule="an importance matrix names tensors as a GGUF file of the model does",
-            remedy="leave the matrix out: rtn: {range: importance} takes the recipe's own calibration",
-        )
-    return found[0]
+    names = _names(linear, _CALLED.get(kind, kind.replace("_", "")))
+    if not names:
+        value = f"no tensor of llama.cpp's in a model of type {model_type}"
+        rule = "an importance matrix names tensors as a GGUF file of the model does"
+        remedy = "leave the matrix out: rtn: {range: importance} takes the recipe's own calibration"
+        raise InputError("imatrix-unnamed", where=linear, value=value, rule=rule, remedy=remedy)
+    return names[0]
 
 
 def tensor_names(linear: str) -> tuple[str, ...]:
-    """What GGUF may call the weight of a linear, in whatever model; its own name where it has no word for it.
-
-    Raises:
-        MissingDependency: gguf.
-    """
+    """What GGUF may call the weight of a linear, in whatever model; its own name where it has no word for it."""
     return _names(linear, "") or (f"{linear}.weight",)
 
 
@@ -148,13 +136,13 @@ _CALLED = {"mistral": "llama", "mixtral": "llama", "gpt_bigcode": "starcoder"}
 def _names(linear: str, architecture: str) -> tuple[str, ...]:
     """The tensors of an architecture, "" of any, that a linear's weight is: as many as architectures disagree on."""
     number = next((part for part in linear.split(".") if part.isdecimal()), "0")
-    found = _names_in_first(re.sub(rf"\b{number}\b", "0", linear, count=1), architecture)
-    return tuple(name.replace("blk.0.", f"blk.{number}.") for name in found)
+    names = _names_in_first(re.sub(rf"\b{number}\b", "0", linear, count=1), architecture)
+    return tuple(name.replace("blk.0.", f"blk.{number}.") for name in names)
 
 
 @lru_cache(maxsize=4096)
 def _names_in_first(linear: str, architecture: str) -> tuple[str, ...]:
-    names = (each.get_name(f"{linear}.weight", try_suffixes=(".weight",)) for each in _maps(architecture))
+    names = (known.get_name(f"{linear}.weight", try_suffixes=(".weight",)) for known in _maps(architecture))
     return tuple(dict.fromkeys(name for name in names if name))
 
 
@@ -177,34 +165,8 @@ def _maps(architecture: str) -> tuple[Any, ...]:
 
 def _block(linear: str) -> str:
     """`model.layers.0` of `model.layers.0.mlp.up_proj`."""
-    found = re.match(r".*?\.\d+(?=\.)", linear)
-    return found[0] if found else linear
-
-
-@dataclass
-class _Seen:
-    """Sums of squares of what linears are given."""
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def watch(self, block: nn.Module, name: str) -> None:
-        """The linears of a block of that name, as it runs."""
-        from quantkit.model.structure.traced import is_linear
-
-        for inner, module in block.named_modules():
-            if is_linear(module):
-                module.register_forward_pre_hook(partial(self._note, f"{name}.{inner}"))
-
-    def _note(self, linear: str, _: nn.Module, given: tuple[Any, ...]) -> None:
-        self.add(linear, given[0])
-
-    def add(self, linear: str, inputs: Tensor) -> None:
-        """One linear's inputs [..., K]."""
-        rows = inputs.detach().reshape(-1, inputs.shape[-1])
-        squares = rows.double().square().sum(dim=0).cpu()
-        self.sums[linear] = self.sums[linear] + squares if linear in self.sums else squares
-        self.counts[linear] = self.counts.get(linear, 0) + len(rows)
+    match = re.match(r".*?\.\d+(?=\.)", linear)
+    return match[0] if match else linear
 
 
 def collected(stream: StreamedModel, ids: Tensor, datasets: Sequence[str] = ()) -> ImportanceMatrix:
@@ -213,32 +175,42 @@ def collected(stream: StreamedModel, ids: Tensor, datasets: Sequence[str] = ()) 
     Raises:
         InputError: `imatrix-unnamed`, before any work.
     """
-    seen, kind = _Seen(), str(stream.source.config["model_type"])
-    _demand_names(stream, kind)
+    from quantkit.model.structure.traced import is_linear
+
+    kind = str(stream.source.config["model_type"])
+    blocks = tuple(f"{name}." for name in stream.block_names)
+    for name, module in stream.skeleton.named_modules():
+        if name.startswith(blocks) and is_linear(module):
+            tensor_name(name, kind)
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def add(linear: str, inputs: Tensor) -> None:
+        rows = inputs.detach().reshape(-1, inputs.shape[-1])
+        squares = rows.double().square().sum(dim=0).cpu()
+        sums[linear] = sums[linear] + squares if linear in sums else squares
+        counts[linear] = counts.get(linear, 0) + len(rows)
+
+    def note(linear: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        add(linear, inputs[0])
+
     with torch.no_grad():
         calls = stream.begin(ids, 4)
         hidden, before = calls.hidden, -1
         for stage, index in enumerate(stream.visits):
             if index != before:  # a block that is called again stays, and goes on being watched
                 block = stream.load(index)
-                seen.watch(block, stream.block_names[index])
+                for inner, module in block.named_modules():
+                    if is_linear(module):
+                        module.register_forward_pre_hook(partial(note, f"{stream.block_names[index]}.{inner}"))
             hidden, before = calls.pass_on(stage, calls.run_all(block, stage, hidden)), index
         calls.hidden = hidden
         if stream.head is not None:
             answers = stream.answers_of(calls, ids)
             for index in range(len(ids)):
-                seen.add(stream.head, answers.given(stream.head, index))
-    squares = {tensor_name(name, kind): (total / seen.counts[name]).float() for name, total in seen.sums.items()}
+                add(stream.head, answers.given(stream.head, index))
+    squares = {tensor_name(name, kind): (total / counts[name]).float() for name, total in sums.items()}
     return ImportanceMatrix(squares, ids.numel(), int(ids.shape[1]), datasets)
-
-
-def _demand_names(stream: StreamedModel, model_type: str) -> None:
-    from quantkit.model.structure.traced import is_linear
-
-    blocks = tuple(f"{name}." for name in stream.block_names)
-    for name, module in stream.skeleton.named_modules():
-        if name.startswith(blocks) and is_linear(module):
-            tensor_name(name, model_type)
 
 
 def write(matrix: ImportanceMatrix, path: Path) -> None:
@@ -297,13 +269,8 @@ def read(path: Path) -> ImportanceMatrix:
         raise InputError("file-missing", where=str(path), value="no such file", remedy="check the path")
 
     def damaged(said: str) -> InputError:
-        return InputError(
-            "imatrix-damaged",
-            where=str(path),
-            value=said,
-            rule="a file of llama.cpp's llama-imatrix, or of quantkit imatrix",
-            remedy="make it again: quantkit imatrix MODEL",
-        )
+        rule, remedy = "a file of llama.cpp's llama-imatrix, or of quantkit imatrix", "make it again: quantkit imatrix"
+        return InputError("imatrix-damaged", where=str(path), value=said, rule=rule, remedy=f"{remedy} MODEL")
 
     with reading(damaged):
         raw = limits.read(path, limits.DATA)

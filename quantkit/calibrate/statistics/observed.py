@@ -6,33 +6,28 @@
     entropy         of narrower grids, the one whose values are distributed most like those that came (below)
     mse             of grids that span a share of min-max, the one with the least sum of (x̂ - x)²
 
-Nothing that comes is kept. Counts are of values rounded to bfloat16: 65,536 bins, finer than a 256th of any value,
-whatever the range turns out to be; so chunks can come in any number, and the result is the same.
+Nothing that comes is kept. Counts are of values rounded to bfloat16: 65,536 bins, finer than a 256th of any value; so
+chunks can come in any number, and the result is the same.
 
 The moving average is that of torch's MovingAverageMinMaxObserver (Jacob et al. 2018, arXiv 1712.05877, section 3.1),
-m ← m + c (x - m), with c = 0.01, but for two things. A batch is one sample, whatever number runs at once. And until the
-hundredth sample c is 1 / k, so that m is their plain mean: with c from the start, the first of 128 counts for 28 %.
-Beyond a hundred, samples count the more the later they come: their order, which the seed decides, matters.
+m ← m + c (x - m), c = 0.01, of single samples whatever the batch, and with c = 1 / k until the hundredth: with 0.01
+from the start, the first of 128 samples counts for 28 %. Beyond a hundred, the order of samples matters.
 
-How far a grid reaches so that what it makes of a distribution tells least apart from it: the least KL divergence.
-
-Migacz, "8-bit Inference with TensorRT", GTC 2017; the calibrators of TensorRT and ONNX Runtime do the same. Values are
-counted in bins of one width. For each range that is tried, with P the bins inside of it,
+Entropy is the least KL divergence between a distribution and what a grid makes of it (Migacz, "8-bit Inference with
+TensorRT", GTC 2017; the calibrators of TensorRT and ONNX Runtime). Values are counted in bins of one width. For each
+range that is tried, with P the bins inside of it,
 
     P gets what lies outside at its outermost bins, as it will saturate; Q does not
     Q is P on the grid: the bins of one code share its mass evenly, as far as they are not empty
     KL(P || Q) = Σ P log(P / Q),  both of sum 1
 
-There, a grid is symmetric and one threshold is looked for. Here, the codes are those that the scheme's own scale and
-zero point make, so that a grid may have two ends: both are first shrunk alike, then each for itself while that helps.
-Zeros are not counted, since zero is always a code: half of what a ReLU makes is zeros, and spread over the bins of
-their code they would ask for ever narrower ranges. Bins are linear in the values, as there: where one is a thousand
-times larger than nearly all others, these fall into a few bins, and `mse` knows better.
+There, a grid is symmetric and has one threshold. Here, codes are those of the scheme's own scale and zero point, so
+that a grid may have two ends: both are first shrunk alike, then each for itself while that helps. Zeros are not
+counted, since zero is always a code: half of what a ReLU makes is zeros, which would ask for ever narrower ranges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -89,11 +84,7 @@ class Observed:
         return self.seen and bool((self._low == self._high).all())
 
     def add(self, values: Tensor, samples: int = 1) -> None:
-        """Add values [rows, n]; nothing, if n is 0.
-
-        Args:
-            values: each row's samples one behind the other, all of the same length.
-            samples: how many there are in a row.
+        """Add values [rows, n], each row's samples of one length behind each other; nothing, if n is 0.
 
         Raises:
             InputError: `activations-nonfinite`; of values on a GPU, which is not waited for, when they are settled.
@@ -194,13 +185,9 @@ class Observed:
 
     def _demand_finite(self, low: Tensor, high: Tensor, value: str) -> None:
         if not _finite(low, high):
-            raise InputError(
-                "activations-nonfinite",
-                where=self._name,
-                value=value,
-                rule="a range needs finite values",
-                remedy="look for what made them so, in the model or in what calibrates it",
-            )
+            rule = "a range needs finite values"
+            remedy = "look for what made them so, in the model or in what calibrates it"
+            raise InputError("activations-nonfinite", where=self._name, value=value, rule=rule, remedy=remedy)
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
         """The different values of a row, ascending, float32, and how often each came."""
@@ -280,12 +267,7 @@ Array = NDArray[Any]
 
 
 def reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[float, float]:
-    """From where to where the grid goes.
-
-    Args:
-        values: that came, ascending, float32, each the nearest of bfloat16 to what it stands for.
-        counts: how often.
-    """
+    """From where to where the grid of `entropy` goes, for ascending values of bfloat16 and how often each came."""
     low, high = min(float(values[0]), 0.0), max(float(values[-1]), 0.0)
     if scheme.symmetric:
         low, high = -max(-low, high), max(-low, high)
@@ -296,25 +278,19 @@ def reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme
     mass = _binned(values[there], counts[there], edges)
     origin = int(np.abs(edges).argmin())
 
-    def cost(ends: tuple[int, int]) -> float:
+    def cost(ends: tuple[int, int]) -> float:  # of equals `min` takes the first
         return _divergence(mass, edges, ends, scheme)
 
     below, above = origin, _BUCKETS - origin
     shares = [number / _BUCKETS for number in range(_BUCKETS, _FEWEST - 1, -_STEP)]
-    best = _least(((origin - round(share * below), origin + round(share * above)) for share in shares), cost)
+    best = min(((origin - round(share * below), origin + round(share * above)) for share in shares), key=cost)
     for _ in range(0 if scheme.symmetric or not below or not above else _ROUNDS):
         before = best
-        best = _least(((best[0], origin + round(share * above)) for share in shares), cost)
-        best = _least(((origin - round(share * below), best[1]) for share in shares), cost)
+        best = min([(best[0], origin + round(share * above)) for share in shares], key=cost)
+        best = min([(origin - round(share * below), best[1]) for share in shares], key=cost)
         if best == before:
             break
     return min(float(edges[best[0]]), 0.0), max(float(edges[best[1]]), 0.0)
-
-
-def _least(tried: Iterable[tuple[int, int]], cost: Any) -> tuple[int, int]:
-    """What costs least; of equals the first."""
-    found: tuple[int, int] = min(tried, key=cost)
-    return found
 
 
 def _binned(values: Tensor, counts: Tensor, edges: Array) -> Array:

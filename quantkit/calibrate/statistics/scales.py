@@ -21,12 +21,8 @@ from quantkit.scheme import ActivationScheme, CacheScheme
 
 @dataclass(frozen=True)
 class Saturation:
-    """Values that calibration saw beyond the reach of a fixed scale.
-
-    Args:
-        name: of the linear, or `keys`, `values`.
-        beyond: how many.
-        total: of how many.
+    """Values of a linear, or of `keys` or `values`, that calibration saw beyond the reach of a fixed scale: `beyond` of
+    `total`.
     """
 
     name: str

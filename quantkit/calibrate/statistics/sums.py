@@ -58,10 +58,9 @@ class InputStats:
         lags: Mapping[str, Tensor] | None = None,
         stream: Tensor | None = None,
     ) -> None:
-        """Add a chunk [sequences, tokens, K] or [tokens, K].
+        """Add a chunk [sequences, tokens, K] or [tokens, K] of what the linears receive.
 
         Args:
-            part: what the linears receive.
             original: what they would in the unquantized model, token by token; what some chunk has not is not known.
             lags: linear -> [..., N], what its output is added to in the original stream less what it is here.
             stream: [..., N], what outputs are added to. The next norm brings it to one size, so an error counts
@@ -218,13 +217,9 @@ class InputStats:
             InputError: `calibration-unreached`.
         """
         if self.tokens == 0:  # a part for another kind of input, as the audio layers of a model that reads text too
-            raise InputError(
-                "calibration-unreached",
-                where=self._name,
-                value="no token of the calibration text reaches it",
-                rule="a layer is calibrated on what it will see",
-                remedy="leave it in high precision with an override (weights: null), or calibrate on what reaches it",
-            )
+            value, rule = "no token of the calibration text reaches it", "a layer is calibrated on what it will see"
+            remedy = "leave it in high precision with an override (weights: null), or calibrate on what reaches it"
+            raise InputError("calibration-unreached", where=self._name, value=value, rule=rule, remedy=remedy)
         self._sum("products")
         if self._hessian is None:
             if isinstance(self._halves, Tensor):
@@ -249,9 +244,8 @@ class InputStats:
         return None if self._drift is None else self._mean(self._drift)
 
     def lag(self, linear: str) -> Tensor | None:
-        """`RᵀX / tokens`, [N, K] float32, with R how far what the linear's output is added to lags behind the original.
-
-        None where the output is added to nothing, or that is not known.
+        """`RᵀX / tokens`, [N, K] float32, R how far what the linear's output is added to lags behind the original; None
+        where it is added to nothing, or that is not known.
         """
         found = self._lags.get(linear)
         return None if found is None else self._mean(found)
@@ -312,13 +306,9 @@ def on_device(tensor: Tensor) -> bool:
 
 def nonfinite(name: str, value: str) -> InputError:
     """The error for a linear whose inputs are not finite."""
-    return InputError(
-        "activations-nonfinite",
-        where=name,
-        value=value,
-        rule="calibration needs finite activations",
-        remedy="check the model with another text, or leave this layer in high precision",
-    )
+    rule = "calibration needs finite activations"
+    remedy = "check the model with another text, or leave this layer in high precision"
+    return InputError("activations-nonfinite", where=name, value=value, rule=rule, remedy=remedy)
 
 
 def _inverse_size(stream: Tensor) -> Tensor:

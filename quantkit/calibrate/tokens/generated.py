@@ -1,13 +1,10 @@
 """Text that a model writes itself, to calibrate it on.
 
-A calibration set says what inputs are like in text of its own kind. What a model writes when nothing is asked of it is
-of every kind that it was trained on, with code, lists and other languages among it, and needs no text at all (Liu et
-al., "LLM-QAT", 2023, arXiv 2305.17888; Williams et al., "Self-calibration for Language Model Quantization and Pruning",
-2024, arXiv 2410.17170).
-
-Each next token is drawn from the model's own probabilities, at temperature 1 and from the whole vocabulary; where a
-text ends, another begins. Ids depend on how a processor adds up: what was drawn is kept in the user's cache, so that
-later compiles on this machine see the same.
+What a model writes when nothing is asked of it is of every kind that it was trained on, and needs no text at all (Liu
+et al., "LLM-QAT", 2023, arXiv 2305.17888; Williams et al., "Self-calibration for Language Model Quantization and
+Pruning", 2024, arXiv 2410.17170). Each next token is drawn from the model's own probabilities, at temperature 1 and
+from the whole vocabulary; where a text ends, another begins. Ids depend on how a processor adds up: what was drawn is
+kept in the user's cache, so that later compiles on this machine see the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A calibration set's name or path -> the token ids that passes see and measures score.
 
-Which part of it is which split, `sets/parts.py` says. Token ids are used as given, in order. A set of kind `random` is
-no data at all: ids drawn from the vocabulary, each as likely as the next, to calibrate on and for nothing else.
+Which part of it is which split, `sources.py` says. Token ids are used as given, in order. A set of kind `random` is no
+data at all: ids drawn from the vocabulary, each as likely as the next, to calibrate on and for nothing else.
 
 **Every sequence begins as a prompt does**: with the tokens that the tokenizer puts before a text (`<bos>`), or with
 what the model's chat template writes, where `template` is `chat`. To a model that was trained with it the first token
@@ -10,18 +10,15 @@ puts after a text closes an encoder's sequences alone: a decoder's are beginning
 
     load_tokens("prose-en", "calib", tokenizer=..., samples=16, tokens=512, seed=0, vocab_size=49152).ids   # [16, 512]
 
-A set of pairs -> token ids to calibrate on, and the pairs themselves to score: for encoders.
+A set of pairs gives an encoder rows of one length to calibrate on, that of the longest text, and pairs to score:
 
     row   [CLS] one text [SEP] [CLS] another [SEP] [CLS] the begin
-
-Passes take sequences of one length. Here it is that of the longest text, so that no position is seen which texts do not
-reach; each row begins with a text, as the model's own inputs do, and goes on with others until it is full.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,12 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import content
-from quantkit.calibrate.sets import parts
 from quantkit.calibrate.sets.card import Card, Split
 from quantkit.calibrate.sets.pairs import SUFFIX, PairSet, load_pairs
 from quantkit.calibrate.tokens import pack, sources
-from quantkit.calibrate.tokens.pack import begins, filled, frame, named
-from quantkit.calibrate.tokens.sources import Conversations, Ids, Texts
+from quantkit.calibrate.tokens.pack import Encode, begins, filled, frame, named
+from quantkit.calibrate.tokens.sources import Conversations, Ids, SplitData, Texts
 from quantkit.errors import InputError
 from quantkit.lazy import torch
 
@@ -51,8 +47,6 @@ class TokenSet:
 
     Args:
         ids: `[samples, tokens]`, int64.
-        name: of the set: the folder or file name.
-        split: `calib`, `tune` or `eval`.
         sha256: over shape and little-endian int64 bytes of the ids.
         notes: what was decided on the way, one sentence each; for the manifest.
         pairs: of the texts that the ids are of, where embeddings are scored; `sha256` is then theirs.
@@ -123,7 +117,7 @@ def load_tokens(
             `split`, `kind`, `folder`, `suffix`, `empty`, `short`, `not-text`, `json`, `fields`, `mixed`, `unreadable`,
             `ids`, `messages`, `tokenizer`, `template`, `random`.
     """
-    part = parts.read(reference, split, chat=template is not None)
+    part = sources.read(reference, split, chat=template is not None)
     asked = _Asked(part, split, tokenizer, samples, tokens, seed)
     before, after = frame(tokenizer)
     notes = list(part.notes)
@@ -145,22 +139,15 @@ def load_tokens(
         ids = np.pad(ids, ((0, 0), (len(before), len(after))))
         ids[:, : len(before)], ids[:, ids.shape[1] - len(after) :] = before, after
     check_vocabulary(ids, vocab_size, part.where)
-
-    return TokenSet(
-        ids=torch.from_numpy(ids),
-        name=part.name,
-        split=split,
-        sha256=ids_sha256(ids),
-        notes=tuple(notes),
-        begins=begins(ids, tokenizer),
-    )
+    opening = begins(ids, tokenizer)
+    return TokenSet(torch.from_numpy(ids), part.name, split, ids_sha256(ids), tuple(notes), begins=opening)
 
 
 @dataclass(frozen=True)
 class _Asked:
     """What is made of which data."""
 
-    part: parts.SplitData
+    part: SplitData
     split: Split
     tokenizer: Any
     samples: int
@@ -172,43 +159,45 @@ class _Asked:
         """Draws the places; None takes the text from its beginning."""
         return self.part.sampling.generator(self.split, self.seed)
 
-    def demand(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As many as were asked for. Raises InputError `calibration-short`."""
-        if len(ids) < self.samples:
-            raise _short(self.part.where, len(ids), self.samples, self.tokens)
-        return ids
+    def demand(self, ids: Sequence[Any] | NDArray[np.int64]) -> Any:
+        """As many sequences as were asked for. Raises InputError `calibration-short`."""
+        if (count := len(ids)) >= self.samples:
+            return ids
+        value = f"{count} sequence{'' if count == 1 else 's'} of {self.tokens} tokens in it"
+        remedy = f"calibration.samples={count}, fewer tokens each, or more text"
+        remedy = remedy if count else "fewer tokens each, or more text"
+        rule = f"{self.samples} were asked for"
+        raise InputError("calibration-short", where=self.part.where, value=value, rule=rule, remedy=remedy)
 
-    def demand_tokenizer(self) -> None:
-        """Raises InputError `calibration-tokenizer`."""
+    def encoder(self, *, special_tokens: bool) -> Encode:
+        """Text -> ids. Raises InputError `calibration-tokenizer`."""
         demand_tokenizer(self.tokenizer, self.part.where, "text has", "give a .jsonl with `input_ids`")
+
+        def encode(text: str) -> Sequence[int]:
+            # not verbose: a text longer than the model's context is what we cut up, no reason to warn
+            ids: Sequence[int] = self.tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+            return ids
+
+        return encode
 
 
 def _drawn(asked: _Asked, room: int, vocab_size: int) -> NDArray[np.int64]:
     if asked.split != "calib":
-        raise InputError(
-            "calibration-random",
-            where=asked.part.where,
-            value=f"the split {asked.split!r} of a set without text",
-            rule="random tokens say how large activations are, and nothing about how good a model is",
-            remedy="score on a set of text",
-        )
+        value = f"the split {asked.split!r} of a set without text"
+        rule = "random tokens say how large activations are, and nothing about how good a model is"
+        remedy = "score on a set of text"
+        raise InputError("calibration-random", where=asked.part.where, value=value, rule=rule, remedy=remedy)
     generator = np.random.default_rng([asked.part.sampling.seed, asked.seed])
     return generator.integers(0, vocab_size, (asked.samples, room), dtype=np.int64)
 
 
-def _as_given(asked: _Asked, found: Ids, vocab_size: int) -> NDArray[np.int64]:
-    if len(found.rows) < asked.samples:
-        raise _short(asked.part.where, len(found.rows), asked.samples, asked.tokens)
-    rows = found.rows[: asked.samples]
-    for row, place in zip(rows, found.places, strict=False):
+def _as_given(asked: _Asked, given: Ids, vocab_size: int) -> NDArray[np.int64]:
+    rows = asked.demand(given.rows)[: asked.samples]
+    for row, place in zip(rows, given.places, strict=False):
         if len(row) < asked.tokens:
-            raise InputError(
-                "calibration-short",
-                where=place,
-                value=f"{len(row)} ids",
-                rule=f"{asked.tokens} tokens a sequence were asked for",
-                remedy=f"calibration.tokens={len(row)}, or longer lists" if row else "longer lists",
-            )
+            rule = f"{asked.tokens} tokens a sequence were asked for"
+            remedy = f"calibration.tokens={len(row)}, or longer lists" if row else "longer lists"
+            raise InputError("calibration-short", where=place, value=f"{len(row)} ids", rule=rule, remedy=remedy)
         # before numpy, which has no place for an int of 30 digits
         _check_range(min(row), max(row), vocab_size, place)
     return np.asarray([row[: asked.tokens] for row in rows], dtype=np.int64)
@@ -225,79 +214,49 @@ def _not_as_prompts(ids: NDArray[np.int64], before: Sequence[int], tokenizer: An
     return [f"{every}: the ids are used as given"]
 
 
-def _from_text(asked: _Asked, found: Texts | Conversations, room: int, before: Sequence[int]) -> NDArray[np.int64]:
+def _from_text(asked: _Asked, text: Texts | Conversations, room: int, before: Sequence[int]) -> NDArray[np.int64]:
     """What comes after `before` in each sequence, `[samples, room]`."""
-    asked.demand_tokenizer()
     part = asked.part
-    if isinstance(found, Conversations):
-        raise InputError(
-            pack.CODE,
-            where=part.where,
-            value=f"conversations (`{sources.MESSAGES}`)",
-            rule="conversations are written by the model's chat template, where the recipe says so",
-            remedy="--set calibration.template=chat",
-        )
+    encode = asked.encoder(special_tokens=part.sampling.special_tokens)
+    if isinstance(text, Conversations):
+        value = f"conversations (`{sources.MESSAGES}`)"
+        rule = "conversations are written by the model's chat template, where the recipe says so"
+        remedy = "--set calibration.template=chat"
+        raise InputError(pack.CODE, where=part.where, value=value, rule=rule, remedy=remedy)
     how: dict[str, Any] = {"samples": asked.samples, "tokens": room, "generator": asked.generator}
-    encode = _encoder(asked.tokenizer, special_tokens=part.sampling.special_tokens)
-    if part.sampling.special_tokens:
-        return asked.demand(pack.sample_documents(found.documents, encode, before=before, **how))
-    return asked.demand(pack.sample(found.joiner.join(found.documents), encode, **how))
+    ids: NDArray[np.int64] = asked.demand(
+        pack.sample_documents(text.documents, encode, before=before, **how)
+        if part.sampling.special_tokens
+        else pack.sample(text.joiner.join(text.documents), encode, **how)
+    )
+    return ids
 
 
-def _from_chat(asked: _Asked, found: Texts | Conversations, before: Sequence[int]) -> NDArray[np.int64]:
+def _from_chat(asked: _Asked, text: Texts | Conversations, before: Sequence[int]) -> NDArray[np.int64]:
     """Sequences that begin with a conversation, and go on with others until they are full."""
-    asked.demand_tokenizer()
+    encode = asked.encoder(special_tokens=False)
     render = pack.renderer(asked.tokenizer)
-    if isinstance(found, Texts):
-        talks = [(pack.exchange(piece), asked.part.where) for piece in _pieces(asked, found) if piece.strip()]
+    if isinstance(text, Texts):
+        whole = text.joiner.join(text.documents)
+        # in pieces of about as many tokens as a sequence has, by how many the beginning has
+        beginning = whole[: pack.CHARACTERS_A_TOKEN * asked.tokens]
+        size = max(1, len(beginning) * asked.tokens // max(1, len(encode(beginning))))
+        pieces = pack.sections(whole, size)
+        talks = [(pack.exchange(piece), asked.part.where) for piece in pieces if piece.strip()]
     else:
-        talks = list(zip(found.items, found.places, strict=True))
+        talks = list(zip(text.items, text.places, strict=True))
     generator = asked.generator
     order = range(len(talks)) if generator is None else generator.permutation(len(talks)).tolist()
-    return asked.demand(pack.filled((render(*talks[at]) for at in order), asked.tokens, asked.samples, before))
-
-
-def _pieces(asked: _Asked, found: Texts) -> list[str]:
-    """The text in pieces of about as many tokens as a sequence has, by how many its beginning has."""
-    whole = found.joiner.join(found.documents)
-    beginning = whole[: pack.CHARACTERS_A_TOKEN * asked.tokens]
-    counted = len(_encoder(asked.tokenizer, special_tokens=False)(beginning))
-    return pack.sections(whole, max(1, len(beginning) * asked.tokens // max(1, counted)))
-
-
-def _encoder(tokenizer: Any, *, special_tokens: bool) -> Callable[[str], Sequence[int]]:
-    def encode(text: str) -> Sequence[int]:
-        # not verbose: a text longer than the model's context is what we cut up, no reason to warn
-        ids: Sequence[int] = tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-        return ids
-
-    return encode
-
-
-def _short(where: str, found: int, samples: int, tokens: int) -> InputError:
-    if found:
-        remedy = f"calibration.samples={found}, fewer tokens each, or more text"
-    else:
-        remedy = "fewer tokens each, or more text"
-    return InputError(
-        "calibration-short",
-        where=where,
-        value=f"{found} sequence{'' if found == 1 else 's'} of {tokens} tokens in it",
-        rule=f"{samples} were asked for",
-        remedy=remedy,
-    )
+    rows = pack.filled((render(*talks[at]) for at in order), asked.tokens, asked.samples, before)
+    ids: NDArray[np.int64] = asked.demand(rows)
+    return ids
 
 
 def demand_tokenizer(tokenizer: Any, where: str, what: str, remedy: str) -> None:
     """Refuse what has to be tokenized where the model has no tokenizer. Raises InputError `calibration-tokenizer`."""
     if tokenizer is None:
-        raise InputError(
-            "calibration-tokenizer",
-            where=where,
-            value="the model has no tokenizer",
-            rule=f"{what} to be tokenized",
-            remedy=remedy,
-        )
+        value, rule = "the model has no tokenizer", f"{what} to be tokenized"
+        raise InputError("calibration-tokenizer", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def check_vocabulary(ids: NDArray[np.int64], vocab_size: int, where: str) -> None:
@@ -323,7 +282,7 @@ def is_pairs(reference: str) -> bool:
 def load_pair_tokens(
     reference: str, split: Split, *, tokenizer: Any, samples: int, tokens: int, seed: int, vocab_size: int
 ) -> TokenSet:
-    """Read pairs and pack their texts; the arguments are those of `sets.load_tokens`.
+    """Read pairs and pack their texts; the arguments are those of `load_tokens`.
 
     About `samples` times `tokens` ids are packed, in more rows where texts are shorter than `tokens`. The set's `pairs`
     are all of the split.
@@ -340,18 +299,12 @@ def load_pair_tokens(
     length = max(map(len, ids))
     rows = filled(ids, length, -(-samples * tokens // length))
     if not len(rows):
-        raise InputError(
-            "calibration-short",
-            where=reference,
-            value=f"{len(pairs.left)} pairs to {split}",
-            rule="a row of ids is filled with texts",
-            remedy="more pairs",
-        )
+        value, rule = f"{len(pairs.left)} pairs to {split}", "a row of ids is filled with texts"
+        raise InputError("calibration-short", where=reference, value=value, rule=rule, remedy="more pairs")
     check_vocabulary(rows, vocab_size, reference)
     sha256 = ids_sha256(rows) if split == "calib" else pairs.sha256
-    opening = begins(rows, tokenizer)
-    found = torch.from_numpy(rows)
-    return TokenSet(found, pairs.name, split, sha256, pairs.notes, pairs, opening, longest=longest)
+    opening, packed = begins(rows, tokenizer), torch.from_numpy(rows)
+    return TokenSet(packed, pairs.name, split, sha256, pairs.notes, pairs, opening, longest=longest)
 
 
 def token_ids(
@@ -360,5 +313,5 @@ def token_ids(
     """The ids of each text, and of what goes in `beside` it, at most `longest`, the tokenizer's own included."""
     limit = min(longest, int(getattr(tokenizer, "model_max_length", longest)))
     both = [list(texts), *([list(beside)] if beside is not None else [])]
-    found: list[list[int]] = tokenizer(*both, truncation=True, max_length=limit)["input_ids"]
-    return found
+    ids: list[list[int]] = tokenizer(*both, truncation=True, max_length=limit)["input_ids"]
+    return ids

@@ -9,24 +9,12 @@ One sequence from each of the first `samples` sections, in a drawn order:
 So 16 sequences come from 16 places, only what is used is tokenized, and asking for 8 gives the first 8 of them. A text
 too small for that is tokenized whole and chopped back to back, and the chops are drawn from.
 
-The tokens that a tokenizer puts around a text: what sequences of ids have, and whether they have it.
+What a tokenizer puts around a text is asked of the tokenizer itself: its settings and what it does differ at times.
 
-    tokenizer("Why?").input_ids                             [2, 11355, 236881]     <bos> before it
-    tokenizer("Why?", add_special_tokens=False).input_ids      [11355, 236881]
-
-Asked of the tokenizer itself: what its settings say and what it does are not always the same.
-
-Conversations -> token ids, by the chat template of the model's own tokenizer.
-
-    [{role: user, content: Why?}]  --template-->  <bos><start_of_turn>user\nWhy?<end_of_turn>  --tokenizer-->  ids
-
-The tokenizer adds nothing: a template writes itself what a prompt begins with, which must not stand there twice.
-
-A template comes with the model, and is not trusted: transformers renders it in Jinja's `ImmutableSandboxedEnvironment`.
-Some write the date of the day (`strftime_now`); here it is always the same day, or ids would change overnight.
-
-Plain text is cut into pieces of about one sequence. The first quarter of a piece is what a user says, the rest is what
-the model answers: most of what a model of conversations reads is what it has written itself.
+Conversations become ids by the chat template of the model's own tokenizer, which writes itself what a prompt begins
+with. A template is not trusted: transformers renders it in Jinja's `ImmutableSandboxedEnvironment`. Some write the date
+(`strftime_now`); here it is always the same day. Plain text is cut into pieces of about one sequence, the first quarter
+of which is what a user says: most of what a model of conversations reads is what it has written itself.
 """
 
 from __future__ import annotations
@@ -67,13 +55,10 @@ def sections(text: str, size: int) -> list[str]:
 def sample(
     text: str, encode: Encode, *, samples: int, tokens: int, generator: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """At most `samples` sequences of `tokens` ids, `[samples, tokens]`; fewer when the text has no more.
+    """At most `samples` sequences of `tokens` ids, `[samples, tokens]`, of the joined documents; fewer when there are
+    no more.
 
     Args:
-        text: the documents, joined.
-        encode: text -> ids.
-        samples: sequences wanted.
-        tokens: ids in each.
         generator: draws the places; None takes the text from its beginning.
     """
     parts = sections(text, CHARACTERS_A_TOKEN * tokens)
@@ -125,7 +110,6 @@ def filled(texts: Iterable[Sequence[int]], length: int, limit: int, before: Sequ
 
     Args:
         texts: token ids.
-        length, limit: of the rows.
         before: what a text that begins a row may begin with, and the others in it not.
     """
     rows: list[Sequence[int]] = []
@@ -196,19 +180,14 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
     """Returns a function from messages to token ids; its second argument is their place, for errors.
 
     Raises:
-        InputError: `calibration-template`: the tokenizer has none. What is returned raises it for a conversation that
-            the template does not take.
+        InputError: `calibration-template`: there is none, or, from what is returned, it does not take a conversation.
     """
     try:
         template = _stopped_clock() + tokenizer.get_chat_template()
     except (AttributeError, ValueError):  # none, or several and none of them the default
-        raise InputError(
-            CODE,
-            where="calibration.template",
-            value="the model's tokenizer has no chat template",
-            rule="conversations are written by the model's own",
-            remedy=f"put its chat_template.jinja beside the tokenizer, or {NONE}",
-        ) from None
+        value, rule = "the model's tokenizer has no chat template", "conversations are written by the model's own"
+        remedy = f"put its chat_template.jinja beside the tokenizer, or {NONE}"
+        raise InputError(CODE, where="calibration.template", value=value, rule=rule, remedy=remedy) from None
 
     def render(messages: Messages, where: str) -> list[int]:
         try:
@@ -219,13 +198,9 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
             raise
         except Exception as problem:  # whatever a template makes of what it was not written for
             said = " ".join(str(problem).split())[:200] or type(problem).__name__
-            raise InputError(
-                CODE,
-                where=where,
-                value=said,
-                rule="the model's chat template takes every conversation",
-                remedy="mend that conversation, or leave it out",
-            ) from None
+            rule = "the model's chat template takes every conversation"
+            remedy = "mend that conversation, or leave it out"
+            raise InputError(CODE, where=where, value=said, rule=rule, remedy=remedy) from None
         return ids
 
     return render

@@ -1,15 +1,17 @@
-"""Reads calibration data of any accepted kind: texts, conversations, or token ids used as given.
+"""Reads calibration data of any accepted kind: texts, conversations, or token ids used as given; and parts it.
 
     .txt            documents parted by blank lines
     .jsonl          one object a line with `text`, with `messages` (a list of {role, content}), or with an `input_ids`
                     list (a bare list of ids also counts)
     .json           a list of such objects or lists
     .parquet        a column `text`, `messages` or `input_ids`
-    a folder        written by `datasets.Dataset.save_to_disk`
+    a folder        with a `card.yaml`, or written by `datasets.Dataset.save_to_disk`
 
 Where several are there, `input_ids` wins: somebody has tokenized on purpose. Of a text and the messages that it was
-made from, the messages are taken where a chat template will write them, else the text. Every problem is one clear error
-that names the line.
+made from, the messages are taken where a chat template will write them, else the text.
+
+A user's own text has no splits: its last 10 % are kept for `eval`, the 5 % before for `tune`, by whole documents where
+there are 20 or more, else by the length of the text; conversations are never cut. Token ids stay whole.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit import limits
-from quantkit.calibrate.sets import own
-from quantkit.calibrate.sets.card import Split
+from quantkit import content, limits
+from quantkit.calibrate.sets import card as cards
+from quantkit.calibrate.sets.card import Card, SetSampling, Split, read_bytes
 from quantkit.errors import InputError, MissingDependency
 
 # as a file calls them
@@ -32,6 +34,10 @@ IDS, TEXT, MESSAGES = "input_ids", "text", "messages"
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 # what Hugging Face calls the three splits
 _DATASET_SPLITS = {"calib": ("calib", "train"), "tune": ("tune", "validation"), "eval": ("eval", "test")}
+# rows of a table that are read at a time, and what a value takes in Python beside its bytes
+_ROWS, _OBJECT = 4096, 56
+# from so many on, a text is parted by whole documents
+_BY_DOCUMENT = 20
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,94 @@ class Conversations:
     places: tuple[str, ...]
 
 
-# rows of a table that are read at a time, and what a value takes in Python beside its bytes
-_ROWS, _OBJECT = 4096, 56
-
 Content = Texts | Ids | Conversations
+
+
+@dataclass(frozen=True)
+class SplitData:
+    """The data of one split, not tokenized; `content` is None where ids are drawn, `notes` say what was decided."""
+
+    content: Content | None
+    sampling: SetSampling
+    name: str
+    where: str
+    notes: tuple[str, ...] = ()
+
+
+def read(reference: str, split: Split, *, chat: bool) -> SplitData:
+    """One split of a calibration set.
+
+    Args:
+        reference: a shipped name, or a path; see `ids.load_tokens`.
+        chat: whether a chat template will write what is in it.
+
+    Raises:
+        InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
+            `split`, `kind`, `folder`, `suffix`, `empty`, `not-text`, `json`, `fields`, `mixed`, `unreadable`, `ids`,
+            `messages`.
+    """
+    path = content.find("calibration", reference)
+    if (card := Card.at(path)) is not None:
+        card.demand_kind("random", "text", "tokens", rule="a language model reads text or tokens")
+        if card.kind == "random":
+            return SplitData(None, card.sampling, card.name, card.where)
+        files = [(data, {"suffix": path.suffix.lower(), "where": str(path)}) for path, data in card.read(split)]
+        parts = [parse(data, chat=chat, **how) for data, how in files]
+        return SplitData(_joined(parts, split, card.where), card.sampling, card.name, card.where)
+    name, own_splits = path.resolve().name, False
+    if not path.is_dir():
+        whole = parse(read_bytes(path), suffix=path.suffix.lower(), where=reference, chat=chat)
+    elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        whole, own_splits = read_dataset(path, split, where=reference, chat=chat)
+    else:
+        rule = "a folder with card.yaml, or one written by datasets' save_to_disk"
+        value, remedy = "neither a card.yaml nor a saved dataset in it", "name the file inside it"
+        raise InputError("calibration-folder", where=reference, value=value, rule=rule, remedy=remedy)
+    if own_splits:
+        return SplitData(whole, SetSampling(), name, reference)
+    if isinstance(whole, Ids):
+        note = f"{name} has no splits: the ids are used as given for {split} as for any other split"
+        return SplitData(whole, SetSampling(), name, reference, (note,))
+    part, of = _own_split(whole, split)
+    note = f"{name} has no splits: {split} is {of}"
+    return SplitData(part, SetSampling(), name, f"{reference} ({split} part)", (note,))
+
+
+def _joined(parts: Sequence[Content], split: Split, where: str) -> Content:
+    """The content of several files as that of one. Raises InputError `calibration-mixed`."""
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        value = f"texts, conversations or input_ids, not one kind, in the split {split!r}"
+        raise InputError("calibration-mixed", where=where, value=value)
+    if isinstance(first, Texts):
+        return Texts(tuple(document for part in parts for document in part.documents))  # type: ignore[union-attr]
+    places = tuple(place for part in parts for place in part.places)  # type: ignore[union-attr]
+    if isinstance(first, Ids):
+        return Ids(tuple(row for part in parts for row in part.rows), places)  # type: ignore[union-attr]
+    return Conversations(tuple(item for part in parts for item in part.items), places)  # type: ignore[union-attr]
+
+
+def _own_split(whole: Texts | Conversations, split: Split) -> tuple[Content, str]:
+    """A split of what has none, and which part of the whole it is."""
+    if isinstance(whole, Conversations):
+        count = len(whole.items)
+        first, last = cards.bounds(split, count)
+        part = Conversations(whole.items[first:last], whole.places[first:last])
+        return part, f"conversations {first + 1} to {last} of {count}"
+    if (count := len(whole.documents)) >= _BY_DOCUMENT:
+        first, last = cards.bounds(split, count)
+        return Texts(whole.documents[first:last], whole.joiner), f"documents {first + 1} to {last} of {count}"
+    text = whole.joiner.join(whole.documents)
+
+    def cut(share: float) -> int:
+        """The first white space at or after a share of the text."""
+        place = int(len(text) * share)
+        while place < len(text) and not text[place].isspace():
+            place += 1
+        return place if place < len(text) else int(len(text) * share)
+
+    first, last = cards.bounds(split, len(text), cut)
+    return Texts((text[first:last].strip(),), whole.joiner), f"characters {first} to {last} of {len(text)}"
 
 
 def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Content:
@@ -72,18 +162,20 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
         chat: whether a chat template will write what is in it.
 
     Raises:
-        InputError: `calibration-suffix`, `calibration-empty`, `calibration-not-text`, `calibration-json`,
-            `calibration-fields`, `calibration-mixed`, `calibration-ids`, `calibration-messages`,
-            `calibration-unreadable`.
+        InputError: `calibration-` followed by `suffix`, `empty`, `not-text`, `json`, `fields`, `mixed`, `ids`,
+            `messages`, `unreadable`.
     """
     if suffix not in SUFFIXES:
         rule = f"one of {', '.join(SUFFIXES)}, or a folder; pairs for an encoder: .tsv, lines of a name, a text, a text"
-        raise own.suffix(where, suffix, rule)
+        raise cards.suffix(where, suffix, rule)
     if not data.strip():
-        raise own.empty(where, "no text and no ids in it")
+        raise cards.empty(where, "no text and no ids in it")
     if suffix == ".parquet":
         return _parquet(data, where, chat)
-    text = _decode(data, where)
+    text = cards.decoded(data, where)
+    if "\x00" in text:
+        raise cards.not_text(where, f"a zero byte at character {text.index(chr(0))}")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     if suffix == ".jsonl":
         # not splitlines(), which also parts at U+2028 and its like, and those may stand inside a JSON string
         lines = enumerate(text.split("\n"), start=1)
@@ -97,11 +189,6 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
     return Texts(tuple(part for part in re.split(r"\n[^\S\n]*\n\s*", text.strip()) if part))
 
 
-def is_dataset(folder: Path) -> bool:
-    """Whether a folder was written by `save_to_disk`."""
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-
-
 def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) -> tuple[Content, bool]:
     """A `datasets` folder's content, and whether it has splits of its own (then it is the one asked for).
 
@@ -111,24 +198,20 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
     """
     with MissingDependency.unless_found("datasets", extra="compile", purpose="a datasets folder"):
         import datasets
-    with own.reading(where):
+    with cards.reading(where):
         data = datasets.load_from_disk(str(folder))
     own_splits = isinstance(data, datasets.DatasetDict)
     if own_splits:
-        found = [name for name in _DATASET_SPLITS[split] if name in data]
-        if not found and len(data) == 1:
-            found, own_splits = list(data), False
-        if not found:
-            raise InputError(
-                "calibration-split",
-                where=where,
-                value=f"none of {', '.join(_DATASET_SPLITS[split])}",
-                rule=f"it has {', '.join(sorted(data))}",
-                remedy=f"save a split named {split!r}",
-            )
-        data = data[found[0]]
+        names = [name for name in _DATASET_SPLITS[split] if name in data]
+        if not names and len(data) == 1:
+            names, own_splits = list(data), False
+        if not names:
+            value, rule = f"none of {', '.join(_DATASET_SPLITS[split])}", f"it has {', '.join(sorted(data))}"
+            remedy = f"save a split named {split!r}"
+            raise InputError("calibration-split", where=where, value=value, rule=rule, remedy=remedy)
+        data = data[names[0]]
     column = _column(list(data.column_names), where, chat)
-    with own.reading(where):
+    with cards.reading(where):
         values = list(data.select_columns([column]).with_format(None)[column])
     return _columnar(column, values, where, chat), own_splits
 
@@ -136,12 +219,12 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
 def _parquet(data: bytes, where: str, chat: bool) -> Content:
     with MissingDependency.unless_found("pyarrow", extra="compile", purpose="a .parquet file"):
         import pyarrow.parquet
-    with own.reading(where):
+    with cards.reading(where):
         file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
         names = list(file.schema_arrow.names)
     column = _column(names, where, chat)
     values, size = list[Any](), 0
-    with own.reading(where):
+    with cards.reading(where):
         # in small pieces: a few bytes can stand for any number of rows
         for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
             size += batch.nbytes + _OBJECT * len(batch)
@@ -158,13 +241,8 @@ def _column(names: list[str], where: str, chat: bool) -> str:
     for wanted in _wanted(chat):
         if wanted in names:
             return wanted
-    raise InputError(
-        "calibration-fields",
-        where=where,
-        value=f"columns {', '.join(map(repr, names)) or 'none'}",
-        rule="a column `text`, `messages` or `input_ids`",
-        remedy="rename the column",
-    )
+    value, rule = f"columns {', '.join(map(repr, names)) or 'none'}", "a column `text`, `messages` or `input_ids`"
+    raise InputError("calibration-fields", where=where, value=value, rule=rule, remedy="rename the column")
 
 
 def _columnar(column: str, values: list[Any], where: str, chat: bool) -> Content:
@@ -172,34 +250,35 @@ def _columnar(column: str, values: list[Any], where: str, chat: bool) -> Content
 
 
 def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool) -> Content:
-    found: dict[str, list[Any]] = {}
+    read: dict[str, list[Any]] = {}
     places: list[str] = []
     for place, record in records:
         value = {IDS: record} if isinstance(record, list) else record
         kind = next((key for key in _wanted(chat) if _holds(value, key)), None)
         if kind is None:
-            raise _no_fields(value, place)
-        found.setdefault(kind, []).append(_READ[kind](value[kind], place))
+            kinds = ""
+            if isinstance(value, dict):
+                kinds = ", ".join(f"{key!r:.40}: {type(item).__name__}" for key, item in list(value.items())[:6])
+            value = f"keys {kinds or 'none'}" if isinstance(value, dict) else f"{value!r:.60}"
+            rule = "an object with `text` (a string), `messages` or `input_ids` (lists)"
+            raise InputError("calibration-fields", where=place, value=value, rule=rule, remedy="rename the key")
+        read.setdefault(kind, []).append(_READ[kind](value[kind], place))
         places.append(place)
-        if len(found) > 1:
-            raise InputError(
-                "calibration-mixed",
-                where=place,
-                value=f"{' and '.join(found)} in one file",
-                rule="all lines have `text`, or all have `messages`, or all have `input_ids`",
-                remedy="part them into two files",
-            )
-    if IDS in found:
-        return Ids(tuple(found[IDS]), tuple(places))
-    if MESSAGES in found:
+        if len(read) > 1:
+            rule = "all lines have `text`, or all have `messages`, or all have `input_ids`"
+            value, remedy = f"{' and '.join(read)} in one file", "part them into two files"
+            raise InputError("calibration-mixed", where=place, value=value, rule=rule, remedy=remedy)
+    if IDS in read:
+        return Ids(tuple(read[IDS]), tuple(places))
+    if MESSAGES in read:
         # what occurs twice must not end up on both sides of a split
         once: dict[str, tuple[Any, str]] = {}
-        for item, place in zip(found[MESSAGES], places, strict=True):
+        for item, place in zip(read[MESSAGES], places, strict=True):
             once.setdefault(json.dumps(item, sort_keys=True, default=str), (item, place))
         return Conversations(*zip(*once.values(), strict=True))
-    documents = tuple(dict.fromkeys(text for text in found.get(TEXT, ()) if text.strip()))
+    documents = tuple(dict.fromkeys(text for text in read.get(TEXT, ()) if text.strip()))
     if not documents:
-        raise own.empty(where, "no text and no ids in it")
+        raise cards.empty(where, "no text and no ids in it")
     return Texts(documents)
 
 
@@ -219,13 +298,10 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     ]
     wrong = next((message for message in kept if not _is_message(message)), None)
     if not isinstance(value, list) or not value or len(kept) < len(value) or wrong is not None:
-        raise InputError(
-            "calibration-messages",
-            where=place,
-            value=f"{value if wrong is None else wrong!r:.80}",
-            rule="`messages` is a list of {role, content}, both strings",
-            remedy="rename the keys, or leave that conversation out",
-        )
+        rule = "`messages` is a list of {role, content}, both strings"
+        remedy = "rename the keys, or leave that conversation out"
+        shown = f"{value if wrong is None else wrong!r:.80}"
+        raise InputError("calibration-messages", where=place, value=shown, rule=rule, remedy=remedy)
     for message in kept:
         for item in message.values():
             if isinstance(item, str):
@@ -235,15 +311,16 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
 
 def _is_message(message: dict[str, Any]) -> bool:
     """A call of a tool may stand for the words, and parts of several kinds too: that is up to the template."""
-    content = isinstance(message.get("content"), (str, list)) or "tool_calls" in message
-    return isinstance(message.get("role"), str) and content
+    words = isinstance(message.get("content"), (str, list)) or "tool_calls" in message
+    return isinstance(message.get("role"), str) and words
 
 
 def _whole(text: str, place: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer takes
-        raise own.not_text(place, f"half a character, \\u{ord(text[error.start]):04x}, at {error.start}") from None
+        value = f"half a character, \\u{ord(text[error.start]):04x}, at {error.start}"
+        raise cards.not_text(place, value) from None
     return text
 
 
@@ -252,27 +329,11 @@ def _id_list(value: Any, place: str) -> list[int]:
     if isinstance(value, list) and all(type(item) is int for item in value):
         return value
     wrong = next((item for item in value if type(item) is not int), None) if isinstance(value, list) else value
-    raise InputError(
-        "calibration-ids", where=place, value=f"{wrong!r:.60}", rule="`input_ids` is a flat list of whole numbers"
-    )
+    rule = "`input_ids` is a flat list of whole numbers"
+    raise InputError("calibration-ids", where=place, value=f"{wrong!r:.60}", rule=rule)
 
 
 _READ: dict[str, Callable[[Any, str], Any]] = {IDS: _id_list, TEXT: _whole, MESSAGES: _messages}
-
-
-def _no_fields(value: Any, place: str) -> InputError:
-    if isinstance(value, dict):
-        kinds = ", ".join(f"{key!r:.40}: {type(item).__name__}" for key, item in list(value.items())[:6])
-        found = f"keys {kinds or 'none'}"
-    else:
-        found = f"{value!r:.60}"
-    return InputError(
-        "calibration-fields",
-        where=place,
-        value=found,
-        rule="an object with `text` (a string), `messages` or `input_ids` (lists)",
-        remedy="rename the key",
-    )
 
 
 def _json(text: str, place: str) -> Any:
@@ -280,13 +341,5 @@ def _json(text: str, place: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
-        raise InputError(
-            "calibration-json", where=place, value=reason, rule="valid JSON; in a .jsonl, one object a line"
-        ) from None
-
-
-def _decode(data: bytes, where: str) -> str:
-    text = own.decoded(data, where)
-    if "\x00" in text:
-        raise own.not_text(where, f"a zero byte at character {text.index(chr(0))}")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+        rule = "valid JSON; in a .jsonl, one object a line"
+        raise InputError("calibration-json", where=place, value=reason, rule=rule) from None
