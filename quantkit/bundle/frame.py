@@ -26,7 +26,7 @@ def frame(rows: Sequence[Mapping[str, Any]], library: Library) -> Any:
             import pandas
         return pandas.DataFrame(columns)
     if library == "pyarrow":
-        with MissingDependency.unless_found("pyarrow", extra="compile", purpose="a table of rows"):
+        with MissingDependency.unless_found("pyarrow", extra="data", purpose="a table of rows"):
             import pyarrow
         return pyarrow.table({name: _column(pyarrow, values) for name, values in columns.items()})
     raise InputError("usage", where="frame", value=f"got {library!r:.80}", rule="pandas or pyarrow")

@@ -196,7 +196,7 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
         InputError: `calibration-unreadable`, `calibration-split`, `calibration-fields`, `calibration-empty`.
         MissingDependency: datasets is not installed.
     """
-    with MissingDependency.unless_found("datasets", extra="compile", purpose="a datasets folder"):
+    with MissingDependency.unless_found("datasets", extra="data", purpose="a datasets folder"):
         import datasets
     with cards.reading(where):
         data = datasets.load_from_disk(str(folder))
@@ -217,7 +217,7 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
 
 
 def _parquet(data: bytes, where: str, chat: bool) -> Content:
-    with MissingDependency.unless_found("pyarrow", extra="compile", purpose="a .parquet file"):
+    with MissingDependency.unless_found("pyarrow", extra="data", purpose="a .parquet file"):
         import pyarrow.parquet
     with cards.reading(where):
         file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
