@@ -4,7 +4,7 @@
 
 Claim: no configuration spills on SM 9.0, no inner loop converts an integer, and a decoded weight stays in the registers
 it was decoded in. The figures are the compiler's; they say nothing about speed. Without `--all` the first
-configuration of each width of x is compiled, with it every one that `quantkit/kernels/configs.py` lists.
+configuration of each width of x is compiled, with it every one that `quantkit/kernels/dispatch.py` lists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from harness.record import parsing, record, show, verdicts
 
 from quantkit.kernels import ahead
-from quantkit.kernels.configs import candidates
+from quantkit.kernels.dispatch import candidates
 from quantkit.kernels.layout import KINDS
 
 # what is compiled: kind, words, name

@@ -10,19 +10,26 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.kernels.configs import Config
+from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS
 
 # threads that share a multiprocessor's registers, in warps
 _LANES = 32
+# the first architecture whose kernels overlap
+_OVERLAPS = 90
 _LINE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)$")
 _LABEL = re.compile(r"^(\.L_\w+):")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
+# whether K is split -> sums and counters
+_SPLIT: dict[bool, dict[str, str | None]] = {
+    False: {"sums_ptr": None, "count_ptr": None},
+    True: {"sums_ptr": "*fp32", "count_ptr": "*i32"},
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class CompiledKernel:
     code: Mapping[str, int]
 
     def count(self, *starts: str, loop: bool = True) -> int:
-        """Instructions whose name begins with one of `starts`."""
+        """Count the instructions whose name begins with one of `starts`."""
         return sum(n for name, n in (self.loop if loop else self.code).items() if name.startswith(starts))
 
 
@@ -62,7 +69,7 @@ def weight_only(
     x: str = "fp16",
     decode: bool = True,
 ) -> CompiledKernel:
-    """The kernel of `matmul` for a weight whose sizes are whole tiles.
+    """Compile the kernel of `matmul` for a weight whose sizes are whole tiles.
 
     Args:
         kind: of the weight, in `matmul.DECODERS`.
@@ -74,81 +81,66 @@ def weight_only(
         decode: False is the raw twin.
     """
     from quantkit.kernels import matmul
+    from quantkit.kernels.decoders import DECODERS
 
-    module = matmul.DECODERS[kind]
-    split = config.split > 1
-    types = {
-        "x_ptr": f"*{x}",
-        "words_ptr": "*i32",
-        "scale_ptr": "*u8" if nested else f"*{scale}",
-        "zero_ptr": "*u8" if zero else None,
-        **dict.fromkeys(("absmax_ptr", "values_ptr", "offset_ptr"), "*fp32" if nested else None),
-        "y_ptr": f"*{x}",
-        "sums_ptr": "*fp32" if split else None,
-        "count_ptr": "*i32" if split else None,
-        **dict.fromkeys(("M", "N", "K", "TILES", "STRIDE", "GROUPS", "magic"), "i32"),
-    }
-    constants = {
-        "decode": module.decode,
-        "DECODE": decode,
-        "GAIN": module.GAIN,
-        "COLUMNS": KINDS[kind].columns,
-        "GROUP": group,
-        "ON_GPU": True,
-    }
-    return _compile(matmul.weight_only_matmul, types, constants | _blocks(config, sm >= 90), sm, config)
+    decoder = DECODERS[kind]
+    types = {"x_ptr": f"*{x}", "words_ptr": "*i32", "y_ptr": f"*{x}", "zero_ptr": "*u8" if zero else None}
+    types |= {"scale_ptr": "*u8" if nested else f"*{scale}", **_SPLIT[config.split > 1]}
+    types |= dict.fromkeys(("absmax_ptr", "values_ptr", "offset_ptr"), "*fp32" if nested else None)
+    types |= dict.fromkeys(("M", "N", "K", "TILES", "STRIDE", "GROUPS", "magic"), "i32")
+    constants = {"decode": decoder.decode, "DECODE": decode, "GAIN": decoder.GAIN, "GROUP": group, "ON_GPU": True}
+    constants |= {"COLUMNS": KINDS[kind].columns, "UNROLL": config.unroll}
+    return _compile(matmul.weight_only_matmul, types, constants, sm, config)
 
 
 def native(sm: int, config: Config, x: str) -> CompiledKernel:
-    """The kernel of `native`; `x` is `i8` or `fp8e4nv`."""
+    """Compile the kernel of `native`; `x` is `i8` or `fp8e4nv`."""
     from quantkit.kernels import native as module
 
-    split = config.split > 1
-    types = {
-        "x_ptr": f"*{x}",
-        "step_ptr": "*fp32",
-        "words_ptr": f"*{x}",
-        "scale_ptr": "*fp32",
-        "y_ptr": "*fp16",
-        "sums_ptr": "*fp32" if split else None,
-        "count_ptr": "*i32" if split else None,
-        **dict.fromkeys(("M", "N", "K"), "i32"),
-    }
-    blocks = _blocks(config, sm >= 90)
-    return _compile(module.native_matmul, types, blocks | {"STEP": 32 * blocks.pop("UNROLL")}, sm, config)
-
-
-def _blocks(config: Config, overlap: bool) -> dict[str, Any]:
-    return {
-        "EVEN_N": True,
-        "EVEN_K": True,
-        "BLOCK_N": config.block_n,
-        "BLOCK_M": config.block_m,
-        "UNROLL": config.unroll,
-        "SPLIT": config.split,
-        "OVERLAP": overlap,
-    }
+    types: dict[str, str | None] = {"x_ptr": f"*{x}", "words_ptr": f"*{x}", "y_ptr": "*fp16"}
+    types |= {**dict.fromkeys(("step_ptr", "scale_ptr"), "*fp32"), **_SPLIT[config.split > 1]}
+    types |= dict.fromkeys(("M", "N", "K"), "i32")
+    return _compile(module.native_matmul, types, {"STEP": 32 * config.unroll}, sm, config)
 
 
 def _compile(
     kernel: Any, types: Mapping[str, str | None], constants: Mapping[str, Any], sm: int, config: Config
 ) -> CompiledKernel:
+    blocks = {"EVEN_N": True, "EVEN_K": True, "BLOCK_N": config.block_n, "BLOCK_M": config.block_m}
+    blocks |= {"SPLIT": config.split, "OVERLAP": sm >= _OVERLAPS}
+    known = blocks | dict(constants) | {name: None for name, kind in types.items() if kind is None}
+    signature = {name: "constexpr" if name in known else types[name] for name in kernel.arg_names}
+    # what Triton finds at a call: pointers and sizes of real weights are multiples of 16; M is any number
+    even = [name for name, kind in signature.items() if name != "M" and kind != "constexpr"]
+    options = {"num_warps": config.warps, "num_stages": config.stages, "launch_pdl": sm >= _OVERLAPS}
+    return machine_code(kernel, signature, known, even, sm, options)
+
+
+def machine_code(
+    kernel: Any,
+    signature: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    even: Iterable[str],
+    sm: int,
+    options: Mapping[str, Any],
+) -> CompiledKernel:
+    """Compile a kernel for an architecture and read its registers, spills and instructions.
+
+    Args:
+        even: arguments that are multiples of 16.
+        options: of the launch.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = list(kernel.arg_names)
-    known = {**constants, **{name: None for name, kind in types.items() if kind is None}}
-    signature = {name: "constexpr" if name in known else types[name] for name in names}
-    # what Triton finds at a call: pointers and sizes of real weights are multiples of 16; M is any number
-    even = [n for n, kind in signature.items() if n != "M" and kind != "constexpr"]
     source = ASTSource(
         kernel,
         signature=signature,
-        constexprs={(names.index(name),): value for name, value in known.items()},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in even},
     )
-    options = {"num_warps": config.warps, "num_stages": config.stages, "launch_pdl": bool(constants["OVERLAP"])}
     built = triton.compile(source, target=GPUTarget("cuda", sm, _LANES), options=options)
     return _read(built.asm["cubin"], sm, int(built.metadata.shared))
 
@@ -191,8 +183,3 @@ def _tool(name: str, *arguments: str) -> str:
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True).stdout  # noqa: S603
-
-
-def machine_code(built: Any, sm: int) -> CompiledKernel:
-    """Registers, spills and instructions of what `triton.compile` made for an architecture."""
-    return _read(built.asm["cubin"], sm, int(built.metadata.shared))

@@ -62,8 +62,15 @@ class Words:
 
     @property
     def columns(self) -> int:
-        """Of a tile."""
+        """Columns of a tile."""
         return 8 * self.lanes * self.fragments
+
+    def shifts(self, device: torch.device) -> torch.Tensor:
+        """Return the place of each element in its word, [P, H] int32."""
+        import torch
+
+        at = [[self.stride[0] * h + self.stride[1] * i for h in range(self.lanes)] for i in range(self.fragments)]
+        return torch.tensor(at, dtype=torch.int32, device=device)
 
 
 KINDS = {
@@ -107,23 +114,19 @@ class PackedWeight:
 
     @property
     def resident_bytes(self) -> int:
-        """What the weight takes in memory."""
+        """Bytes in memory."""
         parts = [self.words, self.scale, *(() if self.zero is None else (self.zero,)), *(self.nested or ())]
         return sum(part.numel() * part.element_size() for part in parts)
 
     def to(self, device: str | torch.device) -> PackedWeight:
-        """A copy on another device."""
-        return replace(
-            self,
-            words=self.words.to(device),
-            scale=self.scale.to(device),
-            zero=None if self.zero is None else self.zero.to(device),
-            nested=self.nested and (self.nested[0].to(device), self.nested[1].to(device), self.nested[2].to(device)),
-        )
+        """Copy it to another device."""
+        zero = None if self.zero is None else self.zero.to(device)
+        nested = self.nested and (self.nested[0].to(device), self.nested[1].to(device), self.nested[2].to(device))
+        return replace(self, words=self.words.to(device), scale=self.scale.to(device), zero=zero, nested=nested)
 
 
 def pack(tensor: QuantTensor, *, native: bool = False) -> PackedWeight:
-    """A quantized weight in the kernels' layout; nothing is rounded.
+    """Lay a quantized weight out for the kernels; nothing is rounded.
 
     Args:
         tensor: of a format in `KINDS`, without a global scale.
@@ -146,15 +149,8 @@ def pack(tensor: QuantTensor, *, native: bool = False) -> PackedWeight:
         nested = (tensor.nested.absmax, dynamic_values().to(at), tensor.nested.offset.reshape(1))
         scale = tensor.nested.codes.reshape(scale.shape)
     group = scheme.group if scheme.granularity in ("group", "block") and scheme.group else columns
-    return pack_parts(
-        f"{scheme.format}.native" if native else scheme.format,
-        tensor.codes,
-        scale,
-        tensor.zero,
-        group=group,
-        nested=nested,
-        rows_share=share,
-    )
+    kind = f"{scheme.format}.native" if native else scheme.format
+    return pack_parts(kind, tensor.codes, scale, tensor.zero, group=group, nested=nested, rows_share=share)
 
 
 def pack_parts(
@@ -167,16 +163,14 @@ def pack_parts(
     nested: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     rows_share: int = 1,
 ) -> PackedWeight:
-    """`pack` of plain tensors, for where schemes are not at hand.
+    """Lay plain tensors out, as `pack`, for where schemes are not at hand.
 
     Args:
-        kind: one of `KINDS`.
         codes: [N, K] as in `QuantTensor`: int8, uint8 places in a codebook, or float8.
         scale: [N, G]; codes of nested scales are uint8.
         zero: [N, G] int8.
         group: columns that share a scale; None is K / G.
-        nested: absmax, values and offset of nested scales.
-        rows_share: see `PackedWeight`.
+        nested, rows_share: see `PackedWeight`.
 
     Raises:
         InputError: `unknown-kernel`, `group-unsupported`, `kernel-unsupported`.
@@ -189,42 +183,31 @@ def pack_parts(
     group = group or columns // scale.shape[1]
     _check(kind, form, scale, zero, columns, group)
     if not form.lanes:
-        return PackedWeight(
-            kind, codes.contiguous(), scale.T.contiguous(), None, (rows, columns), group, None, rows_share
-        )
+        plain = (codes.contiguous(), scale.T.contiguous(), None)
+        return PackedWeight(kind, *plain, (rows, columns), group, None, rows_share)
     unsigned = codes.view(torch.uint8) if codes.is_floating_point() else (codes.to(torch.int16) + form.offset)
     filled = _padded(unsigned.to(torch.int32) & 255, -rows % ROWS, -columns % form.columns)
     half, parts = form.lanes, form.fragments
     # rows 16 R + 8 rl + g, columns (8 H P) T + 8 H i + 4 H rh + H t + h
     view = filled.view(filled.shape[0] // ROWS, 2, 8, -1, parts, 2, 4, half)
     ordered = view.permute(0, 3, 2, 6, 5, 1, 4, 7)  # R, T, g, t, rh, rl, i, h
-    at = [[form.stride[0] * h + form.stride[1] * i for h in range(half)] for i in range(parts)]
-    shifts = torch.tensor(at, dtype=torch.int32, device=codes.device)
-    words = (ordered << shifts).sum(dim=(-2, -1), dtype=torch.int32)
-    return PackedWeight(
-        kind,
-        words.reshape(words.shape[0], words.shape[1], WORDS).contiguous(),
-        _by_group(scale, filled.shape[0]),
-        None if zero is None else _by_group((zero.to(torch.int16) + form.offset).to(torch.uint8), filled.shape[0]),
-        (rows, columns),
-        group,
-        nested,
-        rows_share,
-    )
+    words = (ordered << form.shifts(codes.device)).sum(dim=(-2, -1), dtype=torch.int32)
+    words = words.reshape(words.shape[0], words.shape[1], WORDS).contiguous()
+    if zero is not None:
+        zero = _by_group((zero.to(torch.int16) + form.offset).to(torch.uint8), filled.shape[0])
+    scales = _by_group(scale, filled.shape[0])
+    return PackedWeight(kind, words, scales, zero, (rows, columns), group, nested, rows_share)
 
 
 def codes_of(packed: PackedWeight) -> torch.Tensor:
-    """The codes [N, K] that were packed, as `QuantTensor` has them; float8 ones as their bytes, uint8."""
+    """Return the codes [N, K] that were packed, as `QuantTensor` has them; float8 ones as their bytes, uint8."""
     import torch
 
     form, (rows, columns) = KINDS[packed.kind], packed.shape
     if not form.lanes:
         return packed.words.view(torch.uint8) if packed.words.is_floating_point() else packed.words
-    half, parts = form.lanes, form.fragments
-    at = [[form.stride[0] * h + form.stride[1] * i for h in range(half)] for i in range(parts)]
-    shifts = torch.tensor(at, dtype=torch.int32, device=packed.words.device)
     tiles = packed.words.view(*packed.words.shape[:2], 8, 4, 2, 2, 1, 1)
-    every = (tiles >> shifts) & (2**form.bits - 1)  # R, T, g, t, rh, rl, i, h
+    every = (tiles >> form.shifts(packed.words.device)) & (2**form.bits - 1)  # R, T, g, t, rh, rl, i, h
     flat = every.permute(0, 5, 2, 1, 6, 4, 3, 7).reshape(packed.words.shape[0] * ROWS, -1)[:rows, :columns]
     unsigned: torch.Tensor = flat.to(torch.uint8)
     if not packed.kind.startswith("int"):
@@ -233,7 +216,7 @@ def codes_of(packed: PackedWeight) -> torch.Tensor:
 
 
 def unpack(packed: PackedWeight, like: QuantTensor) -> QuantTensor:
-    """The inverse of `pack`, bit for bit, for tests and exports.
+    """Invert `pack`, bit for bit, for tests and exports.
 
     Args:
         like: gives what the kernels do not need: scheme, codebook and, of nested scales, their effective values.
@@ -257,7 +240,7 @@ def unpack(packed: PackedWeight, like: QuantTensor) -> QuantTensor:
 
 
 def scales_of(packed: PackedWeight) -> torch.Tensor:
-    """Effective scales [N, G] float32."""
+    """Return the effective scales [N, G] float32."""
     rows = packed.shape[0]
     scale = packed.scale[:, :rows].T
     if packed.nested is None:
@@ -279,13 +262,8 @@ def _check(kind: str, form: Words, scale: torch.Tensor, zero: torch.Tensor | Non
             remedy="granularity: channel, symmetric: true",
         )
     if zero is not None and form.offset == 0:
-        raise InputError(
-            "kernel-unsupported",
-            where=kind,
-            value="zero points",
-            rule="only integers have them",
-            remedy="symmetric: true",
-        )
+        rule, remedy = "only integers have them", "symmetric: true"
+        raise InputError("kernel-unsupported", where=kind, value="zero points", rule=rule, remedy=remedy)
     if scale.shape[1] == 1 and group >= columns:
         return
     fits = group in (32, form.columns) or group % form.columns == 0

@@ -15,17 +15,14 @@ import torch
 from torch.nn.functional import linear
 
 from quantkit.errors import InputError
-from quantkit.kernels import configs, operators
-from quantkit.kernels.configs import Config
-from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table
-from quantkit.kernels.matmul import weight_only
-from quantkit.kernels.native import native
-from quantkit.kernels.quantize import quantize_tokens
+from quantkit.kernels import dispatch
+from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Config, Table
+from quantkit.kernels.matmul import dequantize, weight_only
+from quantkit.kernels.native import multiply, native, quantize_tokens, torch_product
 
 if TYPE_CHECKING:
-    from quantkit.kernels.launch import Workspace
     from quantkit.kernels.layout import PackedWeight
+    from quantkit.kernels.matmul import Workspace
 
 # rows up to which our own kernels are taken where nothing was measured: of codes of 8 bits, of others
 _OURS_TO = {True: (16, 32), False: (16, 32, 64, 128)}
@@ -75,7 +72,7 @@ class QuantLinear(torch.nn.Module):
         if self.packed.kind.endswith(".native"):
             codes, step = quantize_tokens(flat, self.packed.kind.removesuffix(".native"))
             if config is None:
-                y = operators.multiply(codes, step, self.packed, x.dtype)
+                y = multiply(codes, step, self.packed, x.dtype)
             else:
                 y = native(codes, step, self.packed, config, dtype=x.dtype, workspace=self.memory)
         elif config is None:
@@ -89,23 +86,17 @@ class QuantLinear(torch.nn.Module):
 
 def other(packed: PackedWeight) -> str:
     """What a layer can run besides our own kernel; "" where there is nothing."""
-    return operators.of(packed) if packed.kind.endswith(".native") else EXPANDED
+    return torch_product(packed) if packed.kind.endswith(".native") else EXPANDED
 
 
 def unmeasured(packed: PackedWeight) -> Table:
     """Choices where nothing was measured: the likeliest tile sizes of each width, the other way for more rows."""
     size, native_kind, at = packed.resident_bytes, packed.kind.endswith(".native"), packed.words.device
     many = torch.cuda.get_device_properties(at).multi_processor_count if at.type == "cuda" else 1
-    found = [
-        Choice(
-            batch,
-            OURS,
-            configs.unmeasured(packed.shape[0], batch, many, native=native_kind).as_dict(),
-            float("nan"),
-            size,
-        )
-        for batch in _OURS_TO[native_kind]
-    ]
+    choices = []
+    for batch in _OURS_TO[native_kind]:
+        config = dispatch.unmeasured(packed.shape[0], batch, many, native=native_kind)
+        choices.append(Choice(batch, OURS, config.as_dict(), float("nan"), size))
     if name := other(packed):
-        found.append(Choice(2 * found[-1].batch, name, None, float("nan"), size))
-    return Table({packed.shape: tuple(found)})
+        choices.append(Choice(2 * choices[-1].batch, name, None, float("nan"), size))
+    return Table({packed.shape: tuple(choices)})

@@ -16,27 +16,77 @@
   t(twin) - bound is streaming loss, t(kernel) - t(twin) decode proper.
 
 Pipelining of words and x (16-byte asynchronous copies, `stages` deep) is Triton's.
+
+**Programmatic dependent launch** (SM 9.0 and later): a kernel is set up while the one before it still runs. A decode
+step is hundreds of kernels of a few microseconds that need each other's results. One that was launched so may take its
+place on a multiprocessor as soon as all programs of the one before have begun; it reads and writes nothing before
+`begin` has waited for that one to end, memory and all. Whoever comes after it waits for it in turn, or is launched as
+usual, after its end. (PTX ISA, `griddepcontrol`.)
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.driver import driver
 
 from quantkit.errors import InputError
-from quantkit.kernels.configs import Config
-from quantkit.kernels.decoders import fp8_e4m3, int4, int8, nf4
-from quantkit.kernels.decoders.fragment import undecoded
-from quantkit.kernels.launch import Workspace, begin, interpreted, overlap
+from quantkit.kernels.decoders import DECODERS, undecoded
+from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS, PackedWeight
 
 if TYPE_CHECKING:
     import torch
 
-DECODERS = {"int4": int4, "int8": int8, "fp8_e4m3": fp8_e4m3, "nf4": nf4}
+_FROM = 90
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """To be called before anything is read or written."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def overlap() -> dict[str, bool]:
+    """What a kernel whose first line is `begin(OVERLAP)` is launched with, on what Triton compiles for."""
+    able = not interpreted() and driver.active.get_current_target().arch >= _FROM
+    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
+
+
+class Workspace:
+    """Sums and counters, grown to the largest call so far. For one stream at a time: calls in it follow each other.
+
+    What was outgrown is kept: a CUDA graph that was captured before still writes there.
+    """
+
+    def __init__(self) -> None:
+        self._sums: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor] = []
+
+    def of(self, sums: int, counts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """At least `sums` float32 and `counts` int32 zeros."""
+        import torch
+
+        if self._sums is None or self._sums.numel() < sums:
+            self._outgrown += [self._sums] if self._sums is not None else []
+            self._sums = torch.empty(sums, dtype=torch.float32, device=device)
+        if self._counts is None or self._counts.numel() < counts:
+            self._outgrown += [self._counts] if self._counts is not None else []
+            self._counts = torch.zeros(counts, dtype=torch.int32, device=device)
+        return self._sums, self._counts
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels: TRITON_INTERPRET=1, set before Triton is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 @triton.jit
@@ -129,32 +179,21 @@ def weight_only_matmul(
     scale_ptr,  # [GROUPS, Np]
     zero_ptr,  # [GROUPS, Np] uint8, or None
     absmax_ptr,  # of nested scales, or None
-    values_ptr,
-    offset_ptr,
+    values_ptr, offset_ptr,
     y_ptr,  # [M, N]
     sums_ptr,  # [SPLIT, M, N] float32, or None
     count_ptr,  # [tiles of y] int32, zero before and after, or None
-    M,
-    N,
-    K,
-    TILES,
+    M, N, K, TILES,
     STRIDE,  # Np
     GROUPS,
     magic,  # of the decoder
-    decode: tl.constexpr,
-    DECODE: tl.constexpr,
-    GAIN: tl.constexpr,
+    decode: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a tile
     GROUP: tl.constexpr,  # columns that share a scale; 0: a row
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     UNROLL: tl.constexpr,  # tiles a step
-    SPLIT: tl.constexpr,
-    ON_GPU: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    SPLIT: tl.constexpr, ON_GPU: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """See the module."""
     begin(OVERLAP)
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -274,7 +313,7 @@ def weight_only(
 
 def constants(weight: PackedWeight, config: Config, *, decode: bool = True) -> dict[str, Any]:
     """The kernel's compile-time arguments for a weight, but the tile's columns."""
-    form, module = KINDS[weight.kind], DECODERS[weight.kind]
+    form, decoder = KINDS[weight.kind], DECODERS[weight.kind]
     row_tiles = weight.words.shape[0]
     group = 0 if weight.groups == 1 else weight.group
     unroll = config.unroll
@@ -282,9 +321,9 @@ def constants(weight: PackedWeight, config: Config, *, decode: bool = True) -> d
     while unroll > 1 and group and (unroll * form.columns) % group and group % (unroll * form.columns):
         unroll //= 2
     return {
-        "decode": module.decode,
+        "decode": decoder.decode,
         "DECODE": decode,
-        "GAIN": module.GAIN,
+        "GAIN": decoder.GAIN,
         "GROUP": group,
         "EVEN_N": row_tiles % (config.block_n // 16) == 0,
         "EVEN_K": weight.shape[1] % (unroll * form.columns) == 0,
@@ -328,3 +367,66 @@ def prepared(
     memory = workspace or Workspace()
     blocks = triton.cdiv(x.shape[0], config.block_m) * triton.cdiv(rows, config.block_n)
     return y, *memory.of(config.split * x.shape[0] * rows, blocks, x.device)
+
+
+# --- expanded to floats -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dequantize_tile(
+    words_ptr, scale_ptr, zero_ptr, absmax_ptr, values_ptr, offset_ptr, w_ptr, N, K, TILES, STRIDE, GROUPS, magic,
+    decode: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UNROLL: tl.constexpr,
+    SPLIT: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """One tile of 16 BLOCK_N / 16 rows."""
+    pid_n, tile = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, BLOCK_N * 8)
+    row_tile = tl.minimum(pid_n * (BLOCK_N // 16) + lane // 128, STRIDE // 16 - 1)
+    words = tl.load(words_ptr + (row_tile.to(tl.int64) * TILES + tile) * 128 + lane % 128)
+    rows = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    PARTS: tl.constexpr = COLUMNS // GROUP if GROUP > 0 and GROUP < COLUMNS else 1
+    WIDTH: tl.constexpr = COLUMNS // PARTS
+    column = tl.arange(0, WIDTH)
+    for p in tl.static_range(PARTS):
+        k = tile * COLUMNS + p * WIDTH
+        group = 0
+        if GROUP > 0:
+            group = tl.minimum(k // GROUP, GROUPS - 1)
+        zero = None
+        if zero_ptr is not None:
+            zero = tl.load(zero_ptr + group * STRIDE + rows, mask=rows < STRIDE, other=0)
+        w = decode(words, zero, magic, p * (WIDTH // 16), WIDTH // 16, BLOCK_N, tl.float16, ON_GPU).to(tl.float32)
+        stored = of_row(scale_ptr, rows, group, STRIDE)
+        scale = effective(stored, absmax_ptr, values_ptr, offset_ptr, rows, group, N, GROUPS, GAIN)
+        inside = (rows < N)[:, None] & ((k + column) < K)[None, :]
+        at = w_ptr + rows[:, None].to(tl.int64) * K + (k + column)[None, :]
+        tl.store(at, (w * scale[:, None]).to(w_ptr.dtype.element_ty), mask=inside)
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [N, K] in a float dtype, on its device.
+
+    Raises:
+        InputError: `kernel-unsupported`.
+    """
+    import torch
+
+    if weight.kind not in DECODERS:
+        raise InputError(
+            "kernel-unsupported",
+            where=weight.kind,
+            value="packed for 8-bit inputs",
+            rule=f"one of {', '.join(DECODERS)}",
+        )
+    (rows, columns), form = weight.shape, KINDS[weight.kind]
+    w = torch.empty((rows, columns), dtype=dtype, device=weight.words.device)
+    absmax, values, offset = weight.nested or (None, None, None)
+    meta = constants(weight, Config(64, 16, 1, 1, 4, 1))
+    grid = (triton.cdiv(rows, 64), weight.words.shape[1])
+    dequantize_tile[grid](
+        weight.words, weight.scale, weight.zero, absmax, values, offset, w, rows, columns,
+        weight.words.shape[1], weight.words.shape[0] * 16, weight.groups,
+        DECODERS[weight.kind].MAGIC, **meta, COLUMNS=form.columns, num_warps=4,
+    )  # fmt: skip
+    return w

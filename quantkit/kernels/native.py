@@ -2,13 +2,28 @@
 
     y[m, n] = scale[n] * step[m] * sum over k of codes[n, k] * x[m, k]
 
-scale is a weight's row's, step an activation's token's (`quantize`). As in `matmul` the weight is the left operand and
-K is split, but there is nothing to decode: its rows go to shared memory as they are stored, where Hopper's tensor core
-reads them, and the kernel is its own raw twin. Beyond 32 rows of x torch's own products are at hand (`operators`).
+scale is a weight's row's, step an activation's token's (`quantize_tokens`). As in `matmul` the weight is the left
+operand and K is split, but there is nothing to decode: its rows go to shared memory as they are stored, where Hopper's
+tensor core reads them, and the kernel is its own raw twin. Beyond 32 rows of x torch's own products are at hand
+(`multiply`).
 
 int8: exact up to |sum| < 2^31, K < 131072. FP8: Hopper's tensor core keeps about 14 bits of a sum of FP8 products
 (DeepSeek-V3 technical report, 2024, arXiv 2412.19437, section 3.3.2), so a step of 32 `unroll` columns is summed there
 and added to a float32 sum outside. FP8 needs SM 8.9 or later, int8 SM 8.0.
+
+**Tokens to codes**, each with its own step:
+
+    int8       step = max|x| / 127.5     code = round(clip(x / step, -128, 127)), ties to even
+    fp8_e4m3   step = max|x| / 448       code = nearest element to clip(x / step, -448, 448)
+
+computed in the dtype of x, as `formats/base/activation.py` does, bit for bit; a token of zeros takes the dtype's
+epsilon for its step. One program a token; x is read twice, the second time out of the cache.
+
+**torch's own products**, `torch._int_mm` and `torch._scaled_mm`, for batches that arithmetic binds. Both read the
+weight's rows as `layout` stores them, so that nothing is kept besides. On CUDA they ask for operands that lie along K,
+so the right one in columns; for N and K in multiples of 8 or 16; of whole numbers for more than 16 rows of x; and
+scales by row and column give bfloat16 everywhere, other types on some GPUs alone (torch's `Blas.cpp` and
+`ScaledBlas.cpp`). For float16 FP8 sums come out in float32 therefore, and are scaled outside, as int32 ones are.
 """
 
 from __future__ import annotations
@@ -19,10 +34,9 @@ import triton
 import triton.language as tl
 
 from quantkit.errors import InputError
-from quantkit.kernels.configs import Config
-from quantkit.kernels.launch import Workspace, begin, overlap
+from quantkit.kernels.dispatch import INT_MM, SCALED_MM, Config
 from quantkit.kernels.layout import PackedWeight
-from quantkit.kernels.matmul import finish, prepared
+from quantkit.kernels.matmul import Workspace, begin, finish, overlap, prepared
 
 if TYPE_CHECKING:
     import torch
@@ -68,17 +82,11 @@ def native_matmul(
     y_ptr,  # [M, N]
     sums_ptr,  # [SPLIT, M, N] float32, or None
     count_ptr,  # [tiles of y] int32, zero before and after, or None
-    M,
-    N,
-    K,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    M, N, K,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STEP: tl.constexpr,  # columns at a time
-    SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """See the module."""
     begin(OVERLAP)
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -114,14 +122,9 @@ def native_matmul(
 
 
 def native(
-    x: torch.Tensor,
-    step: torch.Tensor,
-    weight: PackedWeight,
-    config: Config,
-    *,
-    dtype: torch.dtype | None = None,
+    x: torch.Tensor, step: torch.Tensor, weight: PackedWeight, config: Config, *, dtype: torch.dtype | None = None,
     workspace: Workspace | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Codes x [M, K] with steps [M] times the weight [N, K] transposed: y [M, N].
 
     Args:
@@ -150,3 +153,121 @@ def native(
         num_warps=config.warps, num_stages=config.stages, **overlap(),
     )  # fmt: skip
     return y
+
+
+# --- tokens to codes --------------------------------------------------------------------------------------------------
+
+# half the distance from the lowest to the highest value
+_REACH = {"int8": 127.5, "fp8_e4m3": 448.0}
+
+
+@triton.jit
+def rounded(values):
+    """Nearest whole numbers below 2^21 in size, ties to even, in the low bits: 1.5 * 2^23 leaves none for fractions."""
+    return (values + 12582912.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def nearest_e4m3(values):
+    """float32 within +-448 -> the bits of the nearest E4M3, ties to even, int8.
+
+    Of a normal number the upper bits, rounded, with the exponent's bias changed from 127 to 7; below 2^-6 whole
+    multiples of 2^-9, whose codes go on where the normal ones begin. By integers, so that it runs where there is no
+    such conversion.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    small = rounded(tl.abs(values) * 512.0) & 255
+    code = tl.where(size < 0x3C800000, small, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def quantize_token(
+    x_ptr, code_ptr, step_ptr, K,
+    REACH: tl.constexpr, EPSILON: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """See the module; one row of x [M, K]."""
+    begin(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    most = tl.zeros((BLOCK,), tl.float32)
+    for k in range(0, K, BLOCK):
+        x = tl.load(x_ptr + row * K + k + column, mask=k + column < K, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(x))
+    # rounded to the dtype of x, as if divided in it: float32 has more than twice its bits
+    step = (tl.max(most, axis=0) / REACH).to(DTYPE).to(tl.float32)
+    step = tl.where(step == 0.0, EPSILON, step)
+    for k in range(0, K, BLOCK):
+        x = tl.load(x_ptr + row * K + k + column, mask=k + column < K, other=0.0).to(tl.float32)
+        units = (x / step).to(DTYPE).to(tl.float32)
+        if WHOLE:
+            code = (rounded(tl.minimum(tl.maximum(units, -128.0), 127.0)) & 255).to(tl.int8)
+        else:
+            code = nearest_e4m3(tl.minimum(tl.maximum(units, -448.0), 448.0))
+        tl.store(code_ptr + row * K + k + column, code, mask=k + column < K)
+    tl.store(step_ptr + tl.program_id(0), step)
+
+
+def quantize_tokens(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> codes [M, K] (int8 or float8_e4m3fn) and steps [M] float32.
+
+    Args:
+        x: float16 or bfloat16, rows contiguous.
+        fmt: `int8` or `fp8_e4m3`.
+    """
+    import torch
+
+    codes = torch.empty(x.shape, dtype=torch.int8 if fmt == "int8" else torch.float8_e4m3fn, device=x.device)
+    step = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    block = min(triton.next_power_of_2(x.shape[1]), 4096)
+    quantize_token[(x.shape[0],)](
+        x, codes.view(torch.int8), step, x.shape[1],
+        REACH=_REACH[fmt], EPSILON=torch.finfo(x.dtype).eps, WHOLE=fmt == "int8", BLOCK=block, num_warps=8,
+        **overlap(),
+    )  # fmt: skip
+    return codes, step
+
+
+# --- torch's own products ---------------------------------------------------------------------------------------------
+
+# kind of the weight -> the operator, and what its sizes have to be multiples of
+_ASKED = {"int8.native": (INT_MM, 8), "fp8_e4m3.native": (SCALED_MM, 16)}
+# rows of x that `_int_mm` is not content with
+_FEW = 16
+
+
+def torch_product(weight: PackedWeight) -> str:
+    """The operator that multiplies by this weight; "" where none does."""
+    name, multiple = _ASKED.get(weight.kind, ("", 1))
+    return "" if any(size % multiple for size in weight.shape) else name
+
+
+def multiply(codes: torch.Tensor, step: torch.Tensor, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Codes x [M, K] with steps [M] times the weight [N, K] transposed, by `torch_product(weight)`: y [M, N].
+
+    Args:
+        codes: int8 or float8_e4m3fn, rows contiguous.
+        step: float32, what a code of each token stands for.
+        weight: of a `.native` kind.
+        dtype: of y: float16 or bfloat16.
+
+    Raises:
+        RuntimeError: torch cannot, with its reason.
+    """
+    import torch
+
+    rows, columns, scale = len(codes), weight.words.T, weight.scale.float()
+    if torch_product(weight) == SCALED_MM:
+        if dtype == torch.bfloat16:
+            return torch._scaled_mm(codes, columns, step.unsqueeze(1), scale, out_dtype=dtype)
+        one = torch.ones((), device=codes.device)
+        sums = torch._scaled_mm(codes, columns, one, one, out_dtype=torch.float32)
+    else:
+        if rows <= _FEW:
+            codes = torch.nn.functional.pad(codes, (0, 0, 0, 2 * _FEW - rows))
+        sums = torch._int_mm(codes, columns).narrow(0, 0, rows)
+    # rounded as it is written: an output of M x N is passed over twice, not three times
+    return torch.mul(sums * step.unsqueeze(1), scale, out=torch.empty(sums.shape, dtype=dtype, device=sums.device))

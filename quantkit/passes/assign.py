@@ -39,7 +39,7 @@ def assign(block: Block, linear: str, tensor: QuantTensor) -> Tensor:
     known = known and tensor.offset is None
     if not (known and device.launched(codes)):
         return block.assign(linear, tensor)
-    from quantkit.kernels.solving.quotient import quotient
+    from quantkit.kernels.solving.statistics import quotient
     from quantkit.kernels.solving.stored import loss
     from quantkit.model.structure.traced import weight_of
 

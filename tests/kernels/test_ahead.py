@@ -40,7 +40,7 @@ SOLVERS = [
 PROGRAM = """
 import json, sys
 from quantkit.kernels import ahead
-from quantkit.kernels.configs import Config
+from quantkit.kernels.dispatch import Config
 from quantkit.kernels.solving.ahead import BLOCK, compiled, compiled_of_block, variants
 products, solvers = json.load(sys.stdin)
 found = []

@@ -15,9 +15,9 @@ pytest.importorskip("triton")  # Linux alone has it
 from quantkit.calibrate.statistics import sums
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.formats import load_format
-from quantkit.kernels.solving.factored import damped, unit_of
+from quantkit.kernels.solving.gptq import damped, unit_of
 from quantkit.kernels.solving.losses import absorbed_at_once, cheapest, powers, sizes, spread_at_once
-from quantkit.kernels.solving.quotient import quotient
+from quantkit.kernels.solving.statistics import quotient
 from quantkit.kernels.solving.stored import integers
 from quantkit.model.structure.block import Block
 from quantkit.model.structure.fold import absorbed, spread

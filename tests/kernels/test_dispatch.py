@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.kernels import configs
-from quantkit.kernels.configs import Config, candidates
-from quantkit.kernels.dispatch import KernelTiming, Table, fastest
+from quantkit.kernels.dispatch import Config, KernelTiming, Table, candidates, fastest, unmeasured
 
 SHAPE = (14336, 4096)
 OURS = Config(64, 16, 2, 4, 4, 3).as_dict()
@@ -101,7 +99,7 @@ def test_where_nothing_was_measured_the_tile_sizes_are_those_that_an_h200_was_fa
     assert len(seconds) == 2 * 4 * 5
     off = []
     for (_, shape, batch), tried in seconds.items():
-        chosen = configs.unmeasured(rows[shape], batch, record["device"]["multiprocessors"])
+        chosen = unmeasured(rows[shape], batch, record["device"]["multiprocessors"])
         off.append(tried[chosen] / min(tried.values()))
     assert max(off) < 1.25
     assert sorted(off)[len(off) // 2] < 1.01

@@ -61,16 +61,16 @@ wanted = [one for one in solving if (one.variant, one.solver) == ("nf4 g64", "gp
 found, hits = hits, []
 solved = precompile.compiled(wanted, 90, time.monotonic() + 600)
 hits.clear()
-from quantkit.kernels.solving import choose
+from quantkit.kernels.solving import gptq
 
 for rows, columns in WHOLE_MODEL[:2]:
     target, row = torch.empty(columns, rows), torch.empty(columns)
     order = torch.empty(columns, dtype=torch.int64)
     for group in (64, columns):
-        choose.choose_rows.device_caches.clear()
+        gptq.choose_rows.device_caches.clear()
         scale = torch.empty(columns // group, rows)
-        choose.choose(target, torch.empty(columns, columns), row, order, scale, None, row[:16], row[:16],
-                      -1.0, 1.0, group, "ieee")
+        gptq.choose(target, torch.empty(columns, columns), row, order, scale, None, row[:16], row[:16],
+                    -1.0, 1.0, group, "ieee")
 print(json.dumps([done, found, solved, hits, len(solving)]))
 """
 

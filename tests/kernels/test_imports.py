@@ -41,18 +41,18 @@ def ran(program: str, *absent: str) -> None:
 
 
 def test_the_package_needs_nothing() -> None:
-    ran("import quantkit.kernels.layout, quantkit.kernels.configs", *OTHERS, "torch", "triton", "numpy")
+    ran("import quantkit.kernels.layout, quantkit.kernels.dispatch", *OTHERS, "torch", "triton", "numpy")
 
 
 def test_packing_needs_torch_alone_and_kernels_triton_and_numpy_too() -> None:
     """In one process: what kernels need besides is let in when all has been packed without it."""
     pytest.importorskip("triton")
-    names = ("matmul", "native", "dequantize", "quantize", "ahead", "solving.choose", "solving.ahead")
+    names = ("matmul", "native", "ahead", "solving.gptq", "solving.ahead")
     program = f"""
 import torch
-from quantkit.kernels import configs, layout
+from quantkit.kernels import dispatch, layout
 packed = layout.pack_parts("int4", torch.zeros(16, 64, dtype=torch.int8), torch.ones(16, 1))
-assert configs.candidates(1) and packed.words.shape == (1, 1, 128)
+assert dispatch.candidates(1) and packed.words.shape == (1, 1, 128)
 missing.names = set({OTHERS})
 import {", ".join(f"quantkit.kernels.{name}" for name in names)}
 """

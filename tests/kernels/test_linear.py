@@ -13,12 +13,10 @@ from kernel_tools import bound, quantized
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.kernels import linear as layers
-from quantkit.kernels.configs import Config
-from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.dispatch import EXPANDED, INT_MM, OURS, Choice, Table
-from quantkit.kernels.launch import Workspace
+from quantkit.kernels.dispatch import EXPANDED, INT_MM, OURS, Choice, Config, Table
 from quantkit.kernels.layout import pack
 from quantkit.kernels.linear import QuantLinear, unmeasured
+from quantkit.kernels.matmul import Workspace, dequantize
 
 N, K = 40, 128
 TILES = Config(block_n=64, block_m=16, unroll=1, split=2, warps=4, stages=2)

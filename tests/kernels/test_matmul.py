@@ -13,11 +13,10 @@ from kernel_tools import bound, quantized
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.nf4 import VALUES
-from quantkit.kernels.configs import Config
-from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.launch import Workspace
+from quantkit.kernels.decoders import DECODERS
+from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS, pack, pack_parts, scales_of
-from quantkit.kernels.matmul import DECODERS, weight_only
+from quantkit.kernels.matmul import Workspace, dequantize, weight_only
 
 WHOLE = Config(block_n=32, block_m=16, unroll=1, split=1, warps=2, stages=2)
 SPLIT = Config(block_n=64, block_m=16, unroll=2, split=3, warps=4, stages=3)

@@ -17,11 +17,10 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base import activation
-from quantkit.kernels import launch, operators
-from quantkit.kernels.configs import Config
+from quantkit.kernels import matmul
+from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import PackedWeight, pack
-from quantkit.kernels.native import native, require
-from quantkit.kernels.quantize import quantize_tokens
+from quantkit.kernels.native import multiply, native, quantize_tokens, require, torch_product
 from quantkit.scheme import ActivationScheme
 
 WHOLE = Config(block_n=32, block_m=16, unroll=2, split=1, warps=2, stages=2)
@@ -57,7 +56,7 @@ def test_products_of_torch_read_the_same_rows(fmt: str, M: int, dtype: torch.dty
     packed, weight = pack(tensor, native=True), load_format(fmt).dequantize(tensor).double()
     x = torch.randn(M, 96, generator=torch.Generator().manual_seed(5)).to(dtype)
     codes, step = quantize_tokens(x, fmt)
-    y = operators.multiply(codes, step, packed, dtype)
+    y = multiply(codes, step, packed, dtype)
     exact = codes.double() * step.double()[:, None]
     assert y.dtype == dtype and y.shape == (M, 48)
     bits = 11 if dtype == torch.float16 else 8
@@ -76,13 +75,13 @@ def test_shapes_that_torch_takes_on_cuda_are_taken_and_no_others(fmt: str) -> No
         for N, K in ((64, 96), (64, 72), (40, 96), (60, 96)):
             scale, words = torch.empty(1, N, device="cuda").half(), torch.empty(N, K, dtype=kind, device="cuda")
             weight = PackedWeight(f"{fmt}.native", words, scale, None, (N, K), K)
-            name = operators.of(weight)
+            name = torch_product(weight)
             taken.append(name)
             for M in (1, 16, 17, 33):
                 codes, step = torch.empty(M, K, dtype=kind, device="cuda"), torch.empty(M, device="cuda")
                 for dtype in (torch.bfloat16, torch.float16):
                     if name:
-                        y = operators.multiply(codes, step, weight, dtype)
+                        y = multiply(codes, step, weight, dtype)
                         assert (y.shape, y.dtype, y.device.type) == ((M, N), dtype, "cuda")
             if fmt == "fp8_e4m3" and not name:
                 with pytest.raises(RuntimeError, match="divisible by 16"):
@@ -116,12 +115,12 @@ def test_a_device_without_the_type_is_named_with_those_that_have_it() -> None:
 
 
 def test_kernels_overlap_where_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch.overlap() == {"OVERLAP": False}
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    assert matmul.overlap() == {"OVERLAP": False}
+    monkeypatch.setattr(matmul, "interpreted", lambda: False)
     for arch, able in ((80, False), (89, False), (90, True), (100, True)):
         active = SimpleNamespace(get_current_target=lambda arch=arch: GPUTarget("cuda", arch, 32))
-        monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-        asked = launch.overlap()
+        monkeypatch.setattr(matmul, "driver", SimpleNamespace(active=active))
+        asked = matmul.overlap()
         assert asked.pop("OVERLAP") is able
         assert set(asked) == ({"launch_pdl"} if able else set()) <= {field.name for field in fields(CUDAOptions)}
 

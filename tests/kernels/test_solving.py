@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.formats import load_format
-from quantkit.kernels.solving.choose import choose
+from quantkit.kernels.solving.gptq import choose
 from quantkit.kernels.solving.search import search_steps
 from quantkit.passes.solvers.device import table
 

@@ -128,7 +128,7 @@ def test_what_no_kernel_takes_is_expanded_and_said(
 def test_what_none_of_our_kernels_takes_goes_to_another_library_if_it_is_there(
     compiled: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    from quantkit.kernels.backends.humming import NAME, HummingLinear
+    from quantkit.kernels.humming import NAME, HummingLinear
 
     bundle = compiled({"format": "nvfp4"}, "nvfp4-pack-quantized")
     humming_library.install(monkeypatch)

@@ -11,13 +11,10 @@ import torch
 from parts.race import LAUNCHES, Product, raced
 from parts.shapes import DTYPES, VARIANTS, settings
 from quantkit.formats.nf4 import VALUES
-from quantkit.kernels.configs import Config
-from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.launch import Workspace
+from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import PackedWeight
-from quantkit.kernels.matmul import weight_only
-from quantkit.kernels.native import native
-from quantkit.kernels.quantize import quantize_tokens
+from quantkit.kernels.matmul import Workspace, dequantize, weight_only
+from quantkit.kernels.native import native, quantize_tokens
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.sides import FormatVariant, error, inputs, known, values, weight
 

@@ -73,8 +73,7 @@ def main() -> None:
     sys.path[:0] = [str(here.parents[1]), str(here.parents[3])]
     import torch
 
-    from quantkit.kernels.launch import Workspace
-    from quantkit.kernels.matmul import weight_only
+    from quantkit.kernels.matmul import Workspace, weight_only
     from quantkit.measurement.cuda.sides import inputs, known, weight
 
     variant, batch, dtype = known()[sys.argv[1]], int(sys.argv[2]), DTYPES[sys.argv[3]]

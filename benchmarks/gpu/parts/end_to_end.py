@@ -17,8 +17,8 @@ import torch
 from parts.decoder import Decoder, MakeLinear, Sizes
 from parts.sections import RUN
 from quantkit.kernels.dispatch import Choice, KernelTiming, Table, fastest
-from quantkit.kernels.launch import Workspace
 from quantkit.kernels.linear import QuantLinear
+from quantkit.kernels.matmul import Workspace
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, allocated, interleaved, ratio, summary
 from quantkit.measurement.cuda.sides import FormatVariant, weight
 

@@ -23,13 +23,10 @@ from triton.runtime.driver import driver
 
 from parts import solvers
 from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, INT4, PROFILED, SWEPT, VARIANTS, settings
-from quantkit.kernels.configs import Config
-from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.launch import Workspace
+from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import PackedWeight
-from quantkit.kernels.matmul import weight_only
-from quantkit.kernels.native import native
-from quantkit.kernels.quantize import quantize_tokens
+from quantkit.kernels.matmul import Workspace, dequantize, weight_only
+from quantkit.kernels.native import native, quantize_tokens
 from quantkit.measurement.cuda.sides import FormatVariant, known, weight
 
 # bytes of shared memory that a program may have
@@ -238,10 +235,8 @@ def made(launch: Launch) -> None:
 
 def _solved(launch: Launch) -> None:
     """Kernels of the solvers, by their callers: nothing is computed, so that what they find means nothing."""
-    from quantkit.kernels.solving.chance import chance
-    from quantkit.kernels.solving.factored import damped, unit_of
-    from quantkit.kernels.solving.moments import moments_joined, moments_of_parts
-    from quantkit.kernels.solving.quotient import quotient
+    from quantkit.kernels.solving.gptq import damped, unit_of
+    from quantkit.kernels.solving.statistics import chance, moments_joined, moments_of_parts, quotient
     from quantkit.kernels.solving.stored import loss
     from quantkit.passes.solvers import device
     from quantkit.passes.solvers.factor import Factor

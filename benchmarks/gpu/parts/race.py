@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.launch import Workspace
+from quantkit.kernels.matmul import Workspace
 
 # x, the workspace -> y
 Product = Callable[[torch.Tensor, Workspace], torch.Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.kernels.configs import Config, candidates
+from quantkit.kernels.dispatch import Config, candidates
 from quantkit.measurement.cuda.sides import FormatVariant, known
 
 # out x in of the linears of Llama-3-8B. A block has four, as runtimes run it: gate and up as one; down; q, k and v as
@@ -28,7 +28,7 @@ INT4 = ("int4.g128", "int4.g128.zeros")
 # those that a whole model is built of, and those whose counters are read
 IN_WHOLE = ("int4.g128", "fp8_e4m3", "fp8_e4m3.dynamic")
 PROFILED = ("int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")
-# of `configs.candidates`, which has the best by the machine code first: what is timed before anything else is
+# of `candidates`, which has the best by the machine code first: what is timed before anything else is
 FIRST_SETTINGS = 2
 _SMALLEST = Config(block_n=64, block_m=16, unroll=1, split=2, warps=4, stages=2)
 

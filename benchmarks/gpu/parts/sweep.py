@@ -29,9 +29,8 @@ from parts.shapes import (
     settings,
 )
 from quantkit.errors import InputError
-from quantkit.kernels.configs import Config, width
-from quantkit.kernels.dispatch import KernelTiming
-from quantkit.kernels.launch import Workspace
+from quantkit.kernels.dispatch import Config, KernelTiming, width
+from quantkit.kernels.matmul import Workspace
 from quantkit.measurement.cuda import sides
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, interleaved, of, ratio, summary
 from quantkit.measurement.cuda.sides import FormatVariant, known

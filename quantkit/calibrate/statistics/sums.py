@@ -142,7 +142,7 @@ class InputStats:
     def _add_moments(self, flat: Tensor, weighed: Tensor, share: Tensor | None) -> None:
         """Sums, sums of squares and ranges of inputs [T, K]. Raises InputError (`activations-nonfinite`)."""
         if on_device(flat):
-            from quantkit.kernels.solving.moments import moments_joined, moments_of_parts
+            from quantkit.kernels.solving.statistics import moments_joined, moments_of_parts
 
             before = (self._sums, self._ends) if self._sums.shape[1] else (None, None)
             parts = moments_of_parts(flat.contiguous(), None if share is None else share.reshape(-1))
@@ -267,8 +267,7 @@ class InputStats:
             return self.squares.new_ones(())
         assert self._in_halves
         if isinstance(self._halves, Tensor):
-            from quantkit.kernels.solving.chance import chance
-            from quantkit.kernels.solving.quotient import quotient
+            from quantkit.kernels.solving.statistics import chance, quotient
 
             found: Tensor = quotient(chance(self._halves, self._counts, self.tokens), True)
             return found
@@ -314,7 +313,7 @@ def nonfinite(name: str, value: str) -> InputError:
 def _inverse_size(stream: Tensor) -> Tensor:
     """One over the root mean square of each token, [..., 1]; 0 where it is 0, since nothing is relative to that."""
     if on_device(stream):
-        from quantkit.kernels.solving.moments import inverse_sizes
+        from quantkit.kernels.solving.statistics import inverse_sizes
 
         found: Tensor = inverse_sizes(stream.reshape(-1, stream.shape[-1]))
         return found.reshape(*stream.shape[:-1], 1)

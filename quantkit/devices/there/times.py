@@ -196,7 +196,7 @@ class _KernelTimes(_GpuTimes):
     def __init__(self, job: Mapping[str, Any]) -> None:
         import torch
 
-        from quantkit.kernels.launch import interpreted
+        from quantkit.kernels.matmul import interpreted
 
         seen = torch.cuda.is_available()
         if not seen and not interpreted():

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from quantkit.kernels.ahead import CompiledKernel, machine_code
-from quantkit.kernels.solving import chance, choose, descend, factored, losses, moments, quotient, search, stored
+from quantkit.kernels.solving import gptq, losses, search, statistics, stored
 
 # of whole numbers: their zero points, float16 scales that are exact in products with codes
 _WHOLE = {"EVEN": 13, "HALF": 17}
@@ -48,14 +44,13 @@ def compiled(
         precision: of products.
     """
     absent = {*(() if steps else _NO_TABLE), *(("zero_ptr",) if steps else ())}
-    types, options, warps, stages = {"order_ptr": "*i64"}, {}, choose.WARPS, 3
+    types, options, warps, stages = {"order_ptr": "*i64"}, {}, gptq.WARPS, 3
     if name in ("choose", "descend"):
-        module = choose if name == "choose" else descend
-        kernel = choose.choose_rows if name == "choose" else descend.descend_rows
-        options = {"STEPS": steps, "PRECISION": precision, "ROWS": module.ROWS, "CHUNK": module.CHUNK}
-        options |= {"PANEL": choose.PANEL} if name == "choose" else {"BLOCK": descend.block_of(length)}
+        kernel = gptq.choose_rows if name == "choose" else gptq.descend_rows
+        options = {"STEPS": steps, "PRECISION": precision, "ROWS": gptq.ROWS, "CHUNK": gptq.CHUNK}
+        options |= {"PANEL": gptq.PANEL} if name == "choose" else {"BLOCK": gptq.block_of(length)}
         options |= {} if name == "choose" else {**_WHOLE, "REFIT": not steps}
-        stages = module.STAGES
+        stages = gptq.STAGES
     elif name == "search":
         kernel, types = search.search_ranges, {} if steps or not blocks else {"scale_ptr": "*fp16", "zero_ptr": "*i8"}
         absent |= set() if steps else {"given_ptr", "fitted_ptr"}
@@ -77,16 +72,16 @@ _STORED = {"codes_ptr": "*i8", "scales_ptr": "*fp16", "scale_ptr": "*fp16", "zer
 _FEW = {"TILE": losses.TILE, "AT_ONCE": losses.AT_ONCE}
 BLOCK: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "moments": (
-        moments.column_moments,
+        statistics.column_moments,
         {"parts_ptr": "*fp32"},
-        {"ROWS": moments.ROWS, "COLUMNS": moments.COLUMNS},
-        moments.WARPS,
+        {"ROWS": statistics.ROWS, "COLUMNS": statistics.COLUMNS},
+        statistics.WARPS,
     ),
     "moments joined": (
-        moments.joined_moments,
+        statistics.joined_moments,
         {"parts_ptr": "*fp32", "before_sums_ptr": "*fp64", "sums_ptr": "*fp64"},
-        {"PARTS": moments.PARTS, "COLUMNS": moments.COLUMNS},
-        moments.WARPS,
+        {"PARTS": statistics.PARTS, "COLUMNS": statistics.COLUMNS},
+        statistics.WARPS,
     ),
     "fit by turns": (
         search.fit_by_turns,
@@ -95,19 +90,24 @@ BLOCK: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         search.FIT_WARPS,
     ),
     "sizes of tokens": (
-        moments.inverse_sizes_of_tokens,
+        statistics.inverse_sizes_of_tokens,
         {},
-        {"ROWS": moments.ROWS, "COLUMNS": moments.COLUMNS},
-        moments.WARPS,
+        {"ROWS": statistics.ROWS, "COLUMNS": statistics.COLUMNS},
+        statistics.WARPS,
     ),
     "sizes of inputs": (losses.shared_sizes, {"producers_ptr": "*i64"}, _FEW, losses.FEW),
     "powers of sizes": (losses.powers_of_sizes, {}, _FEW, losses.FEW),
     "least of costs": (losses.least_of, {"parts_ptr": "*fp32"}, {"PARTS": losses.PARTS}, losses.MANY),
     "norm absorbs": (losses.absorb_scales, {"index_ptr": "*i64"}, {**_FEW, "STORED": "bfloat16"}, losses.FEW),
-    "chance": (chance.apart_and_both, {}, {"SQUARE": chance.SQUARE}, chance.WARPS),
-    "quotient": (quotient.quotient_of_sums, {}, {"CAPPED": True, "PARTS": quotient.PARTS}, quotient.WARPS),
-    "damped": (factored.damp_and_turn, {}, {"SQUARE": factored.SQUARE, "AT_ONCE": factored.AT_ONCE}, factored.WARPS),
-    "unit": (factored.unit_and_pivots, {}, {"SQUARE": factored.SQUARE}, factored.WARPS),
+    "chance": (statistics.apart_and_both, {}, {"SQUARE": statistics.SQUARE}, statistics.CHANCE_WARPS),
+    "quotient": (
+        statistics.quotient_of_sums,
+        {},
+        {"CAPPED": True, "PARTS": statistics.QUOTIENT_PARTS},
+        statistics.WARPS,
+    ),
+    "damped": (gptq.damp_and_turn, {}, {"SQUARE": gptq.SQUARE, "AT_ONCE": gptq.AT_ONCE}, gptq.FACTOR_WARPS),
+    "unit": (gptq.unit_and_pivots, {}, {"SQUARE": gptq.SQUARE}, gptq.FACTOR_WARPS),
     "stored codes": (
         stored.turn_codes,
         _STORED | {"scale_ptr": "*fp32", "zero_ptr": "*fp32"},
@@ -136,18 +136,10 @@ def _built(
     floats = {"low", "high", "least", "most", "shrink", "share", "offset", "tokens", "first_count", "second_count"}
     floats |= {"norm", "beta", "growth"}
     signature = {
-        each: "constexpr"
-        if each in constants
-        else types.get(each, "*fp32" if each.endswith("_ptr") else "fp32" if each in floats else "i32")
-        for each in kernel.arg_names
+        name: "constexpr"
+        if name in constants
+        else types.get(name, "*fp32" if name.endswith("_ptr") else "fp32" if name in floats else "i32")
+        for name in kernel.arg_names
     }
-    names = list(kernel.arg_names)
-    even = [each for each, kind in signature.items() if kind[0] == "*" or each in ("N", "K", "GROUP", "length")]
-    source = ASTSource(
-        kernel,
-        signature=signature,
-        constexprs={(names.index(each),): value for each, value in constants.items()},
-        attrs={(names.index(each),): [["tt.divisibility", 16]] for each in even},
-    )
-    built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "num_stages": stages})
-    return machine_code(built, sm)
+    even = [name for name, kind in signature.items() if kind[0] == "*" or name in ("N", "K", "GROUP", "length")]
+    return machine_code(kernel, signature, constants, even, sm, {"num_warps": warps, "num_stages": stages})

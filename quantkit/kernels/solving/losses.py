@@ -33,19 +33,11 @@ def rounding_losses(
     given_ptr,  # [A, 2] float32: scale and zero point of all rows, or None
     cost_ptr,  # [A, K / length, tiles of rows] float32, or None
     error_ptr,  # [K, A, N] float32, or None
-    low,
-    high,
+    low, high,
     least,  # bounds of a scale
-    most,
-    N,
-    K,
-    length,
-    SYMMETRIC: tl.constexpr,
-    EVEN: tl.constexpr,
-    HALF: tl.constexpr,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    most, N, K, length,
+    SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, HALF: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """See the module."""
     tile, g, a = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tile * ROWS + tl.arange(0, ROWS)
@@ -86,17 +78,9 @@ def rounding_losses(
 
 @torch.library.custom_op("quantkit::losses", mutates_args=())
 def losses(
-    target: Tensor,
-    powers: Tensor,
-    importance: Tensor | None,
-    given: Tensor | None,
-    length: int,
-    low: float,
-    high: float,
-    symmetric: bool,
-    bounds: list[float],
-    dropped: list[int],
-) -> Tensor:
+    target: Tensor, powers: Tensor, importance: Tensor | None, given: Tensor | None, length: int, low: float,
+    high: float, symmetric: bool, bounds: list[float], dropped: list[int],
+) -> Tensor:  # fmt: skip
     """Under each scaling: costs [A, parts], to be added up, or with no importance errors [K, A, N]; float32.
 
     Args:
@@ -119,7 +103,7 @@ def losses(
 
 
 @losses.register_fake
-def _(target, powers, importance, given, length, low, high, symmetric, bounds, dropped):
+def _(target, powers, importance, given, length, *_):
     return _made(target, powers, importance, length)
 
 
@@ -135,11 +119,9 @@ def shared_sizes(
     squares_ptr,  # [K] float32, of any stride
     producers_ptr,  # [K] int64
     sizes_ptr,  # [K] float32
-    stride,
-    K,
-    TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    stride, K,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """Of each input, the mean square over all inputs that come from the same channel."""
     mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
     channel = tl.load(producers_ptr + mine, mask=mine < K, other=-1)
@@ -193,11 +175,9 @@ def least_of(
     powers_ptr,  # [A, K] float32
     scales_ptr,  # [K] float32
     found_ptr,  # [3] float64: exponent, its cost, the first cost
-    tried,
-    number,
-    K,
+    tried, number, K,
     PARTS: tl.constexpr,
-):
+):  # fmt: skip
     """Costs added up in a fixed order, the first of the least, and its scaling."""
     at, plain = tl.zeros((), tl.int32), tl.zeros((), tl.float64)
     least = tl.full((), float("inf"), tl.float64)
@@ -225,13 +205,10 @@ def absorb_scales(
     index_ptr,  # [K] int64
     new_ptr,  # [C] float32; without a weight, the scale of each channel
     applied_ptr,  # [K] float32, or None
-    offset,
-    C,
-    K,
+    offset, C, K,
     STORED: tl.constexpr,  # what the weight is rounded to: "bfloat16", "float16", "float32", or "" for nothing
-    TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """A program owns some channels, and the inputs that come from them."""
     mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
     scale = tl.full((TILE,), float("-inf"), tl.float32)

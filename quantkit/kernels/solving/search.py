@@ -107,27 +107,14 @@ def search_ranges(
     scale_ptr,  # [K / length, N]: the best
     zero_ptr,  # the same, or None
     fitted_ptr,  # the same, float32: what would fit the codes of the best; None of whole numbers
-    values_ptr,
-    edges_ptr,
-    low,
-    high,
+    values_ptr, edges_ptr, low, high,
     least,  # bounds of a scale
-    most,
-    N,
-    length,
+    most, N, length,
     GIVEN: tl.constexpr,
     TRIES: tl.constexpr,  # shares of the whole range from SMALLEST up to, but without, 1
-    SMALLEST: tl.constexpr,
-    REST: tl.constexpr,
-    REFINEMENTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STEPS: tl.constexpr,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    SMALLEST: tl.constexpr, REST: tl.constexpr, REFINEMENTS: tl.constexpr, EVEN: tl.constexpr, HALF: tl.constexpr,
+    BLOCKS: tl.constexpr, STEPS: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """See the module."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     g = tl.program_id(1)
@@ -194,21 +181,10 @@ def search_ranges(
 
 @torch.library.custom_op("quantkit::search_integers", mutates_args=())
 def search_integers(
-    target: Tensor,
-    importance: Tensor | None,
-    length: int,
-    low: float,
-    high: float,
-    symmetric: bool,
-    scale: torch.dtype,
-    zero: torch.dtype,
-    bounds: list[float],
-    dropped: list[int],
-    smallest: float,
-    tries: int,
-    refinements: int,
-    precision: str,
-) -> tuple[Tensor, Tensor]:
+    target: Tensor, importance: Tensor | None, length: int, low: float, high: float, symmetric: bool,
+    scale: torch.dtype, zero: torch.dtype, bounds: list[float], dropped: list[int], smallest: float, tries: int,
+    refinements: int, precision: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scale and zero point [K / length, N] (of symmetric grids [0]), of whole numbers from `low` to `high`.
 
     Args:
@@ -231,35 +207,15 @@ def search_integers(
 
 
 @search_integers.register_fake
-def _(
-    target,
-    importance,
-    length,
-    low,
-    high,
-    symmetric,
-    scale,
-    zero,
-    bounds,
-    dropped,
-    smallest,
-    tries,
-    refinements,
-    precision,
-):
+def _(target, importance, length, low, high, symmetric, scale, zero, *_):
     return _integers(target, length, symmetric, scale, zero)
 
 
 @torch.library.custom_op("quantkit::best_grids", mutates_args=())
 def best_grids(
-    target: Tensor,
-    importance: Tensor | None,
-    length: int,
-    given: Tensor,
-    values: Tensor,
-    edges: Tensor,
+    target: Tensor, importance: Tensor | None, length: int, given: Tensor, values: Tensor, edges: Tensor,
     precision: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Of some scales the best, the first of equals, and the one that would fit its codes, [K / length, N] float32.
 
     Args:
@@ -274,7 +230,7 @@ def best_grids(
 
 
 @best_grids.register_fake
-def _(target, importance, length, given, values, edges, precision):
+def _(target, importance, length, given, *_):
     return given.new_empty(given.shape[1:]), given.new_empty(given.shape[1:])
 
 
@@ -313,21 +269,9 @@ def fit_by_turns(
     zero_ptr,  # [n] int8, or None
     best_ptr,  # [n], as `scale_ptr`
     shift_ptr,  # [n] int8, or None
-    low,
-    high,
-    least,
-    most,
-    norm,
-    beta,
-    growth,
-    turns,
-    n,
-    L,
-    EVEN: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+    low, high, least, most, norm, beta, growth, turns, n, L,
+    EVEN: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     """The twin of `_fit` in `passes/solvers/hqq.py`: a pass over the weights of some groups each turn."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     now = tl.load(scale_ptr + rows, mask=rows < n, other=1.0).to(tl.float32)
@@ -378,17 +322,9 @@ def fit_by_turns(
 
 @torch.library.custom_op("quantkit::fitted_by_turns", mutates_args=())
 def fitted_by_turns(
-    weight: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    ends: list[float],
-    bounds: list[float],
-    dropped: list[int],
-    norm: float,
-    beta: float,
-    growth: float,
-    turns: int,
-) -> tuple[Tensor, Tensor]:
+    weight: Tensor, scale: Tensor, zero: Tensor | None, ends: list[float], bounds: list[float], dropped: list[int],
+    norm: float, beta: float, growth: float, turns: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scale [n] and zero point [n] int8 (of symmetric grids [0]) of groups, by half-quadratic splitting.
 
     Args:
@@ -409,7 +345,7 @@ def fitted_by_turns(
 
 
 @fitted_by_turns.register_fake
-def _(weight, scale, zero, ends, bounds, dropped, norm, beta, growth, turns):
+def _(weight, scale, zero, *_):
     return torch.empty_like(scale), scale.new_empty(0 if zero is None else zero.shape, dtype=torch.int8)
 
 

@@ -24,11 +24,9 @@ def turn_codes(
     codes_ptr,  # [N, K] int8
     scales_ptr,  # [N, K / GROUP]
     zeros_ptr,  # the same, int8, or None
-    N,
-    K,
-    GROUP,
+    N, K, GROUP,
     SQUARE: tl.constexpr,
-):
+):  # fmt: skip
     """See the module."""
     rows, start = tl.program_id(0) * SQUARE + tl.arange(0, SQUARE), tl.program_id(1) * SQUARE
     columns = start + tl.arange(0, SQUARE)
@@ -60,15 +58,9 @@ def read_back(
     whole_ptr,  # [] float32, or None
     values_ptr,  # [N, K] float32
     parts_ptr,  # [2, programs] float64
-    down_stride,
-    across_stride,
-    N,
-    K,
-    WIDTH,
-    GROUP,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    down_stride, across_stride, N, K, WIDTH, GROUP,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """See the module."""
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < N)[:, None] & (columns < K)[None, :]
@@ -116,7 +108,7 @@ def integers(
 
 
 @integers.register_fake
-def _(units, scale, zero, dtype, group):
+def _(units, scale, zero, dtype, _group):
     return _integers(units, scale, zero, dtype)
 
 
@@ -148,7 +140,7 @@ def loss(
 
 
 @loss.register_fake
-def _(weight, codes, scale, zero, book, whole):
+def _(weight, *_):
     return _read(weight)
 
 

@@ -13,14 +13,10 @@ from functools import cache, partial
 import torch
 from torch.nn.functional import linear
 
-from quantkit.kernels import operators
-from quantkit.kernels.configs import Config
-from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.launch import Workspace, interpreted
+from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS, PackedWeight, codes_of, pack_parts, scales_of
-from quantkit.kernels.matmul import weight_only
-from quantkit.kernels.native import native
-from quantkit.kernels.quantize import quantize_tokens
+from quantkit.kernels.matmul import Workspace, dequantize, interpreted, weight_only
+from quantkit.kernels.native import multiply, native, quantize_tokens, torch_product
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, copies
 
 Shape = tuple[int, int]
@@ -101,7 +97,7 @@ def torch_own(
         NotImplementedError: it has none for this format.
         RuntimeError: it cannot run here, with torch's reason.
     """
-    if name := operators.of(held[0]):
+    if name := torch_product(held[0]):
         quantized = _quantized(x, variant.format, within=quantize)
         return Implementation(name, [partial(_own, quantized, w, x.dtype) for w in held], held[0].resident_bytes, {})
     if variant.kind == "int4" and variant.zeros and variant.group in (32, 64, 128, 256):
@@ -110,7 +106,7 @@ def torch_own(
 
 
 def _own(quantized: Quantized, w: PackedWeight, dtype: torch.dtype) -> object:
-    return operators.multiply(*quantized(), w, dtype)
+    return multiply(*quantized(), w, dtype)
 
 
 def _int4pack(variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:

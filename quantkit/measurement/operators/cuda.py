@@ -8,7 +8,7 @@ Inputs that have to be 8-bit are quantized within the step.
 A step is one CUDA graph of many products, over copies of the weight that no cache holds; it says itself, from the
 device's clock, what one of them took.
 
-Formats that no kernel of ours multiplies (`foreign`) are timed in another library's (`kernels.backends`), one way at
+Formats that no kernel of ours multiplies (`foreign`) are timed in another library's (`kernels.humming`), one way at
 every M. Their weights are random as they are stored, which is what the library takes; what they stand for is read back
 by their layout and format, and a result is checked against the product of that.
 """
@@ -25,12 +25,11 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
-from quantkit.kernels.backends.humming import NAME, HummingLinear
-from quantkit.kernels.configs import Config, candidates, width
-from quantkit.kernels.dispatch import EXPANDED, OURS
-from quantkit.kernels.launch import Workspace
+from quantkit.kernels.dispatch import EXPANDED, OURS, Config, candidates, width
+from quantkit.kernels.humming import NAME, HummingLinear
 from quantkit.kernels.layout import KINDS, PackedWeight
 from quantkit.kernels.linear import other
+from quantkit.kernels.matmul import Workspace
 from quantkit.kernels.native import require
 from quantkit.measurement.cuda import sides
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, copies, fitting

@@ -155,7 +155,7 @@ def _on_cpu(job: SweepJob, report: Report) -> list[Row]:
 def _on_gpu(job: SweepJob, report: Report) -> list[Row]:
     import torch
 
-    from quantkit.kernels.launch import interpreted
+    from quantkit.kernels.matmul import interpreted
     from quantkit.measurement.cuda.device import GpuDevice, sampled, slower
     from quantkit.measurement.operators.cuda import RUNTIME, CudaBench
 

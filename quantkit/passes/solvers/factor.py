@@ -151,7 +151,7 @@ def awaited(hessian: Tensor, *, damping: float, shrink: float, act_order: bool, 
 
 def _unawaited(hessian: Tensor, share: float, shrink: float | Tensor, act_order: bool, raised: int) -> Factor:
     """The same without a look at any value: an input that was never seen is an identity's, as are all if none was."""
-    from quantkit.kernels.solving.factored import damped, unit_of
+    from quantkit.kernels.solving.gptq import damped, unit_of
 
     diagonal = hessian.diagonal().float()
     if act_order:

@@ -12,7 +12,7 @@ codes (Chen et al., "The Geometry of LLM Quantization", 2025).
 - Columns go in order of falling `H_jj` (activation order). Ranges are fixed before (static groups), so codes stay in
   the order of the weights.
 - Columns of a block are chosen one by one for all rows at once; what earlier blocks pass on arrives in one matrix
-  product a block. On a device all of it is one launch (`kernels/solving/choose.py`).
+  product a block. On a device all of it is one launch (`kernels/solving/gptq.py`).
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 
@@ -227,7 +227,7 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
     """Values in units of the scale [K, N], the cost of each row [N], and `D` [K, N], in the order of the weights."""
     columns, rows = target.shape
     if device.launched(target) and device.known(grid.form) and neighbours is None:
-        from quantkit.kernels.solving.choose import choose
+        from quantkit.kernels.solving.gptq import choose
 
         factored = (solved.unit.contiguous(), solved.pivots, solved.order)
         codes, delta, cost = choose(target, *factored, *grid.launch(target), grid.group, device.precision())
@@ -271,7 +271,7 @@ def _descend(
 ) -> Tensor:
     """The cost of each row [N] after coordinate descent on codes, and on scales if `refit`; all change in place."""
     if device.launched(target) and device.known(grid.form):
-        from quantkit.kernels.solving.descend import descend
+        from quantkit.kernels.solving.gptq import descend
 
         _, bounds, dropped = device.kept_by_bits(grid.scheme) if refit else (None, [0.0, 0.0], [0, 0])
         how = (bounds, dropped, grid.group, sweeps, refit, device.precision())

@@ -2,7 +2,7 @@
 
 transformers builds the classes and loads what is not quantized; every quantized linear becomes a `QuantLinear`. One
 that none of our kernels takes (its format, its groups) becomes another library's, if that is installed and takes it
-(`kernels.backends`). What is left (a fixed input scale, say) is expanded to floats, its inputs and the cache stay
+(`kernels.humming`). What is left (a fixed input scale, say) is expanded to floats, its inputs and the cache stay
 floats, and the reason is kept.
 """
 
@@ -30,8 +30,8 @@ from quantkit.runtimes.torch.reloaded import expanded as dense
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
-    from quantkit.kernels.backends.humming import HummingLinear
     from quantkit.kernels.dispatch import Table
+    from quantkit.kernels.humming import HummingLinear
     from quantkit.kernels.layout import PackedWeight
     from quantkit.model.source.open import Source
 
@@ -106,8 +106,8 @@ def load(
         raise InputError(
             "kernel-dtype", where="dtype", value=str(dtype), rule="kernels multiply in float16 or bfloat16"
         )
-    from quantkit.kernels.launch import Workspace
     from quantkit.kernels.linear import QuantLinear, other
+    from quantkit.kernels.matmul import Workspace
 
     model_class, config = described(folder)
     weights = dense(source).weights
@@ -175,7 +175,7 @@ def _other(
     prefix: str, weights: DenseWeights, source: Source, dtype: torch.dtype, device: str, table: Table | None
 ) -> HummingLinear:
     """A linear in another library's kernels. Raises InputError where there is none, or it was not the fastest."""
-    from quantkit.kernels.backends.humming import NAME, HummingLinear
+    from quantkit.kernels.humming import NAME, HummingLinear
 
     assert weights.layout is not None
     shape = weights.layout.shape(prefix, weights.stored.read)

@@ -90,7 +90,7 @@ class TorchRuntime(Runtime):
         """The model with `QuantLinear`s."""
         import torch
 
-        from quantkit.kernels.launch import interpreted
+        from quantkit.kernels.matmul import interpreted
         from quantkit.runtimes.torch import packed
 
         at = torch.device(device).type

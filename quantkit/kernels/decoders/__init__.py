@@ -1,1 +1,0 @@
-"""Packed weights to 16-bit floats in registers, one format a file."""
