@@ -289,7 +289,7 @@ def permuted(a, b, selector, ON_GPU: tl.constexpr):
     return result
 
 
-class Decoder(NamedTuple):
+class WordDecoder(NamedTuple):
     """Decoding of a format.
 
     Args:
@@ -305,8 +305,8 @@ class Decoder(NamedTuple):
 
 
 DECODERS = {
-    "int4": Decoder(decode_int4, 1.0, 0x64006400),
-    "int8": Decoder(decode_int8, 1.0, 0x68006800),
-    "fp8_e4m3": Decoder(decode_fp8, 256.0, 0),
-    "nf4": Decoder(decode_nf4, 1.0, 0),
+    "int4": WordDecoder(decode_int4, 1.0, 0x64006400),
+    "int8": WordDecoder(decode_int8, 1.0, 0x68006800),
+    "fp8_e4m3": WordDecoder(decode_fp8, 256.0, 0),
+    "nf4": WordDecoder(decode_nf4, 1.0, 0),
 }
