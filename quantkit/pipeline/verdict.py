@@ -29,7 +29,7 @@ from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import runs_here
 from quantkit.planning import efficiency
 from quantkit.recipe import ExportStep, Gates
-from quantkit.report.on_devices import DeviceRows
+from quantkit.report.bundle.speed import DeviceRows
 from quantkit.runtimes import of_one_file, timed
 from quantkit.target import Target
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -19,6 +20,7 @@ from quantkit.passes import load_pass
 from quantkit.report.kit import words
 
 _UNMEASURED = "not measured; `quantkit doctor --write` does it"
+Fact = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,6 @@ class CatalogEntry:
 
     Args:
         kind: recipe, pass, format, exporter, runtime, target, calibration set, model.
-        name: its name.
         summary: one line.
         facts: (label, value) in the order to show them.
         source: the text that defines it, where that is short.
@@ -37,41 +38,39 @@ class CatalogEntry:
     kind: str
     name: str
     summary: str
-    facts: list[tuple[str, str]]
+    facts: list[Fact]
     source: str
     data: dict[str, Any]
 
 
 def listing(kind: str | None = None) -> dict[str, dict[str, str]]:
-    """Kind -> name -> summary; of one kind or of all.
+    """List kind -> name -> summary; of one kind or of all.
 
     Raises:
         InputError: `unknown-kind`.
     """
-    if kind is not None and kind not in _LISTS:
-        raise unknown_name("kind", kind, [*_LISTS, "matrix"], where="quantkit list")
-    return {name: _LISTS[name]() for name in ([kind] if kind else _LISTS)}
+    if kind is not None and kind not in _KINDS:
+        raise unknown_name("kind", kind, [*_KINDS, "matrix"], where="quantkit list")
+    return {name: _KINDS[name].about() for name in ([kind] if kind else _KINDS)}
 
 
 def find(name: str) -> list[CatalogEntry]:
-    """Everything that goes by a shipped name: mostly one thing.
+    """Find everything that goes by a shipped name: mostly one thing.
 
     Raises:
         InputError: `unknown-name` with a did-you-mean over all kinds.
     """
-    found = [_DETAILS[kind](name) for kind, names in _NAMES.items() if name in names()]
-    if not found:
-        known = {known for names in _NAMES.values() for known in names()}
-        error = unknown_name("name", name, known, where="quantkit show")
-        if Path(name).is_dir():
-            remedy = f"a folder is written ./{name}"
-            raise InputError(error.code, where=error.where, value=error.value, remedy=remedy)
-        raise error
-    return found
+    if entries := [kind.entry(name) for kind in _KINDS.values() if name in kind.names()]:
+        return entries
+    known = {other for kind in _KINDS.values() for other in kind.names()}
+    error = unknown_name("name", name, known, where="quantkit show")
+    if Path(name).is_dir():
+        raise InputError(error.code, where=error.where, value=error.value, remedy=f"a folder is written ./{name}")
+    raise error
 
 
 def find_file(path: Path, *, allow_code: bool = False) -> CatalogEntry:
-    """A user's own recipe, target or calibration set, by what its first keys are.
+    """Read a user's own recipe, target or calibration set, by what its first keys are.
 
     Raises:
         InputError: `file-missing`, `file-unknown`, or what is wrong in it.
@@ -80,61 +79,17 @@ def find_file(path: Path, *, allow_code: bool = False) -> CatalogEntry:
         raise InputError("file-missing", where=str(path), value="no such file or folder", remedy="check the path")
     if path.is_dir():
         if (path / "card.yaml").is_file():
-            return _card_entry(path.name, path / "card.yaml")
-        raise InputError(
-            "file-unknown",
-            where=str(path),
-            value="a folder without manifest.json or card.yaml",
-            rule="show takes a name, a bundle, a calibration set, a recipe or a target",
-        )
+            return _card(path.name, path / "card.yaml")
+        value = "a folder without manifest.json or card.yaml"
+        rule = "show takes a name, a bundle, a calibration set, a recipe or a target"
+        raise InputError("file-unknown", where=str(path), value=value, rule=rule)
     data = content.read_yaml(path)
     keys = set(data) if isinstance(data, dict) else set()
     if keys & {"arch", "memory", "compute"}:
-        return _target_entry(str(path), path)
+        return _target(str(path))
     if keys & {"sampling", "files", "licence"}:
-        return _card_entry(path.parent.resolve().name, path)
-    return _recipe_entry(path, path, allow_code=allow_code)
-
-
-def _recipes() -> dict[str, str]:
-    return {name: _summary(content.find("recipes", name)) for name in content.names("recipes")}
-
-
-def _targets() -> dict[str, str]:
-    return {name: _summary(content.find("export", name)) for name in content.names("export")}
-
-
-def _calibrations() -> dict[str, str]:
-    return {name: _summary(content.find("calibration", name)) for name in content.names("calibration")}
-
-
-def _models() -> dict[str, str]:
-    from quantkit.model.source.alias import ALIASES
-
-    found = {}
-    for name, alias in ALIASES.items():
-        try:
-            alias.source.find(name)
-            state = "installed"
-        except InputError as error:
-            state = f"not installed: {error.remedy.split(' (')[0]}"
-        about = ", ".join(filter(None, (alias.kind, alias.was, alias.licence)))
-        found[name] = f"{about}; {state}"
-    sizes = {name: f"{about}; sizes alone" for name, about in configs.shipped_summaries().items()}
-    return {**found, **{name: about for name, about in sizes.items() if name not in found}}
-
-
-_LISTS: dict[str, Callable[[], dict[str, str]]] = {
-    "recipes": _recipes,
-    "passes": plugins.PASSES.about,
-    "formats": plugins.FORMATS.about,
-    "exporters": plugins.EXPORTERS.about,
-    "targets": _targets,
-    "calibrations": _calibrations,
-    "models": _models,
-    "runtimes": plugins.RUNTIMES.about,
-}
-KINDS = tuple(_LISTS)
+        return _card(path.parent.resolve().name, path)
+    return _recipe(path, path, allow_code=allow_code)
 
 
 def _summary(path: Path) -> str:
@@ -146,84 +101,69 @@ def _summary(path: Path) -> str:
     return str(data.get("summary", "")) if isinstance(data, dict) else ""
 
 
+def _models() -> dict[str, str]:
+    from quantkit.model.source.alias import ALIASES
+
+    about = {name: f"{text}; sizes alone" for name, text in configs.shipped_summaries().items()}
+    models = {}
+    for name, alias in ALIASES.items():
+        try:
+            alias.source.find(name)
+            state = "installed"
+        except InputError as error:
+            state = f"not installed: {error.remedy.split(' (')[0]}"
+        models[name] = f"{words.joined(alias.kind, alias.was or '', alias.licence)}; {state}"
+    return {**models, **{name: text for name, text in about.items() if name not in models}}
+
+
 def _model_names() -> list[str]:
     from quantkit.model.source.alias import ALIASES
 
     return sorted({*ALIASES, *configs.shipped_names()})
 
 
-_NAMES: dict[str, Callable[[], list[str]]] = {
-    "recipes": lambda: content.names("recipes"),
-    "passes": plugins.PASSES.names,
-    "formats": plugins.FORMATS.names,
-    "exporters": plugins.EXPORTERS.names,
-    "targets": lambda: content.names("export"),
-    "calibrations": lambda: content.names("calibration"),
-    "models": _model_names,
-    "runtimes": plugins.RUNTIMES.names,
-}
-
-
-def _recipe(name: str) -> CatalogEntry:
-    return _recipe_entry(name, content.find("recipes", name))
-
-
-def _recipe_entry(reference: str | Path, path: Path, *, allow_code: bool = False) -> CatalogEntry:
+def _recipe(reference: str | Path, path: Path | None = None, *, allow_code: bool = False) -> CatalogEntry:
     from quantkit.recipe import Recipe
 
     recipe = Recipe.load(reference, allow_code=allow_code)
-    text = path.read_text(encoding="utf-8")
+    text = (path or content.find("recipes", str(reference))).read_text(encoding="utf-8")
     return CatalogEntry("recipe", recipe.name, recipe.summary, [], text, recipe.as_dict())
 
 
-def _target(name: str) -> CatalogEntry:
-    return _target_entry(name, content.find("export", name))
-
-
-def _target_entry(reference: str, path: Path) -> CatalogEntry:
+def _target(reference: str) -> CatalogEntry:
     from quantkit.target import Target
 
     target = Target.load(reference)
     facts = [("kind", f"{target.kind}, {target.arch.vendor}{f' SM {target.arch.sm}' if target.arch.sm else ''}")]
     for place, figure in target.figures().items():
-        label = place.replace("_", " ").removeprefix("memory.").removeprefix("compute.")
         value = _UNMEASURED
         if figure.number is not None:
             value = f"{words.rate(figure.number, figure.unit)}  ({figure.state}: {figure.source})"
-        facts.append((label, value))
+        facts.append((place.replace("_", " ").removeprefix("memory.").removeprefix("compute."), value))
     facts += [("runtimes", f"{', '.join(target.runtimes)} (the first is the default)"), ("baseline", target.baseline)]
-    facts.append(("batches", ", ".join(str(batch) for batch in target.batches)))
+    facts.append(("batches", ", ".join(map(str, target.batches))))
     for name, cells in target.formats.items():
-        states = []
-        for runtime, cell in cells.items():
-            states.append(f"{runtime} {cell.state}{', symmetric only' if cell.symmetric_only else ''}")
+        states = (f"{r} {cell.state}{', symmetric only' if cell.symmetric_only else ''}" for r, cell in cells.items())
         facts.append((name, "; ".join(states)))
-    data = target.as_dict()
-    data["figures"] = {
+    figures = {
         place: {"value": figure.number, "unit": figure.unit, "state": figure.state, "source": figure.source}
         for place, figure in target.figures().items()
     }
-    return CatalogEntry("target", target.name, target.summary, facts, "", data)
+    return CatalogEntry("target", target.name, target.summary, facts, "", {**target.as_dict(), "figures": figures})
 
 
-def _calibration(name: str) -> CatalogEntry:
-    return _card_entry(name, content.find("calibration", name))
-
-
-def _card_entry(name: str, path: Path) -> CatalogEntry:
+def _card(name: str, path: Path | None = None) -> CatalogEntry:
     from quantkit.calibrate.sets.card import Card
 
-    card = Card.load(path)
+    card = Card.load(path or content.find("calibration", name))
     facts = [("kind", card.kind), ("licence", card.licence), ("source", card.source.title)]
     facts += [(key, str(value)) for key in ("author", "url", "retrieved") if (value := getattr(card.source, key))]
-    if card.source.cut:
-        facts.append(("cut", card.source.cut))
+    facts += [("cut", card.source.cut)] if card.source.cut else []
     facts += [(file.split, f"{file.path}, {words.size(file.bytes)}, sha256 {file.sha256[:16]}…") for file in card.files]
     # how texts are joined and chopped says nothing of images
     whole = {"pack", "drop_remainder", "special_tokens"} if card.kind in ("images", "pairs") else set()
     facts.append(("sampling", _listed(card.sampling.model_dump(exclude=whole))))
-    if card.preprocess:
-        facts.append(("preprocess", _listed(card.preprocess.model_dump())))
+    facts += [("preprocess", _listed(card.preprocess.model_dump()))] if card.preprocess else []
     return CatalogEntry("calibration set", name, card.summary, facts, "", card.model_dump(mode="json", by_alias=True))
 
 
@@ -238,31 +178,29 @@ def _rounded(value: Any) -> Any:
 
 
 def _pass(name: str) -> CatalogEntry:
-    found = load_pass(name)
-    facts = [("paper", found.paper)] if found.paper else []
-    facts += [("scope", found.scope), ("looks at", ", ".join(sorted(found.needs)) or "no data")]
-    facts += [(label, ", ".join(sorted(value))) for label, value in _facts_of(found) if value]
-    settings = {}
-    for key, field in found.Settings.model_fields.items():
-        settings[key] = field.default
-        about = _described(found.Settings.__doc__ or "", key)
-        facts.append((f"{name}.{key}", _setting(field.default, about)))
-    data = {"paper": found.paper, "scope": found.scope, "needs": sorted(found.needs), "settings": settings}
+    made = load_pass(name)
+    facts = [("paper", made.paper)] if made.paper else []
+    facts += [("scope", made.scope), ("looks at", _sorted(made.needs) or "no data")]
+    facts += [(what, _sorted(v)) for what, v in (("requires", made.requires), ("ensures", made.ensures)) if v]
+    settings, described = _options(made.Settings)
+    data = {"paper": made.paper, "scope": made.scope, "needs": sorted(made.needs), "settings": settings}
+    facts += [(f"{name}.{key}", text) for key, text in described]
     return CatalogEntry("pass", name, plugins.PASSES.about()[name], facts, "", data)
 
 
-def _facts_of(found: Any) -> Iterator[tuple[str, frozenset[str]]]:
-    yield "requires", found.requires
-    yield "ensures", found.ensures
+def _sorted(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
-def _setting(default: Any, about: str) -> str:
-    value = json.dumps(default, default=str).strip('"')
-    return f"{value}  {about}".rstrip()
+def _options(schema: Any) -> tuple[dict[str, Any], list[Fact]]:
+    """Read the defaults of a schema, and what its docstring says of each."""
+    defaults = {key: field.default for key, field in schema.model_fields.items()}
+    shown = {key: json.dumps(default, default=str).strip('"') for key, default in defaults.items()}
+    return defaults, [(key, f"{shown[key]}  {_described(schema.__doc__ or '', key)}".rstrip()) for key in defaults]
 
 
 def _described(docstring: str, key: str) -> str:
-    """What the `Args:` of a docstring say about a key: `key: text`, with the lines that go on deeper."""
+    """Read what the `Args:` of a docstring say about a key: `key: text`, with the lines that go on deeper."""
     lines = docstring.splitlines()
     for number, line in enumerate(lines):
         if line.strip().startswith(f"{key}: "):
@@ -277,48 +215,32 @@ def _described(docstring: str, key: str) -> str:
 
 
 def _format(name: str) -> CatalogEntry:
-    found = load_format(name)
-    rules = found.rules
-    sizes = f"{', '.join(str(size) for size in rules.groups)}" if rules.groups else ""
-    facts = [
-        ("bits", f"{found.bits:g}"),
-        ("granularity", ", ".join(_sharing(each, group, sizes) for each, group in rules.granularities.items())),
-        (
-            "zero points",
-            "without, or with" if len(rules.symmetric) > 1 else "never" if rules.symmetric[0] else "always",
-        ),
-        ("scale", ", ".join(rules.scales)),
-    ]
     from quantkit.planning import matrix
 
-    cells = [each for each in matrix.entries(form=name) if each.part == "weights"]
-    for target in dict.fromkeys(each.target for each in cells):
-        states = [f"{each.runtime} {each.state}" for each in cells if each.target == target]
-        facts.append((target, "; ".join(states)))
-    stated = {
-        "bits": found.bits,
-        "granularities": dict(rules.granularities),
-        "groups": list(rules.groups),
-        "symmetric": list(rules.symmetric),
-        "scales": list(rules.scales),
-    }
-    return CatalogEntry("format", name, plugins.FORMATS.about()[name], facts, "", stated)
-
-
-def _sharing(name: str, group: int | None, sizes: str) -> str:
-    """`group of 64 (32, 64, 128)`: with its default, and what else there is."""
-    of = f" of {group}" if group else ""
-    return f"{name}{of} ({sizes})" if sizes and sizes != str(group) else f"{name}{of}"
+    made = load_format(name)
+    rules = made.rules
+    sizes = ", ".join(map(str, rules.groups))
+    shared = []
+    for granularity, group in rules.granularities.items():
+        # `group of 64 (32, 64, 128)`: with its default, and what else there is
+        of = f" of {group}" if group else ""
+        shared.append(f"{granularity}{of}{words.bracketed(sizes if sizes != str(group) else '')}")
+    zero = "without, or with" if len(rules.symmetric) > 1 else "never" if rules.symmetric[0] else "always"
+    facts = [("bits", f"{made.bits:g}"), ("granularity", ", ".join(shared)), ("zero points", zero)]
+    facts.append(("scale", ", ".join(rules.scales)))
+    cells = [cell for cell in matrix.entries(form=name) if cell.part == "weights"]
+    for target, own in words.by(cells, lambda cell: cell.target).items():
+        facts.append((target, "; ".join(f"{cell.runtime} {cell.state}" for cell in own)))
+    data = {"bits": made.bits, "granularities": dict(rules.granularities), "groups": list(rules.groups)}
+    data |= {"symmetric": list(rules.symmetric), "scales": list(rules.scales)}
+    return CatalogEntry("format", name, plugins.FORMATS.about()[name], facts, "", data)
 
 
 def _exporter(name: str) -> CatalogEntry:
-    found = load_exporter(name)
-    options = {key: field.default for key, field in found.Options.model_fields.items()}
-    facts = [("read by", ", ".join(found.runtimes))]
-    for key, default in options.items():
-        about = _described(found.Options.__doc__ or "", key)
-        facts.append((key, _setting(default, about)))
-    data = {"runtimes": list(found.runtimes), "options": options}
+    made = load_exporter(name)
+    options, described = _options(made.Options)
+    facts = [("read by", ", ".join(made.runtimes)), *described]
+    data = {"runtimes": list(made.runtimes), "options": options}
     return CatalogEntry("exporter", name, plugins.EXPORTERS.about()[name], facts, "", data)
 
 
@@ -333,34 +255,47 @@ def _model(name: str) -> CatalogEntry:
         return _sizes(name)
     alias = ALIASES[name]
     facts = [("kind", alias.kind), ("licence", alias.licence), ("calibration", alias.calibration)]
-    if alias.preprocess:
-        facts.append(("preprocess", _listed(alias.preprocess.model_dump())))
-    if alias.was:
-        facts.append(("was", alias.was))
-    if alias.note:
-        facts.append(("note", alias.note))
+    facts += [("preprocess", _listed(alias.preprocess.model_dump()))] if alias.preprocess else []
+    facts += [(label, value) for label, value in (("was", alias.was), ("note", alias.note)) if value]
     if alias.source.install:
         facts += [("file", str(alias.source)), ("install", alias.source.install)]
     return CatalogEntry("model", name, _models()[name], facts, "", dict(facts))
 
 
 def _sizes(name: str) -> CatalogEntry:
-    """A model of which only the config ships."""
-    given, model = configs.shipped(name), configs.read(name)
+    """Show a model of which only the config ships."""
+    shipped, model = configs.shipped(name), configs.read(name)
     facts = [("kind", model.kind), ("parameters", f"{model.parameters:,}")]
     if model.active_parameters != model.parameters:
         facts.append(("active", f"{model.active_parameters:,} of them for each token"))
-    facts += [("published", f"{given.published.parameters:,}: {given.published.source}"), ("source", given.source)]
-    return CatalogEntry("model", name, _models()[name], facts, "", given.model_dump(mode="json", by_alias=True))
+    facts.append(("published", f"{shipped.published.parameters:,}: {shipped.published.source}"))
+    facts.append(("source", shipped.source))
+    return CatalogEntry("model", name, _models()[name], facts, "", shipped.model_dump(mode="json", by_alias=True))
 
 
-_DETAILS: dict[str, Callable[[str], CatalogEntry]] = {
-    "recipes": _recipe,
-    "passes": _pass,
-    "formats": _format,
-    "exporters": _exporter,
-    "targets": _target,
-    "calibrations": _calibration,
-    "models": _model,
-    "runtimes": _runtime,
+class _Kind(NamedTuple):
+    """A kind of things: name -> summary of all, the names alone, and one of them."""
+
+    about: Callable[[], dict[str, str]]
+    names: Callable[[], Iterable[str]]
+    entry: Callable[[str], CatalogEntry]
+
+
+def _files(folder: Literal["recipes", "calibration", "export"], entry: Callable[[str], CatalogEntry]) -> _Kind:
+    def about() -> dict[str, str]:
+        return {name: _summary(content.find(folder, name)) for name in content.names(folder)}
+
+    return _Kind(about, partial(content.names, folder), entry)
+
+
+_KINDS = {
+    "recipes": _files("recipes", _recipe),
+    "passes": _Kind(plugins.PASSES.about, plugins.PASSES.names, _pass),
+    "formats": _Kind(plugins.FORMATS.about, plugins.FORMATS.names, _format),
+    "exporters": _Kind(plugins.EXPORTERS.about, plugins.EXPORTERS.names, _exporter),
+    "targets": _files("export", _target),
+    "calibrations": _files("calibration", _card),
+    "models": _Kind(_models, _model_names, _model),
+    "runtimes": _Kind(plugins.RUNTIMES.about, plugins.RUNTIMES.names, _runtime),
 }
+KINDS = tuple(_KINDS)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quantkit.planning import matrix
 from quantkit.planning.matrix import MatrixEntry
-from quantkit.report.bundle import figures
+from quantkit.report.kit import words
 from quantkit.report.kit.tree import Cell, Facts, Line, Part, Remark, Section, Sheet, Styled
 
 _TONES = {"native": "good", "emulated": "inconclusive", "absent": "dim"}
@@ -25,7 +25,7 @@ def shown(cells: Sequence[MatrixEntry]) -> list[Part]:
     if len(formats) > 1 and len(targets) > 1:
         return _all(cells)
     whole = len(formats) > 1 and len(runtimes) > 1
-    by_runtime = figures.by(cells, lambda cell: cell.runtime).items()
+    by_runtime = words.by(cells, lambda cell: cell.runtime).items()
     parts: list[Part] = [_of(runtime, own, sources=not whole) for runtime, own in by_runtime]
     return [*parts, Remark("with the source of each: --runtime or --format", "caption")] if whole else parts
 
@@ -39,7 +39,7 @@ def _all(cells: Sequence[MatrixEntry]) -> list[Part]:
     rows: list[list[Line]] = []
     for runtime in matrix.runtimes():
         alike: dict[tuple[str, ...], list[str]] = {}
-        for target, own in figures.by((e for e in cells if e.runtime == runtime), lambda cell: cell.target).items():
+        for target, own in words.by((e for e in cells if e.runtime == runtime), lambda cell: cell.target).items():
             letters = tuple("".join(_letter(cell) for cell in own if cell.format == name) for name in formats)
             alike.setdefault(letters, []).append(target)
         if not alike:
@@ -73,15 +73,8 @@ def _letter(each: MatrixEntry) -> str:
 
 def _short(name: str) -> str:
     """`fp16` for `float16`, `fp8` for `fp8_e4m3`, `i4` for `int4`: heads of narrow columns."""
-    for long, short in (
-        ("bfloat", "bf"),
-        ("float", "fp"),
-        ("fp8_e4m3", "fp8"),
-        ("fp8_", ""),
-        ("xfp", "x"),
-        ("vfp", "v"),
-        ("int", "i"),
-    ):
+    shorter = {"bfloat": "bf", "float": "fp", "fp8_e4m3": "fp8", "fp8_": "", "xfp": "x", "vfp": "v", "int": "i"}
+    for long, short in shorter.items():
         name = name.replace(long, short)
     return name
 
@@ -90,7 +83,7 @@ def _of(runtime: str, cells: Sequence[MatrixEntry], *, sources: bool) -> Part:
     """Build one runtime: cells of one state, and of one source where it is asked for, share a line."""
     several, columns = len({cell.target for cell in cells}) > 1, matrix.columns(cells)
     ordered = sorted(cells, key=lambda cell: (list(_TONES).index(cell.state), columns.index(cell.column)))
-    alike = figures.by(ordered, lambda cell: (_state(cell), cell.source if sources else ""))
+    alike = words.by(ordered, lambda cell: (_state(cell), cell.source if sources else ""))
     rows: list[tuple[Line, Cell]] = []
     for (state, source), own in alike.items():
         names = dict.fromkeys(f"{cell.target} {cell.column}" if several else cell.column for cell in own)

@@ -8,10 +8,10 @@ from typing import Any
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency, did_you_mean
 from quantkit.measurement.rows import Row
-from quantkit.report.bundle import accuracy, curves, figures, sections, speed
+from quantkit.report.bundle import accuracy, curves, figures, harm, speed
 from quantkit.report.kit import html as page
-from quantkit.report.kit.charts import plain
-from quantkit.report.kit.tree import Code, Conclusion, Part, Plot, Remark, Styled
+from quantkit.report.kit.charts import Plot, plain
+from quantkit.report.kit.tree import Code, Conclusion, Part, Remark, Styled
 
 
 def html(bundle: Bundle) -> str:
@@ -68,8 +68,8 @@ def _panels(bundle: Bundle) -> dict[str, Plot]:
     parts = [
         *speed.sections(manifest, rows),
         *accuracy.accuracy(manifest, rows),
-        *sections.sizes(manifest, rows),
-        *sections.weights(manifest),
+        *harm.sizes(manifest, rows),
+        *harm.weights(manifest),
     ]
     return {": ".join(filter(None, (part.title, panel.title))): panel for part in parts for panel in part.charts}
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from quantkit.bundle import Verdict
 from quantkit.measurement.rows import Row
 from quantkit.model.sizes.shapes import LinearShapes
-from quantkit.report.bundle import curves, figures, speed
+from quantkit.report.bundle import curves, speed
 from quantkit.report.bundle.curves import CurvePoint, Series
 from quantkit.report.kit import words
-from quantkit.report.kit.axes import log_axis, points_axis
-from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, Curve, stacked
-from quantkit.report.kit.charts import lines as drawn_lines
-from quantkit.report.kit.tree import Cell, Conclusion, Document, Exhibit, On, Part, Plot, Remark, Section, Sheet, Styled
+from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, Curve, Plot, curve, over, stacked
+from quantkit.report.kit.tree import Cell, Conclusion, Document, Exhibit, On, Part, Remark, Section, Sheet, Styled
 from quantkit.target import Target
 
 # what a verdict says, and in which tone
@@ -27,9 +25,19 @@ _ANSWERS = {
     "do_not_quantize": ("do not quantize{about} here", "bad"),
     "not_measured": ("{format} was not timed", "open"),
 }
-# of the figures of a target that a ceiling can be held against
-_STATED = {"ceiling.read": "memory.read_bandwidth"}
 _CEILINGS = {"ceiling.read": "read", "ceiling.copy": "copy", "ceiling.compute": "products", "ceiling.launch": "launch"}
+# of the lines of an overview, a colour each; more variants than these share the last
+_LINES = (QUANTIZED, ORIGINAL, "good", "bad", "muted", "quantized-soft", "rest")
+# the parts of a bar, from the bottom, with their colours; the rest is what no twin splits
+_SPLIT = {
+    "bound": ("limit", "quantized"),
+    "activation": ("quantizing the input", "original"),
+    "launch": ("launch", "muted"),
+    "streaming": ("streaming loss", "quantized-soft"),
+    "decode": ("decoding", "bad"),
+    "rest": ("rest of the tax", "rest"),
+}
+_HEAD = ("faster", "95 % interval", "ideal", "gain", "tax", "share", "slack", "A/A")
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,6 @@ class Taxed:
     baseline: str = "float32"
     version: str = ""
 
-    @property
-    def title(self) -> str:
-        """The model, or the shapes."""
-        return self.shapes.name or ", ".join(linear.label for linear in self.shapes.linears)
-
 
 @dataclass(frozen=True)
 class CurveGroup:
@@ -75,27 +78,29 @@ class CurveGroup:
 
 
 def groups(data: Taxed) -> list[CurveGroup]:
-    """The sum over a model first, then shape by shape; each with every number of threads."""
+    """Group the curves: the sum over a model first, then shape by shape; each with every number of threads."""
     timed = [row for row in data.rows if row.name == "latency.op" and row.op is not None and row.batch]
-    keyed = figures.by(sorted(timed, key=lambda row: _shape(row) != ""), lambda row: (_shape(row), _threads(row)))
+    keyed = words.by(sorted(timed, key=lambda row: _shape(row) != ""), lambda row: (_shape(row), _threads(row)))
     named = {linear.label: linear for linear in data.shapes.distinct()}
-    found = []
+    made = []
     for (label, threads), rows in keyed.items():
-        title = data.title
+        title = _title(data)
         if label:
-            linear = named[label]
-            often = f": {linear.name}, {words.plural(linear.count, 'time')}" if data.shapes.name else ""
-            title = f"{label}{often}"
+            often = words.plural(named[label].count, "time")
+            title = f"{label}: {named[label].name}, {often}" if data.shapes.name else label
         variants = dict.fromkeys(str(row.settings["variant"]) for row in rows if row.baseline or row.value is None)
         series = [_series(data, rows, variant) for variant in variants]
-        of = [each for each in series if each.cells or each.skipped]
-        found.append(CurveGroup(f"{title}, {on(threads)}", threads, not label, of))
-    return found
+        made.append(CurveGroup(f"{title}, {on(threads)}", threads, not label, series))
+    return made
 
 
 def on(threads: int) -> str:
     """`2 threads`, or `GPU`."""
     return words.plural(threads, "thread") if threads else "GPU"
+
+
+def _title(data: Taxed) -> str:
+    return data.shapes.name or ", ".join(linear.label for linear in data.shapes.linears)
 
 
 def _threads(row: Row) -> int:
@@ -116,14 +121,14 @@ def _series(data: Taxed, timed: Sequence[Row], variant: str) -> Series:
         for row in reversed(data.rows)
         if row.op is not None and (row.settings.get("variant"), _threads(row), _shape(row)) == (variant, threads, label)
     }
-    cells = [CurvePoint(row.batch or 0, row, beside.get(("tax.total", row.batch))) for row in mine]
+    points = [curves.point(row.batch or 0, row, beside.get(("tax.total", row.batch))) for row in mine]
     # the title has the whole name; at the ends of lines there is room for the format alone
     names = variant.partition(".")[0], data.baseline
-    return Series.of(variant, cells, beside.get(("tax.break_even", None)), names, "batch", "pass")
+    return Series(variant, points, beside.get(("tax.break_even", None)), *names, "batch", "pass")
 
 
 def said(verdict: Verdict) -> tuple[str, str]:
-    """(the answer in words, its tone)."""
+    """Give (the answer in words, its tone)."""
     text, tone = _ANSWERS.get(verdict.answer, (verdict.answer.replace("_", " "), "open"))
     upto = f", up to batch {verdict.batch}" if verdict.batch else ""
     about = f" to {verdict.format}" if verdict.format else ""
@@ -131,30 +136,30 @@ def said(verdict: Verdict) -> tuple[str, str]:
 
 
 def wins(series: Series) -> str:
-    """The ranges of batches in which it surely wins, with the 95 % intervals of their ends: `1 to 13.5 (12.9–14.2)`."""
+    """Give the ranges of batches where it surely wins, with the intervals of their ends: `1 to 13.5 (12.9–14.2)`."""
     if series.even is None:
         return ""
-    settings, found = series.even.settings, []
+    settings, ranges = series.even.settings, []
     for i in range(1, int(settings.get("wins") or 0) + 1):
         ends = []
-        for end, edge in (("from", "measured_from"), ("to", "measured_to")):
+        for end, edge, place in (("from", "measured_from", "first"), ("to", "measured_to", "last")):
             value, low, high = (settings.get(f"win_{i}_{end}{part}") for part in ("", "_low", "_high"))
-            text = words.figure(float(value or settings.get(edge) or 0), 3).removesuffix(".00")
+            text = words.short(float(value or settings.get(edge) or 0)).removesuffix(".00")
             if isinstance(low, int | float) and isinstance(high, int | float):
-                text += f" ({words.figure(low, 3)}–{words.figure(high, 3)})"
-            ends.append(text if value is not None else f"{text} (the {'first' if end == 'from' else 'last'} measured)")
-        found.append(" to ".join(ends))
-    return "; ".join(found) or "nowhere"
+                text += f" ({words.short(low)}–{words.short(high)})"
+            ends.append(text if value is not None else f"{text} (the {place} measured)")
+        ranges.append(" to ".join(ends))
+    return "; ".join(ranges) or "nowhere"
 
 
-def ceilings(data: Taxed) -> Sheet:
-    """Threads, what, measured, its interval, by what, and the target's own figure."""
+def _ceilings(data: Taxed) -> Sheet:
+    """Build a line a ceiling: threads, what, measured, its interval, by what, and the target's own figure."""
     body = []
     for row in data.rows:
         if row.name not in _CEILINGS:
             continue
         kind = str(row.settings.get("compute_type") or "")
-        place = _STATED.get(row.name, f"compute.{kind}" if row.name == "ceiling.compute" else "")
+        place = {"ceiling.read": "memory.read_bandwidth", "ceiling.compute": f"compute.{kind}"}.get(row.name, "")
         figure, stated = data.target.figures().get(place), "–"
         if figure is not None:
             stated = words.rate(figure.number, figure.unit) if figure.number is not None else "not measured yet"
@@ -163,22 +168,21 @@ def ceilings(data: Taxed) -> Sheet:
             return words.moment(value) if unit == "s" else words.rate(value, unit)
 
         value = form(row.value) if row.value is not None else "not measured"
-        what = f"{_CEILINGS[row.name]} {kind}".strip()
-        by = str(row.settings.get("kernel") or "–")
-        body.append([str(_threads(row) or "–"), what, value, words.between(row.ci95, form) or "–", by, stated])
+        line = [str(_threads(row) or "–"), f"{_CEILINGS[row.name]} {kind}".strip(), value]
+        line += [words.between(row.ci95, form) or "–", str(row.settings.get("kernel") or "–"), stated]
+        body.append(line)
     return Sheet(["threads", "ceiling", "measured", "95 % interval", "by", "target says"], body, 2, words=2)
 
 
-def last_level_cache(data: Taxed) -> float:
-    """Bytes, as the run took them; 0 where it does not"""
+def _cache(data: Taxed) -> float:
+    """Bytes of the last-level cache, as the run took them; 0 where it does not."""
     sizes = (row.settings.get("last_level_cache") for row in data.rows)
     return next((float(size) for size in sizes if isinstance(size, int | float)), 0.0)
 
 
-def explained(data: Taxed) -> list[str]:
+def _explained(data: Taxed) -> list[str]:
     """Say what the columns are, a sentence each."""
-    cache = last_level_cache(data)
-    beyond, name = f" ({words.size(cache)})" if cache else "", data.baseline
+    cache, name = _cache(data), data.baseline
     split = (
         " Where the kernel is ours, a twin with the same loads and no decoding splits it: see the page."
         if any(row.name == "tax.decode" for row in data.rows)
@@ -189,7 +193,8 @@ def explained(data: Taxed) -> list[str]:
         " ratio of their limits, which the format promises; gain: how much of the promised gain arrives.",
         f"tax: what it takes beyond its limit, also as a share of {name}'s time; slack: {name}'s excess over its own"
         f" limit.{split}",
-        f"Weights rotate through copies of at least three times the last-level cache{beyond}; sides are interleaved"
+        "Weights rotate through copies of at least three times the last-level cache"
+        f"{words.bracketed(words.size(cache) if cache else '')}; sides are interleaved"
         " (ABBA); A/A: what two measurements of one side differ by; ~ marks noise.",
     ]
 
@@ -197,117 +202,95 @@ def explained(data: Taxed) -> list[str]:
 def line(cell: CurvePoint, factor: float) -> list[str]:
     """Write the cells of one batch; times in the unit of `factor`."""
 
-    def time_(seconds: float | None) -> str:
+    def moment(seconds: float | None) -> str:
         return words.figure(seconds * factor, 3) if seconds is not None else "–"
 
     tax, sure = cell.tax.value if cell.tax is not None else None, cell.ratio_ci95
-    share = tax / cell.original if tax is not None and cell.original else None
-    noisy = "~" if cell.doubtful else ""
     return [
         f"{cell.x:,}",
-        f"{time_(cell.original)} → {time_(cell.row.value)}",
-        words.or_dash(cell.ratio, lambda ratio: f"{noisy}{words.times(ratio)}"),
+        f"{moment(cell.original)} → {moment(cell.row.value)}",
+        cell.faster,
         f"{words.figure(sure[0], 2)}–{words.figure(sure[1], 2)}" if sure else "–",
         words.or_dash(cell.promised, words.times),
-        words.or_dash(cell.gain, lambda gain: words.percent(gain, 0) if gain <= 1 else "?"),
-        time_(tax),
-        words.or_dash(share, lambda v: words.percent(v, 0)),
-        time_(cell.excess),
-        words.or_dash(cell.row.aa_spread, lambda v: words.percent(v, 0)),
+        words.or_dash(cell.gain, lambda gain: words.whole(gain) if gain <= 1 else "?"),
+        moment(tax),
+        words.or_dash(cell.tax_share, words.whole),
+        moment(cell.excess),
+        words.or_dash(cell.row.aa_spread, words.whole),
     ]
 
 
-def outcomes(series: Series) -> list[str]:
+def _outcomes(series: Series) -> str:
     """Say where it wins, its break-even point, what was left out."""
-    return [*curves.outcomes(series), *(text for text in [curves.break_even(series)] if text), *curves.skipped(series)]
-
-
-# of the lines of an overview, a colour each; more variants than these share the last
-_LINES = (QUANTIZED, ORIGINAL, "good", "bad", "muted", "quantized-soft", "rest")
-# the parts of a bar, from the bottom, with their colours; the rest is what no twin splits
-_SPLIT = {
-    "bound": ("limit", "quantized"),
-    "activation": ("quantizing the input", "original"),
-    "launch": ("launch", "muted"),
-    "streaming": ("streaming loss", "quantized-soft"),
-    "decode": ("decoding", "bad"),
-    "rest": ("rest of the tax", "rest"),
-}
-_HEAD = ("faster", "95 % interval", "ideal", "gain", "tax", "share", "slack", "A/A")
-_BRIEF = ("batch", "p50, {unit}", "faster", "95 %", "ideal", "gain", "tax", "share", "slack", "A/A")
+    return " ".join(filter(None, [*curves.outcomes(series), curves.break_even(series), *curves.skipped(series)]))
 
 
 def document(data: Taxed) -> Document:
     """Build the tree of a tax."""
-    found, several = groups(data), len(data.advice) > 1
-    timed = [series for group in found for series in group.series if series.cells]
+    made, several = groups(data), len(data.advice) > 1
+    timed = [series for group in made for series in group.series if series.cells]
     device = next((_device(row) for row in data.rows if row.device is not None), "")
     head: list[Part] = []
     for threads, advice in data.advice.items():
         answer, tone = said(advice)
-        aside = f" {on(threads)}." if several else ""
-        head.append(Conclusion(answer, tone, advice.because, aside=aside))
+        head.append(Conclusion(answer, tone, advice.because, aside=f" {on(threads)}." if several else ""))
     if data.traffic:
-        mix = ", ".join(
-            f"{100 * share:.0f} % of the steps at batch {batch}" for batch, share in sorted(data.traffic.items())
-        )
+        shares = sorted(data.traffic.items())
+        mix = ", ".join(f"{100 * share:.0f} % of the steps at batch {batch}" for batch, share in shares)
         head.append(Remark(f"Traffic: {mix}.", "caption"))
-    whole = [part for group in found if group.whole or not data.shapes.name for part in _whole(data, group)]
-    single = [part for group in found if not group.whole and data.shapes.name for part in _single(data, group)]
-    cache = f" The last-level cache holds {words.size(last_level_cache(data))}."
+    whole = [part for group in made if group.whole or not data.shapes.name for part in _whole(data, group)]
+    single = [part for group in made if not group.whole and data.shapes.name for part in _single(data, group)]
     where = "with the same threads" if any(data.advice) else "on the same device"
-    about = f"Measured before and after everything else, {where}; the limits stand on them.{cache}"
-    how = [Remark(text, "caption") for text in explained(data)]
+    about = f"Measured before and after everything else, {where}; the limits stand on them."
+    about += f" The last-level cache holds {words.size(_cache(data))}."
+    how = [Remark(text, "caption") for text in _explained(data)]
     how += [Remark(text, "caption", On.PAGE) for text in speed.explained(data.rows, timed)]
     reading = Section("How to read it", how, folded=True)
     chapters: list[tuple[str, str, list[Part]]] = [
-        ("verdicts", "Each format", [_verdicts(data, found)] if any(data.verdicts.values()) else []),
+        ("verdicts", "Each format", [_verdicts(data, made)] if any(data.verdicts.values()) else []),
         ("whole", "The whole model" if single else "Batch by batch", [*whole, reading]),
         ("layers", "Layer by layer", single),
-        ("ceilings", "Ceilings", [Remark(about, "caption", On.PAGE), ceilings(data)]),
+        ("ceilings", "Ceilings", [Remark(about, "caption", On.PAGE), _ceilings(data)]),
     ]
     first = next((row for row in data.rows if row.runtime), data.rows[0])
     versions = ", ".join(f"{name} {version}" for name, version in sorted(first.versions.items()))
     linears = words.plural(sum(linear.count for linear in data.shapes.linears), "linear")
+    facts = [("linears", f"{linears}, {data.shapes.source}"), ("device", _device(first))]
+    facts += [("runtime", first.runtime or ""), ("target", data.target.name), ("versions", versions)]
     return Document(
-        f"{data.title}: the dequantization tax",
+        f"{_title(data)}: the dequantization tax",
         [f"Every linear in each format, timed against {data.baseline} on {device}. {data.shapes.source}".rstrip()],
         [*head, *(Remark(note, "note") for note in data.notes)],
         [Section(title, parts, place) for place, title, parts in chapters if parts],
-        [
-            ("linears", f"{linears}, {data.shapes.source}"),
-            ("device", _device(first)),
-            ("runtime", first.runtime or ""),
-            ("target", data.target.name),
-            ("versions", versions),
-        ],
+        facts,
         made=f"Made by quantkit {data.version} from the rows of one run.",
     )
 
 
-def _verdicts(data: Taxed, found: Sequence[CurveGroup]) -> Sheet:
+def _verdicts(data: Taxed, made: Sequence[CurveGroup]) -> Sheet:
     """Build the verdict on each format: where it wins, the rows that decided."""
     ranges = {
         (group.threads, series.title): (wins(series), curves.ideal_end(series))
-        for group in found
+        for group in made
         for series in group.series
         if group.whole or len(data.shapes.linears) == 1
     }
+    several = len(data.verdicts) > 1
     rows: list[list[Cell]] = []
     for threads, verdicts in data.verdicts.items():
         for verdict in verdicts:
             where, ideal = ranges.get((threads, verdict.format or ""), ("", ""))
-            of = [on(threads)] if len(data.verdicts) > 1 else []
+            of = [on(threads)] if several else []
             rows.append([Styled(*said(verdict)), *of, where, ideal, list(verdict.because)])
-    threaded = ["threads"] if len(data.verdicts) > 1 else []
-    head = ["verdict", *threaded, "wins at batch (95 % of the ends)", "ideally", "the rows that decided"]
+    head = ["verdict", *(["threads"] if several else []), "wins at batch (95 % of the ends)", "ideally"]
+    head.append("the rows that decided")
     return Sheet(head, rows, words=len(head), stacked=True)
 
 
 def _whole(data: Taxed, group: CurveGroup) -> list[Part]:
     """Build an overview and a line a batch of every variant."""
-    parts = [_overview(group, data.baseline)] if any(series.cells for series in group.series) else []
-    return [Section(group.title, [*parts, *(part for each in group.series for part in _variant(data, each))])]
+    variants = [part for series in group.series for part in _variant(series)]
+    return [Section(group.title, [*_overview(group, data.baseline), *variants])]
 
 
 def _single(data: Taxed, group: CurveGroup) -> list[Part]:
@@ -318,79 +301,73 @@ def _single(data: Taxed, group: CurveGroup) -> list[Part]:
         ratios = {cell.x: words.or_dash(cell.ratio, words.times) for cell in series.cells}
         rows.append([Styled(series.title, "name"), *(ratios.get(batch, "–") for batch in batches)])
     brief = Sheet(["", *(f"{batch:,}" for batch in batches)], rows, on=On.SCREEN)
-    parts = [_overview(group, data.baseline)] if any(series.cells for series in group.series) else []
-    full = [part for series in group.series for part in _variant(data, series) if part.on == On.PAGE]
-    return [Section(group.title, [brief, *parts, *full], folded=True)]
+    full = [part for series in group.series for part in _variant(series) if part.on == On.PAGE]
+    return [Section(group.title, [brief, *_overview(group, data.baseline), *full], folded=True)]
 
 
-def _variant(data: Taxed, series: Series) -> list[Part]:
+def _variant(series: Series) -> list[Part]:
     """Build one variant: for a screen a line a batch, for a page its figures."""
     if not series.cells:
         return [Section(series.title, [Remark(" ".join(curves.skipped(series)))])]
     factor, unit = series.time_unit
     kernel = str(series.cells[0].row.settings.get("kernel") or "")
     title = (Styled(series.title, "name"), Styled(f"  {kernel}" if kernel else "", "dim"))
-    brief = Sheet([name.format(unit=unit) for name in _BRIEF], [line(cell, factor) for cell in series.cells], words=0)
+    head = ["batch", f"p50, {unit}", "faster", "95 %", *_HEAD[2:]]
+    brief = Sheet(head, [line(cell, factor) for cell in series.cells], words=0)
     cautions = [Remark(text, "caution") for text in curves.cautions(series)]
-    screen: list[Part] = [Remark(title), brief, Remark(" ".join(outcomes(series))), *cautions]
-    made = speed.section(data.rows, series)
+    made = speed.section(series)
     keys = [(shade, label) for label, shade in _parts(series).values()]
     panels = [*made.charts, split(series)] if made.charts else []
     captions = [*([f"It ran as {kernel}."] if kernel else []), *made.captions]
-    page = replace(made, charts=panels, captions=captions, keys=keys, title=series.title)
-    return [Section("", screen, on=On.SCREEN), page]
+    screen = Section("", [Remark(title), brief, Remark(_outcomes(series)), *cautions], on=On.SCREEN)
+    return [screen, replace(made, charts=panels, captions=captions, keys=keys)]
 
 
-def _overview(group: CurveGroup, baseline: str) -> Exhibit:
+def _overview(group: CurveGroup, baseline: str) -> list[Part]:
     """Draw the delivered speed-up of all variants over the batch, where they win and where they lose."""
+    if not any(series.cells for series in group.series):
+        return []
     known = [series for series in group.series if any(cell.ratio for cell in series.cells)]
     drawn: list[Curve] = []
-    for i, series in enumerate(known):
-        cells = [cell for cell in series.cells if cell.ratio]
-        hover = [f"{series.title} {words.times(cell.ratio or 0)}" for cell in cells]
-        colour = _LINES[min(i, len(_LINES) - 1)]
-        drawn.append(Curve(series.title, colour, [c.x for c in cells], [c.ratio or 0.0 for c in cells], hover))
-    values = [y for curve in drawn for y in curve.y]
-    axis = log_axis(f"{baseline} time / its time", [*values, 1.0], form=lambda v: f"{v:g}×")
-    across = points_axis("batch (rows of the activation)", [x for curve in drawn for x in curve.x])
-    alt = f"How many times as fast each format is as {baseline}, by batch, both axes logarithmic"
-    figure = drawn_lines(drawn, across, axis, height=360, even=1.0)
-    panels = [Plot(f"Delivered speed-up over {baseline}", alt, figure, wide=True)]
     body = []
-    for series in known:
+    for i, series in enumerate(known):
+        xs, ys = [cell.x for cell in series.cells], [cell.ratio for cell in series.cells]
+        colour = _LINES[min(i, len(_LINES) - 1)]
+        drawn += curve(series.title, colour, xs, ys, lambda y, of=series.title: f"{of} {words.times(y)}")  # type: ignore[misc]
         factor, unit = words.time_unit(min(cell.row.value or 1.0 for cell in series.cells))
         for cell in series.cells:
             batch, times, *ratios, tax, share, slack, spread = line(cell, factor)
-            times, tax, slack = (each if each == "–" else f"{each} {unit}" for each in (times, tax, slack))
+            times, tax, slack = (text if text == "–" else f"{text} {unit}" for text in (times, tax, slack))
             body.append([series.title, batch, times, *ratios, tax, share, slack, spread])
-    best = [f"{series.title}: {' '.join(outcomes(series))}" for series in known]
-    table = Sheet(("format", "batch", f"{baseline} → this", *_HEAD), body)
-    return Exhibit(best, [] if all(len(curve.x) == 1 for curve in drawn) else panels, [], table)
+    panels = []
+    if any(len(curve.x) > 1 for curve in drawn):
+        title, across = f"Delivered speed-up over {baseline}", "batch (rows of the activation)"
+        alt, up = f"How many times as fast each format is as {baseline}, by batch", f"{baseline} time / its time"
+        panels = [over(title, alt, drawn, across, up, form=words.ratio, also=[1.0], wide=True, height=360, even=1.0)]
+    best = [f"{series.title}: {_outcomes(series)}" for series in known]
+    return [Exhibit(best, panels, [], Sheet(("format", "batch", f"{baseline} → this", *_HEAD), body))]
 
 
 def split(series: Series) -> Plot:
-    """Bars of the limit and the tax, as shares of the baseline's time: absolute ones would hide small batches."""
+    """Draw bars of the limit and the tax, as shares of the baseline's time: absolute ones would hide small batches."""
     cells = [cell for cell in series.cells if cell.bound and cell.original]
-    parts = [
-        BarPart(label, [shares_of(cell)[part] for cell in cells], shade)
-        for part, (label, shade) in _parts(series).items()
-    ]
-    names = [f"batch {cell.x:,}" for cell in cells]
+    shares = [shares_of(cell) for cell in cells]
+    parts = [BarPart(label, [own[name] for own in shares], shade) for name, (label, shade) in _parts(series).items()]
     times = [(cell.row.value or 0.0, cell.original or 1.0) for cell in cells]
-    totals = [f"{words.moment(own)}, {words.percent(own / other, 0)}" for own, other in times]
-    figure = stacked(names, parts, totals, f"share of {series.other}'s time", form=lambda v: words.percent(v, 0))
+    totals = [f"{words.moment(own)}, {words.whole(own / other)}" for own, other in times]
+    names, title = [f"batch {cell.x:,}" for cell in cells], f"share of {series.other}'s time"
     alt = f"Limit and tax of {series.title} at each batch, as shares of {series.other}'s time"
-    return Plot("What its time is made of", alt, figure)
+    return Plot("What its time is made of", alt, stacked(names, parts, totals, title, form=words.whole))
 
 
 def _parts(series: Series) -> dict[str, tuple[str, str]]:
-    """The parts of the bars that any of them has, with label and colour."""
+    """Find the parts of the bars that any of them has, with label and colour."""
     shares = [shares_of(cell) for cell in series.cells if cell.bound and cell.original]
-    return {part: look for part, look in _SPLIT.items() if any(each[part] > 0 for each in shares)}
+    return {part: look for part, look in _SPLIT.items() if any(own[part] > 0 for own in shares)}
 
 
 def shares_of(cell: CurvePoint) -> dict[str, float]:
-    """The parts' seconds over the baseline's time; what a negative part leaves is nothing.
+    """Split the time into parts over the baseline's time; what a negative part leaves is nothing.
 
     Quantizing the input and launching happen in the twin as well: they are taken off the streaming loss, or off the
     rest where there is no twin.
@@ -403,21 +380,17 @@ def shares_of(cell: CurvePoint) -> dict[str, float]:
         return float(value) if isinstance(value, int | float) else 0.0
 
     undecoded = time_s if raw is None else min(max(raw, bound), time_s)
-    over = max(undecoded - bound, 0.0)
-    activation = min(known("activation_s"), over)
-    launch = min(known("launch_s"), over - activation)
-    left = over - activation - launch
-    seconds = {
-        "bound": min(bound, time_s),
-        "activation": activation,
-        "launch": launch,
-        "streaming": left if raw is not None else 0.0,
-        "decode": max(time_s - max(undecoded, bound), 0.0) if raw is not None else 0.0,
-        "rest": left if raw is None else 0.0,
-    }
+    excess = max(undecoded - bound, 0.0)
+    activation = min(known("activation_s"), excess)
+    launch = min(known("launch_s"), excess - activation)
+    left = excess - activation - launch
+    seconds = {"bound": min(bound, time_s), "activation": activation, "launch": launch}
+    seconds["streaming"] = left if raw is not None else 0.0
+    seconds["decode"] = max(time_s - max(undecoded, bound), 0.0) if raw is not None else 0.0
+    seconds["rest"] = left if raw is None else 0.0
     return {part: taken / whole for part, taken in seconds.items()}
 
 
 def _device(row: Row) -> str:
     """`Cortex-A76, pi5`: of one that was reached from another machine also what it is called there."""
-    return ", ".join(part for part in (row.device.name, row.on) if part) if row.device is not None else ""
+    return words.joined(row.device.name, row.on or "") if row.device is not None else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quantkit.bundle import Manifest, Verdict
 from quantkit.measurement.rows import Device, Row
-from quantkit.report.on_devices import DeviceRows
+from quantkit.report.bundle.speed import DeviceRows
 from report.timed import everything, exported_rows, judged, timed_rows
 
 # seconds there for one here: of the original, and of the bundle

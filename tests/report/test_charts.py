@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from plotly import graph_objects
 
-from quantkit.report.kit import axes, charts
+from quantkit.report.kit import charts
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, ChartPoint, Curve, Figure, Mark
 
-ACROSS = axes.points_axis("batch", [1, 2, 4])
-UP = axes.log_axis("ms", [1.0, 4.0])
+ACROSS = charts.points_axis("batch", [1, 2, 4])
+UP = charts.log_axis("ms", [1.0, 4.0])
 
 
 def curves(label: str = "int4") -> list[Curve]:
@@ -28,7 +28,7 @@ def drawn(text: str = "x") -> dict[str, Figure]:
         "lines": charts.lines(curves(text), ACROSS, UP, noise=(0.9, 1.1), even=1.0, wins=[(1, 2)], marks=mark),
         "forest": charts.forest(
             [ChartPoint(text, 1.0, (0.9, 1.2), text), ChartPoint("b", 1.1, None, "1.1")],
-            axes.straight_axis(text, [0.9, 1.2]),
+            charts.straight_axis(text, [0.9, 1.2]),
             marks=mark,
         ),
         "heat": charts.heat(["0", "1"], [text, "b"], [[0.1, None], [0.2, 0.3]]),
@@ -51,7 +51,7 @@ def test_text_of_others_is_no_markup(name: str) -> None:
 
 def test_labels_that_a_telephone_has_no_room_for_take_two_lines() -> None:
     long = ChartPoint("decode step, batch 8, context 1,024", 1.0, (0.9, 1.2), "1.000 times as long (0.82 to <b>)")
-    (label,) = charts.forest([long], axes.straight_axis("x", [0.9, 1.2]))["layout"]["annotations"]
+    (label,) = charts.forest([long], charts.straight_axis("x", [0.9, 1.2]))["layout"]["annotations"]
     first, second = label["text"].split("<br>")
     assert (first, second) == (long.label, "1.000 times as long (0.82 to &lt;b&gt;)")
 

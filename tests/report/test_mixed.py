@@ -9,7 +9,8 @@ from plotly import graph_objects
 from pydantic import ValidationError
 
 from quantkit.measurement.accuracy.harm import Harm, MixedSearch
-from quantkit.report.bundle.mixed import said, sections
+from quantkit.report.bundle.harm import mixed as sections
+from quantkit.report.bundle.harm import mixed_said as said
 from report import labelled
 from report.shown import page
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from quantkit.bundle import Verdict
+from quantkit.report.bundle.speed import HERE, DeviceRows, all_devices
+from quantkit.report.bundle.speed import on_devices as parts
 from quantkit.report.kit import html
 from quantkit.report.kit.tree import Section
-from quantkit.report.on_devices import HERE, DeviceRows, parts, together
 from report.reached import DEVICES, on_devices, there
 from report.shown import page
 from report.timed import BATCHES, judged
@@ -44,19 +45,19 @@ def test_a_tab_says_what_its_device_met() -> None:
 
 def test_one_picture_shows_all_by_batch() -> None:
     manifest, rows, devices = on_devices()
-    (section,) = together(manifest, rows, devices)
+    (section,) = all_devices(manifest, rows, devices)
     assert len(section.charts) == 2
     for panel, what in zip(section.charts, ("Speed-up", "Tax"), strict=True):
         assert panel.title.startswith(what)
-        assert panel.alt.endswith("against batch, of here, pi5 and box")
+        assert "against batch, of here, pi5 and box" in panel.alt
     assert section.table is not None
     names = [line[0] for line in section.table.rows]
     assert names == [name for name in (HERE, *DEVICES) for _ in BATCHES]
     speed = {(line[0], line[1]): line[2] for line in section.table.rows}
     assert (speed[HERE, "1"], speed["pi5", "1"], speed["box", "1"]) == ("2.40×", "2.00×", "3.00×")
     # of one alone there is nothing to compare
-    assert together(manifest, rows, []) == []
-    assert together(manifest, [], devices[:1]) == []
+    assert all_devices(manifest, rows, []) == []
+    assert all_devices(manifest, [], devices[:1]) == []
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from quantkit.planning.load import Load
 from quantkit.planning.outlook import Outlook, PlannedRecipe
 from quantkit.report.kit import html
 from quantkit.report.kit.screen import write
-from quantkit.report.plan import costs as plan_costs
 from quantkit.report.plan import figures
+from quantkit.report.plan import words as plan_costs
 from quantkit.report.plan.as_json import as_dict
 from quantkit.report.plan.document import document
 from quantkit.stats.clustered import Estimate
@@ -101,7 +101,7 @@ def test_an_amount_follows_its_own_time() -> None:
     assert whole.forecast == pytest.approx(1e6 * second * 256 / 1280 / rate.forecast) == pytest.approx(cost.blended)
     assert whole.interval is not None and whole.interval[0] < cost.blended < whole.interval[1]
     amounts = plan_costs.amounts(priced("int4", efficiency=0.5), row)
-    assert len(amounts) == len(plan_costs.head(priced("int4"))) == 4
+    assert len(amounts) == len(plan_costs.amounts_head(priced("int4"))) == 4
     step = row.step
     assert step.forecast is not None
     assert amounts[1].startswith(f"{float(f'{1e6 * second * step.forecast:.1e}'):.2g} (")
@@ -110,11 +110,9 @@ def test_an_amount_follows_its_own_time() -> None:
 
 def test_bounds_are_marked_in_money_too() -> None:
     found = priced("bf16", "int4", efficiency=None)
-    sheet = plan_costs.costs(found)
-    assert sheet is not None
-    assert all(cell.startswith("≥") for row in sheet.rows for cell in row[2:])
-    (label, batch, *_), _ = sheet.rows
-    assert (label, batch) == ("bf16", "64")
+    best = [plan_costs.best(each, found.workload) for each in found.candidates]
+    assert best[0] is not None and best[0][0].batch == 64
+    assert all(cell.startswith("≥") for each in best if each for cell in plan_costs.amounts(found, each[0]))
 
 
 def test_a_bill_at_a_mixture_is_taken_apart() -> None:
@@ -184,7 +182,7 @@ def test_on_the_page() -> None:
 
 def test_an_encoder_pays_by_the_pass() -> None:
     found = priced("int4", model="bert-base", workload=planned.work(1, 8, prompt=128, output=0))
-    assert plan_costs.head(found) == ["EUR a million sequences", "J a sequence, full power"]
+    assert plan_costs.amounts_head(found) == ["EUR a million sequences", "J a sequence, full power"]
     (candidate,) = found.candidates
     row = candidate.rows[0]
     assert row.step.forecast is not None
@@ -198,7 +196,7 @@ def test_without_prices_energy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     (candidate,) = found.candidates
     rows = [replace(row, cost=replace(row.cost, rented=[], owned=None)) for row in candidate.rows if row.cost]
     found = replace(found, candidates=[replace(candidate, rows=rows, cost=rows[-1].cost)])
-    assert plan_costs.head(found) == ["J a token, full power"]
+    assert plan_costs.amounts_head(found) == ["J a token, full power"]
     assert "J a token" in text(found, monkeypatch)
     assert "<h2>What it gives</h2>" in html.page(document(found))
 

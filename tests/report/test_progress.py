@@ -120,5 +120,5 @@ def test_the_bar_shows_stage_and_time_left() -> None:
         display.at("quantize", 0.0)
         display.at("quantize", 0.25, "block 2 of 4")
         display._bar.refresh()
-        display._console.print(display._bar.get_renderable())
+        display._bar.console.print(display._bar.get_renderable())
     assert "quantize  block 2 of 4" in stream.getvalue() and "left of quantize" in stream.getvalue()

@@ -15,7 +15,7 @@ from quantkit.report import terminal
 from quantkit.report.bundle import figures
 from quantkit.report.bundle.document import card, document, took
 from quantkit.report.kit.progress import Display
-from quantkit.report.kit.screen import indented, marked, table
+from quantkit.report.kit.screen import grid, indented, table
 from report.shown import page, printed
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
@@ -26,7 +26,8 @@ FORGED = "it is fine\n✓ all 10 checks hold\r\x1b[2K"
 def test_what_others_say_stays_in_its_line_on_a_screen_that_can_be_read(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    shown = [Text(FORGED), table(["note"], [[FORGED], [Text(FORGED)]]), *indented(Text(FORGED)), marked(FORGED)]
+    cells = table(["note"], [[FORGED], [Text(FORGED)]])
+    shown = [Text(FORGED), cells, *indented(Text(FORGED)), grid([(Text("!"), Text(FORGED))])]
     text = printed(shown, monkeypatch, width)
     assert len(text.split()) > 30 and "\r" not in text and "\x1b" not in text
     assert width < 80 or not any(line.strip().startswith("✓") for line in text.splitlines())

@@ -43,84 +43,80 @@ _NOT_MEASURED = {
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One size of a curve: what was measured there, and what bounds it."""
+    """One size of a curve; times in seconds, None where something is not known.
+
+    Args:
+        doubtful: whether its speed-up is noise, or more than bytes and operations allow.
+        bound: the least time of the quantized side; `original_bound` of the original.
+        ratio: how many times as fast the quantized side is.
+        promised: how many times as fast it could be, by the limits.
+        gain: how much of the promised gain arrives; None also where the speed-up is not believed, or the weights may
+            have been in a cache.
+        excess: what the original takes beyond its own limit.
+        share_read: the effective bandwidth as a share of what the machine reads.
+        flags: of all its rows, each once.
+    """
 
     x: int
     row: Row
     tax: Row | None
-    bandwidth: Row | None = None
+    bandwidth: Row | None
+    doubtful: bool
+    bound: float | None
+    original_bound: float | None
+    original: float | None
+    ratio: float | None
+    ratio_ci95: Interval | None
+    promised: float | None
+    gain: float | None
+    excess: float | None
+    tokens_per_s: float
+    original_tokens_per_s: float | None
+    share_read: float | None
+    flags: Sequence[str]
 
     @property
-    def bound(self) -> float | None:
-        """The least time of the quantized side, in seconds."""
-        return self.tax.op.bound_s if self.tax is not None and self.tax.op is not None else None
+    def tax_share(self) -> float | None:
+        """The tax as a share of the original's time."""
+        tax = self.tax.value if self.tax is not None else None
+        return tax / self.original if tax is not None and self.original else None
 
     @property
-    def original_bound(self) -> float | None:
-        """The least time of the original, in seconds."""
-        return self.tax.op.hp_bound_s if self.tax is not None and self.tax.op is not None else None
+    def faster(self) -> str:
+        """`2.40×`, `~1.02×` where it is noise."""
+        return words.or_dash(self.ratio, lambda ratio: f"{'~' if self.doubtful else ''}{words.times(ratio)}")
 
-    @property
-    def original(self) -> float | None:
-        """The time of the original, in seconds."""
-        base = self.row.baseline
-        return base.value if base is not None and base.value > 0 else None
 
-    @property
-    def ratio(self) -> float | None:
-        """How many times as fast the quantized side is."""
-        base = self.row.baseline
-        return base.ratio if base is not None and (base.ratio or 0) > 0 else None
-
-    @property
-    def ratio_ci95(self) -> Interval | None:
-        """The interval of that."""
-        base = self.row.baseline
-        return base.ratio_ci95 if base is not None and base.ratio_ci95 and base.ratio_ci95[0] > 0 else None
-
-    @property
-    def doubtful(self) -> bool:
-        """Whether its speed-up is noise, or more than bytes and operations allow."""
-        speed = speed_up(self.row)
-        return bool(NOISY & set(self.row.flags)) or (speed is not None and bool(speed.doubt))
-
-    @property
-    def gain(self) -> float | None:
-        """How much of the promised gain arrives; None where nothing was promised, the weights may be in a cache, or
-        the speed-up is not believed."""
-        void = "weights-near-cache" in self.flags or self.doubtful
-        return None if self.tax is None or void else captured_gain(self.tax)
-
-    @property
-    def promised(self) -> float | None:
-        """The ratio of the limits: how many times as fast the format could be."""
-        return self.original_bound / self.bound if self.bound and self.original_bound else None
-
-    @property
-    def excess(self) -> float | None:
-        """What the original takes beyond its own limit, in seconds."""
-        return self.original - self.original_bound if self.original and self.original_bound else None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """New tokens of all sequences, a second."""
-        return tokens(self.row) * (self.row.batch or 1) / (self.row.value or 1.0)
-
-    @property
-    def original_tokens_per_s(self) -> float | None:
-        """The same of the original."""
-        return tokens(self.row) * (self.row.batch or 1) / self.original if self.original else None
-
-    @property
-    def share_read(self) -> float | None:
-        """The effective bandwidth as a share of what the machine reads."""
-        share = self.bandwidth.settings.get("share_of_ceiling") if self.bandwidth is not None else None
-        return share if isinstance(share, float) else None
-
-    @property
-    def flags(self) -> list[str]:
-        """Of all its rows, each once."""
-        return list(dict.fromkeys([*self.row.flags, *(self.tax.flags if self.tax is not None else [])]))
+def point(x: int, row: Row, tax: Row | None, bandwidth: Row | None = None) -> CurvePoint:
+    """Read what the rows of one size say."""
+    base, op, speed = row.baseline, tax.op if tax is not None else None, speed_up(row)
+    flags = list(dict.fromkeys([*row.flags, *(tax.flags if tax is not None else [])]))
+    doubtful = bool(NOISY & set(row.flags)) or (speed is not None and bool(speed.doubt))
+    bound, least = (op.bound_s, op.hp_bound_s) if op is not None else (None, None)
+    original = base.value if base is not None and base.value > 0 else None
+    sure = base.ratio_ci95 if base is not None else None
+    counted = tokens(row) * (row.batch or 1)
+    share = bandwidth.settings.get("share_of_ceiling") if bandwidth is not None else None
+    void = tax is None or doubtful or "weights-near-cache" in flags
+    return CurvePoint(
+        x,
+        row,
+        tax,
+        bandwidth,
+        doubtful,
+        bound,
+        least,
+        original,
+        ratio=base.ratio if base is not None and (base.ratio or 0) > 0 else None,
+        ratio_ci95=sure if sure and sure[0] > 0 else None,
+        promised=least / bound if bound and least else None,
+        gain=None if void or tax is None else captured_gain(tax),
+        excess=original - least if original and least else None,
+        tokens_per_s=counted / (row.value or 1.0),
+        original_tokens_per_s=counted / original if original else None,
+        share_read=share if isinstance(share, float) else None,
+        flags=flags,
+    )
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,7 @@ class Series:
 
     Args:
         title: what was timed.
-        cells: measured, ascending.
-        skipped: sizes without a value.
+        points: all of them, ascending.
         even: its `tax.break_even` row.
         this: short name of the quantized side.
         other: of the original.
@@ -139,23 +134,22 @@ class Series:
     """
 
     title: str
-    cells: Sequence[CurvePoint]
-    skipped: Sequence[CurvePoint]
+    points: Sequence[CurvePoint]
     even: Row | None
     this: str
     other: str
     over: str
     unit: str
 
-    @classmethod
-    def of(
-        cls, title: str, cells: Sequence[CurvePoint], even: Row | None, names: tuple[str, str], over: str, unit: str
-    ) -> Series:
-        """The curve of all its cells, those without a value apart."""
-        known = [(cell.row.value or 0) > 0 for cell in cells]
-        measured = [cell for cell, there in zip(cells, known, strict=True) if there]
-        skipped = [cell for cell, there in zip(cells, known, strict=True) if not there]
-        return cls(title, measured, skipped, even, *names, over, unit)
+    @property
+    def cells(self) -> list[CurvePoint]:
+        """The points that were measured."""
+        return [cell for cell in self.points if (cell.row.value or 0) > 0]
+
+    @property
+    def skipped(self) -> list[CurvePoint]:
+        """The points without a value."""
+        return [cell for cell in self.points if (cell.row.value or 0) <= 0]
 
     @property
     def time_unit(self) -> tuple[float, str]:
@@ -163,18 +157,18 @@ class Series:
         return words.time_unit(min(value for cell in self.cells for value in (cell.row.value, cell.original) if value))
 
     def said(self, x: str) -> str:
-        """An x in words: `batch 8`, `64 tokens`."""
+        """Name an x: `batch 8`, `64 tokens`."""
         return f"batch {x}" if self.over == "batch" else f"{x} tokens"
 
     @property
     def counted(self) -> str:
         """What a second's worth of work is counted in: a graph takes whole samples, not tokens."""
-        return "sample" if self.unit == "pass" and tokens(self.cells[0].row) == 1 else "token"
+        return "sample" if self.unit == "pass" and tokens(self.points[0].row) == 1 else "token"
 
     @property
     def per_x(self) -> int:
         """M a unit of x: the break-even row of a prefill counts the tokens of all sequences."""
-        return 1 if self.over == "batch" else self.cells[0].row.batch or 1
+        return 1 if self.over == "batch" else self.points[0].row.batch or 1
 
     @property
     def spread(self) -> float | None:
@@ -189,34 +183,44 @@ class Series:
 
 
 def series(manifest: Manifest, rows: Sequence[Row]) -> list[Series]:
-    """Decode by runtime and context over the batch, then prefill by runtime and batch over the length.
+    """Make the curves: decode by runtime and context over the batch, then prefill by runtime and batch over the length.
 
     A model that does not decode has its forward passes by runtime and length, over the batch.
     """
     decodes = manifest.model.kind == "decoder"
-    steps = [row for row in rows if row.name == "latency.decode_step"]
-    passes = [row for row in rows if row.name == "latency.prefill"]
-    several = len({figures.variant(row) for row in [*steps, *passes]}) > 1
-    found = []
-    for (variant, context), group in figures.by(steps, lambda row: (figures.variant(row), _context(row))).items():
+    timed = {name: [row for row in rows if row.name == f"latency.{name}"] for name in ("decode_step", "prefill")}
+    several = len({figures.variant(row) for own in timed.values() for row in own}) > 1
+    groups = []
+    by_context = words.by(timed["decode_step"], lambda row: (figures.variant(row), (row.shape or {}).get("context")))
+    for (variant, context), group in by_context.items():
         title = "Decode" if context is None else f"Decode with {context:,} tokens of context"
-        title += f", {variant}" if several else ""
-        found.append(_series(manifest, rows, group, title, "batch", "step"))
-    for (variant, fixed), group in figures.by(
-        passes, lambda row: (figures.variant(row), row.batch if decodes else tokens(row))
+        groups.append((variant, title, group, "batch", "step"))
+
+    def fixed_of(row: Row) -> int | None:
+        return row.batch if decodes else tokens(row)
+
+    for (variant, fixed), group in words.by(
+        timed["prefill"], lambda row: (figures.variant(row), fixed_of(row))
     ).items():
         title = "Prefill" if decodes else "Forward pass"
-        title += (
-            (f" at batch {fixed}" if decodes else f" of {fixed:,} tokens") if fixed and (decodes or fixed > 1) else ""
-        )
-        title += f", {variant}" if several else ""
-        over, unit = ("tokens", "prompt") if decodes else ("batch", "pass")
-        found.append(_series(manifest, rows, group, title, over, unit))
-    return [curve for curve in found if curve.cells]
+        if fixed and (decodes or fixed > 1):
+            title += f" at batch {fixed}" if decodes else f" of {fixed:,} tokens"
+        groups.append((variant, title, group, *(("tokens", "prompt") if decodes else ("batch", "pass"))))
+    drawn = []
+    for variant, title, group, over, unit in groups:
+        at = _batch if over == "batch" else tokens
+        points = [
+            point(at(row), row, _of(rows, row, "tax.total"), _of(rows, row, "bandwidth.effective"))
+            for row in sorted(group, key=at)
+            if at(row)
+        ]
+        named = f"{title}, {variant}" if several else title
+        drawn.append(Series(named, points, _even(rows, group[0], over), *names(manifest, group[0]), over, unit))
+    return [curve for curve in drawn if curve.cells]
 
 
 def names(manifest: Manifest, row: Row | None = None) -> tuple[str, str]:
-    """Short names of the two sides; a bundle of several formats is `quantized`.
+    """Name the two sides shortly; a bundle of several formats is `quantized`.
 
     Runtimes compute the float side in float32, so a source in another dtype is just the `original`; where its weights
     were stored otherwise to be timed, a row says so.
@@ -230,29 +234,17 @@ def names(manifest: Manifest, row: Row | None = None) -> tuple[str, str]:
 
 
 def tokens(row: Row) -> int:
-    """New tokens of a sequence: a prompt's length, 1 in a decode step."""
+    """Count the new tokens of a sequence: a prompt's length, 1 in a decode step."""
     shape = row.shape or {}
     return shape.get("new_tokens") or shape.get("tokens") or (1 if row.name == "latency.decode_step" else 0)
 
 
-def _context(row: Row) -> int | None:
-    return (row.shape or {}).get("context")
-
-
-def _series(manifest: Manifest, rows: Sequence[Row], group: Sequence[Row], title: str, over: str, unit: str) -> Series:
-    def at(row: Row) -> int:
-        return (row.batch or 0) if over == "batch" else tokens(row)
-
-    cells = [
-        CurvePoint(at(row), row, _of(rows, row, "tax.total"), _of(rows, row, "bandwidth.effective"))
-        for row in sorted(group, key=at)
-        if at(row)
-    ]
-    return Series.of(title, cells, _even(rows, group[0], over), names(manifest, group[0]), over, unit)
+def _batch(row: Row) -> int:
+    return row.batch or 0
 
 
 def _of(rows: Sequence[Row], cell: Row, name: str) -> Row | None:
-    """The row of that name about the whole step of the same cell."""
+    """Find the row of that name about the whole step of the same cell."""
     for row in rows:
         same = (row.batch, row.shape, figures.variant(row)) == (cell.batch, cell.shape, figures.variant(cell))
         if same and row.name == name and (row.op is None or row.op.layer is None):
@@ -273,100 +265,86 @@ def _even(rows: Sequence[Row], of: Row, over: str) -> Row | None:
 
 
 def results(curve: Series) -> list[str]:
-    """Where the quantized side wins and loses, the break-even point, the tax, the bandwidth, what was not measured."""
-    found = outcomes(curve)
-    if even := break_even(curve):
-        found.append(even)
-    if tax := first_tax(curve):
-        found.append(tax)
+    """Say where the quantized side wins and loses, the break-even, the tax, the bandwidth, what was not measured."""
+    said = [*outcomes(curve), *filter(None, (break_even(curve), first_tax(curve)))]
     first = curve.cells[0]
     if first.bandwidth is not None and first.bandwidth.value is not None:
         moved = words.rate(first.bandwidth.value, first.bandwidth.unit)
         ceiling = f", {words.percent(first.share_read, 0)} of what the machine reads" if first.share_read else ""
-        found.append(f"The effective bandwidth at {curve.said(str(first.x))} is {moved}{ceiling}.")
-    return found + skipped(curve)
+        said.append(f"The effective bandwidth at {curve.said(str(first.x))} is {moved}{ceiling}.")
+    return said + skipped(curve)
 
 
 def outcomes(curve: Series) -> list[str]:
-    """Where it is faster, slower, or nothing can be said."""
-    wins: list[int] = []
-    losses: list[int] = []
-    unsure: list[int] = []
-    beyond: list[int] = []
+    """Say where it is faster, slower, or nothing is known."""
+    where: dict[str, list[int]] = {"Faster": [], "Slower": [], "unsure": [], "beyond": []}
     for cell in curve.cells:
         if (speed := speed_up(cell.row)) is not None:
             low, high = speed.interval
-            known = unsure if speed.noisy else wins if low > 1 else losses if high < 1 else unsure
-            (beyond if speed.doubt == "ceiling" else known).append(cell.x)
-    found = []
-    for xs, verb in ((wins, "Faster"), (losses, "Slower")):
-        if xs:
-            found.append(f"{verb} at {curve.said(words.listed(xs))}.")
-    if unsure:
-        found.append(f"At {curve.said(words.listed(unsure))} no difference shows above the noise.")
-    if beyond:
-        said = curve.said(words.listed(beyond))
-        found.append(f"At {said} it is faster than bytes and operations allow: a time or a ceiling is wrong.")
-    return found
+            known = "unsure" if speed.noisy else "Faster" if low > 1 else "Slower" if high < 1 else "unsure"
+            where["beyond" if speed.doubt == "ceiling" else known].append(cell.x)
+    at = {key: curve.said(words.listed(xs)) for key, xs in where.items() if xs}
+    said = [f"{verb} at {at[verb]}." for verb in ("Faster", "Slower") if verb in at]
+    if "unsure" in at:
+        said.append(f"At {at['unsure']} no difference shows above the noise.")
+    if "beyond" in at:
+        said.append(f"At {at['beyond']} it is faster than bytes and operations allow: a time or a ceiling is wrong.")
+    return said
 
 
 def ideal_end(curve: Series) -> str:
-    """The x up to which the roofline promises a gain, in words; empty where it is not known."""
+    """Name the x up to which the roofline promises a gain; empty where it is not known."""
     if curve.ideal is not None:
         return f"to {words.figure(curve.ideal, 2)}"
+    ends = {"ideal-wins-everywhere": "everywhere", "ideal-wins-nowhere": "nowhere"}
     flags = curve.even.flags if curve.even is not None else []
-    return {"ideal-wins-everywhere": "everywhere", "ideal-wins-nowhere": "nowhere"}.get(
-        next((flag for flag in flags if flag.startswith("ideal-wins")), ""), ""
-    )
+    return next((ends[flag] for flag in flags if flag in ends), "")
 
 
 def break_even(curve: Series) -> str:
-    """The first end of its gain, with the ideal one; empty where neither is known."""
+    """Say the first end of its gain, with the ideal one; empty where neither is known."""
     ideal = f"ideal {words.figure(curve.ideal, 2)}" if curve.ideal is not None else ""
     if curve.even is None or curve.even.value is None:
         return f"No break-even in what was measured; {ideal}." if ideal else ""
     ends = words.between(curve.even.ci95, lambda m: words.figure(m / curve.per_x, 2))
-    inner = ", ".join(part for part in (ends and _SURE + ends, ideal) if part)
-    return f"Break-even at {curve.said(words.figure(curve.even.value / curve.per_x, 2))}{bracketed(inner)}."
+    inner = words.joined(ends and _SURE + ends, ideal)
+    return f"Break-even at {curve.said(words.figure(curve.even.value / curve.per_x, 2))}{words.bracketed(inner)}."
 
 
 def first_tax(curve: Series) -> str:
-    """The tax at the smallest size; empty where it is not known or negative, which a caution says."""
+    """Say the tax at the smallest size; empty where it is not known or negative, which a caution says."""
     first = curve.cells[0]
     if first.tax is None or (first.tax.value or 0) <= 0 or not first.original:
         return ""
-    tax = first.tax.value or 0.0
-    what = f"{words.moment(tax)}, {words.percent(tax / first.original, 0)} of {curve.other}'s time"
-    gain = first.gain
-    took = ""
-    if gain is not None and 0 < gain <= 1:
-        took = f"; {words.percent(gain, 0)} of the promised gain arrives"
+    what = f"{words.moment(first.tax.value or 0.0)}, {words.percent(first.tax_share or 0.0, 0)} of {curve.other}'s time"
+    arrives = first.gain is not None and 0 < first.gain <= 1
+    took = f"; {words.percent(first.gain or 0.0, 0)} of the promised gain arrives" if arrives else ""
     return f"The tax at {curve.said(str(first.x))} is {what}{took}."
 
 
 def skipped(curve: Series) -> list[str]:
-    """Sizes without a value, each with its reason."""
-    found = []
+    """List the sizes without a value, each with its reason."""
+    said = []
     for cell in curve.skipped:
         why = next((_NOT_MEASURED[flag] for flag in cell.row.flags if flag in _NOT_MEASURED), "not measured")
-        found.append(f"{words.sentence(curve.said(f'{cell.x:,}'))}: {why}.")
-    return found
+        said.append(f"{words.sentence(curve.said(f'{cell.x:,}'))}: {why}.")
+    return said
 
 
 def cautions(curve: Series) -> list[str]:
-    """What the flags of the cells say, each once, with where it holds."""
-    found = []
+    """Say what the flags of the cells mean, each once, with where it holds."""
+    said = []
     for flag, text in _FLAGS.items():
         xs = [cell.x for cell in curve.cells if flag in cell.flags]
         if xs:
             at = "at every size" if len(xs) == len(curve.cells) > 1 else f"at {curve.said(words.listed(xs))}"
-            found.append(f"{at}: {text}")
-    return found
+            said.append(f"{at}: {text}")
+    return said
 
 
-def shared_cautions(found: Sequence[Series]) -> list[str]:
-    """Cautions that hold for each of several curves: they are told once."""
-    told = [cautions(curve) for curve in found]
+def shared_cautions(several: Sequence[Series]) -> list[str]:
+    """List the cautions that hold for each of several curves: they are told once."""
+    told = [cautions(curve) for curve in several]
     return [text for text in told[0] if all(text in others for others in told)] if len(told) > 1 else []
 
 
@@ -380,81 +358,59 @@ def measured(curve: Series) -> str:
     return f"p50 of {several} {plural} a side at each size, interleaved (ABBA)"
 
 
+def spread(curve: Series) -> str:
+    """`A/A spread 1.3 % at most`; empty where it is not known."""
+    return f"A/A spread {words.percent(curve.spread)} at most" if curve.spread is not None else ""
+
+
 def setting(curve: Series) -> str:
-    """What it ran in and on: threads, runtime with its version, accuracy level, device."""
+    """Say what it ran in and on: threads, runtime with its version, accuracy level, device."""
     row = curve.cells[0].row
-    parts = []
-    threads = row.settings.get("threads")
-    if isinstance(threads, int | float):
-        parts.append(words.plural(int(threads), "thread"))
-    if row.runtime:
-        parts.append(f"{row.runtime} {row.version}".rstrip())
-    level = row.settings.get("accuracy_level")
-    parts += [f"accuracy level {level}"] if level is not None else []
-    parts += [row.device.name] if row.device is not None else []
-    return "; ".join(parts)
+    threads, level = row.settings.get("threads"), row.settings.get("accuracy_level")
+    return words.joined(
+        words.plural(int(threads), "thread") if isinstance(threads, int | float) else "",
+        f"{row.runtime} {row.version}".rstrip() if row.runtime else "",
+        f"accuracy level {level}" if level is not None else "",
+        row.device.name if row.device is not None else "",
+        by="; ",
+    )
 
 
 def how(curve: Series) -> str:
-    """How often one curve was measured, and what its noise is."""
-    parts = [measured(curve)]
-    if curve.spread is not None:
-        parts.append(f"A/A spread {words.percent(curve.spread)} at most")
-    if any(cell.doubtful for cell in curve.cells):
-        parts.append("~ is noise")
-    return "; ".join(part for part in parts if part)
+    """Say how often one curve was measured, and what its noise is."""
+    noise = "~ is noise" if any(cell.doubtful for cell in curve.cells) else ""
+    return words.joined(measured(curve), spread(curve), noise, by="; ")
 
 
-def few_steps(found: Sequence[Series]) -> str:
-    """Which 99th percentiles rest on few steps, once for all curves; empty where none does."""
-    flags = [["p99-from-few" in cell.flags for cell in curve.cells] for curve in found]
+def few_steps(several: Sequence[Series]) -> str:
+    """Say which 99th percentiles rest on few steps, once for all curves; empty where none does."""
+    flags = [["p99-from-few" in cell.flags for cell in curve.cells] for curve in several]
     if not any(map(any, flags)):
         return ""
-    which = "The" if all(map(all, flags)) else "Some"
-    return f"{which} 99th percentiles rest on few steps."
+    return f"{'The' if all(map(all, flags)) else 'Some'} 99th percentiles rest on few steps."
 
 
-def conditions(found: Sequence[Series], rows: Sequence[Row]) -> list[str]:
-    """What all curves were measured in and on, each once, and what a share of the read bandwidth is a share of."""
-    said = list(dict.fromkeys(text for curve in found if (text := setting(curve))))
-    if few := few_steps(found):
+def conditions(several: Sequence[Series], rows: Sequence[Row]) -> list[str]:
+    """Say what all curves were measured in and on, each once, and what a share of the bandwidth is a share of."""
+    said = list(dict.fromkeys(text for curve in several if (text := setting(curve))))
+    if few := few_steps(several):
         said.append(few[:1].lower() + few[1:].rstrip("."))
-    if (rate := read_rate(rows)) and any(cell.share_read for curve in found for cell in curve.cells):
+    read = next((row for row in rows if row.name == "ceiling.read" and row.value is not None), None)
+    if read is not None and any(cell.share_read for curve in several for cell in curve.cells):
+        rate = words.rate(read.value or 0.0, read.unit)
         said.append(f"of read: effective bandwidth, as a share of the {rate} that was read in the same run")
     return said
 
 
-def read_rate(rows: Sequence[Row]) -> str:
-    """The measured read bandwidth; empty where there is none."""
-    row = next((row for row in rows if row.name == "ceiling.read" and row.value is not None), None)
-    return words.rate(row.value, row.unit) if row is not None and row.value is not None else ""
-
-
-def bracketed(text: str) -> str:
-    """` (text)`; empty for nothing."""
-    return f" ({text})" if text else ""
-
-
-# --- a small table ---------------------------------------------------------------------------------------------------
-
-
 def brief(curve: Series) -> tuple[list[str], list[list[str]]]:
-    """(head, rows) of the few columns that fit a terminal; times `original → this` in the unit that the head names.
+    """Make (head, rows) of the few columns that a terminal has room for; times `original → this`, `~` marks noise.
 
     Columns: size, p50, speed-up, its 95 % interval, p99, new tokens a second and, where it is known, the effective
-    bandwidth as a share of what the machine reads. `~` marks what noise swamps.
+    bandwidth as a share of what the machine reads.
     """
     factor, unit = curve.time_unit
-    shares = any(cell.share_read is not None for cell in curve.cells)
-    head = [
-        curve.over,
-        f"p50, {unit}",
-        "speed-up",
-        "95 %",
-        f"p99, {unit}",
-        f"{curve.counted}/s",
-        *(["of read"] if shares else []),
-    ]
+    read = any(cell.share_read is not None for cell in curve.cells)
+    head = [curve.over, f"p50, {unit}", "speed-up", "95 %", f"p99, {unit}", f"{curve.counted}/s"]
 
     def change(before: object, after: object) -> str:
         known = [words.figure(value * factor, 3) for value in (before, after) if isinstance(value, int | float)]
@@ -462,16 +418,9 @@ def brief(curve: Series) -> tuple[list[str], list[list[str]]]:
 
     body = []
     for cell in curve.cells:
-        noisy = "~" if cell.doubtful else ""
-        body.append(
-            [
-                f"{cell.x:,}",
-                change(cell.original, cell.row.value),
-                words.or_dash(cell.ratio, lambda ratio, mark=noisy: f"{mark}{words.times(ratio)}"),  # type: ignore[misc]
-                words.between(cell.ratio_ci95, lambda ratio: words.figure(ratio, 3)) or "–",
-                change(cell.row.settings.get("baseline_p99"), (cell.row.quantiles or {}).get("p99")) or "–",
-                words.figure(cell.tokens_per_s, 3),
-                *([words.or_dash(cell.share_read, lambda share: words.percent(share, 0))] if shares else []),
-            ]
-        )
-    return head, body
+        sure = words.between(cell.ratio_ci95, lambda ratio: words.figure(ratio, 3)) or "–"
+        late = change(cell.row.settings.get("baseline_p99"), (cell.row.quantiles or {}).get("p99")) or "–"
+        line = [f"{cell.x:,}", change(cell.original, cell.row.value), cell.faster, sure, late]
+        share = [words.or_dash(cell.share_read, lambda share: words.percent(share, 0))] if read else []
+        body.append([*line, words.figure(cell.tokens_per_s, 3), *share])
+    return [*head, *(["of read"] if read else [])], body

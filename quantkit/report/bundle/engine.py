@@ -14,53 +14,52 @@ from quantkit.report.kit import words
 from quantkit.report.kit.tree import MARK, Exhibit, Line, Part, Remark, Sheet, Styled
 
 _COST = ("layer of the engine", "share", "median", "fastest", "slowest", "kernel", "computes", "kernels tried")
+_HEAD = ("layers of the model", "weights", "read in", "inputs", "multiplied in", "reason")
+# layers of a network that a screen has
+SHOWN = 24
 
 
 def sections(engines: Sequence[Inspected]) -> list[Exhibit]:
-    """Two of each engine: precision by layer, and the costliest layers where they were timed."""
-    head = ["layers of the model", "weights", "read in", "inputs", "multiplied in", "reason"]
-    found = []
-    for each in engines:
-        how = f"{each.engine}, opened by {each.library} on {each.gpu}; from its inspector."
-        found.append(Exhibit(said(each), [], [how], Sheet(head, _grouped(each), 5), title=each.engine))
-        if each.costliest:
-            share = words.percent(sum(layer.share for layer in each.costliest))
-            count = words.plural(len(each.costliest), "layer")
-            verb = "takes" if len(each.costliest) == 1 else "take"
-            text = f"{count} {verb} {share} of a step's time, {each.costliest[0].layer} the most."
+    """Build two of each engine: precision by layer, and the costliest layers where they were timed."""
+    exhibits = []
+    for engine in engines:
+        how = f"{engine.engine}, opened by {engine.library} on {engine.gpu}; from its inspector."
+        exhibits.append(Exhibit(said(engine), [], [how], Sheet(_HEAD, _grouped(engine), 5), title=engine.engine))
+        if costly := engine.costliest:
+            share, verb = words.percent(sum(layer.share for layer in costly)), "takes" if len(costly) == 1 else "take"
+            many = words.plural(len(costly), "layer")
+            text = f"{many} {verb} {share} of a step's time, {costly[0].layer} the most."
             how = "Timed by the library's profiler, without CUDA graphs: what a layer takes beside the others."
-            sheet = Sheet(_COST, [_cost(layer) for layer in each.costliest], 3)
-            found.append(Exhibit([text], [], [how, _tried(each)], sheet, title="Costliest layers"))
-    return found
+            sheet = Sheet(_COST, [_cost(layer) for layer in costly], 3)
+            exhibits.append(Exhibit([text], [], [how, _tried(engine)], sheet, title="Costliest layers"))
+    return exhibits
 
 
 def said(engine: Inspected) -> list[str]:
-    """What it does otherwise than asked, and what it made of the network."""
-    fallen = [each for each in engine.products if each.fell_back]
-    unknown = [each for each in engine.products if each.got is None]
-    count = words.plural(len(engine.products), "quantized layer")
+    """Say what it does otherwise than asked, and what it made of the network."""
+    fallen = [product for product in engine.products if product.fell_back]
+    unknown = sum(product.got is None for product in engine.products)
+    count, whole = words.plural(len(engine.products), "quantized layer"), len(engine.products)
     if fallen:
         text = f"{len(fallen)} of {count} are multiplied in more bits than asked: {fallen[0].linear} first."
-    elif len(unknown) < len(engine.products):
+    elif unknown < whole:
         text = f"All of {count} that it names are multiplied as asked."
     else:
         text = f"The engine names none of {count}: what they are multiplied in is not known."
     made = f"{words.plural(engine.nodes, 'node')} became {words.plural(engine.layers, 'layer')}, {engine.fused} fused."
     counted = {
-        "Layers that it does not name": len(unknown) if len(unknown) < len(engine.products) else 0,
+        "Layers that it does not name": unknown if unknown < whole else 0,
         "Layers that only change how a tensor lies": len(engine.reformats),
         "Pairs before inputs that no product consumes": len(engine.pairs),
     }
-    more = [f"{what}: {count}." for what, count in counted.items() if count]
-    return [text, *more, made]
+    return [text, *(f"{what}: {count}." for what, count in counted.items() if count), made]
 
 
 def brief(engine: Inspected) -> list[Part]:
     """Build for a terminal: what fell back, a line each, and the costliest."""
     fallen = [product for product in engine.products if product.fell_back]
-    parts: list[Part] = [
-        Remark((MARK[not fallen], " ", Styled(engine.engine, "strong"), f": {' '.join(said(engine))}"))
-    ]
+    text = f": {' '.join(said(engine))}"
+    parts: list[Part] = [Remark((MARK[not fallen], " ", Styled(engine.engine, "strong"), text))]
     if fallen:
         rows = [(product.linear, product.asked, str(product.got), product.why) for product in fallen[:10]]
         parts.append(Sheet(("fell back", "asked", "got", "reason"), rows, words=4))
@@ -70,24 +69,20 @@ def brief(engine: Inspected) -> list[Part]:
 
 
 def _grouped(engine: Inspected) -> list[list[str]]:
-    fallen = [_product(each.linear, each) for each in engine.products if each.fell_back]
-    groups: dict[tuple[str, ...], list[EngineProduct]] = {}
-    for each in engine.products:
-        if not each.fell_back:
-            key = figures.place(each.linear)[1], each.asked, str(each.got), str(each.inputs_asked), str(each.inputs_got)
-            groups.setdefault(key, []).append(each)
+    fallen = [_product(product.linear, product) for product in engine.products if product.fell_back]
+
+    def alike(product: EngineProduct) -> tuple[object, ...]:
+        kind = figures.place(product.linear)[1]
+        return kind, product.asked, product.got, product.inputs_asked, product.inputs_got
+
+    groups = words.by((product for product in engine.products if not product.fell_back), alike)
     return fallen + [_product(f"{key[0]}, {len(group)} of them", group[0]) for key, group in groups.items()]
 
 
-def _product(name: str, each: EngineProduct) -> list[str]:
-    return [
-        name,
-        each.asked,
-        each.got or "not known",
-        each.inputs_asked or "floats",
-        each.inputs_got or ("floats" if each.inputs_asked is None else "not known"),
-        each.why,
-    ]
+def _product(name: str, product: EngineProduct) -> list[str]:
+    unsaid = "floats" if product.inputs_asked is None else "not known"
+    inputs = [product.inputs_asked or "floats", product.inputs_got or unsaid]
+    return [name, product.asked, product.got or "not known", *inputs, product.why]
 
 
 def _cost(layer: Costly) -> list[str]:
@@ -105,27 +100,21 @@ def _tried(engine: Inspected) -> str:
     return "The build timed none of them anew: its timing cache knew them."
 
 
-SHOWN = 24
-
-
 def layers(errors: Sequence[LayerError], notes: Sequence[str] = ()) -> list[Part]:
     """Build the layers with the lowest cosine in the order of the network, and what the network gives out."""
-    worst = sorted(range(len(errors)), key=lambda place: _cosine(errors[place]))[:SHOWN]
+    cosines = [-1.0 if error.cosine is None else error.cosine for error in errors]
+    worst = sorted(range(len(errors)), key=lambda place: cosines[place])[:SHOWN]
     shown = sorted({*worst, *(place for place, error in enumerate(errors) if error.kind == "output")})
     engines = any(error.engine is not None for error in errors)
+
+    def figure(value: float | None, how: str) -> str:
+        return "–" if value is None else format(value, how)
+
     rows: list[list[Line]] = []
     for error in (errors[place] for place in shown):
         row: list[Line] = [error.layer, Styled(error.kind, "dim"), f"{error.max_error:.2%}", f"{error.mean_error:.2%}"]
-        row += [_figure(error.cosine, ".5f"), _figure(error.snr, ".1f")]
-        rows.append([*row, *([_figure(error.engine, ".5f")] if engines else [])])
+        row += [figure(error.cosine, ".5f"), figure(error.snr, ".1f")]
+        rows.append([*row, *([figure(error.engine, ".5f")] if engines else [])])
     head = ["layer", "", "max error", "mean error", "cosine", "SNR, dB", *(["engine"] if engines else [])]
     about = f"{len(errors)} layers; {len(shown)} are shown: the lowest cosines, and what comes out"
     return [Remark(about), Sheet(head, rows, words=2), *(Remark(note, "note") for note in notes)]
-
-
-def _cosine(each: LayerError) -> float:
-    return -1.0 if each.cosine is None else each.cosine
-
-
-def _figure(value: float | None, how: str) -> str:
-    return "–" if value is None else format(value, how)

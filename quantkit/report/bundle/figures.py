@@ -1,11 +1,11 @@
-"""The figures of a bundle as lines: before, after, and how sure one can be. Terminal and card share them."""
+"""The figures of a bundle as lines: before, after, and how sure one can be. Terminal, page and card share them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from quantkit.bundle import Check, Decision, Manifest, PromptVerdict, WeightsEntry
 from quantkit.bundle.manifest import CalibrationEntry
@@ -15,86 +15,61 @@ from quantkit.measurement.accuracy.positions import standard_error
 from quantkit.measurement.rows import Row
 from quantkit.model.sizes.assigned import FLOATS_LIMIT
 from quantkit.model.source.alias import ALIASES
-from quantkit.report.kit import shares, words
+from quantkit.report.kit import words
 from quantkit.report.kit.tree import Line, Sheet, Styled
+from quantkit.report.kit.words import by
 
-_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
+_BITS = {"float32": "32", "float16": "16", "bfloat16": "16"}
 _GATE = "gate."
-
-T = TypeVar("T")
-_Maker = Callable[[Row, float], "FigureLine"]
-
-
-@dataclass(frozen=True)
-class FigureLine:
-    """One line of the table: `before` is the original's, empty where the figure is about both."""
-
-    label: str
-    before: str
-    after: str
-    remark: str
+# shares of right answers, whose difference to the original is paired
+RECALL = {f"accuracy.recall_at_{k}": f"recall at {k}" for k in (1, 5, 10)}
+SHARES = {"accuracy.top1": "top-1 accuracy", "accuracy.top5": "top-5 accuracy", **RECALL}
+# of a line of the table: label, the original's figure (empty where it is about both), this one's, remark
+Figures = tuple[str, str, str, str]
 
 
-def tables(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[tuple[str, list[FigureLine]]]:
-    """(export, its lines), first sizes and memory, whose export is empty: they stand for the bundle."""
+def tables(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[tuple[str, list[Figures]]]:
+    """Make (export, its lines), first sizes and memory, whose export is empty: they stand for the bundle."""
     by_export = by(rows, lambda row: variant(row) if row.name.startswith("accuracy.") else "")
-    found = [(name, lines(group, layers=layers, dtype=dtype)) for name, group in by_export.items()]
-    found.sort(key=lambda pair: pair[0] != "")
-    return [(name, group) for name, group in found if group]
+    made = [(name, _lines(group, layers, dtype)) for name, group in by_export.items()]
+    return [(name, group) for name, group in sorted(made, key=lambda pair: pair[0] != "") if group]
 
 
-def lines(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[FigureLine]:
-    """Size, accuracy and memory of one export; see `tables`."""
+def _lines(rows: Sequence[Row], layers: int, dtype: str) -> list[Figures]:
     exports = {export(row) for row in rows if row.name == "size.bytes"}
-    found: list[FigureLine] = []
+    lines: list[Figures] = []
     for name, make in _MAKERS.items():
         for row in rows:
             if row.name != name or (row.value is None and NOTHING not in row.flags):
                 continue
-            line = make(row, row.value or 0.0)
+            label, before, after, remark = make(row, row.value or 0.0)
             if name == "size.bits_per_weight":
-                original = str(_BITS.get(dtype, ""))
-                line = FigureLine(line.label, original, line.after, f"in {words.plural(layers, 'quantized layer')}")
+                before, remark = _BITS.get(dtype, ""), f"in {words.plural(layers, 'quantized layer')}"
             elif name == "size.bytes" and len(exports) > 1:
-                line = FigureLine(f"{line.label}, {export(row)}", line.before, line.after, line.remark)
-            if line not in found:  # several exports hold the same weights in the same bits
-                found.append(line)
-    return found
-
-
-def _bytes(row: Row, value: float) -> FigureLine:
-    return FigureLine("weights on disk", *_smaller(row, value))
-
-
-def _peak(row: Row, value: float) -> FigureLine:
-    before, after, remark = _smaller(row, value)
-    return FigureLine(
-        "peak memory", before, after, ", ".join(part for part in (remark, row.runtime, where(row)) if part)
-    )
+                label = f"{label}, {export(row)}"
+            if (line := (label, before, after, remark)) not in lines:  # several exports hold the same weights
+                lines.append(line)
+    return lines
 
 
 def _smaller(row: Row, value: float) -> tuple[str, str, str]:
-    before, remark = "", ""
-    if row.baseline is not None:
-        before = words.size(row.baseline.value)
-        ratio = row.baseline.ratio
-        if ratio is not None:
-            remark = f"{ratio:.2f}× smaller" if ratio >= 1 else f"{1 / ratio:.2f}× larger"
-            remark = "the same" if f"{ratio:.2f}" == "1.00" else remark
-    return before, words.size(value), remark
-
-
-def _bytes_read(row: Row, value: float) -> FigureLine:
-    return FigureLine(f"weights read by {row.settings.get('way')}", "", words.size(value), "")
-
-
-def _bits(row: Row, value: float) -> FigureLine:
-    return FigureLine("bits per weight", "", words.figure(value, 3), "")
-
-
-def _perplexity(row: Row, value: float) -> FigureLine:
     if row.baseline is None:
-        return FigureLine("perplexity", "", words.figure(value), words.between(row.ci95, words.figure))
+        return "", words.size(value), ""
+    ratio, remark = row.baseline.ratio, ""
+    if ratio is not None:
+        remark = f"{ratio:.2f}× smaller" if ratio >= 1 else f"{1 / ratio:.2f}× larger"
+        remark = "the same" if f"{ratio:.2f}" == "1.00" else remark
+    return words.size(row.baseline.value), words.size(value), remark
+
+
+def _peak(row: Row, value: float) -> Figures:
+    before, after, remark = _smaller(row, value)
+    return "peak memory", before, after, words.joined(remark, row.runtime or "", where(row))
+
+
+def _perplexity(row: Row, value: float) -> Figures:
+    if row.baseline is None:
+        return "perplexity", "", words.figure(value), words.between(row.ci95, words.figure)
     remark = ""
     if row.baseline.ratio:
         # a row's ratio says how many times better it is; perplexity is read the other way round
@@ -102,111 +77,125 @@ def _perplexity(row: Row, value: float) -> FigureLine:
         if row.baseline.ratio_ci95 and row.baseline.ratio_ci95[0] > 0:
             low, high = row.baseline.ratio_ci95
             remark += f" ({1 / high:.3f} to {1 / low:.3f})"
-    return FigureLine("perplexity", words.figure(row.baseline.value), words.figure(value), remark)
+    return "perplexity", words.figure(row.baseline.value), words.figure(value), remark
 
 
-def _next_word(row: Row, value: float) -> FigureLine:
+def _next_word(row: Row, value: float) -> Figures:
     if row.baseline is None:
-        return FigureLine("next word right", "", words.percent(value), words.between(row.ci95, words.percent))
+        return "next word right", "", words.percent(value), words.between(row.ci95, words.percent)
     points = f"{100 * (value - row.baseline.value):+.1f} points".replace("-", "−")
-    return FigureLine("next word right", words.percent(row.baseline.value), words.percent(value), points)
+    return "next word right", words.percent(row.baseline.value), words.percent(value), points
 
 
-def _agreement(row: Row, value: float) -> FigureLine:
-    form = shares.form(row)
-    return FigureLine(shares.agreement(row), "", form(value), words.between(row.ci95, form))
-
-
-def _kl(row: Row, value: float) -> FigureLine:
+def _kl(row: Row, value: float) -> Figures:
     try:
         error = standard_error(row)
     except MissingDependency:  # the interval is in the row; only the error behind it needs scipy
         error = None
-    remark = (
-        f"± {words.figure(error, 2)} nats"
-        if error is not None
-        else f"{words.between(row.ci95, lambda value: words.figure(value, 3))} nats".strip()
-    )
-    return FigureLine("KL divergence", "", words.figure(value, 3), remark)
+    sure = words.between(row.ci95, words.short) if error is None else f"± {words.figure(error, 2)}"
+    return "KL divergence", "", words.short(value), f"{sure} nats".strip()
 
 
-def _share(label: str) -> _Maker:
-    def line(row: Row, value: float) -> FigureLine:
-        form = shares.form(row)
-        before = form(row.baseline.value) if row.baseline is not None else ""
-        remark = "; ".join(part for part in (words.between(row.ci95, form), shares.changed(row)) if part)
-        return FigureLine(label, before, form(value), remark)
+def _right(row: Row, value: float) -> Figures:
+    form = share_form(row)
+    before = form(row.baseline.value) if row.baseline is not None else ""
+    return SHARES[row.name], before, form(value), words.joined(words.between(row.ci95, form), lost(row), by="; ")
+
+
+def _alone(label: str | Callable[[Row], str], form: words.Form | None = None) -> Callable[[Row, float], Figures]:
+    """Make lines of what is about both sides: its value and interval."""
+
+    def line(row: Row, value: float) -> Figures:
+        shown, name = form or share_form(row), label if isinstance(label, str) else label(row)
+        return name, "", shown(value), words.between(row.ci95, shown)
 
     return line
 
 
-def _cosine(row: Row, value: float) -> FigureLine:
-    least = (row.quantiles or {}).get("p0")
-    parts = [words.between(row.ci95, _cosine_form), f"least {_cosine_form(least)}" if least is not None else ""]
-    return FigureLine("cosine to the original", "", _cosine_form(value), "; ".join(part for part in parts if part))
-
-
-def _cosine_form(value: float) -> str:
+def _five(value: float) -> str:
     return words.figure(value, 5)
 
 
-def _relative_error(row: Row, value: float) -> FigureLine:
-    def form(share: float) -> str:
-        return words.percent(share, 2)
+def _cosine(row: Row, value: float) -> Figures:
+    least = (row.quantiles or {}).get("p0")
+    remark = words.joined(words.between(row.ci95, _five), f"least {_five(least)}" if least is not None else "", by="; ")
+    return "cosine to the original", "", _five(value), remark
 
-    return FigureLine("error relative to the original", "", form(value), words.between(row.ci95, form))
 
-
-def same(row: Row, value: float) -> FigureLine:
-    """Boxes that overlap, or values that are equal, and how many there are on either side."""
+def same(row: Row, value: float) -> Figures:
+    """Tell how many boxes overlap, or values are equal, and how many there are on either side."""
     label = "same boxes" if row.settings.get("by") == "boxes" else "same values"
     if row.value is None:
-        return FigureLine(label, "", "–", "none in any sample, on either side")
+        return label, "", "–", "none in any sample, on either side"
     before, after = ((row.shape or {}).get(side) for side in ("original", "candidate"))
     counts = "" if before is None else f"{after:,} against {before:,}"
-    parts = [words.between(row.ci95, words.percent), counts]
-    return FigureLine(label, "", words.percent(value), "; ".join(part for part in parts if part))
+    return label, "", words.percent(value), words.joined(words.between(row.ci95, words.percent), counts, by="; ")
+
+
+def agreement(row: Row) -> str:
+    """Name what a row of agreement counts: words, classes, or classes where the original is sure."""
+    if not of_classes(row):
+        return "same most likely word"
+    sure = row.settings.get("surer_than")
+    if not isinstance(sure, float):
+        return "same class as the original"
+    return f"same class, original over {words.whole(sure)} sure"
 
 
 # in the order they are shown
-_MAKERS = {
-    "size.bytes": _bytes,
-    "size.bytes_read": _bytes_read,
-    "size.bits_per_weight": _bits,
-    **{name: _share(label) for name, label in shares.NAMES.items()},
+_MAKERS: dict[str, Callable[[Row, float], Figures]] = {
+    "size.bytes": lambda row, value: ("weights on disk", *_smaller(row, value)),
+    "size.bytes_read": lambda row, value: (f"weights read by {row.settings.get('way')}", "", words.size(value), ""),
+    "size.bits_per_weight": _alone("bits per weight", words.short),
+    **dict.fromkeys(SHARES, _right),
     "accuracy.perplexity": _perplexity,
     "accuracy.kl": _kl,
-    "accuracy.top1_agreement": _agreement,
+    "accuracy.top1_agreement": _alone(agreement),
     "accuracy.next_word": _next_word,
     "accuracy.cosine": _cosine,
-    "accuracy.relative_error": _relative_error,
+    "accuracy.relative_error": _alone("error relative to the original", lambda value: words.percent(value, 2)),
     "accuracy.same": same,
     "memory.peak": _peak,
 }
 
 
-def by(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Items by a key, in the order of their first appearance."""
-    found: dict[Any, list[T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+def of_classes(row: Row) -> bool:
+    """Whether a row is about a classifier's answers."""
+    return "classes" in (row.shape or {})
+
+
+def share_form(row: Row) -> words.Form:
+    """Show percent to a tenth, of a thousand items and more to a hundredth: a single one shows."""
+    places = 2 if (of_classes(row) or row.name in RECALL) and (row.n or 0) >= 1000 else 1
+    return lambda value: words.percent(value, places)
+
+
+def points_form(row: Row) -> words.Form:
+    """Show points of percent, with as many digits as `share_form` has."""
+    return lambda value: words.points(value, 2 if (row.n or 0) >= 1000 else 1)
+
+
+def lost(row: Row) -> str:
+    """Tell what a share lost against the original: `−0.2 points (−0.5 to 0.1), McNemar p 0.30`; empty where unknown."""
+    base = row.baseline
+    if base is None or base.difference is None:
+        return ""
+    form = points_form(row)
+    test = f", McNemar p {words.chance(base.p_value)}" if base.p_value is not None else ""
+    sure = words.bracketed(words.between(base.difference_ci95, form))
+    return f"{form(base.difference)} points{sure}{test}"
 
 
 def variant(row: Row) -> str:
-    """The export that a row is about, as a reader tells it from the others; empty for what no runtime is needed for."""
-    level, cache = row.settings.get("accuracy_level"), row.settings.get("kv_cache")
-    parts = [row.runtime or "", f"level {level}" if level is not None else ""]
-    if cache is not None:
-        parts += [f"context {(row.shape or {}).get('context', 0):,}", f"{cache} cache"]
-    if (output := row.settings.get("output")) is not None:
-        parts.append(f"output {output}")
-    parts.append(str(row.settings.get("way", "")))
-    return ", ".join(part for part in parts if part)
+    """Name the export that a row is about, as a reader tells it from the others; empty where no runtime is needed."""
+    level, cache, output = (row.settings.get(name) for name in ("accuracy_level", "kv_cache", "output"))
+    cached = f"context {(row.shape or {}).get('context', 0):,}, {cache} cache" if cache is not None else ""
+    leveled, named = f"level {level}" if level is not None else "", f"output {output}" if output is not None else ""
+    return words.joined(row.runtime or "", leveled, cached, named, str(row.settings.get("way", "")))
 
 
 def export(row: Row) -> str:
-    """The folder that a row of sizes is about, as a reader calls it."""
+    """Name the folder that a row of sizes is about, as a reader calls it."""
     folder = str(row.settings.get("export") or "this bundle")
     return {"model": "checkpoint", "onnx": "ONNX"}.get(folder, folder)
 
@@ -214,41 +203,41 @@ def export(row: Row) -> str:
 def where(row: Row) -> str:
     """`batch 1, context 128` or `batch 1, 256 tokens`; empty where a row has neither."""
     shape = row.shape or {}
-    parts = [f"batch {row.batch}"] if row.batch else []
-    parts += [f"context {shape['context']:,}"] if shape.get("context") else []
-    parts += [f"{shape['new_tokens']:,} tokens"] if shape.get("new_tokens", 1) > 1 else []
-    return ", ".join(parts)
+    return words.joined(
+        f"batch {row.batch}" if row.batch else "",
+        f"context {shape['context']:,}" if shape.get("context") else "",
+        f"{shape['new_tokens']:,} tokens" if shape.get("new_tokens", 1) > 1 else "",
+    )
 
 
 def flags(row: Row) -> str:
-    """A row's flags in words."""
+    """Write a row's flags in words."""
     return ", ".join(flag.replace("-", " ") for flag in row.flags)
 
 
 def scored(rows: Sequence[Row]) -> str:
-    """What accuracy was measured on and how its intervals are made; empty where none was."""
+    """Say what accuracy was measured on and how its intervals are made; empty where none was."""
     row = next((row for row in rows if row.data is not None), None)
     if row is None or row.data is None:
         return ""
-    sequences = (row.shape or {}).get("sequences")
-    among = f" in {words.plural(sequences, 'sequence')}" if sequences else ""
-    what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split}){among}"
-    what += begins(row.data.begins) if sequences else ""
-    groups = (row.shape or {}).get("clusters")
+    sequences, groups = ((row.shape or {}).get(name) for name in ("sequences", "clusters"))
+    what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split})"
+    if sequences:
+        what += f" in {words.plural(sequences, 'sequence')}{begins(row.data.begins)}"
     over = "" if groups is None else f" over {words.plural(groups, 'group')} of {counted(row)}s that are alike"
     paired = any(row.baseline is not None and row.baseline.difference is not None for row in rows)
-    if shares.of_classes(row) or paired:
+    how = ", ± standard error" if sequences and not of_classes(row) else ""
+    if paired:
         exact = "McNemar's exact test" if groups is None else "McNemar's test"
-        test = f"; changes are paired, {counted(row)} by {counted(row)}, with {exact}" if paired else ""
-        return f"{what}; intervals 95 %{over}{test}"
-    return f"{what}; intervals 95 %{over}{', ± standard error' if sequences else ''}"
+        how = f"; changes are paired, {counted(row)} by {counted(row)}, with {exact}"
+    return f"{what}; intervals 95 %{over}{how}"
 
 
 def counted(row: Row) -> str:
-    """What is counted as one."""
-    if shares.of_classes(row):
+    """Name what is counted as one."""
+    if of_classes(row):
         return next((unit for unit in ("sample", "text", "pair") if f"ci95-by-{unit}" in row.flags), "image")
-    if row.name in shares.RECALL or "ci95-by-pair" in row.flags:
+    if row.name in RECALL or "ci95-by-pair" in row.flags:
         return "pair"
     if "output" in row.settings:
         return "item"
@@ -256,96 +245,78 @@ def counted(row: Row) -> str:
 
 
 def calibrated(seen: CalibrationEntry) -> str:
-    """What the passes saw: `prose-en (calib), 16 sequences of 512 tokens`; images and pairs have no tokens."""
+    """Say what the passes saw: `prose-en (calib), 16 sequences of 512 tokens`; images and pairs have no tokens."""
     of = f"sequences of {seen.tokens} tokens" if seen.tokens else "items"
     return f"{seen.set} ({seen.split}), {seen.samples} {of}{written(seen.generated)}{begins(seen.begins)}"
 
 
 def written(samples: int | None) -> str:
-    """How many sequences are the model's own, to be added to how many there are."""
+    """Say how many sequences are the model's own, to be added to how many there are."""
     return f", {samples} of them written by the model itself" if samples else ""
 
 
 def begins(tokens: str | None) -> str:
-    """What sequences begin with, to be added to how many there are: `, each beginning with <bos>`."""
+    """Say what sequences begin with, to be added to how many there are: `, each beginning with <bos>`."""
     return f", each beginning with {tokens}" if tokens else ""
 
 
-def hash_of(tokens: bool) -> str:
-    """What a hash of a set is over."""
-    return "sha256 of its token ids" if tokens else "sha256 of its items"
+# --- checks and decisions --------------------------------------------------------------------------------------------
 
 
 def gates(checks: Sequence[Check]) -> list[Check]:
-    """The checks that are gates of the recipe."""
+    """Pick the checks that are gates of the recipe."""
     return [check for check in checks if check.name.startswith(_GATE)]
 
 
 def unjudged(manifest: Manifest) -> list[str]:
-    """The recipe's gates that nothing which was scored could judge."""
+    """List the recipe's gates that nothing which was scored could judge."""
     judged = {check.name.rpartition(".")[2] for check in gates(manifest.checks)}
     asked: dict[str, Any] = manifest.recipe.get("gates") or {}
     return [gate for gate, limit in asked.items() if limit is not None and gate not in judged]
 
 
-def other_checks(checks: Sequence[Check]) -> list[Check]:
-    """The checks that every bundle has to pass."""
-    return [check for check in checks if not check.name.startswith(_GATE)]
-
-
 def relation(check: Check) -> str:
-    """A check as it is read: `kl_max 0.143 ≤ 0.5`."""
+    """Write a check as it is read: `kl_max 0.143 ≤ 0.5`."""
     if check.value is None or check.limit is None:
         return ""
     if check.limit == 0 and not check.name.startswith(_GATE):  # a count of what is wrong
         return "" if check.ok else f"{check.value:g} wrong"
-    sign = "≥" if check.name.endswith("_min") or check.name.startswith("integer.") else "≤"
-    if not check.ok:
-        sign = {"≥": "<", "≤": ">"}[sign]
+    at_least = check.name.endswith("_min") or check.name.startswith("integer.")
+    sign = ("≥" if at_least else "≤") if check.ok else ("<" if at_least else ">")
     unit = " points" if "_drop_" in check.name else ""
-    return f"{words.figure(check.value, 3)} {sign} {check.limit:g}{unit}"
+    return f"{words.short(check.value)} {sign} {check.limit:g}{unit}"
 
 
 def short(check: Check) -> str:
-    """A check's name without the part that its heading says already: `kl_max`, or `kl_max in onnxruntime`."""
+    """Name a check without what its heading says already: `kl_max`, or `kl_max in onnxruntime`."""
     if not check.name.startswith(_GATE):
         return check.name
     runtime, _, gate = check.name.removeprefix(_GATE).rpartition(".")
     return f"{gate} in {runtime}" if runtime else gate
 
 
-@dataclass(frozen=True)
-class DecisionLine:
-    """Decisions of one kind as they are read: how many (0: this one alone is meant), and the first of them."""
-
-    count: int
-    code: str
-    pass_: str
-    where: str
-    change: str
-    reason: str
-
-    @classmethod
-    def of(cls, each: Decision, count: int = 0) -> DecisionLine:
-        """The line of a decision."""
-        return cls(count, each.code, each.pass_, each.where, change(each), each.reason)
+def grouped(decisions: Sequence[Decision]) -> list[list[Decision]]:
+    """Group decisions by pass and code, in the order of their first appearance."""
+    return list(by(decisions, lambda decision: (decision.pass_, decision.code)).values())
 
 
-def grouped(decisions: Sequence[Decision]) -> list[DecisionLine]:
-    """Decisions by pass and code, in the order of their first appearance."""
-    groups = by(decisions, lambda each: (each.pass_, each.code)).values()
-    return [DecisionLine.of(group[0], len(group)) for group in groups]
-
-
-def decisions_table(lines: Sequence[DecisionLine]) -> Sheet:
-    """Build decisions as a table; where any stands for several, with how many."""
-    several = any(line.count > 1 for line in lines)
+def decisions_table(groups: Sequence[Sequence[Decision]]) -> Sheet:
+    """Build decisions as a table, the first of each group; where any stands for several, with how many."""
+    several = any(len(group) > 1 for group in groups)
     head = ["decision", *(["times"] if several else []), "first at" if several else "at", "change", "reason"]
     rows: list[list[Line]] = []
-    for line in lines:
-        count = [f"{line.count}"] if several else []
-        rows.append([(Styled(line.code, "name"), f" ({line.pass_})"), *count, line.where, line.change, line.reason])
+    for group in groups:
+        first, count = group[0], [f"{len(group)}"] if several else []
+        name = (Styled(first.code, "name"), f" ({first.pass_})")
+        rows.append([name, *count, first.where, change(first), first.reason])
     return Sheet(head, rows, words=len(head), title="Decisions", stacked=True)
+
+
+def change(decision: Decision) -> str:
+    """Say what a decision changed: `0.01 → 0.1`; empty where it says nothing."""
+    if decision.from_ is None and decision.to is None:
+        return ""
+    return f"instead of {decision.from_}" if decision.to is None else f"{decision.from_} → {decision.to}"
 
 
 def results_table(rows: Sequence[Row], *, layers: int = 0, dtype: str = "", quantized: bool = True) -> Sheet:
@@ -353,26 +324,19 @@ def results_table(rows: Sequence[Row], *, layers: int = 0, dtype: str = "", quan
     body: list[list[Line]] = []
     for export_, group in tables(rows, layers=layers, dtype=dtype):
         body += [[Styled(export_, "dim")]] if export_ else []
-        body += [[line.label, line.before, Styled(line.after, "strong"), line.remark] for line in group]
+        body += [[label, before, Styled(after, "strong"), remark] for label, before, after, remark in group]
     return Sheet(["", "original", "quantized" if quantized else "bundle", ""], body, 1, title="Before and after")
 
 
-def change(decision: Decision) -> str:
-    """What a decision changed: `0.01 → 0.1`; empty where it says nothing."""
-    if decision.from_ is None and decision.to is None:
-        return ""
-    if decision.to is None:
-        return f"instead of {decision.from_}"
-    return f"{decision.from_} → {decision.to}"
-
-
 def notes(manifest: Manifest) -> list[str]:
-    """What a reader of a bundle's figures must know about its source, wherever they are shown."""
+    """Say what a reader of a bundle's figures must know about its source, wherever they are shown."""
     alias = ALIASES.get(manifest.model.source.ref.removeprefix("alias:"))
     if alias is not None:
         return [alias.note] if alias.note else []
     return [f"the source was converted from {manifest.model.source.was}"] if manifest.model.source.was else []
 
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
 
 _ANSWERS = {
     "ship_it": "ship it",
@@ -385,8 +349,10 @@ _ANSWERS = {
 
 
 def verdict(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
-    """(the verdict in words, what decided it), or why there is none; and how much is quantized, where that is not most
-    of what its recipe's name lets one expect."""
+    """Give (the verdict in words, what decided it), or why there is none.
+
+    It says how much is quantized, where that is not most of what the recipe's name lets one expect.
+    """
     answer, because = _answer(manifest, rows)
     share = _in_floats(manifest.weights)
     if manifest.layers and share is not None and share > FLOATS_LIMIT:
@@ -402,33 +368,33 @@ def _in_floats(entries: Sequence[WeightsEntry]) -> float | None:
 
 
 def _answer(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
-    """(the verdict in words, what decided it), or why there is none."""
-    given = manifest.verdict
-    if given is None:
+    judged = manifest.verdict
+    if judged is None:
         if not manifest.layers:
             return "none; nothing in it is quantized, it is a baseline for other bundles", []
         if timed(rows):
             return "not judged yet: its speed has been measured", []
         return "not measured yet: nothing says whether it is faster", []
-    text = _ANSWERS.get(given.answer, given.answer.replace("_", " "))
-    text = text.format(batch=given.batch, format=given.format)
-    if given.answer == "use_instead" and given.batch is not None:
-        text += f", up to batch {given.batch}"
-    text += "".join(f"; {said}" for said in _prompts(given.prompts))
-    return (f"forecast: {text}" if given.forecast else text), [reason.rstrip(". ") for reason in given.because]
+    text = _ANSWERS.get(judged.answer, judged.answer.replace("_", " "))
+    text = text.format(batch=judged.batch, format=judged.format)
+    if judged.answer == "use_instead" and judged.batch is not None:
+        text += f", up to batch {judged.batch}"
+    text += _prompts(judged.prompts)
+    return (f"forecast: {text}" if judged.forecast else text), [reason.rstrip(". ") for reason in judged.because]
 
 
-def _prompts(found: PromptVerdict | None) -> list[str]:
-    """`prompts of 64 tokens are faster`, and so on, as far as there are any."""
-    if found is None:
-        return []
-    states = ((found.faster, "are faster"), (found.slower, "are slower"), (found.open, "do not differ beyond noise"))
-    said = [f"of {words.listed(lengths)} tokens {verb}" for lengths, verb in states if lengths]
-    return [f"prompts {', '.join(said)}"] if said else []
+def _prompts(prompts: PromptVerdict | None) -> str:
+    """`; prompts of 64 tokens are faster`, and so on, as far as there are any."""
+    if prompts is None:
+        return ""
+    states = [(prompts.faster, "are faster"), (prompts.slower, "are slower")]
+    states.append((prompts.open, "do not differ beyond noise"))
+    parts = ", ".join(f"of {words.listed(lengths)} tokens {verb}" for lengths, verb in states if lengths)
+    return f"; prompts {parts}" if parts else ""
 
 
 def tone(manifest: Manifest) -> str:
-    """How its verdict is shown: `good`, `bad`, `open`, or `inconclusive`, whose number is not shown large."""
+    """Tell how its verdict is shown: `good`, `bad`, `open`, or `inconclusive`, whose number is not shown large."""
     if manifest.state == "gate_failed":
         return "bad"
     if manifest.verdict is None:
@@ -442,33 +408,30 @@ def timed(rows: Sequence[Row]) -> bool:
     return any(row.name.startswith("latency.") and row.value is not None for row in rows)
 
 
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
 def origin(manifest: Manifest) -> str:
-    """The source as the hub names it: `org/name` of a hub model, else the model's name."""
+    """Name the source as the hub does: `org/name` of a hub model, else the model's name."""
     ref = manifest.model.source.ref
     return ref.removeprefix("hf:").split("@", maxsplit=1)[0] if ref.startswith("hf:") else manifest.model.name
 
 
 def schemes(manifest: Manifest) -> list[tuple[int, str]]:
-    """(how many layers, scheme in words), the most frequent first."""
-    counts: dict[str, int] = {}
-    for layer in manifest.layers:
-        text = scheme_of(layer.scheme)
-        counts[text] = counts.get(text, 0) + 1
+    """Count (how many layers, scheme in words), the most frequent first."""
+    counts = Counter(scheme_of(layer.scheme) for layer in manifest.layers)
     return sorted(((count, text) for text, count in counts.items()), key=lambda pair: (-pair[0], pair[1]))
 
 
 def scheme_of(scheme: dict[str, object]) -> str:
-    """A weight scheme in words: `int4, group 64, asymmetric, float16 scales`."""
-    parts = [str(scheme.get("format"))]
-    group = scheme.get("group")
-    parts.append(f"group {group}" if group else f"per {scheme.get('granularity')}")
-    parts.append("symmetric" if scheme.get("symmetric") else "asymmetric")
-    parts.append(f"{scheme.get('scale')} scales")
-    return ", ".join(parts)
+    """Write a weight scheme in words: `int4, group 64, asymmetric, float16 scales`."""
+    shared = f"group {group}" if (group := scheme.get("group")) else f"per {scheme.get('granularity')}"
+    symmetric = "symmetric" if scheme.get("symmetric") else "asymmetric"
+    return f"{scheme.get('format')}, {shared}, {symmetric}, {scheme.get('scale')} scales"
 
 
 def place(name: str) -> tuple[str, str]:
-    """(block, kind) of a layer: `model.layers.3.mlp.experts.7.up_proj` is an `up_proj` of block 3."""
+    """Split a layer's name into (block, kind): `model.layers.3.mlp.experts.7.up_proj` is an `up_proj` of block 3."""
     # the first number is the block's: an expert's comes behind it
     match = re.search(r"^.*?\.(\d+)\.(.+)$", f".{name}")
     if match is None:
@@ -477,14 +440,13 @@ def place(name: str) -> tuple[str, str]:
 
 
 def weights(entries: Sequence[WeightsEntry]) -> list[str]:
-    """What became of the source's tensors: the share of linear weights in floats and why, and what no module uses."""
+    """Say what became of the source's tensors: the share of linear weights in floats, why, and what no module uses."""
     linear = [entry for entry in entries if entry.linear]
     whole = sum(entry.elements for entry in linear)
     left = sorted((entry for entry in linear if entry.state != "quantized"), key=lambda entry: -entry.elements)
-    found = []
-    share = _in_floats(entries)
+    said, share = [], _in_floats(entries)
     if share is not None:
         why = "; ".join(f"{entry.elements / whole:.1%} {entry.reason}" for entry in left[:3])
-        found.append(f"{1 - share:.1%} of the linear weights are quantized" + (f", in floats: {why}" if why else ""))
+        said.append(f"{1 - share:.1%} of the linear weights are quantized" + (f", in floats: {why}" if why else ""))
     unused = (entry for entry in entries if entry.state == "unused")
-    return found + [f"{each.tensors} tensors stay as they are ({each.example}): {each.reason}" for each in unused]
+    return said + [f"{entry.tensors} tensors stay as they are ({entry.example}): {entry.reason}" for entry in unused]

@@ -1,73 +1,77 @@
-"""Where a quantized model is hurt, as sections of the report: what `measurement.accuracy.harm` found, drawn and said.
+"""Where a quantized model is hurt and how large it is: layers, depth, outliers, words, mixed precision; weights, sizes.
 
 Every sentence follows from the numbers by a rule that stands with its function, so that it changes when they do.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from statistics import median
+from typing import Any
 
-from quantkit.measurement.accuracy.harm import BlockHarm, Harm, InputHarm, LayerHarm, Position
-from quantkit.report.bundle import figures, mixed
-from quantkit.report.bundle.sections import heat
-from quantkit.report.kit import axes, charts, words
-from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve
-from quantkit.report.kit.tree import Exhibit, Part, Plot, Remark, Section, Sheet
+from quantkit.bundle import Manifest
+from quantkit.measurement.accuracy.harm import BlockHarm, Harm, InputHarm, LayerHarm, MixedSearch, Position
+from quantkit.measurement.rows import Row
+from quantkit.report.bundle import figures
+from quantkit.report.kit import charts, words
+from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, Curve, Mark, Plot
+from quantkit.report.kit.tree import Exhibit, Part, Remark, Section, Sheet, Styled
 
 # half of the harm in at most this part of the blocks is called concentrated
 _CONCENTRATED = 1 / 3
 # an input with a channel this many times its median channel is said to have outliers
 _OUTLIER = 20.0
-# worst positions that a page shows at once
-_SHOWN = 3
+# worst positions that a page shows at once, and layers of mixed precision that are drawn
+_SHOWN, _DRAWN = 3, 6
+# room for ticks such as 0.0001
+_LEFT = 76
+_FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def said(harm: Harm | None) -> list[str]:
-    """Where the loss comes from: by kind of layer, then by depth."""
-    if harm is None:
-        return []
-    found = [text for text in (by_kind(harm.layers), by_depth(harm.blocks)) if text]
-    return [f"Where the loss comes from: {found[0]}", *found[1:]] if found else []
+def parts(manifest: Manifest, harm: Harm | None) -> list[Part]:
+    """Build where the loss comes from, what was found of layers, depth and outliers, and the worst positions."""
+    made: list[Part] = []
+    if harm is not None:
+        said = [text for text in (by_kind(harm.layers), by_depth(harm.blocks)) if text]
+        if said:
+            made.append(Remark((Styled(f"Where the loss comes from: {said[0]}", "strong"), " ", " ".join(said[1:]))))
+        made += mixed(harm.mixed)
+        made += [_layers(harm.layers)] if harm.layers else []
+        made += [_depth(harm.blocks)] if harm.blocks else []
+        made += [_inputs(harm.inputs)] if harm.inputs else []
+    return [*made, *weights(manifest), *_worst(harm)]
 
 
 def by_kind(layers: Sequence[LayerHarm]) -> str:
-    """The kind that carries most of the squared relative output error of all layers, against its part of the layers."""
-    shares = kinds(layers)
-    if len(shares) < 2:
+    """Name the kind that carries most of the squared relative output error, against its part of the layers."""
+    sums: dict[str, float] = {}
+    kinds = [figures.place(layer.name)[1] for layer in layers]
+    for kind, layer in zip(kinds, layers, strict=True):
+        sums[kind] = sums.get(kind, 0.0) + layer.error**2
+    total = sum(sums.values())
+    if len(sums) < 2 or total <= 0:
         return ""
-    counts = {kind: sum(figures.place(layer.name)[1] == kind for layer in layers) for kind in shares}
-    (first, most), (second, next_) = list(shares.items())[:2]
-    part = words.percent(counts[first] / len(layers), 0)
+    (first, most), (second, next_) = sorted(sums.items(), key=lambda pair: -pair[1])[:2]
+    part = words.whole(kinds.count(first) / len(layers))
     return (
-        f"{first} carries {words.percent(most, 0)} of the squared output error of all layers, being {part} of them, "
-        f"and {second} {words.percent(next_, 0)}."
+        f"{first} carries {words.whole(most / total)} of the squared output error of all layers, being {part} of them, "
+        f"and {second} {words.whole(next_ / total)}."
     )
 
 
-def kinds(layers: Sequence[LayerHarm]) -> dict[str, float]:
-    """Kind -> its part of the sum of squared relative output errors, the largest first."""
-    sums: dict[str, float] = {}
-    for layer in layers:
-        kind = figures.place(layer.name)[1]
-        sums[kind] = sums.get(kind, 0.0) + layer.error**2
-    total = sum(sums.values())
-    ordered = sorted(sums.items(), key=lambda pair: -pair[1])
-    return {kind: value / total for kind, value in ordered} if total > 0 else {}
-
-
 def by_depth(blocks: Sequence[BlockHarm]) -> str:
-    """The fewest blocks that make half of the sum of squared own errors; a third of all or fewer is concentrated."""
+    """Name the fewest blocks that make half of the sum of squared own errors; a third or fewer is concentrated."""
     total = sum(block.own**2 for block in blocks)
     if len(blocks) < 2 or total <= 0:
         return ""
-    order = sorted(range(len(blocks)), key=lambda index: -blocks[index].own)
     half, chosen = 0.0, []
-    for index in order:
-        chosen.append(index)
-        half += blocks[index].own ** 2
+    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].own):
         if half >= total / 2:
             break
+        chosen.append(index)
+        half += blocks[index].own ** 2
     many = f"{len(chosen)} of {len(blocks)} blocks"
     if len(chosen) > _CONCENTRATED * len(blocks):
         return f"By depth it is spread: half of what the blocks add takes {many}."
@@ -75,50 +79,34 @@ def by_depth(blocks: Sequence[BlockHarm]) -> str:
     return f"Half of what the blocks add comes from {many}: {numbers}."
 
 
-def sections(harm: Harm | None) -> list[Exhibit]:
-    """Layers, depth and outliers, as far as they are known."""
-    if harm is None:
-        return []
-    found = mixed.sections(harm.mixed)
-    found += [_layers(harm.layers)] if harm.layers else []
-    found += [_depth(harm.blocks)] if harm.blocks else []
-    return found + ([_inputs(harm.inputs)] if harm.inputs else [])
-
-
-def worst(harm: Harm | None) -> list[Part]:
+def _worst(harm: Harm | None) -> list[Part]:
     """Build the worst positions, and how much they weigh."""
     if harm is None or not harm.worst:
         return []
     said: list[Part] = []
     if harm.worst_share is not None:
-        share = words.percent(harm.worst_share, 0)
+        share = words.whole(harm.worst_share)
         said.append(Remark(f"{share} of all KL lies in the worst 1 % of the positions; the first of them:"))
     head, rows = ("text", "goes on", "original says", "this model says", "KL, nats"), list(map(_line, harm.worst))
-    tables = [Sheet(head, rows[:_SHOWN], words=4, title="Positions with the largest KL divergence", stacked=True)]
+    said.append(Sheet(head, rows[:_SHOWN], words=4, title="Positions with the largest KL divergence", stacked=True))
     if len(rows) > _SHOWN:
         more = words.plural(len(rows) - _SHOWN, "more position")
-        tables.append(Sheet(head, rows[_SHOWN:], words=4, title=more, folded=True, stacked=True))
+        said.append(Sheet(head, rows[_SHOWN:], words=4, title=more, folded=True, stacked=True))
     about = "Beside each most likely token stands how likely it is held; · is a space at an end, ⏎ a new line."
-    return [Section("Worst positions", [*said, *tables, Remark(about, "caption")])]
+    return [Section("Worst positions", [*said, Remark(about, "caption")])]
 
 
 def _line(position: Position) -> list[str]:
-    return [
-        "… " + words.visible(position.before),
-        words.visible(position.follows),
-        f"{words.visible(position.original)} ({words.percent(position.original_chance, 0)})",
-        f"{words.visible(position.candidate)} ({words.percent(position.candidate_chance, 0)})",
-        words.figure(position.kl, 3),
-    ]
+    guesses = ((position.original, position.original_chance), (position.candidate, position.candidate_chance))
+    said = [f"{words.visible(text)} ({words.whole(chance)})" for text, chance in guesses]
+    before = f"… {words.visible(position.before)}"
+    return [before, words.visible(position.follows), *said, words.short(position.kl)]
 
 
 def _layers(layers: Sequence[LayerHarm]) -> Exhibit:
     largest = max(layers, key=lambda layer: layer.error)
-    panels = heat(
-        [(layer.name, layer.error) for layer in layers],
-        "Relative error of the outputs",
-        "Relative output error of every quantized layer as colours: kinds of layers by blocks",
-    )
+    alt = "Relative output error of every quantized layer as colours: kinds of layers by blocks"
+    panels = heat([(layer.name, layer.error) for layer in layers], "Relative error of the outputs", alt)
     middle = words.percent(median(layer.error for layer in layers))
     text = f"Median {middle}; largest in {largest.name}, {words.percent(largest.error)}."
     how = "‖ŷ − y‖ / ‖y‖ of what each layer returns, given the same inputs as the layer before it was rounded."
@@ -127,95 +115,254 @@ def _layers(layers: Sequence[LayerHarm]) -> Exhibit:
 
 
 def _depth(blocks: Sequence[BlockHarm]) -> Exhibit:
-    names = [_number(block.name, i) for i, block in enumerate(blocks)]
-    across = _blocks_axis("behind block", names)
-    values = [value for block in blocks for value in (block.error, block.own)]
-    axis = axes.straight_axis("relative error", [0.0, *values], form=lambda v: f"{100 * v:g} %")
-    curves = [
-        Curve(
-            "built up",
-            QUANTIZED,
-            range(len(blocks)),
-            [block.error for block in blocks],
-            [f"{block.name}: {words.percent(block.error)} built up" for block in blocks],
-        ),
-        Curve(
-            "its own",
-            "muted",
-            range(len(blocks)),
-            [block.own for block in blocks],
-            [f"{block.name}: {words.percent(block.own)} of its own" for block in blocks],
-        ),
-    ]
-    panel = Plot(
-        "Error of the hidden state",
-        "Relative error of the hidden state behind each block, built up and added by the block itself",
-        charts.lines(curves, across, axis, height=270),
-        wide=True,
-    )
+    names, xs = [block.name for block in blocks], range(len(blocks))
+    sides = {"error": ("built up", QUANTIZED, "built up"), "own": ("its own", "muted", "of its own")}
+    drawn = []
+    for side, (label, colour, said) in sides.items():
+        values = [getattr(block, side) for block in blocks]
+        hover = [f"{name}: {words.percent(value)} {said}" for name, value in zip(names, values, strict=True)]
+        drawn.append(Curve(label, colour, xs, values, hover))
+    up = charts.straight_axis("relative error", [0.0, *charts.heights(drawn)], form=words.whole_tick)
+    across = charts.names_axis("behind block", [_number(name, i) for i, name in enumerate(names)])
+    alt = "Relative error of the hidden state behind each block, built up and added by the block itself"
+    panel = Plot("Error of the hidden state", alt, charts.lines(drawn, across, up, height=270), wide=True)
     text = f"Behind the last block the hidden state is off by {words.percent(blocks[-1].error)}."
     how = "Root mean square over tokens of ‖ĥ − h‖ / ‖h‖; a block's own is what it adds when fed the original's input."
     body = [[block.name, words.percent(block.error, 2), words.percent(block.own, 2)] for block in blocks]
-    head = ["block", "built up", "its own"]
+    table = Sheet(["block", "built up", "its own"], body)
     # one block is a point: the sentence says it
-    return Exhibit([text], [panel] if len(blocks) > 1 else [], [how], Sheet(head, body), title="Through depth")
+    return Exhibit([text], [panel] if len(blocks) > 1 else [], [how], table, title="Through depth")
 
 
 def _inputs(inputs: Sequence[InputHarm]) -> Exhibit:
-    by_kind: dict[str, dict[str, InputHarm]] = {}
-    for found in inputs:
-        block, kind = figures.place(found.name)
-        row = by_kind.setdefault(kind, {})
+    kinds: dict[str, dict[str, InputHarm]] = {}
+    for shared in inputs:
+        block, kind = figures.place(shared.name)
+        row = kinds.setdefault(kind, {})
         # of experts, the one with the largest
-        row[block] = max(found, row.get(block, found), key=lambda each: each.before)
-    panels = [
-        Plot(
-            f"Into {kind}",
-            f"Largest over median channel of the input of {kind} by block, before and after",
-            _outliers(row),
-        )
-        for kind, row in by_kind.items()
-        if len(row) > 1
-    ]
+        row[block] = max(shared, row.get(block, shared), key=lambda known: known.before)
+    panels = []
+    for kind, row in kinds.items():
+        if len(row) > 1:
+            alt = f"Largest over median channel of the input of {kind} by block, before and after"
+            panels.append(Plot(f"Into {kind}", alt, _outliers(row)))
     before, after = (sum(value > _OUTLIER for value in side) for side in _sides(inputs))
     text = (
         f"{before} of {words.plural(len(inputs), 'shared input')} had a channel more than {_OUTLIER:g} times its "
         f"median channel, {after} have one now."
     )
     how = "The largest channel over the median one, each by its largest absolute value; folds and rotations change it."
-    body = [[each.name, f"{each.before:.1f}×", f"{each.after:.1f}×"] for each in inputs]
-    sheet = Sheet(["input of", "before", "after"], body)
-    keys = [(ORIGINAL, "original"), (QUANTIZED, "this model")]
-    return Exhibit([text], panels, [how], sheet, keys=keys, title="Outlier channels", folded=True)
+    body = [[shared.name, f"{shared.before:.1f}×", f"{shared.after:.1f}×"] for shared in inputs]
+    keys, table = [(ORIGINAL, "original"), (QUANTIZED, "this model")], Sheet(["input of", "before", "after"], body)
+    return Exhibit([text], panels, [how], table, keys=keys, title="Outlier channels", folded=True)
 
 
 def _sides(inputs: Sequence[InputHarm]) -> tuple[list[float], list[float]]:
-    return [each.before for each in inputs], [each.after for each in inputs]
+    return [shared.before for shared in inputs], [shared.after for shared in inputs]
 
 
 def _outliers(row: Mapping[str, InputHarm]) -> charts.Figure:
-    found = list(row.values())
-    sides = _sides(found)
-    axis = axes.log_axis("largest over median", [*sides[0], *sides[1]], form=lambda v: f"{v:g}×")
-    curves = [
-        Curve(
-            "",
-            colour,
-            range(len(found)),
-            values,
-            [f"block {block}: {value:.1f}×" for block, value in zip(row, values, strict=True)],
-        )
-        for colour, values in ((ORIGINAL, sides[0]), (QUANTIZED, sides[1]))
-    ]
-    return charts.lines(curves, _blocks_axis("block", list(row)), axis, height=210, right=14)
-
-
-def _blocks_axis(title: str, names: Sequence[str]) -> axes.Axis:
-    step = max(1, -(-len(names) // 10))
-    shown = list(range(0, len(names), step))
-    return axes.Axis(title, shown, [names[i] for i in shown], (-0.5, len(names) - 0.5), log=False)
+    drawn = []
+    for colour, values in zip((ORIGINAL, QUANTIZED), _sides(list(row.values())), strict=True):
+        hover = [f"block {block}: {value:.1f}×" for block, value in zip(row, values, strict=True)]
+        drawn.append(Curve("", colour, range(len(values)), values, hover))
+    up = charts.log_axis("largest over median", charts.heights(drawn), form=words.ratio)
+    return charts.lines(drawn, charts.names_axis("block", list(row)), up, height=210, right=14)
 
 
 def _number(name: str, index: int) -> str:
     number = figures.place(f"{name}.x")[0]
     return number if number.isdecimal() else str(index)
+
+
+# --- mixed precision -------------------------------------------------------------------------------------------------
+
+
+def mixed(search: MixedSearch | None) -> list[Exhibit]:
+    """Build harm against bytes as layers are kept high, and what each layer harms alone."""
+    if search is None:
+        return []
+    panels = [_front(search), *([_alone(search)] if search.layers else [])]
+    keys = [(QUANTIZED, "compiled and scored")]
+    keys += [("ink", "the choice, and what it keeps high")] if search.chosen is not None else []
+    how = (
+        "A point keeps the layers before it high as well, in the order of their harm for what quantizing them saves. "
+        f"Scored on {search.scored}, which guided this choice and no other figure of this page."
+    )
+    before: Sequence[str] = ()
+    body = []
+    for number, step in enumerate(search.steps):
+        new = ", ".join(name for name in step.kept if name not in before)
+        sure = words.between(step.ci95, words.short) or "–"
+        kept = f"{len(step.kept)}{' (chosen)' if number == search.chosen else ''}"
+        body.append([kept, words.size(step.bytes), words.short(step.harm), sure, new or "–"])
+        before = step.kept
+    table = Sheet(["kept high", "weights", search.what, "95 % interval", "layer"], body, remarks=1)
+    made = [Exhibit(mixed_said(search), panels, [how], table, keys=keys, title="Mixed precision")]
+    if len(search.layers) > _DRAWN:
+        rows = [[layer.name, words.short(layer.harm), words.size(layer.bytes)] for layer in search.layers]
+        made.append(Exhibit([], [], [], Sheet(["layer", f"alone: {search.alone or search.what}", "saves"], rows)))
+    return made
+
+
+def mixed_said(search: MixedSearch) -> list[str]:
+    """Say what was chosen, what it costs, and what all of it in low precision would have harmed."""
+    first = search.steps[0]
+    low = f"With nothing kept high, {search.what}: {words.short(first.harm)} at {words.size(first.bytes)}."
+    if search.chosen is None:
+        limit = f" of {search.limit:g}" if search.limit is not None else ""
+        return [low, f"No point of the curve meets the gate{limit}."]
+    if search.chosen == 0:
+        met = "That meets the gate, so nothing was kept high."
+        return [low, met if search.limit is not None else "That was chosen."]
+    step = search.steps[search.chosen]
+    more = words.percent(step.bytes / first.bytes - 1) if first.bytes else "–"
+    what = words.plural(len(step.kept), "layer")
+    return [low, f"Keeping {what} high brings it to {words.short(step.harm)}, for {more} more bytes."]
+
+
+def _front(search: MixedSearch) -> Plot:
+    steps, sizes = search.steps, [step.bytes / 1e6 for step in search.steps]
+    hover = [f"{len(step.kept)} kept high, {words.size(step.bytes)}, {words.short(step.harm)}" for step in steps]
+    drawn = [Curve("", QUANTIZED, sizes, [step.harm for step in steps], hover, band=[step.ci95 for step in steps])]
+    across, marks = charts.straight_axis("weights, MB", sizes), []
+    if search.chosen is not None:
+        at, step = sizes[search.chosen], steps[search.chosen]
+        drawn.append(Curve("", "ink", [at], [step.harm], [hover[search.chosen]]))
+        marks.append(Mark(at, f"chosen: {words.plural(len(step.kept), 'layer')} kept high"))
+    if search.limit is not None:
+        drawn.append(Curve(f"gate {search.limit:g}", "muted", list(across.range), [search.limit] * 2, bound=True))
+    ends = charts.heights(drawn)
+    # a logarithm shows the fall by orders of magnitude; where it reaches 0 there is none
+    log = min(ends) > 0 and max(ends) > 4 * min(ends)
+    up = charts.log_axis(search.what, ends) if log else charts.straight_axis(search.what, [0.0, *ends])
+    figure = charts.lines(drawn, across, up, marks=marks, left=_LEFT)
+    return Plot("Harm against bytes", f"{search.what}, falling as more layers are kept high", figure)
+
+
+def _alone(search: MixedSearch) -> Plot:
+    kept = set(search.steps[search.chosen].kept) if search.chosen is not None else set()
+    drawn, what, many = search.layers[:_DRAWN], search.alone or search.what, len(search.layers)
+    bars = [
+        BarPart("kept high", [layer.harm if layer.name in kept else 0.0 for layer in drawn], "ink"),
+        BarPart("quantized", [0.0 if layer.name in kept else layer.harm for layer in drawn], QUANTIZED),
+    ]
+    names, totals = [layer.name for layer in drawn], [words.short(layer.harm) for layer in drawn]
+    figure = charts.stacked(names, [bar for bar in bars if any(bar.values)], totals, what, form=words.short)
+    title = f"The {len(drawn)} worst of {many} layers, each alone" if many > len(drawn) else "Each layer alone"
+    return Plot(title, f"{what} with one layer quantized", figure)
+
+
+# --- weights and sizes -----------------------------------------------------------------------------------------------
+
+
+def weights(manifest: Manifest) -> list[Exhibit]:
+    """Build the squared error of each layer's weights, as a share of their squares."""
+    known = [(layer, layer.error) for layer in manifest.layers if layer.error is not None]
+    if not known:
+        return []
+    worst, error = max(known, key=lambda pair: pair[1])
+    body = []
+    for layer, lost in known:
+        shape, bits = " × ".join(map(str, layer.shape)), words.figure(layer.bits_per_weight, 4)
+        body.append([layer.name, shape, figures.scheme_of(layer.scheme), bits, words.share(lost)])
+    alt = "Relative squared error of the weights of every quantized layer as colours: kinds of layers by blocks"
+    panels = heat([(layer.name, lost) for layer, lost in known], "Relative squared error of the weights", alt)
+    middle = words.share(median(lost for _, lost in known))
+    said = f"Median {middle}; largest in {worst.name}, {words.share(error)}."
+    how = "‖W − Ŵ‖² / ‖W‖² of each layer: of its weights alone, whatever they do to the output."
+    head = ["layer", "shape [N, K]", "scheme", "bits per weight", "relative squared error"]
+    return [Exhibit([said], panels, [how], Sheet(head, body), title="Weights", folded=True)]
+
+
+def heat(errors: Sequence[tuple[str, float]], title: str, alt: str) -> list[Plot]:
+    """Plot kinds of layers by blocks, the largest of those alike; where names have no number, all in one column.
+
+    None where there is nothing to see: a single cell, or no error anywhere.
+    """
+    if len(errors) < 2 or not any(error > 0 for _, error in errors):
+        return []
+    cells: dict[str, dict[str, float]] = {}
+    for name, error in errors:
+        block, kind = figures.place(name)
+        row = cells.setdefault(kind, {})
+        row[block] = max(error, row.get(block, error))
+    blocks = list(dict.fromkeys(block for row in cells.values() for block in row))
+    blocks.sort(key=lambda block: int(block) if block.isdecimal() else -1)
+    values = [[row.get(block) for block in blocks] for row in cells.values()]
+    return [Plot(title, alt, charts.heat(blocks, list(cells), values), wide=True)]
+
+
+def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
+    """Build the bytes of each export beside the original, in parts where the manifest says what they are; memory."""
+    exports = [row for row in rows if row.name == "size.bytes" and row.value]
+    memory = _memory([row for row in rows if row.name == "memory.peak" and row.value])
+    panels, body, said, keys = [], [], [], []
+    names = ["quantized layers as floats", "codes", "scales and zero points", "kept as it was, and the rest"]
+    shades = ["original", "quantized", "quantized-soft", "rest"]
+    if exports:
+        bars = _bars(manifest, exports)
+        drawn = [BarPart(names[i], [bar[2][i] for bar in bars], shades[i]) for i in range(len(names))]
+        drawn = [part for part in drawn if any(part.values)]
+        totals = [words.size(total) + (f", {ratio:.2f}× smaller" if ratio else "") for _, total, _, ratio in bars]
+        figure = charts.stacked([name for name, *_ in bars], drawn, totals, "weights on disk")
+        panels.append(Plot("Weights on disk", "Bytes of each export in parts, beside the original", figure))
+        body += [[n, words.size(total), *(words.size(v) if v else "–" for v in values)] for n, total, values, _ in bars]
+        keys = [(part.shade, part.label) for part in drawn]
+    if memory:
+        sides = {"original": True, "this model": False}
+        drawn = [
+            BarPart(label, [value if old == side else 0.0 for _, value, old in memory], shade)
+            for (label, side), shade in zip(sides.items(), (ORIGINAL, QUANTIZED), strict=True)
+        ]
+        totals = [words.size(value) for _, value, _ in memory]
+        figure = charts.stacked([name for name, *_ in memory], drawn, totals, "peak memory of the process")
+        panels.append(Plot("Peak memory while it runs", "Peak memory of the process, beside the original's", figure))
+        body += [[f"peak memory, {name}", words.size(value), *["–"] * len(names)] for name, value, _ in memory]
+    if not panels:
+        return []
+    if read := [row for row in rows if row.name == "size.bytes_read" and row.value]:
+        ways = (f"{row.settings.get('way')} read {words.size(row.value or 0.0)}" for row in reversed(read))
+        said.append(f"The graph holds weights for two ways to multiply: {' and '.join(ways)} of them.")
+    bits = next((row.value for row in rows if row.name == "size.bits_per_weight" and row.value), None)
+    if bits is not None:
+        many = words.plural(len(manifest.layers), "quantized layer")
+        said.append(f"{words.short(bits)} bits a weight in {many}, scales and zero points counted.")
+    return [Exhibit(said, panels, [], Sheet(["what", "total", *names], body), keys=keys)]
+
+
+def _bars(manifest: Manifest, exports: Sequence[Row]) -> list[tuple[str, float, list[float], float | None]]:
+    """Make (name, bytes, the four parts, how many times smaller than the original), the original first."""
+    counts = [(prod(layer.shape), layer) for layer in manifest.layers]
+    codes = sum(count * _bits(layer.scheme) for count, layer in counts) / 8
+    extra = sum(count * layer.bits_per_weight for count, layer in counts) / 8 - codes
+    bars: list[tuple[str, float, list[float], float | None]] = []
+    base = next((row.baseline.value for row in exports if row.baseline is not None), None)
+    if base is not None:
+        floats = sum(count for count, _ in counts) * _FLOAT_BYTES.get(manifest.model.source.dtype, 0)
+        floats_ = min(float(floats), base)
+        bars.append(("original", base, [floats_, 0.0, 0.0, base - floats_], None))
+    for row in exports:
+        total = row.value or 0.0
+        known = codes > 0 and codes + extra <= total
+        ratio = row.baseline.ratio if row.baseline and (row.baseline.ratio or 0) > 1 else None
+        split = [0.0, codes, extra, total - codes - extra] if known else [0.0, 0.0, 0.0, total]
+        bars.append((figures.export(row), total, split, ratio))
+    return bars
+
+
+def _memory(rows: Sequence[Row]) -> list[tuple[str, float, bool]]:
+    """Make (name, bytes, whether it is the original's)."""
+    bars = []
+    for row in rows:
+        if row.baseline is not None:
+            bars.append((words.joined("original", row.runtime or ""), row.baseline.value, True))
+        label = words.joined(figures.variant(row), figures.where(row)) or "this model"
+        bars.append((label, row.value or 0.0, False))
+    return bars
+
+
+def _bits(scheme: Mapping[str, Any]) -> int:
+    """Count the bits of one code: `int4` has 4."""
+    match = re.search(r"\d+", str(scheme.get("format")))
+    return int(match[0]) if match else 0

@@ -1,272 +1,248 @@
-"""The times of the report page: both sides against batch or prompt, their ratio, the roofline, and where it wins."""
+"""The times of the report page: both sides against batch or prompt, their ratio, the roofline, and each device's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 
-from quantkit.bundle import Manifest
+from quantkit.bundle import Manifest, Verdict
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import curves, figures
 from quantkit.report.bundle.curves import CurvePoint, Series
-from quantkit.report.kit import axes, charts, words
-from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Mark
-from quantkit.report.kit.tree import Exhibit, Plot, Sheet
+from quantkit.report.kit import words
+from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Mark, Plot, curve, over, points_axis
+from quantkit.report.kit.tree import Conclusion, Exhibit, Part, Remark, Section, Sheet
 from quantkit.report.kit.words import Form, Interval
 
-_PROMISED = "muted"
-# of the runtimes' curves, one each
+HERE = "here"
+# of the runtimes' and devices' curves, one each
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
+_COLOURS = [f"series-{n}" for n in range(1, 7)]
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """What was measured on a device, under the name that it has here, and the verdict on it."""
+
+    name: str
+    rows: Sequence[Row]
+    verdict: Verdict | None
 
 
 def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
-    """One for each curve; what to beware of in all of them is not told in each."""
-    found = curves.series(manifest, rows)
-    shared = curves.shared_cautions(found)
-    made = [section(rows, series) for series in found]
-    return [replace(each, cautions=[text for text in each.cautions if text not in shared]) for each in made]
+    """Build one for each curve; what to beware of in all of them is not told in each."""
+    several = curves.series(manifest, rows)
+    shared = curves.shared_cautions(several)
+    exhibits = map(section, several)
+    return [replace(part, cautions=[text for text in part.cautions if text not in shared]) for part in exhibits]
 
 
-def overview(found: Sequence[Series]) -> list[Exhibit]:
-    """Decode and prefill of every runtime in one place, each with its original beside it; none of a single curve.
+def overview(several: Sequence[Series]) -> list[Exhibit]:
+    """Build decode and prefill of every runtime in one place, each with its original beside it; none of one curve.
 
     Of several contexts, or batches of prompts, the first of each runtime: the others have figures of their own.
     """
     first: dict[tuple[str, str], Series] = {}
-    for series in found:
+    for series in several:
         if len(series.cells) > 1:
             first.setdefault((series.unit, figures.variant(series.cells[0].row)), series)
     if len(first) < 2:
         return []
-    by_unit = figures.by(first.items(), lambda entry: entry[0][0])
+    by_unit = words.by(first.items(), lambda entry: entry[0][0])
     panels = [_together([series for _, series in entries]) for entries in by_unit.values()]
-    head = ["", "runtime", "at", "this", "original", "speed-up"]
-    body = [
-        [
-            series.title,
-            variant,
-            series.said(f"{cell.x:,}"),
-            words.figure(cell.tokens_per_s, 3),
-            words.or_dash(cell.original_tokens_per_s, lambda v: words.figure(v, 3)),
-            words.or_dash(cell.ratio, words.times),
-        ]
-        for (_, variant), series in first.items()
-        for cell in series.cells
-    ]
+    body = []
+    for (_, variant), series in first.items():
+        for cell in series.cells:
+            rates = [words.or_dash(x, words.short) for x in (cell.tokens_per_s, cell.original_tokens_per_s)]
+            ratio = words.or_dash(cell.ratio, words.times)
+            body.append([series.title, variant, series.said(f"{cell.x:,}"), *rates, ratio])
     title = "Every runtime at once" if len({variant for _, variant in first}) > 1 else "Decode and prefill at once"
     counted = f"{next(iter(first.values())).counted.capitalize()}s a second, of all sequences together."
-    return [Exhibit([counted], panels, [], Sheet(head, body), title=title)]
+    table = Sheet(["", "runtime", "at", "this", "original", "speed-up"], body)
+    return [Exhibit([counted], panels, [], table, title=title)]
 
 
-def _together(found: Sequence[Series]) -> Plot:
-    """Curves of one kind; those of a runtime have a symbol of their own."""
-    drawn = []
-    for series, symbol in zip(found, cycle(_SYMBOLS), strict=False):
-        runtime = f", {figures.variant(series.cells[0].row)}" if len(found) > 1 else ""
-        sides = [
-            (series.this, QUANTIZED, [(cell.x, cell.tokens_per_s) for cell in series.cells]),
-            (series.other, ORIGINAL, [(cell.x, rate) for cell in series.cells if (rate := cell.original_tokens_per_s)]),
-        ]
-        for name, colour, points in sides:
-            if points:
-                label, rates = f"{name}{runtime}", [rate for _, rate in points]
-                hover = [f"{label} {words.figure(rate, 3)} {series.counted}s/s" for rate in rates]
-                drawn.append(Curve(label, colour, [x for x, _ in points], rates, hover, symbol=symbol))
-    one = found[0]
-    values = [y for curve in drawn for y in curve.y]
-    form = f"{one.counted}s a second"
-    axis = axes.log_axis(f"{form}, p50", values, form=lambda v: f"{v:g}" if v < 1e4 else f"{v / 1e3:g}k")
-    across = axes.points_axis(_axis(one), [cell.x for series in found for cell in series.cells])
-    what = one.title.partition(",")[0] if len(found) > 1 else one.title
-    lines = words.listed([curve.label for curve in drawn])
-    alt = f"{what}: {form} against {_axis(one)}, of {lines}; both axes logarithmic"
-    return Plot(what, alt, charts.lines(drawn, across, axis))
+def _together(several: Sequence[Series]) -> Plot:
+    """Plot curves of one kind; those of a runtime have a symbol of their own."""
+    drawn: list[Curve] = []
+    for series, symbol in zip(several, cycle(_SYMBOLS), strict=False):
+        runtime = f", {figures.variant(series.cells[0].row)}" if len(several) > 1 else ""
+        ours = [cell.tokens_per_s for cell in series.cells]
+        theirs = [cell.original_tokens_per_s for cell in series.cells]
+        for name, colour, rates in ((series.this, QUANTIZED, ours), (series.other, ORIGINAL, theirs)):
+            label, xs = f"{name}{runtime}", [cell.x for cell in series.cells]
+
+            def hover(rate: float, of: str = label, unit: str = series.counted) -> str:
+                return f"{of} {words.short(rate)} {unit}s/s"
+
+            drawn += curve(label, colour, xs, rates, hover, symbol=symbol)
+    one = several[0]
+    form, what = f"{one.counted}s a second", one.title.partition(",")[0] if len(several) > 1 else one.title
+    alt = f"{what}: {form} against {_axis(one)}, of {words.listed([curve.label for curve in drawn])}"
+    return over(what, alt, drawn, _axis(one), f"{form}, p50", form=words.thousands)
 
 
-def section(rows: Sequence[Row], series: Series) -> Exhibit:
-    """The times of one curve, and their ratios; of a single size a sentence says as much."""
-    said, cautions = curves.results(series), curves.cautions(series)
+def section(series: Series) -> Exhibit:
+    """Build the times of one curve, and their ratios; of a single size a sentence says as much."""
+    said = curves.results(series)
+    text = words.joined(curves.measured(series), curves.spread(series), curves.setting(series), by="; ")
+    panels: list[Plot] = []
     if len(series.cells) == 1:
-        return Exhibit(
-            [single(series), *said], [], _measured(series), _sheet(series), cautions=cautions, title=series.title
-        )
-    panels = [_rates(series) if series.unit == "prompt" else _durations(series)]
-    if any(cell.ratio for cell in series.cells):
-        panels.append(_ratios(series))
-    return Exhibit(said, panels, _measured(series), _sheet(series), cautions=cautions, title=series.title)
+        said = [single(series), *said]
+    else:
+        panels = [_rates(series) if series.unit == "prompt" else _durations(series)]
+        panels += [_ratios(series)] if any(cell.ratio for cell in series.cells) else []
+    cautions = curves.cautions(series)
+    return Exhibit(said, panels, [f"{text}."], _sheet(series), cautions=cautions, title=series.title)
 
 
 def single(series: Series) -> str:
-    """One size in words: `At 256 tokens 397 ms against 335 ms of float32: 0.843× the speed (0.783× to 0.902×).`"""
+    """Say one size: `At 256 tokens 397 ms against 335 ms of float32: 0.843× the speed (0.783× to 0.902×).`"""
     cell = series.cells[0]
     text = f"At {series.said(f'{cell.x:,}')} a {series.unit} takes {words.moment(cell.row.value or 0.0)}"
     text += f" against {words.moment(cell.original)} of {series.other}" if cell.original else ""
     if cell.ratio is None:
         return f"{text}."
-    sure = curves.bracketed(words.between(cell.ratio_ci95, words.times))
+    sure, ratio = words.bracketed(words.between(cell.ratio_ci95, words.times)), words.times(cell.ratio)
     promised = f"; {words.times(cell.promised)} is what the limits promise" if cell.promised else ""
-    ratio = words.times(cell.ratio)
     said = f"{ratio} measured{sure}, which is not believed" if cell.doubtful else f"{ratio} the speed{sure}"
     return f"{text}: {said}{promised}."
 
 
-def explained(rows: Sequence[Row], found: Sequence[Series]) -> list[str]:
-    """How to read the figures of all curves, each thing once."""
+def explained(rows: Sequence[Row], several: Sequence[Series]) -> list[str]:
+    """Say how to read the figures of all curves, each thing once."""
     said = ["Bands in the colour of a line: 95\u00a0% intervals."]
-    if any(cell.bound for series in found for cell in series.cells):
+    if any(cell.bound for series in several for cell in series.cells):
         said.append(
             f"Dotted: the roofline, what the bytes and operations take at least{_ceilings(rows)}; the gap above it is"
             " the tax. The runtime is a black box: only the sum is known."
         )
-    if few := curves.few_steps(found):
-        said.append(few)
-    if any(series.spread is not None for series in found):
+    said += [few] if (few := curves.few_steps(several)) else []
+    if any(series.spread is not None for series in several):
         said.append("Grey band: what two measurements of one thing differ by (A/A).")
-    if any(_wins(series) for series in found):
+    if any(_wins(series) for series in several):
         said.append("Shaded: where the whole interval lies above 1.")
     return said
+
+
+def _ceilings(rows: Sequence[Row]) -> str:
+    """Name the ceilings behind the bounds, measured in the same run."""
+    parts = []
+    for row in rows:
+        if row.name in {"ceiling.read", "ceiling.compute"} and row.value is not None:
+            kind = row.settings.get("compute_type") or row.name.removeprefix("ceiling.")
+            parts.append(f"{words.rate(row.value, row.unit)} {kind}")
+    return words.bracketed(f"{', '.join(dict.fromkeys(parts))}, measured in the same run") if parts else ""
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
 def _curves(series: Series, form: Form, scale: Callable[[CurvePoint, float], float]) -> list[Curve]:
-    """Both sides and their bounds; `scale(cell, seconds)` is the figure's value, `form` shows it."""
-    cells, found = series.cells, []
+    """Draw both sides and their bounds; `scale(cell, seconds)` is the figure's value, `form` shows it."""
+    cells, xs = series.cells, [cell.x for cell in series.cells]
     values = [scale(cell, cell.row.value or 0.0) for cell in cells]
-    bands = [_scaled(cell, scale) for cell in cells]
-    hover = [
-        f"{series.this} {form(v)}{curves.bracketed(words.between(b, form))}" for v, b in zip(values, bands, strict=True)
-    ]
-    found.append(Curve(series.this, QUANTIZED, [cell.x for cell in cells], values, hover, bands))
+    bands: list[Interval | None] = []
+    for cell in cells:
+        low, high = cell.row.ci95 or (0.0, 0.0)
+        ends = sorted((scale(cell, low), scale(cell, high))) if low > 0 else None
+        bands.append((ends[0], ends[1]) if ends else None)
+    both = zip(values, bands, strict=True)
+    hover = [f"{series.this} {form(v)}{words.bracketed(words.between(band, form))}" for v, band in both]
+    drawn = [Curve(series.this, QUANTIZED, xs, values, hover, bands)]
     sides = [
-        (series.other, ORIGINAL, [(cell, cell.original) for cell in cells], False),
-        (f"{series.this} limit", QUANTIZED, [(cell, cell.bound) for cell in cells], True),
-        (f"{series.other} limit", ORIGINAL, [(cell, cell.original_bound) for cell in cells], True),
+        (series.other, ORIGINAL, [cell.original for cell in cells], False),
+        (f"{series.this} limit", QUANTIZED, [cell.bound for cell in cells], True),
+        (f"{series.other} limit", ORIGINAL, [cell.original_bound for cell in cells], True),
     ]
-    for label, colour, pairs, bound in sides:
-        known = [(cell.x, scale(cell, seconds)) for cell, seconds in pairs if seconds]
-        if known:
-            xs, ys = [x for x, _ in known], [y for _, y in known]
-            found.append(Curve(label, colour, xs, ys, [f"{label} {form(y)}" for y in ys], bound=bound))
-    return found
-
-
-def _scaled(cell: CurvePoint, scale: Callable[[CurvePoint, float], float]) -> Interval | None:
-    if cell.row.ci95 is None or cell.row.ci95[0] <= 0:
-        return None
-    low, high = sorted(scale(cell, end) for end in cell.row.ci95)
-    return low, high
-
-
-def _across(series: Series) -> axes.Axis:
-    return axes.points_axis(_axis(series), [cell.x for cell in series.cells])
+    for label, colour, seconds, bound in sides:
+        ys = [scale(cell, s) if s else None for cell, s in zip(cells, seconds, strict=True)]
+        drawn += curve(label, colour, xs, ys, lambda y, of=label: f"{of} {form(y)}", bound=bound)  # type: ignore[misc]
+    return drawn
 
 
 def _axis(series: Series) -> str:
-    return (
-        f"batch ({'samples' if series.counted == 'sample' else 'sequences'} at once)"
-        if series.over == "batch"
-        else "length (tokens a sequence)"
-    )
+    if series.over != "batch":
+        return "length (tokens a sequence)"
+    return f"batch ({'samples' if series.counted == 'sample' else 'sequences'} at once)"
 
 
 def _durations(series: Series) -> Plot:
-    drawn = _curves(series, words.moment, lambda _, seconds: seconds)
-    values = [y for curve in drawn for y in curve.y]
-    factor, unit = words.time_unit(min(values))
-    axis = axes.log_axis(f"time of a {series.unit}, p50, {unit}", values, form=lambda v: f"{v * factor:,g}")
-    alt = f"Time of a {series.unit} against {_axis(series)}: {series.this} and {series.other}, both axes logarithmic"
-    return Plot(f"Time of a {series.unit}", alt, charts.lines(drawn, _across(series), axis))
+    drawn, what = _curves(series, words.moment, lambda _, seconds: seconds), f"Time of a {series.unit}"
+    factor, unit = words.time_unit(min(y for curve in drawn for y in curve.y))
+    alt, up = f"{what} against {_axis(series)}: {series.this} and {series.other}", f"{what.lower()}, p50, {unit}"
+    return over(what, alt, drawn, _axis(series), up, form=lambda v: f"{v * factor:,g}")
 
 
 def _rates(series: Series) -> Plot:
-    def form(value: float) -> str:
-        return f"{words.figure(value, 3)} {series.counted}s/s"
-
     what = "Samples a second" if series.counted == "sample" else "Prompt tokens a second"
-    drawn = _curves(series, form, lambda cell, seconds: cell.x * (cell.row.batch or 1) / seconds)
-    values = [y for curve in drawn for y in curve.y]
-    axis = axes.log_axis(f"{what.lower()}, p50", values, form=lambda v: f"{v:g}" if v < 1e4 else f"{v / 1e3:g}k")
-    alt = f"{what} against {_axis(series)}: {series.this} and {series.other}, both axes logarithmic"
-    return Plot(what, alt, charts.lines(drawn, _across(series), axis))
+
+    def form(value: float) -> str:
+        return f"{words.short(value)} {series.counted}s/s"
+
+    def scale(cell: CurvePoint, seconds: float) -> float:
+        return cell.x * (cell.row.batch or 1) / seconds
+
+    drawn = _curves(series, form, scale)
+    alt = f"{what} against {_axis(series)}: {series.this} and {series.other}"
+    return over(what, alt, drawn, _axis(series), f"{what.lower()}, p50", form=words.thousands)
 
 
 def _ratios(series: Series) -> Plot:
-    known = [(cell, cell.ratio, cell.ratio_ci95) for cell in series.cells if cell.ratio]
-    hover = [
-        f"measured {words.times(ratio)}{curves.bracketed(words.between(sure, words.times))}" for _, ratio, sure in known
-    ]
-    bands = [sure for *_, sure in known]
-    drawn = [Curve("measured", QUANTIZED, [c.x for c, *_ in known], [r for _, r, _ in known], hover, bands)]
-    promised = [(cell.x, cell.promised) for cell in series.cells if cell.promised]
-    if promised:
-        ys = [y for _, y in promised]
-        texts = [f"promised {words.times(y)}" for y in ys]
-        drawn.append(Curve("promised", _PROMISED, [x for x, _ in promised], ys, texts, bound=True))
-    spread = series.spread
-    noise = (1 / (1 + spread), 1 + spread) if spread else None
-    values = [y for curve in drawn for y in curve.y] + [end for band in bands if band for end in band]
-    title = f"{series.other} time / {series.this} time"
-    axis = axes.log_axis(title, [*values, 1.0, *(noise or ())], form=lambda v: f"{v:g}×")
-    across = _across(series)
-    low, high = across.range
+    known = [cell for cell in series.cells if cell.ratio]
+    bands = [cell.ratio_ci95 for cell in known]
+    sure = iter([words.bracketed(words.between(band, words.times)) for band in bands])
+    measured = [cell.ratio for cell in known]
+    drawn = curve(
+        "measured",
+        QUANTIZED,
+        [cell.x for cell in known],
+        measured,
+        lambda ratio: f"measured {words.times(ratio)}{next(sure)}",
+        band=bands,
+    )
+    promised, xs = [cell.promised for cell in series.cells], [cell.x for cell in series.cells]
+    drawn += curve("promised", "muted", xs, promised, lambda y: f"promised {words.times(y)}", bound=True)
+    noise = (1 / (1 + series.spread), 1 + series.spread) if series.spread else None
+    low, high = points_axis("", xs).range
     marks = [mark for mark in _marks(series) if low <= mark.x <= high]
-    alt = f"How many times as fast {series.this} is as {series.other}, with 95 % intervals, both axes logarithmic"
-    wins = [(max(start, low), min(end, high)) for start, end in _wins(series)]
-    figure = charts.lines(drawn, across, axis, noise=noise, even=1.0, wins=wins, marks=marks)
-    return Plot(f"Speed-up over {series.other}", alt, figure)
+    return over(
+        f"Speed-up over {series.other}",
+        f"How many times as fast {series.this} is as {series.other}, with 95 % intervals",
+        drawn,
+        _axis(series),
+        f"{series.other} time / {series.this} time",
+        form=words.ratio,
+        also=[1.0, *(noise or ())],
+        noise=noise,
+        even=1.0,
+        wins=[(max(start, low), min(end, high)) for start, end in _wins(series)],
+        marks=marks,
+    )
 
 
 def _marks(series: Series) -> list[Mark]:
-    if series.even is None:
-        return []
-    per = series.per_x
-    found = []
-    if series.even.value:
-        found.append(Mark(series.even.value / per, f"break-even {words.figure(series.even.value / per, 2)}"))
-    if series.ideal is not None:
-        found.append(Mark(series.ideal, f"ideal {words.figure(series.ideal, 2)}", dotted=True))
-    return found
+    marks = []
+    if series.even is not None and series.even.value:
+        at = series.even.value / series.per_x
+        marks.append(Mark(at, f"break-even {words.figure(at, 2)}"))
+    return [*marks, *([Mark(series.ideal, f"ideal {words.figure(series.ideal, 2)}", True)] if series.ideal else [])]
 
 
 def _wins(series: Series) -> list[Interval]:
-    """The win intervals of the break-even row; an end that the measured range cuts off is the end of the range."""
+    """Read the win intervals of the break-even row; an end that the measured range cuts off is the range's."""
     if series.even is None or not series.cells:
         return []
-    settings, per = series.even.settings, series.per_x
-    edges = {"from": float(series.cells[0].x), "to": float(series.cells[-1].x)}
-    found, i = [], 1
+    settings, intervals, i = series.even.settings, [], 1
     while f"win_{i}_from" in settings:
-        start, end = (settings.get(f"win_{i}_{side}") for side in edges)
-        found.append(
-            (
-                float(start) / per if isinstance(start, int | float) else edges["from"],
-                float(end) / per if isinstance(end, int | float) else edges["to"],
-            )
-        )
+        ends = []
+        for side, edge in (("from", series.cells[0]), ("to", series.cells[-1])):
+            at = settings.get(f"win_{i}_{side}")
+            ends.append(float(at) / series.per_x if isinstance(at, int | float) else float(edge.x))
+        intervals.append((ends[0], ends[1]))
         i += 1
-    return [(start, end) for start, end in found if start < end]
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
-
-
-def _measured(series: Series) -> list[str]:
-    """How often, in and on what it was measured."""
-    spread = f"A/A spread {words.percent(series.spread)} at most" if series.spread is not None else ""
-    return [f"{'; '.join(part for part in (curves.measured(series), spread, curves.setting(series)) if part)}."]
-
-
-def _ceilings(rows: Sequence[Row]) -> str:
-    """The ceilings behind the bounds, measured in the same run."""
-    parts = []
-    for row in rows:
-        if row.name in {"ceiling.read", "ceiling.compute"} and row.value is not None:
-            kind = row.settings.get("compute_type") or row.name.removeprefix("ceiling.")
-            parts.append(f"{words.rate(row.value, row.unit)} {kind}")
-    return f" ({', '.join(dict.fromkeys(parts))}, measured in the same run)" if parts else ""
+    return [(start, end) for start, end in intervals if start < end]
 
 
 def _sheet(series: Series) -> Sheet:
@@ -275,27 +251,84 @@ def _sheet(series: Series) -> Sheet:
     head += [f"{this} limit", f"{other} limit", "tax", f"{other} excess", "effective bandwidth", "n", "A/A", ""]
     body = []
     for cell in series.cells:
-        quantiles, settings = cell.row.quantiles or {}, cell.row.settings
-        body.append(
-            [
-                f"{cell.x:,}",
-                words.moment(cell.row.value or 0.0),
-                words.or_dash(quantiles.get("p90"), words.moment),
-                words.or_dash(quantiles.get("p99"), words.moment),
-                words.or_dash(cell.original, words.moment),
-                words.or_dash(settings.get("baseline_p99"), words.moment),
-                words.or_dash(cell.ratio, words.times),
-                words.between(cell.ratio_ci95, words.times) or "–",
-                words.or_dash(settings.get("p99_ratio"), words.times),
-                words.or_dash(cell.bound, words.moment),
-                words.or_dash(cell.original_bound, words.moment),
-                words.or_dash(cell.tax.value if cell.tax is not None else None, words.moment),
-                words.or_dash(cell.excess, words.moment),
-                words.or_dash(cell.bandwidth and cell.bandwidth.value, lambda v: words.rate(v, "B/s")),
-                f"{cell.row.n:,}" if cell.row.n else "–",
-                words.or_dash(cell.row.aa_spread, words.percent),
-                ", ".join(flag.replace("-", " ") for flag in cell.flags),
-            ]
-        )
+        quantiles, settings, tax = cell.row.quantiles or {}, cell.row.settings, cell.tax and cell.tax.value
+        own = (cell.row.value, quantiles.get("p90"), quantiles.get("p99"), cell.original, settings.get("baseline_p99"))
+        line = [f"{cell.x:,}", *(words.or_dash(seconds, words.moment) for seconds in own)]
+        line += [words.or_dash(cell.ratio, words.times), words.between(cell.ratio_ci95, words.times) or "–"]
+        line += [words.or_dash(settings.get("p99_ratio"), words.times)]
+        limits = (cell.bound, cell.original_bound, tax, cell.excess)
+        line += [words.or_dash(seconds, words.moment) for seconds in limits]
+        line += [words.or_dash(cell.bandwidth and cell.bandwidth.value, lambda v: words.rate(v, "B/s"))]
+        line += [f"{cell.row.n:,}" if cell.row.n else "–", words.or_dash(cell.row.aa_spread, words.percent)]
+        body.append([*line, ", ".join(flag.replace("-", " ") for flag in cell.flags)])
     body += [[f"{cell.x:,}", *["–"] * (len(head) - 2), figures.flags(cell.row)] for cell in series.skipped]
     return Sheet(head, body, remarks=1)
+
+
+# --- devices that were reached from elsewhere ------------------------------------------------------------------------
+
+
+def on_devices(manifest: Manifest, rows: Sequence[Row], devices: Sequence[DeviceRows]) -> list[Part]:
+    """Build all devices in one picture, then a tab for each; nothing where there are none."""
+    return [*all_devices(manifest, rows, devices), *(_tab(manifest, device) for device in devices)] if devices else []
+
+
+def _tab(manifest: Manifest, of: DeviceRows) -> Section:
+    judged = manifest.model_copy(update={"verdict": of.verdict})
+    flags = {flag for row in of.rows for flag in row.flags}
+    answer, because = figures.verdict(judged, of.rows) if of.verdict else ("no verdict", [])
+    if of.verdict is None:
+        because = ["its times are an emulator's"] if "emulated" in flags else ["its speed was not measured"]
+    cautions = {
+        "emulated": "An emulator: what it computes counts, how long it takes says nothing of any machine",
+        "throttled": "Its processor lowered its clock while it was timed: cool it, and measure again",
+    }
+    device = next(row.device for row in of.rows if row.device)
+    scored = [row for row in of.rows if row.name.startswith("accuracy.")]
+    parts: list[Part] = [
+        Remark(words.joined(device.name, device.machine or "", device.isa or ""), "caption"),
+        *(Remark(text, "note") for flag, text in cautions.items() if flag in flags),
+        Conclusion(answer, figures.tone(judged) if of.verdict else "", because),
+        *sections(judged, of.rows),
+        *([figures.results_table(scored)] if scored else []),
+    ]
+    return Section(of.name, parts, tab=True)
+
+
+def all_devices(manifest: Manifest, rows: Sequence[Row], devices: Sequence[DeviceRows]) -> list[Exhibit]:
+    """Build speed-up and tax against the batch, a line for each device; none of fewer than two.
+
+    Args:
+        rows: of this machine, which is one of them.
+    """
+    named = [(HERE, rows), *((device.name, device.rows) for device in devices)]
+    first = [(name, several[0]) for name, own in named if (several := curves.series(manifest, own))]
+    if len(first) < 2 or len({series.unit for _, series in first}) > 1:
+        return []
+    one = first[0][1]
+    across, other = "batch" if one.over == "batch" else "tokens", one.other
+    panels = []
+    for title, up, value, form, tick, even in (
+        (f"Speed-up over {other}", "times as fast", lambda cell: cell.ratio, words.times, words.ratio, 1.0),
+        (f"Tax, share of {other}'s time", "tax / time of the original", _taxed, words.whole, words.whole_tick, None),
+    ):
+        drawn: list[Curve] = []
+        for (name, series), colour, symbol in zip(first, cycle(_COLOURS), cycle(_SYMBOLS), strict=False):
+            xs, ys = [cell.x for cell in series.cells], [value(cell) for cell in series.cells]
+            drawn += curve(name, colour, xs, ys, lambda y, of=name, form=form: f"{of} {form(y)}", symbol=symbol)  # type: ignore[misc]
+        if drawn:
+            alt = f"{title} against {across}, of {words.listed([curve.label for curve in drawn])}"
+            panels.append(over(title, alt, drawn, across, up, form=tick, also=[even] if even else [], even=even))
+    head = ["device", across, "speed-up", "95 % interval", "tax", "share of the original's time"]
+    body = []
+    for name, series in first:
+        for cell in series.cells:
+            sure, tax = words.between(cell.ratio_ci95, words.times) or "–", cell.tax and cell.tax.value
+            line = [name, f"{cell.x:,}", words.or_dash(cell.ratio, words.times), sure]
+            body.append([*line, words.or_dash(tax, words.moment), words.or_dash(_taxed(cell), words.whole)])
+    said = [f"{one.title}: each device against its own {other}, in its own runtime."]
+    return [Exhibit(said, panels, [], Sheet(head, body), title="All devices at once")]
+
+
+def _taxed(cell: CurvePoint) -> float | None:
+    return cell.tax_share if (cell.tax_share or 0) > 0 else None

@@ -14,6 +14,7 @@ from quantkit.exporters import load_exporter
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
 from quantkit.model.sizes.assigned import EXPERTS, EXPERTS_KEPT
+from quantkit.report.kit.tree import Code
 from quantkit.scheme import WeightScheme
 
 PROMPT = "The capital of France is"
@@ -35,21 +36,6 @@ print(tokenizer.decode(generator.get_sequence(0)))"""
 
 
 @dataclass(frozen=True)
-class Command:
-    """What to type, and what for.
-
-    Args:
-        label: what it does, or in what.
-        text: to be copied, one or several lines.
-        language: of the text: `bash` or `python`.
-    """
-
-    label: str
-    text: str
-    language: str = "bash"
-
-
-@dataclass(frozen=True)
 class Files:
     """Where files of the user's own lie, as typed; None: in this folder, under the names that a bundle has."""
 
@@ -62,9 +48,8 @@ _AS_NAMED = Files()
 
 def has(manifest: Manifest, place: str) -> bool:
     """Whether there is such a file, or a file in such a folder (`onnx/`)."""
-    return any(
-        entry.path == place or (place.endswith("/") and entry.path.startswith(place)) for entry in manifest.files
-    )
+    folder = place.endswith("/")
+    return any(entry.path == place or (folder and entry.path.startswith(place)) for entry in manifest.files)
 
 
 def packed(manifest: Manifest) -> bool:
@@ -73,66 +58,75 @@ def packed(manifest: Manifest) -> bool:
 
 
 def layout(manifest: Manifest) -> Layout | None:
-    """How its checkpoint stores codes; None: it holds none."""
-    name = _layout(manifest)
+    """Find how its checkpoint stores codes; None: it holds none."""
+    steps: list[tuple[str, Any]] = [pair for step in manifest.recipe.get("export", []) for pair in step.items()]
+    stored = (options for name, options in steps if plugins.EXPORTERS.load(name).stores == "tensors")
+    name = next((str((options or {}).get("layout", "pack-quantized")) for options in stored), "")
     if not (manifest.layers and has(manifest, "model/")) or name not in layouts.names():
         return None
     return layouts.load(name)
 
 
 def libraries(manifest: Manifest) -> list[str]:
-    """What transformers loads the checkpoint with, as pip calls it."""
-    found = layout(manifest)
-    return [name.replace("_", "-") for name in found.libraries] if found is not None else []
+    """List what transformers loads the checkpoint with, as pip calls it."""
+    stored = layout(manifest)
+    return [name.replace("_", "-") for name in stored.libraries] if stored is not None else []
 
 
-def commands(manifest: Manifest) -> list[Command]:
-    """All that can be done with it, to be typed in its folder."""
-    found = [Command("Check every byte, and load it again", "quantkit verify .")]
+def commands(manifest: Manifest) -> list[Code]:
+    """List all that can be done with it, to be typed in its folder."""
+    decodes = manifest.model.kind == "decoder"
+    made = [Code("Check every byte, and load it again", "quantkit verify .")]
     if has(manifest, "model/"):
-        found.append(Command("transformers", load(manifest), "python"))
+        auto, needs = auto_class(manifest), " ".join(["transformers", *libraries(manifest)])
+        lines = [f"# pip install {needs}", f"from transformers import {auto}, AutoTokenizer", ""]
+        lines.append(f'model = {auto}.from_pretrained("./model")')
+        lines.append('tokenizer = AutoTokenizer.from_pretrained("./model")')
+        made.append(Code("transformers", "\n".join(lines), "python"))
     if has(manifest, "onnx/"):
-        lines = ["# pip install 'quantkit[onnx]'"]
-        lines += [generate(".", "onnxruntime")] if manifest.model.kind == "decoder" else []
-        found.append(Command("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
+        lines = ["# pip install 'quantkit[onnx]'", *([generate(".", "onnxruntime")] if decodes else [])]
+        made.append(Code("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
     if (runtime := file_runtime(manifest)) is not None:
         lines = ["# pip install 'quantkit[gguf]'", generate(".", runtime), _measured(manifest, ".", runtime)]
-        found.append(Command("llama.cpp", "\n".join([*lines, "llama-cli -m gguf/model.gguf"])))
+        made.append(Code("llama.cpp", "\n".join([*lines, "llama-cli -m gguf/model.gguf"])))
     if has(manifest, "engine/"):
         lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for"]
-        decodes = manifest.model.kind == "decoder"
         lines += [generate(".", engine_runtime(manifest))] if decodes else _measure_engine(manifest, ".")
-        found.append(Command("TensorRT", "\n".join(lines)))
+        made.append(Code("TensorRT", "\n".join(lines)))
     if has(manifest, "onnx/genai_config.json"):
-        found.append(Command("onnxruntime-genai", _GENAI, "python"))
+        made.append(Code("onnxruntime-genai", _GENAI, "python"))
     stored = layout(manifest)
-    if stored is not None and _served(manifest, stored) and manifest.model.kind == "decoder":
+    # where vLLM has a kernel for all of its layers in this layout
+    schemes = [WeightScheme.model_validate(layer.scheme) for layer in manifest.layers]
+    if decodes and stored is not None and all(map(stored.served, schemes)):
         said = [f"# {stored.serving}"] if stored.serving else []
-        found.append(Command("vLLM", "\n".join([*said, "vllm serve ./model"])))
-    return found
+        made.append(Code("vLLM", "\n".join([*said, "vllm serve ./model"])))
+    return made
 
 
 def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> list[str]:
-    """What measures its speed and judges it; `place` is the bundle, as a shell reads it.
+    """Write what measures its speed and judges it; `place` is the bundle, as a shell reads it.
 
     An engine is timed on its GPU: a decoder's by us, any other by its library's own tool.
 
     Args:
         files: where the model and the calibration set lie, for those that a bundle holds the name of alone.
     """
-    if has(manifest, "engine/") and not has(manifest, "onnx/"):
-        return ["# on the GPU that the engine is for", *_measure_engine(manifest, place, files)]
-    if not has(manifest, "onnx/") and (runtime := file_runtime(manifest)) is not None:
-        return [_measured(manifest, place, runtime, files)]
-    if not has(manifest, "onnx/") and experts(manifest):
-        return []  # no one graph is traced of experts, and so none is timed
-    export = [] if has(manifest, "onnx/") else [f"quantkit export {place} --to onnx"]
+    export = []
+    if not has(manifest, "onnx/"):
+        if has(manifest, "engine/"):
+            return ["# on the GPU that the engine is for", *_measure_engine(manifest, place, files)]
+        if (runtime := file_runtime(manifest)) is not None:
+            return [_measured(manifest, place, runtime, files)]
+        if experts(manifest):
+            return []  # no one graph is traced of experts, and so none is timed
+        export = [f"quantkit export {place} --to onnx"]
     return [*export, _measured(manifest, place, "onnxruntime", files)]
 
 
 def experts(manifest: Manifest) -> list[str]:
-    """The experts of a bundle: a token's way through it depends on the token."""
-    stacked = [each.where for each in manifest.decisions if each.code in (EXPERTS, EXPERTS_KEPT)]
+    """List the experts of a bundle: a token's way through it depends on the token."""
+    stacked = [decision.where for decision in manifest.decisions if decision.code in (EXPERTS, EXPERTS_KEPT)]
     return stacked + [layer.name for layer in manifest.layers if ".experts." in layer.name]
 
 
@@ -141,15 +135,15 @@ def _measured(manifest: Manifest, place: str, runtime: str, files: Files = _AS_N
 
 
 def against(manifest: Manifest, files: Files = _AS_NAMED) -> list[str]:
-    """What `measure` asks for where a bundle does not say where it lies: the model, and what a graph is scored on."""
+    """Write what `measure` asks for where a bundle does not say where it lies: the model, a graph's scoring set."""
     kind, _, name = manifest.model.source.ref.partition(":")
-    found = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if kind == _PATH else []
+    baseline = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if kind == _PATH else []
     graph = manifest.model.kind == "network" or kind == _MODULE or name.lower().endswith(".onnx")
-    return [*found, *(_calibration(manifest, files) if graph else [])]
+    return [*baseline, *(_calibration(manifest, files) if graph else [])]
 
 
 def _calibration(manifest: Manifest, files: Files) -> list[str]:
-    """The set that a recipe cannot name, since it is a file of somebody's own."""
+    """Write the set that a recipe cannot name, since it is a file of somebody's own."""
     kind, _, name = str((manifest.recipe.get("calibration") or {}).get("set", "")).partition(":")
     return [f"--calibration {shlex.quote(files.calibration or f'./{name}')}"] if kind == _PATH else []
 
@@ -157,66 +151,54 @@ def _calibration(manifest: Manifest, files: Files) -> list[str]:
 def _measure_engine(manifest: Manifest, place: str, files: Files = _AS_NAMED) -> list[str]:
     runs = engine_runtime(manifest)
     built = [entry.path for entry in manifest.files if entry.path.endswith(".engine")]
-    found = [] if built else [f"quantkit export {place} --to tensorrt"]
+    export = [] if built else [f"quantkit export {place} --to tensorrt"]
     if manifest.model.kind == "decoder":
-        return [*found, " ".join([f"quantkit measure {place} --runtime {runs}", *against(manifest, files)])]
-    tool = {"tensorrt": "trtexec"}.get(runs, runs)
+        return [*export, _measured(manifest, place, runs, files)]
     path = built[0] if built else "engine/smNN.engine"
-    return [*found, f"{tool} --loadEngine={path if place == '.' else f'{place}/{path}'}"]
+    tool = {"tensorrt": "trtexec"}.get(runs, runs)
+    return [*export, f"{tool} --loadEngine={path if place == '.' else f'{place}/{path}'}"]
 
 
 def engine_runtime(manifest: Manifest) -> str:
-    """That builds and runs its engines."""
+    """Name what builds and runs its engines."""
     steps: list[dict[str, Any]] = manifest.recipe.get("export", [])
     engines = (step[name] for name in plugins.exporters_that_store("engine") for step in steps if name in step)
     return str((next(engines, None) or {}).get("library", "tensorrt_rtx"))
 
 
 def file_runtime(manifest: Manifest) -> str | None:
-    """That reads the one file that it holds everything in; None: it has no such file."""
-    for name in plugins.exporters_that_store("file"):
-        exporter = load_exporter(name)
-        if has(manifest, f"{exporter.place}/"):
-            return exporter.runtimes[0]
-    return None
+    """Name what reads the one file that it holds everything in; None: it has no such file."""
+    exporters = map(load_exporter, plugins.exporters_that_store("file"))
+    return next((each.runtimes[0] for each in exporters if has(manifest, f"{each.place}/")), None)
 
 
 def generate(place: str, runtime: str | None = None) -> str:
-    """What lets it go on from a prompt."""
+    """Write what lets it go on from a prompt."""
     return f'quantkit generate {place}{f" --runtime {runtime}" if runtime else ""} --prompt "{PROMPT}"'
 
 
-def load(manifest: Manifest) -> str:
-    """Python that loads the checkpoint and its tokenizer."""
-    auto = auto_class(manifest)
-    needs = " ".join(["transformers", *libraries(manifest)])
-    lines = [f"# pip install {needs}", f"from transformers import {auto}, AutoTokenizer", ""]
-    lines += [f'model = {auto}.from_pretrained("./model")', 'tokenizer = AutoTokenizer.from_pretrained("./model")']
-    return "\n".join(lines)
-
-
 def auto_class(manifest: Manifest) -> str:
-    """The class of transformers that loads such a model."""
+    """Name the class of transformers that loads such a model."""
     return _CLASSES[manifest.model.kind]
 
 
-def again(manifest: Manifest) -> Command:
-    """How to make it again; a file or folder is named as it was, wherever it stood, and a module by its class."""
+def again(manifest: Manifest) -> Code:
+    """Write what makes it again; a file or folder is named as it was, wherever it stood, and a module by its class."""
     kind, _, rest = manifest.model.source.ref.partition(":")
-    files = _calibration(manifest, _AS_NAMED)
+    files, code = _calibration(manifest, _AS_NAMED), bool(_files_of_code(manifest))
     if kind == _MODULE:
         calibration = "".join(f", calibration={file.partition(' ')[2]!r}" for file in files)
         lines = ["import quantkit", "", f"module = ...  # a {rest}, and what it is called with: [n, ...] each"]
-        allowed = ", allow_code=True" if _files_of_code(manifest) else ""
-        call = f'quantkit.compile(module, "./recipe.yaml", example_inputs=...{calibration}{allowed})'
-        return Command("in Python", "\n".join([*lines, call]), "python")
+        more = f"{calibration}{', allow_code=True' if code else ''}"
+        call = f'quantkit.compile(module, "./recipe.yaml", example_inputs=...{more})'
+        return Code("in Python", "\n".join([*lines, call]), "python")
     model = {"alias": rest, _PATH: f"./{rest}"}.get(kind, manifest.model.source.ref)
-    files += ["--allow-code"] if _files_of_code(manifest) else []
-    return Command("the command", " ".join(["quantkit compile", shlex.quote(model), "--recipe ./recipe.yaml", *files]))
+    files += ["--allow-code"] if code else []
+    return Code("the command", " ".join(["quantkit compile", shlex.quote(model), "--recipe ./recipe.yaml", *files]))
 
 
 def recipe(manifest: Manifest) -> str:
-    """The recipe as its file; above it, what of code has to lie beside it."""
+    """Write the recipe as its file; above it, what of code has to lie beside it."""
     beside = [f"# {entry.path} lies beside this file; its sha256: {entry.sha256}" for entry in _files_of_code(manifest)]
     return "\n".join([*beside, as_yaml({key: value for key, value in manifest.recipe.items() if key != "name"})])
 
@@ -226,19 +208,6 @@ def _files_of_code(manifest: Manifest) -> list[CodeEntry]:
 
 
 def as_yaml(data: Any) -> str:
-    """YAML in the order of the keys, without the last newline."""
+    """Write YAML in the order of the keys, without the last newline."""
     text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
     return text.rstrip("\n")
-
-
-def _served(manifest: Manifest, stored: Layout) -> bool:
-    """Whether vLLM has a kernel for all its layers in this layout."""
-    return all(stored.served(WeightScheme.model_validate(layer.scheme)) for layer in manifest.layers)
-
-
-def _layout(manifest: Manifest) -> str:
-    for step in manifest.recipe.get("export", []):
-        for name, options in step.items():
-            if plugins.EXPORTERS.load(name).stores == "tensors":
-                return str((options or {}).get("layout", "pack-quantized"))
-    return ""

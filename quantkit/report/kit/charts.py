@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.report.kit import words
-from quantkit.report.kit.axes import Axis, Form, Interval, straight_axis
+from quantkit.report.kit.words import Form, Interval
 
 Figure = dict[str, Any]
 
@@ -24,11 +24,81 @@ _NARROW = 230
 # characters of a label that fit there
 _ROOM = 52
 # lines of text further apart than this do not overlap
-_LINE = 15.0
+_LINE = 15
 # and so are labels of marks that are this share of the axis apart
 _APART = 0.6
 # of labels that lie on grid lines
 _OPAQUE = {"bgcolor": "var(--surface)", "borderpad": 1}
+_STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
+# a logarithmic axis never shows less than this, or noise would look like a result
+_LEAST_SPAN = 2.0
+# labels that the narrowest figure has room for side by side
+_LABELS = 9.5
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: its title, labels (`texts` at `ticks`) and ends; `log` where equal ratios are equal lengths."""
+
+    title: str
+    ticks: Sequence[float]
+    texts: Sequence[str]
+    range: Interval
+    log: bool = True
+
+    def place(self, value: float) -> float:
+        """Place an annotation: plotly wants the logarithm there, and nowhere else."""
+        return math.log10(value) if self.log else value
+
+    def share(self, value: float) -> float:
+        """Tell how far along it a value lies, from 0 to 1."""
+        low, high = (self.place(end) for end in self.range)
+        return (self.place(value) - low) / (high - low) if high != low else 0.5
+
+
+def log_axis(title: str, values: Sequence[float], *, form: Form = words.plain) -> Axis:
+    """Make a logarithmic axis that holds all (positive) values, with three to eight round labels."""
+    low, high = min(values) / 1.12, max(values) * 1.12
+    if high / low < _LEAST_SPAN:
+        middle = math.sqrt(high * low)
+        low, high = middle / math.sqrt(_LEAST_SPAN), middle * math.sqrt(_LEAST_SPAN)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in _STEPS:
+        ticks = [round(step * 10.0**power, 12 - power) for power in powers for step in steps]
+        ticks = [value for value in ticks if low <= value <= high]
+        if len(ticks) > 2:
+            break
+    return Axis(title, ticks, [form(value) for value in ticks], (low, high))
+
+
+def straight_axis(title: str, values: Sequence[float], *, form: Form = words.plain) -> Axis:
+    """Make a linear axis that holds all values, with three to six round labels."""
+    low, high = min(values), max(values)
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span))
+    step = next(step * power for step in (0.2, 0.5, 1.0, 2.0) if span / (step * power) <= 5)
+    first, last = math.ceil(low / step - 1e-9), math.floor((high + span * 0.06) / step)
+    ticks = [round(step * i, 12) for i in range(first, last + 1)]
+    # room at the ends, but none beyond a natural zero
+    start = low if low == 0 else low - span * 0.06
+    return Axis(title, ticks, [form(value) for value in ticks], (start, high + span * 0.06), log=False)
+
+
+def points_axis(title: str, values: Iterable[float]) -> Axis:
+    """Make a logarithmic axis with a label at each of the values, as batches have; none where the last is too near."""
+    known = sorted(set(values))
+    apart, ticks = math.log(known[-1] / known[0]) / _LABELS, known[:1]
+    for value in known[1:]:
+        if math.log(value / ticks[-1]) > apart:
+            ticks.append(value)
+    return Axis(title, ticks, [words.plain(value) for value in ticks], (known[0] / 1.18, known[-1] * 1.18))
+
+
+def names_axis(title: str, names: Sequence[str]) -> Axis:
+    """Make an axis of places 0, 1, ... with names, ten of them at most."""
+    shown = list(range(0, len(names), max(1, -(-len(names) // 10))))
+    return Axis(title, shown, [names[i] for i in shown], (-0.5, len(names) - 0.5), log=False)
 
 
 @dataclass(frozen=True)
@@ -37,9 +107,8 @@ class Curve:
 
     Args:
         label: stands at its end.
-        colour: `quantized` or `original`.
+        colour: of the page, `quantized`.
         x: ascending.
-        y: as many.
         hover: what to show at each point.
         band: an interval at each point; empty for none.
         bound: a limit, not a measurement: thin, dotted, without points.
@@ -58,6 +127,15 @@ class Curve:
     hollow: bool = False
     symbol: str = "circle"
     texts: Sequence[str] = ()
+
+
+def curve(
+    label: str, colour: str, x: Iterable[float], y: Iterable[float | None], form: Callable[[float], str], **look: Any
+) -> list[Curve]:
+    """Make a curve of the points that have a value, `form` shows each; none of none."""
+    known = [(at, value) for at, value in zip(x, y, strict=True) if value]
+    xs, ys = [at for at, _ in known], [value for _, value in known]
+    return [Curve(label, colour, xs, ys, [form(value) for value in ys], **look)] if known else []
 
 
 @dataclass(frozen=True)
@@ -89,8 +167,48 @@ class BarPart:
     shade: str
 
 
+@dataclass(frozen=True)
+class Plot:
+    """A figure with its title, and what it shows for those who cannot see it."""
+
+    title: str
+    alt: str
+    figure: Figure
+    wide: bool = False
+
+
+def over(
+    title: str,
+    alt: str,
+    curves: Sequence[Curve],
+    across: str,
+    up: str,
+    *,
+    form: Form = words.plain,
+    also: Sequence[float] = (),
+    wide: bool = False,
+    **look: Any,
+) -> Plot:
+    """Plot curves over batches or lengths, both axes logarithmic.
+
+    Args:
+        across: title of the axis of batches.
+        up: title of the other.
+        also: what that has to hold besides the curves.
+        look: as `lines` takes it.
+    """
+    x = points_axis(across, [x for curve in curves for x in curve.x])
+    y = log_axis(up, [*heights(curves), *also], form=form)
+    return Plot(title, f"{alt}, both axes logarithmic", lines(curves, x, y, **look), wide)
+
+
+def heights(curves: Iterable[Curve]) -> list[float]:
+    """List all that the upright axis has to hold, ends of intervals too."""
+    return [y for curve in curves for y in (*curve.y, *(end for band in curve.band if band for end in band))]
+
+
 def plain(text: object) -> str:
-    """Text that plotly shows as it is.
+    """Escape text, so that plotly shows it as it is.
 
     >>> plain("<b>x</b>")
     '&lt;b&gt;x&lt;/b&gt;'
@@ -104,6 +222,7 @@ def lines(
     y: Axis,
     *,
     height: int = 330,
+    left: int = _LEFT,
     right: int = _RIGHT,
     noise: Interval | None = None,
     even: float | None = None,
@@ -111,7 +230,7 @@ def lines(
     marks: Sequence[Mark] = (),
     hover: str = "x unified",
 ) -> Figure:
-    """Lines with their intervals, each labelled at its end.
+    """Draw lines with their intervals, each labelled at its end.
 
     Args:
         curves: lines without points are drawn first, then bounds, under the measurements.
@@ -120,102 +239,67 @@ def lines(
         noise: the band of y within which two measurements of one thing lie.
         even: y where neither side is better.
         wins: ranges of x to shade.
-        marks: vertical lines.
         hover: which points are told of at once, as plotly calls it.
     """
-    data: list[dict[str, Any]] = []
     ordered = sorted(curves, key=lambda curve: (bool(curve.symbol), not curve.bound))
-    for curve in ordered:
-        data += _curve(curve)
     shapes = [_rectangle(x0, x1, 0, 1, "win", yref="paper") for x0, x1 in wins]
     if noise is not None:
         shapes.append(_rectangle(0, 1, *noise, "noise", xref="paper"))
     if even is not None:
         shapes.append(_line({"xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even}, "ink", 1.2))
-    top = max(_TOP, int(_LINE) * len(marks) + 6)
-    # apart even where the page is narrow and the figure low
-    notes = _end_labels(ordered, y, min(height, _NARROW) - top - _BOTTOM)
+    top = max(_TOP, _LINE * len(marks) + 6)
     across, over = _marks(marks, x)
-    shapes, notes = [*shapes, *across], [*notes, *over]
     longest = max((len(curve.label) for curve in curves), default=0)
-    layout = _layout(height, right=max(right, 12 + 7 * longest) if right == _RIGHT else right) | {
-        "xaxis": _axis(x),
-        "yaxis": _axis(y),
-        "shapes": shapes,
-        "annotations": notes,
-        "hovermode": hover,
-    }
-    layout["margin"]["t"] = top
+    right = max(right, 12 + 7 * longest) if right == _RIGHT else right
+    # apart even where the page is narrow and the figure low
+    notes = [*_end_labels(ordered, y, min(height, _NARROW) - top - _BOTTOM), *over]
+    layout = _layout(height, left=left, right=right, top=top) | {"xaxis": _axis(x), "yaxis": _axis(y)}
+    layout |= {"shapes": [*shapes, *across], "annotations": notes, "hovermode": hover}
     layout["meta"] = {"narrow": min(height, _NARROW)}
-    return {"data": data, "layout": layout}
+    return {"data": [trace for curve in ordered for trace in _curve(curve)], "layout": layout}
 
 
 def forest(points: Sequence[ChartPoint], x: Axis, *, marks: Sequence[Mark] = ()) -> Figure:
-    """Values with their intervals, one under the other, on one axis."""
+    """Draw values with their intervals, one under the other, on one axis."""
     # labels of marks stand side by side where there is room, else one over the other
     shares = [x.share(mark.x) for mark in marks]
     levels = len(marks) if shares and max(shares) - min(shares) < _APART else 1
     # a label that a telephone has no room for takes two lines; so do all of them then
     parted = any(len(point.label) + len(point.text) > _ROOM for point in points)
-    height = 78 + (40 + int(_LINE) * parted) * len(points) + int(_LINE) * (levels - 1)
     places = list(range(len(points)))[::-1]
-    arms = [
-        (point.value - low, high - point.value)
-        for point in points
-        for low, high in [point.interval or (point.value,) * 2]
-    ]
-    data = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [point.value for point in points],
-        "y": places,
-        "marker": {"color": _colour(QUANTIZED), "size": 9},
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [max(0.0, high) for _, high in arms],
-            "arrayminus": [max(0.0, low) for low, _ in arms],
-            "color": _colour(QUANTIZED),
-            "thickness": 2,
-            "width": 5,
-        },
-        "hoverinfo": "text",
-        "hovertext": [f"{plain(point.label)}: {plain(point.text)}" for point in points],
+    ends = [point.interval or (point.value, point.value) for point in points]
+    arms = {
+        "array": [max(0.0, high - point.value) for point, (_, high) in zip(points, ends, strict=True)],
+        "arrayminus": [max(0.0, point.value - low) for point, (low, _) in zip(points, ends, strict=True)],
     }
+    bar = {"type": "data", "symmetric": False, **arms, "color": _colour(QUANTIZED), "thickness": 2, "width": 5}
+    told = [f"{plain(point.label)}: {plain(point.text)}" for point in points]
+    own = _points([point.value for point in points], places, told, QUANTIZED, size=9) | {"error_x": bar}
     beside = [(point, place) for point, place in zip(points, places, strict=True) if point.beside is not None]
-    others = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [point.beside for point, _ in beside],
-        "y": [place for _, place in beside],
-        "marker": {"color": _colour(ORIGINAL), "size": 11, "symbol": "line-ns-open", "line": {"width": 2}},
-        "hoverinfo": "text",
-        "hovertext": [f"the original's: {plain(point.text)}" for point, _ in beside],
-    }
-    notes = [
-        _note(0, place, f"{point.label}: {point.text}", colour="ink")
-        | ({"text": f"{plain(point.label)}<br>{plain(point.text)}", "align": "left"} if parted else {})
-        | _OPAQUE
-        | {"xref": "paper", "yref": "y", "xanchor": "left", "yanchor": "bottom", "yshift": 5}
-        for place, point in zip(places, points, strict=True)
-    ]
+    told = [f"the original's: {plain(point.text)}" for point, _ in beside]
+    look = {"size": 11, "symbol": "line-ns-open", "line": {"width": 2}}
+    others = _points([point.beside for point, _ in beside], [place for _, place in beside], told, ORIGINAL, **look)
+    notes = []
+    for place, point in zip(places, points, strict=True):
+        where = {"xref": "paper", "yref": "y", "xanchor": "left", "yanchor": "bottom", "yshift": 5}
+        note = _note(0, place, f"{point.label}: {point.text}", colour="ink") | _OPAQUE | where
+        two = {"text": f"{plain(point.label)}<br>{plain(point.text)}", "align": "left"}
+        notes.append(note | (two if parted else {}))
     shapes = []
     for number, mark in enumerate(marks):
         shapes.append(_line({"yref": "paper", "x0": mark.x, "x1": mark.x, "y0": 0, "y1": 1}, "muted", 1.2, mark.dotted))
         far = x.share(mark.x) > 0.5
-        notes.append(
-            _note(x.place(mark.x), 0, mark.label)
-            | {"xref": "x", "yref": "paper", "yanchor": "bottom", "xanchor": "right" if far else "left"}
-            | {"xshift": -4 if far else 4, "yshift": _LINE * number if levels > 1 else 0}
-        )
+        where = {"xref": "x", "yref": "paper", "yanchor": "bottom", "xanchor": "right" if far else "left"}
+        where |= {"xshift": -4 if far else 4, "yshift": float(_LINE) * number if levels > 1 else 0}
+        notes.append(_note(x.place(mark.x), 0, mark.label) | where)
     rows = {"visible": False, "range": [-0.75 - (levels - 1) * _LINE / 40, len(points) - 0.15], "fixedrange": True}
+    height = 78 + (40 + _LINE * parted) * len(points) + _LINE * (levels - 1)
     layout = _layout(height, left=10, right=14) | {"xaxis": _axis(x), "yaxis": rows}
-    traces = [others, data] if beside else [data]
-    return {"data": traces, "layout": layout | {"shapes": shapes, "annotations": notes}}
+    return {"data": [others, own] if beside else [own], "layout": layout | {"shapes": shapes, "annotations": notes}}
 
 
 def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float | None]]) -> Figure:
-    """A table of numbers as colours: one row a name, one column a block.
+    """Draw a table of numbers as colours: one row a name, one column a block.
 
     Args:
         columns: of the blocks.
@@ -229,32 +313,17 @@ def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence
         ]
         for name, row in zip(names, values, strict=True)
     ]
-    data = {
-        "type": "heatmap",
-        "x": list(range(len(columns))),
-        "y": list(range(len(names))),
-        "z": [list(row) for row in values],
-        "colorscale": [[i / 4, f"var(--heat-{i})"] for i in range(5)],
-        "xgap": 1,
-        "ygap": 1,
-        "hoverinfo": "text",
-        "hovertext": hover,
-        "colorbar": {
-            "tickfont": {"color": _colour("muted"), "size": 12},
-            "tickformat": ".2~p",
-            "thickness": 10,
-            "outlinewidth": 0,
-            "nticks": 5 if len(names) > 2 else 2,
-        },
+    font = {"color": _colour("muted"), "size": 12}
+    bar: dict[str, Any] = {"tickfont": font, "tickformat": ".2~p", "thickness": 10, "outlinewidth": 0}
+    data: dict[str, Any] = {"type": "heatmap", "x": list(range(len(columns))), "y": list(range(len(names)))}
+    data |= {"z": [list(row) for row in values], "colorscale": [[i / 4, f"var(--heat-{i})"] for i in range(5)]}
+    data |= {"xgap": 1, "ygap": 1, "hoverinfo": "text", "hovertext": hover}
+    data |= {"colorbar": bar | {"nticks": 5 if len(names) > 2 else 2}}
+    layout = _layout(86 + 26 * len(names), left=22 + 7 * max(map(len, names), default=0), right=10)
+    down = Axis("", range(len(names)), list(names), (len(names) - 0.5, -0.5), log=False)
+    layout |= {
+        name: _axis(a) | {"showgrid": False} for name, a in (("xaxis", names_axis("block", columns)), ("yaxis", down))
     }
-    step = max(1, math.ceil(len(columns) / 10))
-    shown = list(range(0, len(columns), step))
-    longest = max((len(name) for name in names), default=0)
-    layout = _layout(86 + 26 * len(names), left=22 + 7 * longest, right=10)
-    layout["xaxis"] = _axis(Axis("block", shown, [columns[i] for i in shown], (-0.5, len(columns) - 0.5), log=False))
-    layout["yaxis"] = _axis(Axis("", range(len(names)), list(names), (len(names) - 0.5, -0.5), log=False))
-    for axis in (layout["xaxis"], layout["yaxis"]):
-        axis["showgrid"] = False
     return {"data": [data], "layout": layout}
 
 
@@ -267,139 +336,97 @@ def stacked(
     form: Form | None = None,
     marks: Sequence[Mark] = (),
 ) -> Figure:
-    """Horizontal bars of several parts; each bar's name and total stand over it, the page names the shades.
+    """Draw horizontal bars of several parts; each bar's name and total stand over it, the page names the shades.
 
     Values are bytes, unless `form` says how to show them; `marks` are lines across all bars.
     """
     full = max((sum(part.values[i] for part in parts) for i in range(len(bars))), default=1.0) or 1.0
     full = max([full, *(mark.x for mark in marks)])
-    data, notes = [], []
-    places = list(range(len(bars)))[::-1]
-    starts = [0.0] * len(bars)
+    places, starts = list(range(len(bars)))[::-1], [0.0] * len(bars)
+    data = []
     for part in parts:
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "x": list(part.values),
-                "y": places,
-                "base": list(starts),
-                "width": 0.42,
-                "marker": {"color": _colour(part.shade), "line": {"color": _colour("surface"), "width": 1}},
-                "hoverinfo": "text",
-                "hovertext": [
-                    f"{plain(bar)}: {plain(part.label)} {(form or words.size)(value)}"
-                    for bar, value in zip(bars, part.values, strict=True)
-                ],
-            }
-        )
-        for i, value in enumerate(part.values):
-            starts[i] += value
-    for place, bar, total in zip(places, bars, totals, strict=True):
-        notes.append(
-            _note(0, place, f"{bar}: {total}", colour="ink")
-            | _OPAQUE
-            | {"xref": "x", "yref": "y", "xanchor": "left", "yanchor": "bottom", "yshift": 13}
-        )
+        both = zip(bars, part.values, strict=True)
+        told = [f"{plain(bar)}: {plain(part.label)} {(form or words.size)(value)}" for bar, value in both]
+        marker = {"color": _colour(part.shade), "line": {"color": _colour("surface"), "width": 1}}
+        trace = {"type": "bar", "orientation": "h", "x": list(part.values), "y": places, "base": list(starts)}
+        data.append(trace | {"width": 0.42, "marker": marker, "hoverinfo": "text", "hovertext": told})
+        starts = [start + value for start, value in zip(starts, part.values, strict=True)]
+    where = {"xref": "x", "yref": "y", "xanchor": "left", "yanchor": "bottom", "yshift": 13}
+    named = zip(places, bars, totals, strict=True)
+    notes = [_note(0, place, f"{bar}: {total}", colour="ink") | _OPAQUE | where for place, bar, total in named]
     factor, unit = next(((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if full >= f), (1.0, "B"))
-    axis = straight_axis(
-        title if form else f"{title}, {unit}", [0.0, full], form=form or (lambda v: f"{v / factor:,g}")
-    )
-    top = int(_LINE) * len(marks)
-    layout = _layout(62 + 58 * len(bars) + top, left=10, right=14) | {"xaxis": _axis(axis), "barmode": "overlay"}
-    layout["yaxis"] = {"visible": False, "range": [-0.5, len(bars) - 0.3], "fixedrange": True}
-    layout["margin"]["t"] += top
+    title, shown = (title, form) if form else (f"{title}, {unit}", lambda value: words.plain(value / factor))
+    axis, top = straight_axis(title, [0.0, full], form=shown), _LINE * len(marks)
+    rows = {"visible": False, "range": [-0.5, len(bars) - 0.3], "fixedrange": True}
+    layout = _layout(62 + 58 * len(bars) + top, left=10, right=14, top=_TOP + top)
     shapes, over = _marks(marks, axis)
     # a bar that reaches beyond a mark does not hide it
-    shapes = [shape | {"layer": "above"} for shape in shapes]
-    return {"data": data, "layout": layout | {"shapes": shapes, "annotations": [*notes, *over]}}
+    layout |= {"shapes": [shape | {"layer": "above"} for shape in shapes], "annotations": [*notes, *over]}
+    return {"data": data, "layout": layout | {"xaxis": _axis(axis), "barmode": "overlay", "yaxis": rows}}
+
+
+def _points(x: Sequence[float | None], y: Sequence[int], told: list[str], colour: str, **marker: Any) -> dict[str, Any]:
+    look = {"mode": "markers", "marker": {"color": _colour(colour), **marker}}
+    return {"type": "scatter", "x": list(x), "y": y, **look, "hoverinfo": "text", "hovertext": told}
 
 
 def _curve(curve: Curve) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    pairs = [(x, band) for x, band in zip(curve.x, curve.band, strict=False) if band is not None]
-    if pairs:
-        xs = [x for x, _ in pairs]
-        found.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": xs + xs[::-1],
-                "y": [band[1] for _, band in pairs] + [band[0] for _, band in pairs][::-1],
-                "fill": "toself",
-                "fillcolor": _colour(f"{curve.colour}-band"),
-                "line": {"width": 0},
-                "hoverinfo": "skip",
-            }
-        )
+    traces: list[dict[str, Any]] = []
+    if pairs := [(x, band) for x, band in zip(curve.x, curve.band, strict=False) if band is not None]:
+        xs, (lows, highs) = [x for x, _ in pairs], zip(*(band for _, band in pairs), strict=True)
+        outline = {"x": xs + xs[::-1], "y": [*highs, *lows[::-1]], "line": {"width": 0}, "hoverinfo": "skip"}
+        fill = {"fill": "toself", "fillcolor": _colour(f"{curve.colour}-band")}
+        traces.append({"type": "scatter", "mode": "lines", **outline, **fill})
     line = {"color": _colour(curve.colour), "width": 1.4 if curve.bound or not curve.symbol else 2.4}
-    if curve.bound:
-        line["dash"] = "dot"
+    line |= {"dash": "dot"} if curve.bound else {}
     hollow = curve.hollow or (curve.bound and len(curve.x) == 1)
     mode = "lines" if not curve.symbol or (curve.bound and not hollow) else "lines+markers"
-    found.append(
-        {
-            "type": "scatter",
-            "mode": f"{mode}+text" if any(curve.texts) else mode,
-            "x": list(curve.x),
-            "y": list(curve.y),
-            "line": line,
-            "marker": {"size": 7, "color": _colour(curve.colour)},
-            "name": plain(curve.label),
-            "hoverinfo": "text" if curve.hover else "skip",
-            "hovertext": [plain(text) for text in curve.hover],
-        }
-    )
+    trace: dict[str, Any] = {"type": "scatter", "mode": mode, "x": list(curve.x), "y": list(curve.y), "line": line}
+    trace |= {"marker": {"size": 7, "color": _colour(curve.colour)}, "name": plain(curve.label)}
+    trace |= {"hoverinfo": "text" if curve.hover else "skip", "hovertext": [plain(text) for text in curve.hover]}
     if curve.symbol and (hollow or curve.symbol != "circle"):
-        found[-1]["marker"]["symbol"] = f"{curve.symbol}-open" if hollow else curve.symbol
+        trace["marker"]["symbol"] = f"{curve.symbol}-open" if hollow else curve.symbol
     if any(curve.texts):
         # over a point; beside the corner of a line that has none
-        place = "top center" if curve.symbol else "top left"
-        font = {"size": 11.5, "color": _colour(curve.colour)}
-        found[-1] |= {"text": [plain(text) for text in curve.texts], "textposition": place, "textfont": font}
-    return found
+        font, place = {"size": 11.5, "color": _colour(curve.colour)}, "top center" if curve.symbol else "top left"
+        trace |= {"mode": f"{mode}+text", "text": [plain(text) for text in curve.texts]}
+        trace |= {"textposition": place, "textfont": font}
+    return [*traces, trace]
 
 
 def _marks(marks: Sequence[Mark], x: Axis) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Vertical lines, and their labels over the plot, where no line runs; one over the other."""
+    """Draw vertical lines, and their labels over the plot, where no line runs; one over the other."""
     shapes, notes = [], []
     for level, mark in enumerate(marks):
         shapes.append(_line({"yref": "paper", "x0": mark.x, "x1": mark.x, "y0": 0, "y1": 1}, "muted", 1, mark.dotted))
-        side = "right" if x.share(mark.x) > 0.5 else "left"
-        notes.append(
-            _note(x.place(mark.x), 1, mark.label)
-            | {"xref": "x", "yref": "paper", "xanchor": side, "yanchor": "bottom"}
-            | {"yshift": _LINE * (len(marks) - 1 - level)}
-        )
+        where: dict[str, Any] = {"xref": "x", "yref": "paper", "xanchor": "right" if x.share(mark.x) > 0.5 else "left"}
+        where |= {"yanchor": "bottom", "yshift": float(_LINE) * (len(marks) - 1 - level)}
+        notes.append(_note(x.place(mark.x), 1, mark.label) | where)
     return shapes, notes
 
 
 def _end_labels(curves: Sequence[Curve], y: Axis, inner: int) -> list[dict[str, Any]]:
-    """The labels at the ends of the lines, moved apart where they would overlap."""
+    """Label the ends of the lines, moved apart where labels would overlap."""
     ends = sorted(((y.share(curve.y[-1]), curve) for curve in curves if curve.label), key=lambda end: end[0])
-    gap = _LINE / inner
-    places = spread([share for share, _ in ends], gap)
-    return [
-        _note(1, place, curve.label, colour=curve.colour)
-        | {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "middle", "xshift": 4}
-        for place, (_, curve) in zip(places, ends, strict=True)
-    ]
+    places = spread([share for share, _ in ends], _LINE / inner)
+    where = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "middle", "xshift": 4}
+    both = zip(places, ends, strict=True)
+    return [_note(1, place, curve.label, colour=curve.colour) | where for place, (_, curve) in both]
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending places moved up as far as needed to lie `gap` apart, and back below 1 at the top.
+    """Move ascending places up as far as needed to lie `gap` apart, and back below 1 at the top.
 
     >>> spread([0.5, 0.5, 0.9], 0.25)
     [0.5, 0.75, 1.0]
     """
-    found = list(places)
-    for i in range(1, len(found)):
-        found[i] = max(found[i], found[i - 1] + gap)
-    top = 1.0
-    for i in range(len(found) - 1, -1, -1):
-        found[i] = min(found[i], top)
-        top = found[i] - gap
-    return found
+    moved, top = list(places), 1.0
+    for i in range(1, len(moved)):
+        moved[i] = max(moved[i], moved[i - 1] + gap)
+    for i in range(len(moved) - 1, -1, -1):
+        moved[i] = min(moved[i], top)
+        top = moved[i] - gap
+    return moved
 
 
 def _colour(name: str) -> str:
@@ -407,36 +434,20 @@ def _colour(name: str) -> str:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    return {
-        "type": "log" if axis.log else "linear",
-        "range": [axis.place(end) for end in axis.range],
-        "title": {"text": plain(axis.title), "font": {"size": 13, "color": _colour("muted")}, "standoff": 8},
-        "tickvals": list(axis.ticks),
-        "ticktext": [plain(text) for text in axis.texts],
-        "tickfont": {"size": 12, "color": _colour("muted")},
-        "tickangle": 0,
-        "gridcolor": _colour("line"),
-        "zeroline": False,
-        "fixedrange": True,
-    }
+    title = {"text": plain(axis.title), "font": {"size": 13, "color": _colour("muted")}, "standoff": 8}
+    ticks = {"tickvals": list(axis.ticks), "ticktext": [plain(text) for text in axis.texts], "tickangle": 0}
+    ticks |= {"tickfont": {"size": 12, "color": _colour("muted")}, "gridcolor": _colour("line"), "zeroline": False}
+    ends = [axis.place(end) for end in axis.range]
+    return {"type": "log" if axis.log else "linear", "range": ends, "title": title, **ticks, "fixedrange": True}
 
 
-def _layout(height: int, *, left: int = _LEFT, right: int = _RIGHT) -> dict[str, Any]:
-    return {
-        "height": height,
-        "margin": {"l": left, "r": right, "t": _TOP, "b": _BOTTOM},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": _colour("font"), "size": 13, "color": _colour("ink")},
-        "hoverlabel": {
-            "bgcolor": _colour("surface"),
-            "bordercolor": _colour("line"),
-            "font": {"color": _colour("ink")},
-            "align": "left",
-        },
-        "showlegend": False,
-        "dragmode": False,
-    }
+def _layout(height: int, *, left: int = _LEFT, right: int = _RIGHT, top: int = _TOP) -> dict[str, Any]:
+    ink = {"color": _colour("ink")}
+    label = {"bgcolor": _colour("surface"), "bordercolor": _colour("line"), "font": ink, "align": "left"}
+    layout: dict[str, Any] = {"height": height, "margin": {"l": left, "r": right, "t": top, "b": _BOTTOM}}
+    layout |= dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
+    layout |= {"font": {"family": _colour("font"), "size": 13, **ink}, "hoverlabel": label}
+    return layout | {"showlegend": False, "dragmode": False}
 
 
 def _note(x: float, y: float, text: str, *, colour: str = "muted") -> dict[str, Any]:

@@ -60,24 +60,21 @@ def page(document: Document) -> str:
     """
     from markupsafe import Markup
 
-    library, script = _library(), read("page.js")
-    hashes = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, library))
+    try:
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+    except ImportError:
+        raise MissingDependency("plotly", extra="report", purpose="the report page") from None
+    library, script = str(get_plotlyjs()), read("page.js")
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, library))
     policy = _POLICY.format(scripts=" ".join(f"'sha256-{digest}'" for digest in hashes), styles="")
     # these three are this package's own and plotly's; everything else is escaped
     own = {"style": read("page.css"), "script": script, "library": _packed(library)}
     exact = [fact for fact in document.facts if "sha256" in fact[0] or fact[0] in _EXACT]
     facts: list[Part] = [Facts([fact for fact in document.facts if fact not in exact])] if document.facts else []
     facts += [Section("Hashes and versions", [Facts(exact)], folded=True)] if exact else []
-    chapters = only(document.parts, On.PAGE)
-    return _filled(
-        _TEMPLATES,
-        "page.html.j2",
-        policy,
-        document=document,
-        head=only(document.head, On.PAGE),
-        chapters=[*chapters, Section("Provenance", [*facts, *document.provenance], "provenance")],
-        **{name: Markup(text) for name, text in own.items()},  # noqa: S704
-    )
+    chapters = [*only(document.parts, On.PAGE), Section("Provenance", [*facts, *document.provenance], "provenance")]
+    values = {"document": document, "head": only(document.head, On.PAGE), "chapters": chapters}
+    return _filled(_TEMPLATES, "page.html.j2", policy, **values, **{name: Markup(text) for name, text in own.items()})  # noqa: S704
 
 
 def fragment(parts: Sequence[Part]) -> str:
@@ -87,12 +84,12 @@ def fragment(parts: Sequence[Part]) -> str:
 
 
 def page_of_site(folder: Path, template: str, **values: Any) -> str:
-    """A page whose style and script lie beside it, from a template in `folder` that extends the shell."""
+    """Render a page whose style and script lie beside it, from a template in `folder` that extends the shell."""
     return _filled(folder, template, _POLICY.format(scripts=_BESIDE, styles=f"{_BESIDE} "), **values)
 
 
 def read(name: str) -> str:
-    """What all pages share: `page.css`, `page.js`."""
+    """Read what all pages share: `page.css`, `page.js`."""
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 
@@ -104,19 +101,11 @@ def _filled(folder: Path, template: str, policy: str, **values: Any) -> str:
 def _environment(folder: Path) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    made = Environment(
-        loader=FileSystemLoader([folder, _TEMPLATES]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters |= {"plural": words.plural, "sentence": words.sentence, "visible": words.visible, "coded": _coded}
-    made.filters |= {
-        "line": _line,
-        "kind": lambda part: type(part).__name__,
-        "shown": functools.partial(only, on=On.PAGE),
-    }
+    loader = FileSystemLoader([folder, _TEMPLATES])
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    made = Environment(loader=loader, undefined=StrictUndefined, **options)  # noqa: S701
+    made.filters |= {"plural": words.plural, "sentence": words.sentence, "visible": words.visible, "line": _line}
+    made.filters |= {"kind": lambda part: type(part).__name__, "shown": functools.partial(only, on=On.PAGE)}
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return made
 
@@ -140,14 +129,6 @@ def _coded(text: str) -> Markup:
     if len(parts) % 2 == 0:  # a backtick without its other one is a backtick
         return escape(str(text))
     return Markup("").join(Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts))
-
-
-def _library() -> str:
-    try:
-        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingDependency("plotly", extra="report", purpose="the report page") from None
-    return str(get_plotlyjs())
 
 
 @functools.cache

@@ -67,9 +67,8 @@ def _part(part: Part, depth: int) -> str:
         case tree.Facts(rows):
             return _rows(["", ""], ["---", "---"], [[_line(label), _cell(value)] for label, value in rows])
         case tree.Sheet():
-            last = len(part.head) - part.remarks
-            rules = ["---:" if part.words <= i < last else "---" for i in range(len(part.head))]
             names = len(part.head)
+            rules = ["---:" if part.words <= i < names - part.remarks else "---" for i in range(names)]
             body = [[f"**{_cell(row[0])}**"] if len(row) == 1 else [*map(_cell, row)] for row in part.rows]
             body = [[*row, *[""] * (names - len(row))] for row in body]
             return _rows([escape(head.replace("\n", " ")) for head in part.head], rules, body)

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import IO, Any, Self
 
 from rich.console import Console
@@ -31,18 +30,13 @@ _MOST, _MORE = 0.99, 0.25
 _EVERY = 10.0
 # of a notebook's cell, in which a bar stands still between
 _REDRAWN = 0.5
-_WIDTH = 24
 
 
 class Passed:
-    """How much of the stages has passed, and what is left of the present one, by the clock.
-
-    Args:
-        clock: seconds, rising.
-    """
+    """How much of the stages has passed, and what is left of the present one, by a clock of rising seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self._clock, self._start = clock, clock()
         self._stages: dict[str, float] = {}
         self._entered, self._last = (self._start, 0.0), (self._start, 0.0)
@@ -50,19 +44,17 @@ class Passed:
         self.stage = self.detail = ""
 
     def plan(self, stages: Mapping[str, float]) -> None:
-        """The stages in order, with the number of parts that each has."""
+        """Take the stages in order, with the number of parts that each has."""
         self._stages = dict(stages)
         self.share = self.share or 0.0
 
     def at(self, stage: str, done: float, detail: str = "") -> bool:
-        """A stage is `done` (0..1). Returns whether it is another stage than before."""
+        """Take that a stage is `done` (0..1); return whether it is another stage than before."""
         now, new = self._clock(), stage != self.stage
         if new:
-            self._entered = (now, done)
+            self._entered = self._last = (now, done)
         elif done > self._last[1]:
             self._last = (now, done)
-        if new:
-            self._last = self._entered
         self.stage, self.detail = stage, detail
         if stage in self._stages:
             names = list(self._stages)
@@ -76,7 +68,7 @@ class Passed:
         return self._clock() - self._start
 
     def left(self) -> float | None:
-        """Seconds to go of the present stage; None before a part of it is over."""
+        """Estimate the seconds to go of the present stage; None before a part of it is over."""
         (entered, first), (last, done) = self._entered, self._last
         if done <= first or last <= entered:
             return None
@@ -84,13 +76,12 @@ class Passed:
         return max((last - entered) / (done - first) * (1.0 - done) - waited, _MORE * waited)
 
     def line(self, what: str) -> str:
-        """For people, of a command that does `what`."""
+        """Say how far a command that does `what` is."""
         left = self.left()
-        parts = [f"{self.share:4.0%}"] if self.share is not None else []
-        parts += [part for part in (self.stage or what, self.detail) if part]
         ending = f"{words.duration(self.elapsed)} so far"
-        parts.append(f"{words.about(left)} left of {self.stage}" if left is not None and self.stage else ending)
-        return "  ".join(parts)
+        ending = f"{words.about(left)} left of {self.stage}" if left is not None and self.stage else ending
+        share = f"{self.share:4.0%}" if self.share is not None else ""
+        return words.joined(share, self.stage or what, self.detail, ending, by="  ")
 
 
 class _Patient(Console):
@@ -109,7 +100,7 @@ class _Line(ProgressColumn):
         self._of = line
 
     def render(self, task: Task) -> Text:
-        """As it is now."""
+        """Render it as it is now."""
         return Text(self._of())
 
 
@@ -121,12 +112,11 @@ class NotebookBar:
     """
 
     def __init__(self, shell: Any) -> None:
-        """Nothing is shown yet."""
         self._shell = shell
         self._handle: Any = None
 
     def draw(self, share: float | None, text: str) -> None:
-        """The bar at a share of the whole (None: unknown), and a text beside it."""
+        """Draw the bar at a share of the whole (None: unknown), and a text beside it."""
         value = "" if share is None else f' value="{share:.3f}"'
         shown = f'<progress max="1"{value}></progress> <span>{html.escape(text)}</span>'
         if self._handle is None:
@@ -135,13 +125,13 @@ class NotebookBar:
             self._handle.update(self._shell.HTML(shown))
 
     def clear(self) -> None:
-        """The bar goes."""
+        """Take the bar away."""
         if self._handle is not None:
             self._handle.update(self._shell.HTML(""))
 
 
 def notebook() -> NotebookBar | None:
-    """The cell that runs this, in a notebook; None elsewhere."""
+    """Find the notebook's cell that runs this; None elsewhere."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:  # none, or IPython's own terminal
         return None
@@ -170,32 +160,27 @@ class Display:
         cell: NotebookBar | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is shown before `__enter__`."""
-        self._console = readable(_Patient(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True))
+        console = readable(_Patient(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True))
         self._passed = Passed(clock)
         self._every = every if cell is None else _REDRAWN
         self._live, self._cell = live and cell is None, cell
         self._lock, self._over = threading.Lock(), threading.Event()
         self._timer = threading.Thread(target=self._tick, daemon=True)
         self._told, self._what = 0.0, ""
-        columns = (BarColumn(_WIDTH, complete_style="cyan"), _Line(self._line))
-        self._bar = Progress(
-            *columns, console=self._console, transient=True, refresh_per_second=4, redirect_stdout=False
-        )
+        columns = (BarColumn(24, complete_style="cyan"), _Line(self._line))
+        self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=4, redirect_stdout=False)
         self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> Self:
-        """Itself, showing."""
+        """Show itself."""
         if self._live:
             self._bar.start()
         else:
             self._timer.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """The bar goes; what it said is in the summary."""
+    def __exit__(self, *_: object) -> None:
+        """Take the bar away; what it said is in the summary."""
         self._over.set()
         if self._live:
             self._bar.stop()
@@ -205,19 +190,19 @@ class Display:
             self._cell.clear()
 
     def begin(self, what: str) -> None:
-        """The first line: what is being done."""
+        """Say what is being done, on the first line."""
         with self._lock:
             self._what = in_line(what)
         if not self._live and self._cell is None:
-            self._say(what)
+            self.note(what)
 
     def plan(self, stages: Mapping[str, float]) -> None:
-        """The stages to come, in order, with the number of parts that each has."""
+        """Take the stages to come, in order, with the number of parts that each has."""
         with self._lock:
             self._passed.plan(stages)
 
     def at(self, stage: str, done: float, detail: str = "") -> None:
-        """A stage is `done` (0..1)."""
+        """Show that a stage is `done` (0..1)."""
         with self._lock:
             new = self._passed.at(stage, done, in_line(detail))
             share = self._passed.share
@@ -226,11 +211,14 @@ class Display:
             self._tell()
 
     def note(self, line: str) -> None:
-        """A line that stays."""
-        if self._live:
+        """Print a line that stays."""
+        if not self._live:
+            self._told = time.monotonic()
+        try:
             self._bar.console.print(Text(in_line(line)))
-        else:
-            self._say(line)
+        except OSError:
+            # nobody reads: that is no reason to stop working
+            self._over.set()
 
     def _tick(self) -> None:
         while not self._over.wait(self._every / 4):
@@ -239,18 +227,10 @@ class Display:
 
     def _tell(self) -> None:
         if self._cell is None:
-            self._say(self._line())
+            self.note(self._line())
             return
         self._told = time.monotonic()
         self._cell.draw(self._passed.share, self._line())
-
-    def _say(self, line: str) -> None:
-        self._told = time.monotonic()
-        try:
-            self._console.print(Text(in_line(line)))
-        except OSError:
-            # nobody reads: that is no reason to stop working
-            self._over.set()
 
     def _line(self) -> str:
         with self._lock:

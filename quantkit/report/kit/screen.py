@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.segment import Segments
 from rich.table import Table
@@ -18,8 +18,6 @@ from quantkit.report.kit.tree import Line, On, Part
 # columns
 _NARROWEST = 20
 DIM, WARNING = "dim", "bold yellow"
-# of what holds, what does not, and what was not judged
-MARK = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("–", "yellow")}
 # of what is good, bad or open
 STYLES = {"good": "green", "bad": "bold red", "inconclusive": "yellow"}
 _TONES = {**STYLES, "open": "bold", "dim": DIM, "strong": "bold", "name": "cyan", "warning": WARNING}
@@ -44,12 +42,12 @@ def write(renderables: Iterable[RenderableType | Part], file: IO[str]) -> None:
 
 
 def shown(parts: Iterable[RenderableType | Part], by: int = 0) -> list[RenderableType]:
-    """A tree as renderables, `by` columns from the left; what is a renderable already stays as it is."""
+    """Render a tree `by` columns from the left; what is a renderable already stays as it is."""
     made: list[RenderableType] = []
     for part in parts:
         if isinstance(part, tree.Document):
-            made += [Text(), styled(part.title), *(styled(line) for line in part.about), *shown(part.head, by + 2)]
-            made += shown(part.parts, by + 2)
+            made += [Text(), styled(part.title), *(styled(line) for line in part.about)]
+            made += shown([*part.head, *part.parts], by + 2)
         elif not isinstance(part, Part):
             made.append(part)
         elif tree.only([part], On.SCREEN):
@@ -58,7 +56,7 @@ def shown(parts: Iterable[RenderableType | Part], by: int = 0) -> list[Renderabl
 
 
 def styled(line: Line, style: str = "") -> Text:
-    """A line with the tones of its texts."""
+    """Style a line by the tones of its texts."""
     return Text.assemble(*((in_line(text), _TONES.get(getattr(text, "tone", ""), style)) for text in tree.spans(line)))
 
 
@@ -73,23 +71,25 @@ def _part(part: Part, by: int) -> list[RenderableType]:
             head = [Text(), *indented(Text(title, "bold"), by=by)] if title else []
             return [*head, *indented(pairs((styled(label), _cell(value)) for label, value in rows), by=by)]
         case tree.Sheet():
-            return indented(_table(part), by=by)
+            # labels are wrapped, numbers are not; columns close up where there are many
+            gap, whole = (1, False) if len(part.head) > 6 else (2, True)
+            numbers = max(len(part.head) - part.words - part.remarks, 0)
+            cells = (map(_cell, row) for row in part.rows)
+            made = table(part.head, cells, left=part.words, gap=gap, numbers=numbers, whole=whole, fold=True)
+            return indented(made, by=by)
         case tree.Exhibit():
-            parts = [
-                tree.Remark(" ".join(part.said)),
-                part.table,
-                *(tree.Remark(text, "caution") for text in part.cautions),
-            ]
+            cautions = (tree.Remark(text, "caution") for text in part.cautions)
+            parts = [tree.Remark(" ".join(part.said)), part.table, *cautions]
             return shown([tree.Section(part.title, parts)] if part.title else parts, by)
         case tree.Code(label, text):
             head = indented(Text(label, DIM), by=by) if label else []
             return [*head, *(copied(f"{' ' * by}{line}") for line in text.splitlines())]
         case tree.Tiles(tiles):
-            return shown([tree.Facts([(each.label, f"{each.value}, {each.detail}") for each in tiles])], by)
+            return shown([tree.Facts([(tile.label, f"{tile.value}, {tile.detail}") for tile in tiles])], by)
         case tree.Conclusion():
             style = f"bold {STYLES.get(part.tone, '')}".strip() if part.tone else ""
-            spoken = (f"{part.label}: ", DIM) if part.label else ""
-            line = Text.assemble(spoken, (part.answer, style), "" if part.label else part.aside)
+            before = (f"{part.label}: ", DIM) if part.label else ""
+            line = Text.assemble(before, (part.answer, style), "" if part.label else part.aside)
             reasons = [tree.Remark(reason, "reason") for reason in part.because]
             return [*indented(line, by=by), *shown([*reasons, *part.commands], by + 2)]
         case tree.Section():
@@ -99,35 +99,22 @@ def _part(part: Part, by: int) -> list[RenderableType]:
 
 
 def _cell(value: tree.Cell) -> RenderableType:
-    return lines(map(styled, value)) if isinstance(value, list) else styled(value)
-
-
-def _table(part: tree.Sheet) -> Table:
-    """Labels are wrapped, numbers are not; columns close up where there are many."""
-    numbers = max(len(part.head) - part.words - part.remarks, 0)
-    gap, whole = (1, False) if len(part.head) > 6 else (2, True)
-    made = table(part.head, left=part.words, gap=gap, numbers=numbers, whole=whole, fold=True)
-    for row in part.rows:
-        made.add_row(*map(_cell, row))
-    return made
+    return grid(([styled(line)] for line in value), 0) if isinstance(value, list) else styled(value)
 
 
 def readable(console: Console) -> Console:
-    """The same, no narrower than can be read, whatever `COLUMNS` says; 0 says nothing."""
+    """Widen a console until it can be read, whatever `COLUMNS` says; 0 says nothing."""
     if console.width < _NARROWEST:
         console.width = _NARROWEST if console.width > 0 else 80
     return console
 
 
 def _in_line(shown: Any) -> Any:
-    """Texts and cells in one line each, whatever somebody's name or note holds."""
+    """Put texts and cells in one line each, whatever somebody's name or note holds."""
     if isinstance(shown, Text) and "\n" in shown.plain:
         shown.plain = in_line(shown.plain)
     if isinstance(shown, Padding):
         _in_line(shown.renderable)
-    if isinstance(shown, Group):
-        for each in shown.renderables:
-            _in_line(each)
     return in_line(shown) if isinstance(shown, str) else shown
 
 
@@ -141,7 +128,7 @@ def table(
     whole: bool = True,
     fold: bool = False,
 ) -> Table:
-    """A table without lines.
+    """Make a table without lines.
 
     Args:
         left: so many first columns are words.
@@ -160,44 +147,28 @@ def table(
     return made
 
 
-def pairs(rows: Iterable[tuple[RenderableType, RenderableType]] = (), *, style: str = DIM) -> Table:
-    """What is said, and of what."""
+def pairs(rows: Iterable[tuple[RenderableType, RenderableType]] = ()) -> Table:
+    """Put what is known beside what it is known of."""
     made = Table.grid(padding=(0, 2, 0, 0))
-    made.add_column(style=style, no_wrap=True)
-    made.add_column()
+    made.add_column(style=DIM, no_wrap=True)
     for row in rows:
         made.add_row(*map(_in_line, row))
     return made
 
 
 def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> Table:
-    """Cells without a head, or with `gap` 0 just lines."""
+    """Lay out cells without a head, or with `gap` 0 just lines."""
     made = Table.grid(padding=(0, gap, 0, 0))
     for row in rows:
         made.add_row(*map(_in_line, row))
     return made
 
 
-def lines(texts: Iterable[RenderableType]) -> Table:
-    """One under the other."""
-    return grid(([text] for text in texts), 0)
-
-
-def marked(text: str, mark: str = "!", style: str = WARNING) -> Table:
-    """What a reader must know: its lines go on behind the mark."""
-    return grid([(Text(mark, style), Text(text))], 1)
-
-
 def indented(*shown: RenderableType, by: int = 2) -> list[RenderableType]:
-    """Each below what it belongs to."""
+    """Put each below what it belongs to."""
     return [Padding(each, (0, 0, 0, by)) for each in shown]
 
 
-def titled(title: str, *shown: RenderableType, by: int = 2) -> list[RenderableType]:
-    """A line without words, a title, and what stands under it."""
-    return [Text(), Text(title, "bold"), *indented(*shown, by=by)]
-
-
 def copied(text: object) -> Text:
-    """What is there to be copied, and never broken."""
+    """Mark text as there to be copied: it is never broken."""
     return Text(str(text), no_wrap=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Literal
 
-from quantkit.report.kit.charts import Figure
+from quantkit.report.kit.charts import Plot
 
 
 class On(Flag):
@@ -79,8 +79,8 @@ class Sheet(Part):
 
     Args:
         head: names of the columns; a screen breaks them at newlines.
-        words: how many of the first columns are words; the others are numbers.
         remarks: how many of the last columns are words.
+        words: how many of the first columns are; the others are numbers.
         title: for those who cannot see it; summary of a folded table.
         folded: whether a page shows it only when it is asked for.
         stacked: whether a narrow page shows each row as lines.
@@ -97,27 +97,15 @@ class Sheet(Part):
 
 
 @dataclass(frozen=True)
-class Plot:
-    """A figure with its title, and what it shows for those who cannot see it."""
-
-    title: str
-    alt: str
-    figure: Figure
-    wide: bool = False
-
-
-@dataclass(frozen=True)
 class Exhibit(Part):
     """Charts that belong together.
 
     Args:
         said: what they show, a sentence each.
-        charts: the figures.
         captions: how it was measured, a sentence each; folded, with the data.
         table: the data.
         cautions: what to know before trusting them.
         keys: (colour of the page, what it stands for).
-        title: heading; empty where the page has one.
         folded: whether the figures are shown only when they are asked for.
     """
 
@@ -166,12 +154,9 @@ class Tiles(Part):
 
 @dataclass(frozen=True)
 class Conclusion(Part):
-    """What follows from it all.
+    """What follows from it all: the answer, without a period, in a tone, and its reasons.
 
     Args:
-        answer: the answer, without a period.
-        tone: `good`, `bad`, `open` or `inconclusive`.
-        because: the reasons.
         label: in front of the answer on a screen and a card.
         aside: behind the answer.
         commands: what would confirm or decide it.
@@ -191,8 +176,6 @@ class Section(Part):
     """Parts under a title.
 
     Args:
-        title: of the section.
-        parts: what stands in it, in order.
         place: name of a chapter of a page, which its head links to; empty for a part of a chapter.
         folded: whether a page shows it only when it is asked for.
         tab: whether it is one of several of which a page shows one at a time.
@@ -211,12 +194,12 @@ class Document(Part):
     """All that a command has to say of one result.
 
     Args:
-        title: on top.
         about: what it is about, a line each.
         head: the answer and what a reader must know, over everything else.
         parts: the chapters.
         facts: where it is from.
         made: by what it was made, for the foot of a page.
+        provenance: what stands below the facts.
     """
 
     title: Line

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 Interval = tuple[float, float]
 Form = Callable[[float], str]
+T = TypeVar("T")
 
 _SIZES = ("B", "kB", "MB", "GB", "TB")
 
@@ -175,6 +177,54 @@ def listed(values: Sequence[int | str]) -> str:
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
+def plain(value: float) -> str:
+    """`plain(1024.0)` is `1,024`."""
+    return f"{value:,g}"
+
+
+def short(value: float) -> str:
+    """Round to three significant digits."""
+    return figure(value, 3)
+
+
+def ratio(value: float) -> str:
+    """`ratio(2.0)` is `2×`, for an axis."""
+    return f"{value:g}×"
+
+
+def thousands(value: float) -> str:
+    """`thousands(20_000)` is `20k`, for an axis."""
+    return f"{value:g}" if value < 1e4 else f"{value / 1e3:g}k"
+
+
+def whole(share: float) -> str:
+    """`whole(0.82)` is `82 %`."""
+    return percent(share, 0)
+
+
+def whole_tick(share: float) -> str:
+    """`whole_tick(0.825)` is `82.5 %`, for an axis."""
+    return f"{100 * share:g} %"
+
+
+def joined(*parts: str, by: str = ", ") -> str:
+    """Join the parts that are not empty."""
+    return by.join(part for part in parts if part)
+
+
+def bracketed(text: str) -> str:
+    """` (text)`; empty for nothing."""
+    return f" ({text})" if text else ""
+
+
 def or_dash(value: object, form: Form) -> str:
     """A number as `form` shows it, a dash for what is none."""
     return form(float(value)) if isinstance(value, int | float) else "–"
+
+
+def by(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Group items by a key, in the order of their first appearance."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -7,24 +7,8 @@ from dataclasses import replace
 
 from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
-from quantkit.report.kit import words
-from quantkit.report.kit.tree import (
-    MARK,
-    Cell,
-    Code,
-    Conclusion,
-    Document,
-    Exhibit,
-    Facts,
-    Line,
-    On,
-    Part,
-    Remark,
-    Section,
-    Sheet,
-    Styled,
-)
-from quantkit.report.plan import costs as plan_costs
+from quantkit.report.kit import tree, words
+from quantkit.report.kit.tree import MARK, Cell, Exhibit, Line, On, Part, Remark, Section, Sheet, Styled
 from quantkit.report.plan import figures
 from quantkit.report.plan import words as say
 
@@ -32,33 +16,32 @@ _RINGS = "Rings on dotted lines are bounds, which no runtime beats; full points 
 _TONES = {"native": "good", "emulated": "open", "absent": "bad", "cannot run": "bad"}
 
 
-def document(outlook: Outlook, version: str = "") -> Document:
+def document(outlook: Outlook, version: str = "") -> tree.Document:
     """Build the tree of a plan."""
     assumed, notes = say.notes(outlook)
     several = len(outlook.candidates) > 1
     cautions = [
         Remark((Styled(f"{', '.join(labels)}: ", "strong"), text) if several else text, "note")
-        for text, labels in say.every_caution(outlook).items()
+        for text, labels in say.cautions(outlook).items()
     ]
-    money = plan_costs.currency(outlook)
     runs = [each for each in outlook.candidates if each.problem is None]
     chapters: list[tuple[str, str, list[Part]]] = [
         ("fit", "Does it fit", _fit(outlook, runs)),
         ("time", "How long it takes", _times(outlook, runs)),
-        ("rate", "What it gives and costs" if money else "What it gives", _rates(outlook, runs)),
+        ("rate", "What it gives and costs" if say.currency(outlook) else "What it gives", _rates(outlook, runs)),
         ("load", "Under the load", _load(outlook)),
         ("compile", "The compile itself", _compiling(outlook)),
         ("roofline", "Under the roofs", _roofline(outlook)),
         ("operations", "Operation by operation", _operations(outlook)),
         ("stands", "What times stand on", _stands(outlook, runs)),
     ]
-    return Document(
+    return tree.Document(
         (Styled(outlook.architecture.name, "strong"), " on ", Styled(outlook.target.name, "strong"), ": a plan"),
         [say.model(outlook.architecture), say.target(outlook), say.workload(outlook.workload, outlook.architecture)],
         [
             _answer(outlook),
             *([Remark(f"Assumed: {'; '.join(assumed)}", "note")] if assumed else []),
-            *(Remark(note, "note") for note in [*notes, *plan_costs.warnings(outlook)]),
+            *(Remark(note, "note") for note in [*notes, *say.price_warnings(outlook)]),
             *cautions,
         ],
         [Section(title, parts, place) for place, title, parts in chapters if parts],
@@ -70,25 +53,21 @@ def document(outlook: Outlook, version: str = "") -> Document:
 def _stands(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
     reasons: list[tuple[Line, Cell]] = list(say.because(outlook.candidates))
     legend = say.legend(outlook) if runs else ""
-    return [*([Remark(legend, "caption")] if legend else []), *([Facts(reasons)] if reasons else [])]
+    return [*([Remark(legend, "caption")] if legend else []), *([tree.Facts(reasons)] if reasons else [])]
 
 
-def _answer(outlook: Outlook) -> Conclusion:
-    commands = "\n".join(say.confirm(outlook))
+def _answer(outlook: Outlook) -> tree.Conclusion:
+    commands, standing = "\n".join(say.confirm(outlook)), say.standing(outlook)
     about = f"only a measurement decides; on {outlook.target.name} this would confirm it:"
-    return Conclusion(
-        say.answer(outlook),
-        "good" if outlook.recommendation.label is not None else "bad",
-        say.reasons(outlook),
-        label=say.standing(outlook),
-        aside=f" {words.sentence(say.standing(outlook))}: only a measurement decides.",
-        commands=[Code(about, commands)] if commands else [],
-    )
+    tone = "good" if outlook.recommendation.label is not None else "bad"
+    confirm = [tree.Code(about, commands)] if commands else []
+    aside = f" {words.sentence(standing)}: only a measurement decides."
+    return tree.Conclusion(say.answer(outlook), tone, say.reasons(outlook), standing, aside, confirm)
 
 
 def _fit(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
-    tokens = f", {outlook.workload.context:,} tokens each" if _decodes(outlook) else ""
-    about = f"At the largest batch asked for that does{tokens}."
+    decodes = say.decodes(outlook)
+    tokens = f", {outlook.workload.context:,} tokens each" if decodes else ""
     head = ("recipe", "runtime", "stored", "bits", "weights", "batch", "takes", "of", "largest\nbatch")
     rows: list[list[Line]] = []
     for each in outlook.candidates:
@@ -97,18 +76,18 @@ def _fit(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
         cells.append(Styled(state, _TONES.get(state, "")))
         if memory is not None:
             fits = say.fits(memory)
-            mark = MARK[fits] if fits is not None else " "
-            cells += [words.or_dash(each.bits, lambda bits: words.figure(bits, 3)), words.size(each.bytes)]
-            cells += [f"{memory.batch:,}", (mark, " ", say.takes(memory))]
+            cells += [words.or_dash(each.bits, words.short), words.size(each.bytes), f"{memory.batch:,}"]
+            cells += [(MARK[fits] if fits is not None else " ", " ", say.takes(memory))]
             cells += [words.or_dash(memory.capacity, words.size), say.largest(memory.largest_batch, memory)]
         rows.append([*cells, *[say.NONE] * (len(head) - len(cells))])
+    about = f"At the largest batch asked for that does{tokens}."
     parts: list[Part] = [Remark(about, "caption"), Sheet(head, rows, words=3)]
     if len(runs) == 1 and (memory := runs[0].memory) is not None:
         known: list[tuple[Line, Cell]] = [(name, words.size(size)) for name, size in memory.parts.items() if size]
-        if _decodes(outlook):
+        if decodes:
             known.append(("a token of cache", words.size(memory.cache_per_token)))
             known.append(("largest context", say.largest(memory.largest_context, memory)))
-        parts.append(Facts(known, on=On.SCREEN))
+        parts.append(tree.Facts(known, on=On.SCREEN))
     charts = [chart for chart in (figures.memory_bars(outlook), figures.memory_lines(outlook)) if chart is not None]
     if charts:
         shades = figures.parts(outlook.candidates)
@@ -119,60 +98,56 @@ def _fit(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
 
 
 def _memory(outlook: Outlook, names: Sequence[str]) -> Sheet:
-    decodes = _decodes(outlook)
+    decodes = say.decodes(outlook)
     head = ["recipe", "batch", *names, "in all", "capacity", "fits", "largest batch"]
     head += ["a token of cache", "largest context"] if decodes else []
-    body = [
-        [
-            each.label,
-            f"{row.batch:,}",
-            *(words.or_dash(row.parts.get(name), words.size) for name in names),
-            words.size(sum(row.parts.values())),
-            words.or_dash(memory.capacity, words.size),
-            say.FITS[row.fits],
-            say.largest(memory.largest_batch, memory),
-            *([words.size(memory.cache_per_token), say.largest(memory.largest_context, memory)] if decodes else []),
-        ]
-        for each in outlook.candidates
-        if (memory := each.memory) is not None
-        for row in each.rows
-    ]
+    body = []
+    for each in outlook.candidates:
+        for row in each.rows if each.memory is not None else ():
+            memory, whole = each.memory, sum(row.parts.values())
+            assert memory is not None
+            line = [each.label, f"{row.batch:,}", *(words.or_dash(row.parts.get(name), words.size) for name in names)]
+            line += [words.size(whole), words.or_dash(memory.capacity, words.size), say.FITS[row.fits]]
+            line.append(say.largest(memory.largest_batch, memory))
+            cache = [words.size(memory.cache_per_token), say.largest(memory.largest_context, memory)]
+            body.append([*line, *(cache if decodes else [])])
     return Sheet(head, body)
 
 
 def _times(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
     if not say.timed(outlook) or not runs:
         return []
-    step, decodes = say.step(outlook.architecture), _decodes(outlook)
-    parts: list[Part] = [Remark(f"{words.sentence(_lengths(outlook))}.", "caption")]
-    if len(runs) == 1:
-        parts.append(_batches(outlook, runs[0]))
-    else:
-        batches = list(dict.fromkeys((outlook.workload.batches[0], outlook.workload.batches[-1])))
-        first = (
-            [f"first token,\nbatch {batches[0]:,}"] if any(row.prefill for each in runs for row in each.rows) else []
-        )
+    step, decodes, work = say.step(outlook), say.decodes(outlook), outlook.workload
+    lengths = f"Sequences of {work.prompt:,}" if outlook.architecture.kind == "encoder" else "A whole image"
+    if decodes:
+        lengths = f"Prompts of {work.prompt:,}, a token more halfway through {work.output:,}"
+    brief = _batches(outlook, runs[0])
+    if len(runs) > 1:
+        batches = list(dict.fromkeys((work.batches[0], work.batches[-1])))
+        prompts = any(row.prefill for each in runs for row in each.rows)
         body: list[list[Line]] = []
         for each in runs:
             rows = {row.batch: row for row in each.rows}
-            cells = [_time(rows.get(batches[0]), prefill=True)] if first else []
-            cells += [_time(rows.get(batch)) for batch in batches]
-            body.append([(Styled(each.label, "name"), Styled(say.several(each), "dim")), *cells])
-        parts.append(Sheet(["recipe", *first, *(f"{step},\nbatch {batch:,}" for batch in batches)], body))
+            devices = each.memory.devices if each.memory is not None else 1
+            name = (Styled(each.label, "name"), Styled(f" ({devices}×)" if devices > 1 else "", "dim"))
+            first = [_time(rows.get(batches[0]), prefill=True)] if prompts else []
+            body.append([name, *first, *(_time(rows.get(batch)) for batch in batches)])
+        head = ["recipe", *([f"first token,\nbatch {batches[0]:,}"] if prompts else [])]
+        brief = Sheet([*head, *(f"{step},\nbatch {batch:,}" for batch in batches)], body)
     head = ["recipe", "batch", *(["prompts, at best", "prompts, forecast"] if decodes else [])]
     head += [f"{step}, at best", f"{step}, forecast", "limit", "fits"]
-    full = []
-    for each in outlook.candidates:
-        for row in each.rows:
-            prompts = [say.bound(row.prefill), say.forecast(row.prefill)] if decodes else []
-            own = [say.bound(row.step), say.forecast(row.step), say.limit(row.step), say.FITS[row.fits]]
-            full.append([each.label, f"{row.batch:,}", *prompts, *own])
+    full, every = [], [(each, row) for each in outlook.candidates for row in each.rows]
+    for each, row in every:
+        before = [say.bound(row.prefill), say.forecast(row.prefill)] if decodes else []
+        own = [say.bound(row.step), say.forecast(row.step), say.limit(row.step), say.FITS[row.fits]]
+        full.append([each.label, f"{row.batch:,}", *before, *own])
     charts = figures.times(outlook)
     fits = any(say.fitting(each) for each in outlook.candidates)
     captions = [_RINGS] if charts else [] if fits else ["No batch fits."]
-    if any(row.fits is False for each in outlook.candidates for row in each.rows) and charts:
+    if charts and any(row.fits is False for _, row in every):
         captions.append("Batches that do not fit are in the table alone.")
-    return [*parts, Exhibit([], charts, captions, Sheet(head, full, 1), keys=figures.keys(outlook))]
+    exhibit = Exhibit([], charts, captions, Sheet(head, full, 1), keys=figures.keys(outlook))
+    return [Remark(f"{lengths}.", "caption"), brief, exhibit]
 
 
 def _time(row: PlannedBatch | None, *, prefill: bool = False) -> str:
@@ -181,17 +156,17 @@ def _time(row: PlannedBatch | None, *, prefill: bool = False) -> str:
 
 def _batches(outlook: Outlook, candidate: PlannedRecipe) -> Sheet:
     """Build a line a batch; columns that nothing is in are left out."""
-    step = say.step(outlook.architecture)
-    columns: dict[str, list[str]] = {"batch": [f"{row.batch:,}" for row in candidate.rows]}
-    for name, of in (("prefill", [row.prefill for row in candidate.rows]), (step, [r.step for r in candidate.rows])):
+    step, rows = say.step(outlook), candidate.rows
+    columns: dict[str, list[str]] = {"batch": [f"{row.batch:,}" for row in rows]}
+    for name, of in (("prefill", [row.prefill for row in rows]), (step, [row.step for row in rows])):
         columns[f"{name},\nat best"] = [say.bound(timed) for timed in of]
         columns[f"{name},\nforecast"] = [say.forecast(timed) for timed in of]
-    columns[f"{step}\nlimit"] = [say.limit(row.step) for row in candidate.rows]
-    rates = [say.rate(candidate, row, outlook.workload) for row in candidate.rows]
+    columns[f"{step}\nlimit"] = [say.limit(row.step) for row in rows]
+    rates = [say.rate(candidate, row, outlook.workload) for row in rows]
     columns[say.per_second(outlook).replace(" ", "\n", 1)] = [
         say.expected(rate).partition(" ")[0] if rate.forecast is not None else say.most(rate) for rate in rates
     ]
-    columns["fits"] = [MARK[row.fits] if row.fits is not None else "" for row in candidate.rows]
+    columns["fits"] = [MARK[row.fits] if row.fits is not None else "" for row in rows]
     kept = {name: cells for name, cells in columns.items() if any(cell not in ("", say.NONE) for cell in cells)}
     return Sheet(list(kept), list(zip(*kept.values(), strict=True)))
 
@@ -199,50 +174,50 @@ def _batches(outlook: Outlook, candidate: PlannedRecipe) -> Sheet:
 def _rates(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
     if not runs or not any(say.fitting(each) for each in outlook.candidates):
         return []
-    unit, names = say.unit(outlook.architecture), plan_costs.head(outlook)
+    names, per_second = say.amounts_head(outlook), say.per_second(outlook)
     parts: list[Part] = []
-    if say.timed(outlook):
-        rows: list[Sequence[Line]] = []
-        if len(runs) == 1:
-            candidate = runs[0]
-            rows = [[f"{row.batch:,}", *plan_costs.amounts(outlook, row)] for row in say.fitting(candidate)]
-            parts += [Sheet(["batch", *names], rows)] if names else []
-        else:
-            for each in runs:
-                best = say.best(each, outlook.workload)
-                cells = [say.given(best[1]), f"{best[0].batch:,}"] if best is not None else [say.NONE, ""]
-                amounts = plan_costs.amounts(outlook, best[0]) if best is not None else [say.NONE] * len(names)
-                rows.append([Styled(each.label, "name"), *cells, *amounts])
-            parts.append(Remark("At the batch that gives the most of those that fit.", "caption"))
-            parts.append(Sheet(["recipe", say.per_second(outlook), "at batch", *names], rows))
-    parts += [Remark(f"by {basis}", "caption", On.SCREEN) for basis, _ in plan_costs.bases(outlook)]
+    rows: list[Sequence[Line]] = []
+    if say.timed(outlook) and len(runs) == 1:
+        rows = [[f"{row.batch:,}", *say.amounts(outlook, row)] for row in say.fitting(runs[0])]
+        parts += [Sheet(["batch", *names], rows)] if names else []
+    elif say.timed(outlook):
+        for each in runs:
+            cells = [say.NONE, "", *[say.NONE] * len(names)]
+            if (best := say.best(each, outlook.workload)) is not None:
+                row, rate = best
+                shown = say.expected(rate) if rate.forecast is not None else say.most(rate)
+                cells = [shown, f"{row.batch:,}", *say.amounts(outlook, row)]
+            rows.append([Styled(each.label, "name"), *cells])
+        parts.append(Remark("At the batch that gives the most of those that fit.", "caption"))
+        parts.append(Sheet(["recipe", per_second, "at batch", *names], rows))
+    parts += [Remark(f"by {basis}", "caption", On.SCREEN) for basis in say.bases(outlook)]
     cost = figures.costs(outlook)
     charts = [chart for chart in (figures.rates(outlook, wide=cost is None), cost) if chart is not None]
     body = []
     for each in outlook.candidates:
         for row in say.fitting(each):
             rate = say.rate(each, row, outlook.workload)
-            at_most = words.or_dash(rate.most, lambda value: words.figure(value, 3))
-            body.append([each.label, f"{row.batch:,}", at_most, say.expected(rate), *plan_costs.amounts(outlook, row)])
-    head = ["recipe", "batch", f"{say.per_second(outlook)}, at most", "forecast", *names]
-    said = ["Requests that all begin together: their prompts first, then every token."] if unit == "tokens" else []
+            line = [each.label, f"{row.batch:,}", words.or_dash(rate.most, words.short), say.expected(rate)]
+            body.append([*line, *say.amounts(outlook, row)])
+    said = ["Requests that all begin together: their prompts first, then every token."]
     captions = [_RINGS] if charts else []
-    if plan_costs.currency(outlook):
-        captions.append(
-            f"Amounts are for a million {unit} on a machine that always works, paid for in the cheapest way."
-        )
+    if say.currency(outlook):
+        amounts = f"Amounts are for a million {say.unit(outlook)} on a machine that always works"
+        captions.append(f"{amounts}, paid for in the cheapest way.")
     if any(name.startswith("J ") for name in names):
         captions.append("Energy is for boards that draw all they may, without the machine around them.")
-    return [*parts, Exhibit(said, charts, captions, Sheet(head, body), keys=figures.keys(outlook))]
+    table = Sheet(["recipe", "batch", f"{per_second}, at most", "forecast", *names], body)
+    said = said if say.decodes(outlook) else []
+    return [*parts, Exhibit(said, charts, captions, table, keys=figures.keys(outlook))]
 
 
 def _load(outlook: Outlook) -> list[Part]:
-    full, brief = plan_costs.loads(outlook, ("mean", "p50", "p90", "p99")), plan_costs.loads(outlook)
+    full, brief = say.loads(outlook, ("mean", "p50", "p90", "p99")), say.loads(outlook)
     rate = outlook.workload.rate
     if full is None or brief is None or rate is None:
         return []
-    about = f"{rate:g} requests/s, in a simulation of continuous batching. {plan_costs.WAITS}"
-    lines = [about, *(f"{line}." for line in plan_costs.carried(outlook))]
+    about = f"{rate:g} requests/s, in a simulation of continuous batching. {say.WAITS}"
+    lines = [about, *(f"{line}." for line in say.carried(outlook))]
     return [replace(brief, on=On.SCREEN), replace(full, on=On.PAGE), *(Remark(line, "caption") for line in lines)]
 
 
@@ -255,17 +230,15 @@ def _roofline(outlook: Outlook) -> list[Part]:
     chart = figures.roofline(outlook)
     if chart is None:
         return []
-    read = outlook.target.memory.read_bandwidth
-    body = [
-        [each.label, name, f"{row.batch:,}", *_lies(timed)]
-        for each in outlook.candidates
-        for row in say.fitting(each)
-        for name, timed in (("prompts", row.prefill), (say.step(outlook.architecture), row.step))
-        if timed is not None
-    ]
+    read, body = outlook.target.memory.read_bandwidth, []
+    for each in outlook.candidates:
+        for row in say.fitting(each):
+            for name, timed in (("prompts", row.prefill), (say.step(outlook), row.step)):
+                if timed is not None:
+                    body.append([each.label, name, f"{row.batch:,}", *_lies(timed)])
     head = ["recipe", "what", "batch", "bytes", "operations", "operations/byte", "operations/s, at most", "forecast"]
     symbols = "The first and the last batch stand beside their points."
-    if _decodes(outlook):
+    if say.decodes(outlook):
         symbols = "Circles are steps, with the first and the last batch beside them; diamonds are prompts."
     said = [
         f"Left of a roof's corner reading at {words.rate(read.number or 0, read.unit)} is what limits, right of it "
@@ -276,13 +249,9 @@ def _roofline(outlook: Outlook) -> list[Part]:
 
 
 def _lies(timed: TimedStep) -> list[str]:
-    bound = timed.bound
-    intensity = words.figure(bound.operations / bound.bytes, 3) if bound.bytes else say.NONE
-    rates = [
-        words.rate(bound.operations / seconds, "op/s") if seconds else say.NONE
-        for seconds in (timed.least, timed.forecast)
-    ]
-    return [words.size(bound.bytes), words.rate(bound.operations, "op"), intensity, *rates]
+    work, size = timed.bound.operations, timed.bound.bytes
+    rates = [words.rate(work / s, "op/s") if s else say.NONE for s in (timed.least, timed.forecast)]
+    return [words.size(size), words.rate(work, "op"), words.short(work / size) if size else say.NONE, *rates]
 
 
 def _operations(outlook: Outlook) -> list[Part]:
@@ -310,28 +279,22 @@ def _operations(outlook: Outlook) -> list[Part]:
 def _provenance(outlook: Outlook) -> list[Part]:
     """Build the target's figures, every way to pay, and how runtimes take what is stored, with their sources."""
     targeted = [
-        [place, words.or_dash(figure.number, lambda v, u=figure.unit: words.rate(v, u)), figure.state, figure.source]  # type: ignore[misc]
-        for place, figure in outlook.target.figures().items()
+        [place, say.NONE if f.number is None else words.rate(f.number, f.unit), f.state, f.source]
+        for place, f in outlook.target.figures().items()
     ]
-    money = plan_costs.currency(outlook)
-    ways = [line for each in outlook.candidates for line in plan_costs.ways(each)]
+    money = say.currency(outlook)
+    ways = [line for each in outlook.candidates for line in say.ways(each)]
+    cells = [(each, cell) for each in outlook.candidates for cell in each.cells]
+    taken = [[each.label, cell.what, each.runtime, cell.state, cell.source] for each, cell in cells]
     paid = ["recipe", "price", "an hour", f"{money} a million", f"{money} a request", "used", "source"]
-    taken = [
-        [each.label, cell.what, each.runtime, cell.state, cell.source]
-        for each in outlook.candidates
-        for cell in each.cells
-    ]
-    tables = [
-        Sheet(["figure", "value", "state", "source"], targeted, 2, title="Every figure of the target, with its source"),
-        Sheet(paid, ways, 1, title="Every way to pay, at the batch where a request takes least"),
-        Sheet(
-            ["recipe", "what", "runtime", "state", "source"],
-            taken,
-            4,
-            title="What is stored, and how the runtime takes it",
-        ),
-    ]
-    return [Section(table.title, [table], folded=True, on=On.PAGE) for table in tables if table.rows]
+    stored = ["recipe", "what", "runtime", "state", "source"]
+    tables = {
+        "Every figure of the target, with its source": Sheet(["figure", "value", "state", "source"], targeted, 2),
+        "Every way to pay, at the batch where a request takes least": Sheet(paid, ways, 1),
+        "What is stored, and how the runtime takes it": Sheet(stored, taken, 4),
+    }
+    known = {title: replace(table, title=title) for title, table in tables.items() if table.rows}
+    return [Section(title, [table], folded=True, on=On.PAGE) for title, table in known.items()]
 
 
 def rehearsed(block: str, seconds: float, findings: Sequence[tuple[str, bool]]) -> list[Part]:
@@ -341,14 +304,3 @@ def rehearsed(block: str, seconds: float, findings: Sequence[tuple[str, bool]]) 
         return [Remark(f"{what}: nothing that would fail was found")]
     marks = {True: Styled("✗ ", "bad"), False: Styled("! ", "open")}
     return [Remark(f"{what}:"), *(Remark(("  ", marks[fails], line)) for line, fails in findings)]
-
-
-def _lengths(outlook: Outlook) -> str:
-    work = outlook.workload
-    if _decodes(outlook):
-        return f"prompts of {work.prompt:,}, a token more halfway through {work.output:,}"
-    return f"sequences of {work.prompt:,}" if outlook.architecture.kind == "encoder" else "a whole image"
-
-
-def _decodes(outlook: Outlook) -> bool:
-    return outlook.architecture.kind == "decoder"

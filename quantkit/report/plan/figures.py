@@ -11,15 +11,13 @@ Batches that do not fit are in the figures of memory alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
 from quantkit.report.kit import words
-from quantkit.report.kit.axes import Form, log_axis, points_axis
-from quantkit.report.kit.charts import BarPart, Curve, Mark, lines, stacked
-from quantkit.report.kit.tree import Plot
-from quantkit.report.plan import costs as plan_costs
+from quantkit.report.kit.charts import BarPart, Curve, Mark, Plot, heights, lines, log_axis, over, stacked
+from quantkit.report.kit.words import Form, Interval
 from quantkit.report.plan import words as say
 
 # the page has so many colours for series; more candidates than these are alike, and told apart by their labels
@@ -31,18 +29,18 @@ Times = Callable[[PlannedBatch], TimedStep | None]
 
 
 def colours(outlook: Outlook) -> dict[str, str]:
-    """Label -> colour of the page, of all candidates that run."""
+    """Give all candidates that run a colour of the page, by their labels."""
     runs = [each.label for each in outlook.candidates if each.problem is None]
     return {label: f"series-{min(i + 1, _SERIES)}" for i, label in enumerate(runs)}
 
 
 def keys(outlook: Outlook) -> list[tuple[str, str]]:
-    """(colour, label) for under a figure."""
+    """List (colour, label) for under a figure."""
     return [(colour, label) for label, colour in colours(outlook).items()]
 
 
 def parts(candidates: Iterable[PlannedRecipe]) -> dict[str, str]:
-    """Part of memory -> colour, of all candidates, in their order."""
+    """Give the parts of memory a colour, of all candidates, in their order."""
     named = dict.fromkeys(name for each in candidates for row in each.rows for name, size in row.parts.items() if size)
     return {name: _PARTS[min(i, len(_PARTS) - 1)] for i, name in enumerate(named)}
 
@@ -51,12 +49,10 @@ def parts(candidates: Iterable[PlannedRecipe]) -> dict[str, str]:
 
 
 def roofline(outlook: Outlook) -> Plot | None:
-    """All candidates under the target's roofs; None where the target lacks the figures for them."""
-    drawn: list[Curve] = []
-    for each in outlook.candidates:
-        for name, symbol, of in _phases(outlook):
-            drawn += _points(each, colours(outlook).get(each.label, "muted"), name, symbol, of)
-    beta = outlook.target.memory.read_bandwidth.number
+    """Plot all candidates under the target's roofs; None where the target lacks the figures for them."""
+    phases, beta = _phases(outlook), outlook.target.memory.read_bandwidth.number
+    known = [(each, phase) for each in outlook.candidates for phase in phases]
+    drawn = [curve for each, phase in known for curve in _points(outlook, each, *phase)]
     if not drawn or beta is None:
         return None
     rates = _rates(outlook)
@@ -67,68 +63,60 @@ def roofline(outlook: Outlook) -> Plot | None:
         for rate, label in rates.items()
     ]
     x = log_axis("operations per byte read or written", [left * 1.12, right / 1.12])
-    values = _values([*drawn, *roofs])
+    values = heights([*drawn, *roofs])
     # room for the label of the highest roof
     y = log_axis("operations per second", [*values, _ROOM * max(values)], form=_round_rate)
     figure = lines([*roofs, *drawn], x, y, height=460, right=14, hover="closest")
     alt = "Operations per second against operations per byte for each recipe and batch, under the target's roofs"
-    return Plot(
-        f"The roofs of {outlook.target.name}, and where each recipe and batch lies under them", alt, figure, True
-    )
+    title = f"The roofs of {outlook.target.name}, and where each recipe and batch lies under them"
+    return Plot(title, alt, figure, wide=True)
 
 
 def _rates(outlook: Outlook) -> dict[float, str]:
-    """Operations a second -> what is computed so, of all that the candidates compute in."""
-    found: dict[float, list[str]] = {}
-    units: dict[float, str] = {}
+    """Map operations a second -> what is computed so, of all that the candidates compute in."""
+    kinds: dict[float, list[str]] = {}
+    units: dict[float, set[str]] = {}
     for kind, figure in outlook.target.compute.items():
         if kind in say.computed(outlook) and figure.number is not None:
-            found.setdefault(figure.number, []).append(kind)
-            # floats and integers at one rate: operations
-            units[figure.number] = figure.unit if units.get(figure.number, figure.unit) == figure.unit else "op/s"
-    return {rate: f"{', '.join(kinds)} {words.rate(rate, units[rate])}" for rate, kinds in found.items()}
+            kinds.setdefault(figure.number, []).append(kind)
+            units.setdefault(figure.number, set()).add(figure.unit)
+    # floats and integers at one rate: operations
+    named = {rate: min(own) if len(own) == 1 else "op/s" for rate, own in units.items()}
+    return {rate: f"{', '.join(own)} {words.rate(rate, named[rate])}" for rate, own in kinds.items()}
 
 
 def _phases(outlook: Outlook) -> list[tuple[str, str, Times]]:
-    """(what, symbol, of a row): decoding and prompts; of a model that does not decode, its passes."""
-    found: list[tuple[str, str, Times]] = [(say.step(outlook.architecture), "circle", lambda row: row.step)]
-    if outlook.architecture.kind == "decoder":
-        found.append(("prompts", "diamond", lambda row: row.prefill))
-    return found
+    """List (what, symbol, of a row): decoding and prompts; of a model that does not decode, its passes."""
+    phases: list[tuple[str, str, Times]] = [(say.step(outlook), "circle", lambda row: row.step)]
+    return [*phases, *([("prompts", "diamond", lambda row: row.prefill)] if say.decodes(outlook) else [])]
 
 
-def _points(candidate: PlannedRecipe, colour: str, name: str, symbol: str, of: Times) -> list[Curve]:
-    """The bounds of all batches, and the forecasts of those that have one."""
-    known = [
-        (row.batch, timed) for row in say.fitting(candidate) if (timed := of(row)) is not None and timed.bound.bytes
-    ]
-    found = []
+def _points(outlook: Outlook, candidate: PlannedRecipe, name: str, symbol: str, of: Times) -> list[Curve]:
+    """Draw the bounds of all batches, and the forecasts of those that have one."""
+    known = [(row.batch, timed) for row in say.fitting(candidate) if (timed := of(row)) and timed.bound.bytes]
+    # rising intensity: bands are drawn along it
+    known.sort(key=lambda point: point[1].bound.operations / point[1].bound.bytes)
+    drawn = []
     for forecast in (False, True):
         points = [(batch, timed, timed.forecast if forecast else timed.least) for batch, timed in known]
         points = [(batch, timed, seconds) for batch, timed, seconds in points if seconds]
-        # rising intensity: bands are drawn along it
-        points.sort(key=lambda point: point[1].bound.operations / point[1].bound.bytes)
         if not points:
             continue
-        ends = (
-            {min(batch for batch, _, _ in points), max(batch for batch, _, _ in points)} if name != "prompts" else set()
-        )
-        work = [(timed.bound.operations, timed.interval) for _, timed, _ in points]
-        found.append(
-            Curve(
-                "",
-                colour,
-                [timed.bound.operations / timed.bound.bytes for _, timed, _ in points],
-                [timed.bound.operations / seconds for _, timed, seconds in points if seconds],
-                [f"{candidate.label}, {name}, batch {batch:,}: {say.in_full(timed)}" for batch, timed, _ in points],
-                [(done / sure[1], done / sure[0]) if sure else None for done, sure in work] if forecast else (),
-                bound=not forecast,
-                hollow=not forecast,
-                symbol=symbol,
-                texts=[f"{batch:,}" if batch in ends else "" for batch, _, _ in points] if not forecast else (),
-            )
-        )
-    return found
+        batches = [batch for batch, _, _ in points]
+        ends = {min(batches), max(batches)} if name != "prompts" and not forecast else set()
+        x, y, hover = [], [], []
+        bands: list[Interval | None] = []
+        for batch, timed, seconds in points:
+            done, sure = timed.bound.operations, timed.interval
+            x.append(done / timed.bound.bytes)
+            y.append(done / (seconds or 1.0))
+            hover.append(f"{candidate.label}, {name}, batch {batch:,}: {say.in_full(timed)}")
+            bands.append((done / sure[1], done / sure[0]) if sure and forecast else None)
+        texts = [f"{batch:,}" if batch in ends else "" for batch in batches]
+        look = {"bound": not forecast, "hollow": not forecast}
+        colour = colours(outlook).get(candidate.label, "muted")
+        drawn.append(Curve("", colour, x, y, hover, bands, symbol=symbol, texts=texts, **look))
+    return drawn
 
 
 def _round_rate(value: float) -> str:
@@ -140,164 +128,142 @@ def _round_rate(value: float) -> str:
 
 
 def memory_bars(outlook: Outlook) -> Plot | None:
-    """What memory goes into at the largest batch that fits, a bar a candidate, against the capacity."""
-    found = [(each.label, each.memory) for each in outlook.candidates if each.memory is not None]
-    if not found:
+    """Plot what memory goes into at the largest batch that fits, a bar a candidate, against the capacity."""
+    known = [(each.label, each.memory) for each in outlook.candidates if each.memory is not None]
+    if not known:
         return None
     shades = parts(outlook.candidates)
-    stack = [
-        BarPart(name, [memory.parts.get(name, 0.0) for _, memory in found], shade) for name, shade in shades.items()
+    bars = [
+        BarPart(name, [memory.parts.get(name, 0.0) for _, memory in known], shade) for name, shade in shades.items()
     ]
-    totals = [f"{say.takes(memory)}{', does not fit' if say.fits(memory) is False else ''}" for _, memory in found]
-    labels = [f"{say.short(label, 24)}, batch {memory.batch:,}" for label, memory in found]
-    figure = stacked(labels, stack, totals, "memory of one device", marks=_capacity(outlook))
+    totals = [f"{say.takes(memory)}{', does not fit' if say.fits(memory) is False else ''}" for _, memory in known]
+    labels = [f"{say.short(label, 24)}, batch {memory.batch:,}" for label, memory in known]
+    figure = stacked(labels, bars, totals, "memory of one device", marks=_capacity(outlook))
     alt = f"Parts of memory of each recipe, against what a runtime uses of {outlook.target.name}"
     return Plot("At the largest batch asked for that fits, else at the smallest", alt, figure)
 
 
 def memory_lines(outlook: Outlook) -> Plot | None:
-    """All that one device holds over the batch."""
+    """Plot all that one device holds over the batch."""
     drawn = []
     for each in outlook.candidates:
-        if each.memory is None or len(each.rows) < 2:
-            continue
-        held = [sum(row.parts.values()) for row in each.rows]
-        hover = [f"{each.label}: {words.size(size)}" for size in held]
-        colour = colours(outlook).get(each.label, "muted")
-        drawn.append(Curve(say.short(each.label), colour, [row.batch for row in each.rows], held, hover))
+        if each.memory is not None and len(each.rows) > 1:
+            held = [sum(row.parts.values()) for row in each.rows]
+            hover, batches = [f"{each.label}: {words.size(size)}" for size in held], [row.batch for row in each.rows]
+            drawn.append(Curve(say.short(each.label), colours(outlook).get(each.label, "muted"), batches, held, hover))
     if not drawn:
         return None
-    batches = [x for curve in drawn for x in curve.x]
-    ends = [min(batches), max(batches)]
+    across = [x for curve in drawn for x in curve.x]
+    ends = [min(across), max(across)]
     drawn += [Curve(mark.label, "ink", ends, [mark.x] * 2, symbol="") for mark in _capacity(outlook)]
-    y = log_axis("", [size for curve in drawn for size in curve.y], form=_round_size)
-    figure = lines(drawn, points_axis("batch", batches), y, height=360)
-    return Plot("Against the batch", "Memory of each recipe by batch, against the capacity, both logarithmic", figure)
+    alt = "Memory of each recipe by batch, against the capacity"
+    return over("Against the batch", alt, drawn, "batch", "", form=_round_size, height=360)
 
 
 def _capacity(outlook: Outlook) -> list[Mark]:
-    """What runtimes use of a device, each once; of several with their names."""
-    found: dict[float, list[str]] = {}
+    """Mark what runtimes use of a device, each once; of several with their names."""
+    sizes: dict[float, dict[str, None]] = {}
     for each in outlook.candidates:
         if each.memory is not None and each.memory.capacity:
-            runtimes = found.setdefault(each.memory.capacity, [])
-            runtimes += [each.runtime] if each.runtime not in runtimes else []
-    name = say.short(outlook.target.name)
-    return [
-        Mark(size, f"{', '.join(runtimes) if len(found) > 1 else name} {words.size(size)}")
-        for size, runtimes in sorted(found.items())
-    ]
+            sizes.setdefault(each.memory.capacity, {})[each.runtime] = None
+    named = {
+        size: ", ".join(runtimes) if len(sizes) > 1 else say.short(outlook.target.name)
+        for size, runtimes in sizes.items()
+    }
+    return [Mark(size, f"{named[size]} {words.size(size)}") for size in sorted(sizes)]
 
 
 # --- against the batch -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _At:
+class _At(NamedTuple):
     """A figure at a batch, as bound and as forecast, and what to show at either."""
 
     batch: int
     bound: float | None
     forecast: float | None
-    interval: tuple[float, float] | None
-    said: tuple[str, str]
+    interval: Interval | None
+    shown: tuple[str, str]
 
 
 def times(outlook: Outlook) -> list[Plot]:
-    """Time of a step, and of the prompts, by batch."""
+    """Plot the time of a step, and of the prompts, by batch."""
     titles = {"step": "A step: one more token of each sequence", "pass": "A pass", "prompts": "The prompts of a batch"}
-    phases, found = _phases(outlook), []
+    phases = _phases(outlook)
+    plots = []
     for name, _, of in phases:
-        drawn = []
-        for each in outlook.candidates:
+
+        def points(each: PlannedRecipe, of: Times = of) -> list[_At]:
             known = [(row.batch, timed) for row in say.fitting(each) if (timed := of(row)) is not None]
-            points = [
-                _At(batch, timed.least, timed.forecast, timed.interval, (say.bound(timed), say.forecast(timed)))
-                for batch, timed in known
-            ]
-            drawn += _both(outlook, each.label, points, "≥")
-        panel = _over_batches(
-            titles[name], f"Time of each recipe, {name}", drawn, form=_round_time, wide=len(phases) < 2
-        )
-        found += [panel] if panel is not None else []
-    return found
+            return [_At(batch, t.least, t.forecast, t.interval, (say.bound(t), say.forecast(t))) for batch, t in known]
+
+        alt, wide = f"Time of each recipe, {name}", len(phases) < 2
+        plots.append(_over_batches(outlook, points, titles[name], alt, "≥", form=_round_time, wide=wide))
+    return [plot for plot in plots if plot is not None]
 
 
 def rates(outlook: Outlook, *, wide: bool = False) -> Plot | None:
-    """What comes out each second, by batch."""
-    drawn = []
+    """Plot what comes out each second, by batch."""
     unit = say.per_second(outlook)
-    for each in outlook.candidates:
+
+    def points(each: PlannedRecipe) -> list[_At]:
         known = [(row.batch, say.rate(each, row, outlook.workload)) for row in say.fitting(each)]
-        points = [
-            _At(
-                batch,
-                rate.most,
-                rate.forecast,
-                rate.interval,
-                (f"{say.most(rate)} {unit}", f"{say.expected(rate)} {unit}"),
-            )
-            for batch, rate in known
+        return [
+            _At(batch, r.most, r.forecast, r.interval, (f"{say.most(r)} {unit}", f"{say.expected(r)} {unit}"))
+            for batch, r in known
         ]
-        drawn += _both(outlook, each.label, points, "≤")
-    title = f"{words.sentence(unit)}{', prompts included' if outlook.architecture.kind == 'decoder' else ''}"
-    return _over_batches(title, f"{title} of each recipe", drawn, unit, wide=wide)
+
+    title = f"{words.sentence(unit)}{', prompts included' if say.decodes(outlook) else ''}"
+    return _over_batches(outlook, points, title, f"{title} of each recipe", "≤", unit, wide=wide)
 
 
 def costs(outlook: Outlook) -> Plot | None:
-    """What the traffic's tokens cost by the cheapest way, by batch; None where nothing has a price."""
-    drawn, money = [], plan_costs.currency(outlook)
-    for each in outlook.candidates:
-        points = [
+    """Plot what the traffic's tokens cost by the cheapest way, by batch; None where nothing has a price."""
+    money, unit = say.currency(outlook), say.unit(outlook)
+
+    def points(each: PlannedRecipe) -> list[_At]:
+        known = say.cost_curve(outlook, each)
+        return [
             _At(batch, cost.least, cost.forecast, cost.interval, (f"{cost.bound} {money}", f"{cost} {money}"))
-            for batch, cost in plan_costs.curve(outlook, each)
+            for batch, cost in known
         ]
-        drawn += _both(outlook, each.label, points, "≥")
-    unit = say.unit(outlook.architecture)
+
     title = f"{money} a million {unit}{', in and out together' if unit == 'tokens' else ''}"
-    return _over_batches(title, f"{title}, of each recipe", drawn, money)
-
-
-def _both(outlook: Outlook, label: str, points: Sequence[_At], sign: str) -> list[Curve]:
-    """Bounds, and forecasts; the label stands at the forecasts, where there are any, else with the sign of a bound."""
-    colour, name = colours(outlook).get(label, "muted"), say.short(label)
-    least = [(each.batch, each.bound, f"{label}, bound: {each.said[0]}") for each in points if each.bound is not None]
-    expected = [
-        (each.batch, each.forecast, f"{label}, forecast: {each.said[1]}")
-        for each in points
-        if each.forecast is not None
-    ]
-    found = []
-    if least:
-        x, y, hover = zip(*least, strict=True)
-        found.append(Curve("" if expected else f"{sign} {name}", colour, x, y, hover, bound=True, hollow=True))
-    if expected:
-        x, y, hover = zip(*expected, strict=True)
-        found.append(Curve(name, colour, x, y, hover, [each.interval for each in points if each.forecast is not None]))
-    return found
+    return _over_batches(outlook, points, title, f"{title}, of each recipe", "≥", money)
 
 
 def _over_batches(
-    title: str, alt: str, drawn: Sequence[Curve], unit: str = "", *, form: Form | None = None, wide: bool = False
+    outlook: Outlook,
+    points_of: Callable[[PlannedRecipe], Sequence[_At]],
+    title: str,
+    alt: str,
+    sign: str,
+    unit: str = "",
+    *,
+    form: Form = words.plain,
+    wide: bool = False,
 ) -> Plot | None:
-    across = [x for curve in drawn for x in curve.x]
-    if len(set(across)) < 2:  # one batch is no curve: its table says it
+    """Plot bounds, and forecasts; labels stand at the forecasts, where there are any, else with the sign of a bound."""
+    drawn: list[Curve] = []
+    for each in outlook.candidates:
+        points = points_of(each)
+        colour, name = colours(outlook).get(each.label, "muted"), say.short(each.label)
+        least = [(at.batch, at.bound, f"{each.label}, bound: {at.shown[0]}") for at in points if at.bound is not None]
+        known = [at for at in points if at.forecast is not None]
+        if least:
+            x, y, hover = zip(*least, strict=True)
+            drawn.append(Curve("" if known else f"{sign} {name}", colour, x, y, hover, bound=True, hollow=True))
+        if known:
+            hover = tuple(f"{each.label}, forecast: {at.shown[1]}" for at in known)
+            ys, bands = [at.forecast or 0.0 for at in known], [at.interval for at in known]
+            drawn.append(Curve(name, colour, [at.batch for at in known], ys, hover, bands))
+    if len({x for curve in drawn for x in curve.x}) < 2:  # one batch is no curve: its table says it
         return None
-    axis = log_axis(unit, _values(drawn), form=form)
-    batches = points_axis("batch", across)
-    return Plot(title, f"{alt} by batch, both axes logarithmic", lines(drawn, batches, axis, height=360), wide)
-
-
-def _values(drawn: Iterable[Curve]) -> list[float]:
-    """All that an axis has to hold, ends of intervals too."""
-    found = []
-    for curve in drawn:
-        found += [*curve.y, *(end for interval in curve.band if interval is not None for end in interval)]
-    return found
+    return over(title, f"{alt} by batch", drawn, "batch", unit, form=form, wide=wide, height=360)
 
 
 def _round_size(value: float) -> str:
-    """A label of an axis: round anyway."""
+    """Label an axis: round anyway."""
     number, _, unit = words.size(value).partition(" ")
     return f"{float(number):g} {unit}"
 
