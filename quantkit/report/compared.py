@@ -70,7 +70,7 @@ def because(cells: Sequence[DecidedCell], kind: str) -> list[str]:
     return [*reasons, *([f"the same within the margin: {same}"] if same else [])]
 
 
-def _headline(data: Compared) -> str:
+def headline(data: Compared) -> str:
     """Give the verdict; where B is worse by no more than its recipe allows, in words."""
     worse = [cell for cell in data.cells if cell.answer == "worse"]
     if data.exit != 0 or not worse:
@@ -184,7 +184,7 @@ def _answered(cell: DecidedCell) -> str:
 
 def document(data: Compared, version: str = "") -> Document:
     """Build the tree of a comparison."""
-    headline = _headline(data)
+    headline = headline(data)
     tone = _TONES[data.verdict] if headline == data.verdict else "good"
     reasons = [words.sentence(reason) for reason in data.because]
     answer = Conclusion(_ANSWERS.get(headline, headline), tone, reasons, label="verdict")
