@@ -184,10 +184,10 @@ def _answered(cell: DecidedCell) -> str:
 
 def document(data: Compared, version: str = "") -> Document:
     """Build the tree of a comparison."""
-    headline = headline(data)
-    tone = _TONES[data.verdict] if headline == data.verdict else "good"
+    said = headline(data)
+    tone = _TONES[data.verdict] if said == data.verdict else "good"
     reasons = [words.sentence(reason) for reason in data.because]
-    answer = Conclusion(_ANSWERS.get(headline, headline), tone, reasons, label="verdict")
+    answer = Conclusion(_ANSWERS.get(said, said), tone, reasons, label="verdict")
     chapters = [
         ("accuracy", "Accuracy", _accuracy(data)),
         ("time", "Time, by batch", _times(data)),

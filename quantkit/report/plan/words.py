@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from quantkit import content
 from quantkit.model.sizes.architecture import Architecture
 from quantkit.model.source.alias import ALIASES
+from quantkit.planning.cost import Bill, RequestCost
 from quantkit.planning.forecast import TimedStep
+from quantkit.planning.load import METRICS
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedMemory, PlannedRecipe, Rate, Workload
-from quantkit.planning.serving.cost import Bill, RequestCost
-from quantkit.planning.serving.load import METRICS
 from quantkit.report.kit import words
 from quantkit.report.kit.tree import Sheet
 from quantkit.report.kit.words import Interval
