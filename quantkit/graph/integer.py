@@ -1,14 +1,12 @@
 """What ONNX Runtime really runs in integers: read off the graph that it has optimized.
 
 A quantized product is written as float operators between QuantizeLinear and DequantizeLinear, and it is up to the
-runtime to find the integer kernel that they stand for. Where it does not, the model still runs and gives the right
-numbers, slower than it did before it was quantized. So the graph is read after the runtime has optimized it
-(`SessionOptions.optimized_model_filepath`):
+runtime to find the integer kernel that they stand for. Where it does not, the model still gives the right numbers,
+slower than before. So the graph is read after optimization (`SessionOptions.optimized_model_filepath`):
 
     share = MACs of the sites that an integer kernel multiplies / MACs of all sites
 
-A site is found by the tensor that holds its codes, which the runtime moves from node to node but keeps, or by the value
-that it makes.
+A site is found by the tensor that holds its codes, which the runtime moves but keeps, or by the value that it makes.
 """
 
 from __future__ import annotations

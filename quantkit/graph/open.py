@@ -1,8 +1,7 @@
 """A float ONNX file -> a graph in memory, or one line that says what is wrong with it.
 
 Nothing in a file is trusted: weights beside it are read only from its own folder, by a name without `..`, never through
-a link, and no further than the file goes. Nothing of it is run here but ONNX Runtime, and of operators only those that
-it brings itself.
+a link, and no further than the file goes. Operators are those that ONNX Runtime brings itself.
 """
 
 from __future__ import annotations
@@ -54,16 +53,14 @@ class FloatGraphInput:
 
 @dataclass(frozen=True)
 class FloatGraph:
-    """An opened graph.
+    """An opened graph, its weights in memory.
 
     Args:
-        model: its weights in memory.
-        path: of the file.
         name: what a bundle is named after.
         inputs: that are not weights.
-        kind: `encoder` where they are token ids; else `network`.
         sha256: over the file and those beside it.
         files: it, and those beside it that its weights lie in.
+        kind: `encoder` where inputs are token ids; else `network`.
         notes: sentences for the reader of its figures.
     """
 
@@ -128,13 +125,10 @@ def _opened(path: Path, name: str, where: str) -> FloatGraph:
     _inline(model, version, where)
     _check_operators(model, where)
     if version < OPSET:
+        rule = f"from opset {OPSET} on a weight has a scale a channel"
         remedy = f"onnx.version_converter.convert_version(model, {OPSET + 4}), or export it again"
-        raise _refused(
-            where, "opset", f"opset {version}", f"from opset {OPSET} on a weight has a scale a channel", remedy
-        )
-    _check_sizes(model, where, sum(file.stat().st_size for file in files))
-    ir.external_data.load_to_model(model)
-    _check_weights(model, where)
+        raise _refused(where, "opset", f"opset {version}", rule, remedy)
+    _check_weights(model, where, sum(file.stat().st_size for file in files))
     for node in model.graph.all_nodes():
         node.name = name_of(node)  # before anything else numbers them: its own file does not know `node_3`
     for value in list(model.graph.inputs):
@@ -152,8 +146,7 @@ def _opened(path: Path, name: str, where: str) -> FloatGraph:
 
 
 def _loaded(path: Path) -> tuple[ir.Model, tuple[str, ...]]:
-    """The graph of a file, and what is otherwise in it: chances that scikit-learn's converter wraps into a map a sample
-    come as the matrix that they are made of."""
+    """The graph of a file, and notes: scikit-learn's maps of chances come as the matrix that they are made of."""
     import onnx
     import onnx_ir as ir
 
@@ -162,14 +155,14 @@ def _loaded(path: Path) -> tuple[ir.Model, tuple[str, ...]]:
     except ir.serde.SerdeError as problem:
         proto = onnx.load(path, load_external_data=False)
         maps = {node.output[0]: node for node in proto.graph.node if node.op_type == "ZipMap"}
-        given = [output for output in proto.graph.output if output.name in maps]
-        if not given:
+        mapped = [output for output in proto.graph.output if output.name in maps]
+        if not mapped:
             raise problem
-    for output in given:
+    for output in mapped:
         output.type.CopyFrom(onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [None, None]))
         node = maps[output.name]
         node.CopyFrom(onnx.helper.make_node("Identity", list(node.input), list(node.output), node.name))
-    notes = [f"{output.name} is [samples, classes] here, no map a sample (ZipMap)" for output in given]
+    notes = [f"{output.name} is [samples, classes] here, no map a sample (ZipMap)" for output in mapped]
     return ir.from_proto(proto), tuple(notes)
 
 
@@ -187,14 +180,13 @@ def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
     import onnx_ir as ir
 
     seen: dict[str, int] = {}
-    for value in _initializers(model):
-        tensor = value.const_value
+    for _, tensor in _tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
             place = str(tensor.location)
             seen[place] = max(seen.get(place, 0), int(tensor.offset or 0) + max(int(tensor.length or 0), tensor.nbytes))
+    rule = "weights lie beside the graph, in its own folder"
     for name, reach in seen.items():
         inside = PurePosixPath(name)
-        rule = "weights lie beside the graph, in its own folder"
         if not name or inside.is_absolute() or ".." in inside.parts or "\\" in name or ":" in name:
             raise _refused(where, "external", name, rule, "export it again, with the weights in the same folder")
         file = folder / name
@@ -209,19 +201,19 @@ def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
         yield file
 
 
-def _initializers(model: ir.Model) -> Iterator[ir.Value]:
-    """All of them, those of subgraphs and constants in attributes included."""
-    import onnx_ir as ir
-
-    yield from model.graph.initializers.values()
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH:
-                yield from attribute.as_graph().initializers.values()
+def _tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    """All weights, those of subgraphs included."""
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value, value.const_value
 
 
 def _inline(model: ir.Model, version: int, where: str) -> None:
-    """Put the bodies of functions in the place of their calls: a graph is converted and rewritten node by node."""
+    """Put the bodies of functions in the place of their calls: a graph is converted and rewritten node by node.
+
+    Bodies are of the opset of the graph around them, whatever they say: ONNX Runtime reads them so.
+    """
     from onnx_ir.passes.common import InlinePass
 
     sizes: dict[tuple[str, str, str], int] = {}
@@ -255,55 +247,39 @@ def _inline(model: ir.Model, version: int, where: str) -> None:
 def _check_operators(model: ir.Model, where: str) -> None:
     import onnx_ir as ir
 
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in model.graph.all_nodes():
+        called = f"{node.name or node.op_type} ({node.op_type})"
         for attribute in node.attributes.values():
             held = attribute.value if attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS) else ()
-            for tensor in held if isinstance(held, list | tuple) else (held,):
-                if isinstance(tensor, ir.ExternalTensor):
-                    value, rule = f"{node.name or node.op_type} holds a file", "constants stand in the graph itself"
-                    raise _refused(where, "external", value, rule, "export it again")
-        called = f"{node.name or node.op_type} ({node.op_type})"
-        loose = [each for each in node.inputs if each is not None and each.producer() is None]
-        for each in loose:
-            if not (each.is_graph_input() or each.is_initializer()):
-                raise _refused(where, "unreadable", f"{called} reads {each.name}, which nothing computes")
+            parts = held if isinstance(held, list | tuple) else (held,)
+            if any(isinstance(part, ir.ExternalTensor) for part in parts):
+                holding, rule = f"{node.name or node.op_type} holds a file", "constants stand in the graph itself"
+                raise _refused(where, "external", holding, rule, "export it again")
+        for value in filter(None, node.inputs):
+            if not (value.producer() is not None or value.is_graph_input() or value.is_initializer()):
+                raise _refused(where, "unreadable", f"{called} reads {value.name}, which nothing computes")
         if node.op_type in _QUANTIZED or node.op_type.startswith("QLinear"):
-            raise _refused(
-                where,
-                "quantized",
-                called,
-                "what is compiled is a float graph",
-                "name the one from before it was quantized",
-            )
+            rule, remedy = "what is compiled is a float graph", "name the one from before it was quantized"
+            raise _refused(where, "quantized", called, rule, remedy)
         if node.domain not in _DOMAINS:
-            raise _refused(
-                where,
-                "operator",
-                f"{called} of {node.domain!r}",
-                "operators are those of ONNX and ONNX Runtime",
-                "export the model without it",
-            )
+            rule, remedy = "operators are those of ONNX and ONNX Runtime", "export the model without it"
+            raise _refused(where, "operator", f"{called} of {node.domain!r}", rule, remedy)
 
 
-def _check_sizes(model: ir.Model, where: str, size: int) -> None:
-    """No weight claims to be larger than all files together: memory is taken for what it claims."""
-    for value in _initializers(model):
-        tensor = value.const_value
-        if tensor is not None and tensor.dtype.name != "STRING" and tensor.nbytes > size:
+def _check_weights(model: ir.Model, where: str, size: int) -> None:
+    """Load the weights: none may claim to be larger than all files together, for memory is taken for what it claims."""
+    import onnx_ir as ir
+
+    for value, tensor in _tensors(model):
+        if tensor.dtype.name != "STRING" and tensor.nbytes > size:
             shape = f"{value.name} {tensor.shape} in {size:,} bytes"
             raise _refused(where, "unreadable", shape[:300], "a weight lies in its file", "fetch it again")
-
-
-def _check_weights(model: ir.Model, where: str) -> None:
-    for value in _initializers(model):
-        tensor = value.const_value
-        if tensor is None:
-            continue
+    ir.external_data.load_to_model(model)
+    for value, tensor in _tensors(model):
         kind = str(tensor.dtype.name)
         if kind in ("FLOAT16", "BFLOAT16", "DOUBLE") and tensor.size > 1:
-            raise _refused(
-                where, "dtype", f"{value.name} is {kind.lower()}", "weights are float32", "export it in float32"
-            )
+            wrong = f"{value.name} is {kind.lower()}"
+            raise _refused(where, "dtype", wrong, "weights are float32", "export it in float32")
         if kind == "FLOAT" and not np.isfinite(tensor.numpy()).all():
             raise _refused(where, "weights", f"NaN or infinity in {value.name}", "weights are finite")
 

@@ -2,11 +2,9 @@
 
 An output tells **classes** apart where a softmax makes it, or an argmax, a softmax or a classifier of `ai.onnx.ml`
 reads it; where it, or the product that makes it, is called so (`logits`, `classifier.weight`); or where the file's
-metadata has a name for each of its columns. Any other row of numbers may as well be three coordinates.
-
-An output is a **selection** where it is made of the indices that NonMaxSuppression and its like choose: the last bit of
-a score decides how many rows it has and in which order they stand, so that they are compared as sets, and a graph is
-held against itself by what the choice is made of.
+metadata has a name for each of its columns. An output is a **selection** where it is made of the indices that
+NonMaxSuppression and its like choose: the last bit of a score decides how many rows it has and in which order, so
+they are compared as sets, and a graph is held against itself by what the choice is made of.
 """
 
 from __future__ import annotations
@@ -47,12 +45,8 @@ _LONGEST = 1 << 20
 
 @dataclass(frozen=True)
 class OutputKinds:
-    """Kinds of a graph's outputs.
-
-    Args:
-        classes: names of those that tell classes apart.
-        widths: how many classes its metadata has names for.
-        selected: names of those whose rows were chosen.
+    """Names of the outputs that tell classes apart, for how many classes the metadata has names, and names of those
+    whose rows were chosen.
     """
 
     classes: frozenset[str] = frozenset()

@@ -1,7 +1,6 @@
 """Protobuf, as far as single products and a look at a file before it is opened need it without the package onnx.
 
-A message is its fields one after another, each a number, how it is written, and a value; of a message inside of another
-that comes twice the fields are joined, so that a model is what was written of it in any order
+A message is its fields one after another, in any order, each a number, how it is written, and a value
 (https://protobuf.dev/programming-guides/encoding). Numbers of fields: onnx/onnx.proto.
 """
 
@@ -88,9 +87,7 @@ def _read(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def demand_attributes(path: Path) -> None:
-    """Refuse a graph with an attribute beyond 32 bits.
-
-    ONNX Runtime checks such a number and then computes with its lower half: `kv_num_heads` of 2^32 divides by zero.
+    """Refuse a graph with an attribute beyond 32 bits, of which ONNX Runtime computes with the lower half.
 
     Raises:
         ValueError: naming it, or of what is no protobuf.

@@ -1,9 +1,9 @@
-"""A graph in ONNX Runtime, batch by batch, with chosen inner tensors beside its outputs."""
+"""A graph in ONNX Runtime, batch by batch or piece by piece, with chosen inner tensors beside its outputs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,9 @@ _LARGE = 1 << 30
 
 
 class Runner:
-    """A loaded graph.
+    """A loaded graph, or the file of one.
 
     Args:
-        model: any graph that ONNX Runtime runs, or the file of one.
         inner: names of tensors to show beside the outputs.
         threads: of one run; 0: all cores.
         optimised: with the runtime's own fusions; without, the graph runs as it is written.
@@ -45,10 +44,8 @@ class Runner:
         optimised: bool = True,
         literal: bool = False,
     ) -> None:
-        try:
+        with MissingDependency.unless_found("onnxruntime", extra="compile", purpose="running a graph"):
             import onnxruntime
-        except ImportError:
-            raise MissingDependency("onnxruntime", extra="compile", purpose="running a graph") from None
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = threads
@@ -67,28 +64,20 @@ class Runner:
             self.names = [value.name for value in self._session.get_outputs()]
         except Exception as error:  # ONNX Runtime raises types of its own for each status
             node, reason = told(error)
-            raise InputError(
-                "onnx-unrunnable",
-                where=node or "ONNX Runtime",
-                value=reason,
-                rule="the graph runs in ONNX Runtime",
-                remedy="check it with onnx.checker, or export it again",
-            ) from None
+            rule, remedy = "the graph runs in ONNX Runtime", "check it with onnx.checker, or export it again"
+            place = node or "ONNX Runtime"
+            raise InputError("onnx-unrunnable", where=place, value=reason, rule=rule, remedy=remedy) from None
 
     def __call__(self, feed: Feed) -> dict[str, Array]:
         """Name -> what the outputs and the inner tensors are, text as text. Raises InputError `onnx-unrunnable`."""
         try:
-            found = self._session.run(self.names, dict(feed))
+            values = self._session.run(self.names, dict(feed))
         except Exception as error:
             node, reason = told(error)
-            raise InputError(
-                "onnx-unrunnable",
-                where=node or "calibration",
-                value=reason,
-                rule="the graph runs on the inputs that it is given",
-                remedy="check the shape of the calibration set",
-            ) from None
-        named = zip(self.names, found, strict=True)
+            rule, remedy = "the graph runs on the inputs that it is given", "check the shape of the calibration set"
+            place = node or "calibration"
+            raise InputError("onnx-unrunnable", where=place, value=reason, rule=rule, remedy=remedy) from None
+        named = zip(self.names, values, strict=True)
         return {name: value.astype(str) if value.dtype == object else value for name, value in named}
 
 
@@ -123,6 +112,65 @@ def serialized(model: ir.Model, options: Any) -> tuple[bytes, Any]:
         stub = ir.ExternalTensor("weights", 0, array.nbytes, ir.DataType.FLOAT, shape=ir.Shape(array.shape), name=name)
         model.graph.initializers[name].const_value = stub
     return ir.to_proto(model).SerializeToString(), held
+
+
+class Stepwise:
+    """The values of one graph, or of one that changes behind what was asked for, for some feeds of its inputs.
+
+    What is still to be read is held, and nothing is computed twice: products can be solved one after the other, each on
+    what those before it make of the calibration set, for the price of one run of the graph.
+    """
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._held: list[dict[str, Array]] = [dict(feed) for feed in feeds]
+
+    def value(self, model: ir.Model, name: str, later: Iterable[str]) -> list[Array]:
+        """One value for each feed.
+
+        Args:
+            model: the graph as it is now; what stands before values asked for is as it was.
+            name: of the value.
+            later: names of those that will be asked for after it.
+
+        Raises:
+            InputError: `onnx-unrunnable`.
+        """
+        import onnx_ir as ir
+
+        values = ir.convenience.create_value_mapping(model.graph)
+        if name not in self._held[0]:
+            needed = sorted(_reached(values, [name], self._held[0]))
+            part = ir.convenience.extract(model.graph, needed, [name])
+            for value in (*part.inputs, *part.outputs):
+                value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
+            runner = Runner(ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values())))
+            for held in self._held:
+                held.update(runner({each: held[each] for each in needed}))
+        wanted = _reached(values, [name, *later], self._held[0])
+        self._held = [{each: array for each, array in held.items() if each in wanted} for held in self._held]
+        return [held[name] for held in self._held]
+
+
+def _reached(values: Mapping[str, ir.Value], names: Iterable[str], held: Collection[str]) -> set[str]:
+    """Which held values some others are computed from, or are themselves."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in held:
+            found.add(name)
+            continue
+        producer = values[name].producer()
+        if producer is None:
+            continue
+        if any(attribute.type.name in ("GRAPH", "GRAPHS") for attribute in producer.attributes.values()):
+            return set(held)  # subgraphs read what they like
+        waiting += [value.name for value in producer.inputs if value is not None and value.name]
+    return found
 
 
 _LONGEST = 200

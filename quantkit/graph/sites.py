@@ -34,9 +34,7 @@ class Site:
 
     Args:
         name: of its node, or of its output where it has none.
-        node: in the graph.
-        weight: its constant, in the graph's layout.
-        rows: axis of the output channels in that.
+        weight: its constant, in the graph's layout; `rows` is the axis of the output channels in that.
         group: of a Conv; 1 else.
         stem: what its new constants are called: `STEM.codes`, `STEM.scale`, ... By its output, since weights may be
             shared; nothing else in the graph is called so.
@@ -85,13 +83,7 @@ class Site:
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """A weight that stays as it is.
-
-    Args:
-        name: of the product that reads it.
-        elements: how many numbers.
-        reason: why; empty for a table of embeddings.
-    """
+    """A weight that stays as it is: the product that reads it, its size, and why; "" for a table of embeddings."""
 
     name: str
     elements: int
@@ -182,14 +174,11 @@ def _rows(node: ir.Node) -> int:
 
 
 def patches(site: Site, x: Array, *, most: int | None = None) -> Array:
-    """What the rows of a site's matrix are multiplied with.
+    """What the rows of a site's matrix are multiplied with, [groups, rows, K].
 
     Args:
         x: its input: [n, C, H, W] of a two-dimensional Conv, [..., K] else.
         most: rows that are enough: of a two-dimensional Conv every second, third, ... place of both axes is taken.
-
-    Returns:
-        [groups, rows, K].
     """
     if not site.is_conv:
         return x.reshape(1, -1, x.shape[-1])

@@ -65,14 +65,7 @@ def other_readers(value: ir.Value, among: Collection[ir.Node]) -> str:
 
 
 def set_input(node: ir.Node, index: int, values: Array, *, name: str) -> None:
-    """Give a node a constant of its own.
-
-    An initializer that nothing else reads keeps its name; a shared one stays as it is for its other readers.
-
-    Args:
-        index: which input; inputs are appended up to it.
-        name: of the initializer where there has to be a new one.
-    """
+    """Give a node a constant of its own as an input; one that nothing else reads keeps its name."""
     if len(node.inputs) <= index:
         node.resize_inputs(index + 1)
     value = node.inputs[index]
@@ -85,9 +78,9 @@ def set_input(node: ir.Node, index: int, values: Array, *, name: str) -> None:
     node.replace_input_with(index, initializer(node.graph, values, name=name))
 
 
-def initializer(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
-    """A new constant of a graph; the name gets a tail where the graph has another value called that."""
-    unique = free(name, {value.name for value in values_of(graph)})
+def initializer(graph: ir.Graph, values: Array, *, name: str, taken: Collection[str | None] | None = None) -> ir.Value:
+    """A new constant of a graph; the name gets a tail where it is `taken`, by default by any of its values."""
+    unique = free(name, {value.name for value in values_of(graph)} if taken is None else taken)
     tensor = ir.tensor(values, name=unique)
     value = ir.Value(name=unique, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
@@ -114,23 +107,17 @@ def parts_of(graph: ir.Graph) -> frozenset[ir.Value | ir.Node]:
 
 
 def name_apart(graph: ir.Graph, known: Collection[ir.Value | ir.Node]) -> None:
-    """Give what was put into a graph names that nothing else of its kind in it has.
+    """Give what was put into a graph names that nothing else of its kind in it has; `known`: its parts from before.
 
     Nodes know values, not names, so that those have to differ only when the graph is written.
-
-    Args:
-        known: its parts from before; those and the graph's ends keep their names.
     """
-    _apart(values_of(graph), {*known, *graph.inputs, *graph.outputs})
-    _apart(list(graph.all_nodes()), known)
-
-
-def _apart(every: Collection[ir.Value] | Collection[ir.Node], kept: Collection[ir.Value | ir.Node]) -> None:
-    taken = {part.name for part in every if part in kept}
-    for part in every:
-        if part not in kept and part.name:
-            part.name = free(part.name, taken)
-            taken.add(part.name)
+    kept = {*known, *graph.inputs, *graph.outputs}
+    for every in (values_of(graph), list(graph.all_nodes())):
+        taken = {part.name for part in every if part in kept}
+        for part in every:
+            if part not in kept and part.name:
+                part.name = free(part.name, taken)
+                taken.add(part.name)
 
 
 def drop_unread(graph: ir.Graph) -> None:

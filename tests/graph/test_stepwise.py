@@ -8,9 +8,8 @@ import networks
 import numpy as np
 import pytest
 
-from quantkit.graph.codes.stepwise import Stepwise
 from quantkit.graph.open import open_graph
-from quantkit.graph.run import Runner
+from quantkit.graph.run import Runner, Stepwise
 from quantkit.graph.sites import patches, sites
 
 

@@ -1,14 +1,13 @@
 """Learned rounding of one product: its codes and scales move down the gradient of what follows its activation.
 
-The quantizer and its step are those of language models (`passes/solvers/round.py`, SignRound; AdaRound, which learns
-rounding by the output of one layer behind its activation: Nagel et al. 2020, arXiv 2004.10568). With x what the product
-sees in the float graph, x̂ what it sees behind quantized ones, both patch by patch, and f the Relu or Clip behind it,
+The quantizer and its step are those of language models (`passes/solvers/round.py`, SignRound; AdaRound: Nagel et al.
+2020, arXiv 2004.10568). With x what the product sees in the float graph, x̂ what it sees behind quantized ones, both
+patch by patch, and f the Relu or Clip behind it,
 
     L = mean of (f(Ŵ (x̂ - E[x̂]) + W E[x] + b) - f(W x + b))²
 
-so that the bias gives back the mean whatever Ŵ is, as it will. One output channel's codes are no other's matter: of the
-states that were reached each channel keeps the one that does best on samples which nothing is learned from, and that
-may be the first. What is kept of the samples is a number of evenly spaced rows of each.
+so that the bias gives back the mean whatever Ŵ is, as it will. One output channel's codes are no other's matter: each
+channel keeps the state that does best on samples which nothing is learned from, and that may be the first.
 """
 
 from __future__ import annotations
@@ -35,22 +34,14 @@ _NUMBERS, _EACH = 1 << 24, 256
 
 @dataclass
 class CalibrationRows:
-    """Rows of calibration, a few of each sample.
-
-    Args:
-        found: x̂, [groups, rows, K], a sample.
-        wanted: x, likewise.
-    """
+    """Rows of calibration, a few of each sample: x̂ and x, [groups, rows, K] a sample."""
 
     found: list[Tensor]
     wanted: list[Tensor]
 
     def add(self, found: Tensor, wanted: Tensor, *, samples: int, total: int) -> None:
-        """Take some rows of both [groups, rows, K], in which samples stand one behind the other.
-
-        Args:
-            found, wanted: x̂ and x.
-            total: how many there will be in all.
+        """Take some rows of x̂ and x [groups, rows, K], in which samples stand one behind the other, of `total` samples
+        in all.
         """
         groups, rows, width = found.shape
         samples = samples if rows % samples == 0 else 1  # rows of all of them in one
@@ -89,7 +80,6 @@ def learned(
     """Better codes [N, K], and of how many channels they are not those of the start.
 
     Args:
-        start: its codes.
         rows: of two samples at least.
         means: E[x̂] and E[x], [groups, K].
         bias: b, [N]; the product has no mean to give back where it is none and cannot have one (MatMul).

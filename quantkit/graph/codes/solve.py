@@ -1,11 +1,10 @@
 """Codes of a graph's weights, and biases that give back what rounding has taken from the mean of each output.
 
-Weights as for language models: a convolution is a product of its patches, each group with a Hessian of its own. What a
-depthwise channel sees is 3 x 3 numbers, and its codes are solved on those alone. Products are solved in the order in
-which the graph runs, each on what the quantized ones before it have made of the calibration set: its codes by the
-recipe's `gptq`, `rtn` or `hqq` (`passes/assign.py`), moved by `round` where that is asked for (`rounding.py`); then its
-bias gives back what is left of the mean, b + W E[x] − Ŵ E[x̂] (Nagel et al. 2019, arXiv 1906.04721, section 4.2), which
-is all that `bias_correct` asks for.
+Weights as for language models: a convolution is a product of its patches, each group with a Hessian of its own.
+Products are solved in the order in which the graph runs, each on what the quantized ones before it have made of the
+calibration set: its codes by the recipe's `gptq`, `rtn` or `hqq` (`passes/assign.py`), moved by `round` where that is
+asked for (`rounding.py`); then its bias gives back what is left of the mean, b + W E[x] − Ŵ E[x̂] (Nagel et al. 2019,
+arXiv 1906.04721, section 4.2), which is all that `bias_correct` asks for.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from quantkit.calibrate.statistics.observed import Observed
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.graph.codes.rounding import CalibrationRows, learned
-from quantkit.graph.codes.stepwise import Stepwise
 from quantkit.graph.pairs.placement import Placement
 from quantkit.graph.pairs.qdq import Codes, Range, bias_of, fits, node_of
-from quantkit.graph.run import Feed, Runner
+from quantkit.graph.run import Feed, Runner, Stepwise
 from quantkit.graph.sites import Site, patches
 from quantkit.passes import decision
 from quantkit.passes.assign import product
@@ -52,12 +50,8 @@ _ROWS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Seen(Moments):
-    """Moments of a product's inputs, and their means, which its bias gives back.
-
-    Args:
-        mean: of x̂, [groups, K].
-        wanted: of x, [groups, K].
-        alone: of x in its own pair, as if nothing before were quantized, [groups, K].
+    """Moments of a product's inputs, and their means [groups, K], which its bias gives back: of x̂, of x, and of x in
+    its own pair, as if nothing before were quantized.
     """
 
     mean: torch.Tensor
@@ -78,10 +72,7 @@ def ranges(
 ) -> dict[str, Range]:
     """The range of every tensor with a pair, from what comes through the float graph; nothing is kept whole.
 
-    An activation behind a fused bound cannot lie beyond it, and neither can its range.
-
     Args:
-        placement: of the pairs.
         feeds: calibration batches.
         scheme: of activations, with fixed scales.
         signed: whether codes of a symmetric scheme are stored as -128..127; else the same stand as 0..255, and 128 is
@@ -149,17 +140,15 @@ def solved(
 
     Args:
         quantized: makes the graph with pairs; sites without codes are float in it.
-        chosen: what is quantized, in order.
         feeds: calibration batches; what is still to be read of them is held (`Stepwise`).
         scheme: of weights: int8, per channel or tensor, symmetric.
         ranges_: of the sites' inputs; none where they are quantized as the model runs.
-        placement: of the pairs.
         passes: the recipe's, name -> settings; those that choose codes are read. None: `gptq` with its correction.
         seed: of which samples `round` learns from when.
         unsaturated: bound neighbouring codes (`passes.solvers.unsaturated`).
         known: codes of sites that come first, which are taken as they are.
         again: codes of the sites after those, solved by a call just like this one that did not get to its end.
-        keep: given the codes of each site once it is solved, and what was decided: where `round` finds nothing better.
+        keep: given the codes of each site once it is solved, and what was decided.
     """
     passes = {Gptq.name: Gptq.Settings(correction=1.0)} if passes is None else passes
     known, again = known or {}, again or {}
@@ -276,10 +265,8 @@ def _with_bias(site: Site, seen: Seen, tensor: QuantTensor, own: Range | None) -
 
 
 def neighbours(site: Site) -> torch.Tensor | None:
-    """[K], which columns of a site's matrix are added up two by two in 16 bits; None where none are.
-
-    Kernels of convolutions go through channels within each place of the kernel; those of depthwise ones multiply in 32
-    bits.
+    """[K], which columns of a site's matrix are added up two by two in 16 bits, channel by channel within each place of
+    the kernel; None where none are, as in depthwise convolutions, which multiply in 32 bits.
     """
     if site.depthwise:
         return None

@@ -1,8 +1,7 @@
 """Codes of weights whose products compute in floats: 4-bit integers, 8-bit floats, whatever a format holds.
 
-The Hessian of each product's inputs, E[x xᵀ], from one pass of the calibration set through the float graph, for a pass
-that looks at it. Errors of earlier products are not made up for: `graph.codes.solve` does that for integer products,
-whose biases it corrects as well.
+E[x xᵀ] of each product's inputs is from one pass of the calibration set through the float graph. Errors of earlier
+products are not made up for: `solve.py` does that for integer products, whose biases it corrects as well.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ def rounded(
     """Site -> its weight [N, K] in codes.
 
     Args:
-        sites: what is quantized.
         feeds: calibration batches; each runs once.
-        scheme: of weights.
         passes: that choose codes, name -> settings; the feeds are looked at for one that needs a Hessian.
         again: site -> its codes, of those that a call just like this one had come to before it was interrupted.
         keep: given the codes of each site once they are chosen, and what was done otherwise than asked.

@@ -9,15 +9,13 @@ from typing import Any
 import onnx_ir as ir
 
 from quantkit.errors import InputError
-from quantkit.graph.fuse._proof import LIMIT, Feeds, difference, limit, outputs
-from quantkit.graph.fuse._rule import Fused, Fusion
-from quantkit.graph.fuse.constants import Constants
+from quantkit.graph.fuse._rule import LIMIT, Feeds, Fused, Fusion, difference, limit, outputs
+from quantkit.graph.fuse.constants import Constants, Opset
 from quantkit.graph.fuse.conv_batch_norm import ConvBatchNorm
 from quantkit.graph.fuse.equalize import Equalize
 from quantkit.graph.fuse.gelu import Gelu
 from quantkit.graph.fuse.layer_norm import LayerNorm
 from quantkit.graph.fuse.no_ops import NoOps
-from quantkit.graph.fuse.opset import Opset
 from quantkit.graph.fuse.pad_conv import MeanPool, PadConv
 from quantkit.graph.fuse.plain_products import LinearBias, PlainProducts
 from quantkit.graph.values import name_apart, parts_of
@@ -26,13 +24,7 @@ __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]
 
 
 def fusions(feeds: Feeds = (), *, equalize: bool = True) -> tuple[Fusion, ...]:
-    """All of them, in the order in which one makes room for the next.
-
-    Args:
-        feeds: what `equalize` probes clips with.
-        equalize: whether it is among them; it evens out weights, which one scale a channel hardly needs, and moves the
-            difference into activations.
-    """
+    """All of them, in the order in which one makes room for the next; `equalize` probes clips with the feeds."""
     exact = (
         *(Opset(), Constants(), NoOps()),
         *(PlainProducts(), LinearBias(), PadConv(), ConvBatchNorm(), LayerNorm(), Gelu(), MeanPool()),
@@ -49,7 +41,6 @@ def fuse(model: ir.Model, feeds: Feeds, *, chosen: Sequence[Fusion] | None = Non
     not part of it any more.
 
     Args:
-        model: float; its inputs are those that the feeds name.
         feeds: a few real inputs; what cannot be seen on them is not proved.
         chosen: instead of all `fusions(feeds)`.
 

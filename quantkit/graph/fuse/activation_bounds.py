@@ -5,16 +5,11 @@ A quantizer q(x) = clamp(round(x / s) + z, lowest, highest) never falls, so it g
     q(clip(x, a, b)) = clamp(q(x), q(a), q(b))    =    q(x)  where  q(a) = lowest and q(b) = highest
 
 A clip is absorbed where both of its bounds have the outermost codes, and can be left out without changing one code
-(Jacob et al. 2018, arXiv 1712.05877, § 2.4). Which it is depends on the range that calibration chooses: in the float
-graph the clip stays. So this is no fusion of `fuse`, but three questions of whoever places quantizers:
-
-    behind(y)               the tensor to observe and to quantize: y, or what a clip makes of it
-    absorbed(node, grid)    whether the clip can go, given the range that was chosen
-    remove_absorbed(model)  takes out those that can, once QuantizeLinear stands in the graph
-
-An asymmetric range that starts at 0 absorbs a ReLU; that of the clipped tensor absorbs its upper bound as well, because
-no observed value lies above it. A symmetric signed range absorbs neither: its lowest code is not that of 0.
-Guard: bounds are constants, only quantizers with one constant scale read the clip, all of them absorb it.
+(Jacob et al. 2018, arXiv 1712.05877, § 2.4). Which it is depends on the range that calibration chooses, so this is no
+fusion of `fuse`: `behind(y)` is the tensor to observe and to quantize, and `remove_absorbed` takes out the clips that
+can go once QuantizeLinear stands in the graph. An asymmetric range that starts at 0 absorbs a ReLU; a symmetric one
+does not: its lowest code is not that of 0. Guard: bounds are constants, only quantizers with one constant scale read
+the clip, all of them absorb it.
 """
 
 from __future__ import annotations
@@ -35,14 +30,7 @@ _BEFORE = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
 
 @dataclass(frozen=True)
 class Grid:
-    """A quantizer of one scale.
-
-    Args:
-        scale: s > 0.
-        zero_point: z, the code of 0.
-        lowest: code, -128 of int8.
-        highest: code, 127 of int8.
-    """
+    """A quantizer of one scale s > 0: the code of 0, and the lowest and highest codes, -128 and 127 of int8."""
 
     scale: float
     zero_point: int

@@ -4,11 +4,12 @@
 
 Model functions are inlined, Constant nodes become initializers, shapes that are known become constants (Shape of a
 fixed shape, an If with a fixed condition, a Reshape of which one size alone is free), and onnxscript's folding
-evaluates the rest with ONNX's reference evaluator.
+evaluates the rest with ONNX's reference evaluator. Guard: a result of more than `LIMIT` elements has to be no larger
+than the constants that go away for it, because nothing else reads them. Defaults of graph inputs are no constants;
+QuantizeLinear and DequantizeLinear stay.
 
-Guard: weights do not blow up. A result of more than `LIMIT` elements has to be no larger than the constants that go
-away for it, because nothing else reads them (a transposed weight is; one that is expanded over a batch is not).
-Defaults of graph inputs are no constants; QuantizeLinear and DequantizeLinear stay.
+Before that, `Opset` converts to a newer set of operators by ONNX's own version converter: Gelu is there from 20 on,
+LayerNormalization from 17. Guard: the model fits a protobuf, and the converter knows every operator.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from quantkit.graph.fuse import _rule
 from quantkit.graph.fuse._rule import Fused, nodes
 from quantkit.graph.values import constant, name_of
 
@@ -94,3 +96,34 @@ def _should_fold(node: ir.Node) -> bool | None:
     if shape is None or not shape.is_static():
         return None if node.op_type in _GROWING else True
     return math.prod(shape.numpy()) <= _COMPUTABLE
+
+
+TARGET = 21
+_IR_VERSION = 10
+_LARGEST = 1 << 30
+
+
+class Opset:
+    """See the module."""
+
+    name = "opset"
+
+    def run(self, model: ir.Model) -> list[Fused]:
+        """Convert in place what is older than `TARGET`; listed is the graph."""
+        import onnx
+
+        had, name = _rule.opset(model), model.graph.name or "graph"
+        if had >= TARGET:
+            return []
+        stored = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+        if sum(tensor.nbytes for tensor in stored) > _LARGEST:
+            return [Fused(name, self.name, False, f"opset {had}: its weights are too large for the converter")]
+        try:
+            converted = ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), TARGET))
+        except Exception as problem:  # the converter's own, for what it does not know
+            return [Fused(name, self.name, False, f"opset {had}: {problem}".splitlines()[0])]
+        model.graph = converted.graph
+        model.ir_version = max(model.ir_version, _IR_VERSION)
+        model.functions.clear()
+        model.functions.update(converted.functions)
+        return [Fused(name, self.name, True)]

@@ -7,10 +7,9 @@ With y = W ∗ x + b a convolution (or a Gemm), s and t one number for each outp
     BatchNormalization   s = γ / √(σ² + ε),  t = β − s ⊙ μ      (Ioffe and Szegedy 2015, arXiv 1502.03167, eq. for
     Mul, Div, Add, Sub   by a constant of one number a channel   inference; Jacob et al. 2018, arXiv 1712.05877, § 3.2)
 
-Exact in real numbers, for any padding: the padded zeros are in front of W. Computed in float64.
-What merely uses y (the x + 3 of a hard-swish) is no such pair and is not listed.
-Guard: all parameters are constants and no input of the graph, nothing else reads y, the normalization is not in
-training mode. A weight that another node reads too stays as it is for that node; this one gets its own.
+Exact in real numbers, for any padding: the padded zeros are in front of W. Computed in float64. What merely uses y (the
+x + 3 of a hard-swish) is not listed. Guard: all parameters are constants and no input of the graph, nothing else reads
+y, no training mode. A weight that another node reads too stays as it is for that node.
 """
 
 from __future__ import annotations

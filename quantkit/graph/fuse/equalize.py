@@ -5,17 +5,14 @@ convolutions can be measured in another unit:
 
     W₂ f(W₁ x + b₁) = (W₂ S) f(S⁻¹ W₁ x + S⁻¹ b₁)        s_c = √(r₁_c / r₂_c)
 
-r₁_c is the largest magnitude in output channel c of W₁, r₂_c that in input channel c of W₂. Both become √(r₁_c r₂_c):
-no channel needs a far finer step than its neighbours. Pairs of a stack are repeated until nothing moves.
-
-Here s_c is the nearest power of two. It leaves r₁_c and r₂_c within a factor of two, and every float as it was but for
-its exponent: outputs stay the same to the last bit, where exact scales moved those of a text detector by 1e-4.
+r₁_c is the largest magnitude in output channel c of W₁, r₂_c that in input channel c of W₂. Both become √(r₁_c r₂_c).
+Pairs of a stack are repeated until nothing moves. Here s_c is the nearest power of two, which leaves every float as it
+was but for its exponent: outputs stay the same to the last bit.
 
 ReLU6 has another bound in every channel afterwards, which no Clip has: such a pair is refused, unless the probe stays
-below half of the upper bound. ReLU takes its place there, which a few inputs support and no more.
-Guard: weights and biases are constants of one convolution alone, and nothing else reads a tensor in between.
-The paper's absorption of large biases is not done: it is exact only while no input of the activation falls below what
-was seen.
+below half of the upper bound; ReLU takes its place there. Guard: weights and biases are constants of one convolution
+alone, and nothing else reads a tensor in between. The paper's absorption of large biases is not done: it is exact only
+while no input of the activation falls below what was seen.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.graph.fuse._proof import Feeds, outputs
-from quantkit.graph.fuse._rule import Fused, nodes
+from quantkit.graph.fuse._rule import Feeds, Fused, nodes, outputs
 from quantkit.graph.fuse.activation_bounds import bounds
 from quantkit.graph.values import Array, constant, name_of, set_input, why_not_constant
 
@@ -141,27 +137,28 @@ def _binds(clip: ir.Node, reached: Mapping[str, float]) -> str:
 def _equalize(pairs: Sequence[_Pair]) -> None:
     """Scale until nothing moves; then store."""
     convs = {node: None for pair in pairs for node in (pair.first, pair.second)}
-    stored = {node: W for node in convs if (W := constant(node.inputs[1])) is not None}
-    kinds = {node: W.dtype for node, W in stored.items()}
-    weights = {node: W.astype(np.float64) for node, W in stored.items()}
-    given = {node: constant(node.inputs[2]) for node in convs if len(node.inputs) > 2}
-    biases = {node: b.astype(np.float64) for node, b in given.items() if b is not None}
+    stored = {
+        (node, place): values
+        for node in convs
+        for place in range(1, len(node.inputs))
+        if (values := constant(node.inputs[place])) is not None
+    }
+    wide = {key: values.astype(np.float64) for key, values in stored.items()}
     for _ in range(_SWEEPS):
         moved = False
         for pair in pairs:
-            scale = _scale(_output_range(weights[pair.first]), _input_range(pair.second, weights[pair.second]))
-            weights[pair.first] /= scale.reshape(-1, *(1,) * (weights[pair.first].ndim - 1))
-            if pair.first in biases:
-                biases[pair.first] /= scale
-            weights[pair.second] *= _over_inputs(pair.second, weights[pair.second], scale)
+            first, second = wide[pair.first, 1], wide[pair.second, 1]
+            scale = _scale(np.abs(first).max(axis=tuple(range(1, first.ndim))), _input_range(pair.second, second))
+            first /= scale.reshape(-1, *(1,) * (first.ndim - 1))
+            if (pair.first, 2) in wide:
+                wide[pair.first, 2] /= scale
+            second *= _over_inputs(pair.second, second, scale)
             moved = moved or bool((scale != 1).any())
         if not moved:
             break
-    for node in convs:
-        name = node.outputs[0].name
-        set_input(node, 1, weights[node].astype(kinds[node]), name=f"{name}.weight")
-        if node in biases:
-            set_input(node, 2, biases[node].astype(kinds[node]), name=f"{name}.bias")
+    for (node, place), values in wide.items():
+        name = f"{node.outputs[0].name}.{'weight' if place == 1 else 'bias'}"
+        set_input(node, place, values.astype(stored[node, place].dtype), name=name)
 
 
 def _scale(one: Array, other: Array) -> Array:
@@ -169,11 +166,6 @@ def _scale(one: Array, other: Array) -> Array:
     alive = (one > 0) & (other > 0)
     ratio = np.where(alive, one, 1.0) / np.where(alive, other, 1.0)
     return np.asarray(np.exp2(np.rint(np.log2(ratio) / 2)))
-
-
-def _output_range(W: Array) -> Array:
-    """[O]: largest magnitude of each output channel of W [O, I/g, ...]."""
-    return np.asarray(np.abs(W).max(axis=tuple(range(1, W.ndim))))
 
 
 def _input_range(node: ir.Node, W: Array) -> Array:

@@ -3,12 +3,9 @@
     d = x − mean(x),   y = w ⊙ d / √(mean(d²) + ε) + b    =    LayerNormalization(x, w, b)
 
 over the last axes, which are those of w. d² may be a Pow or a product, the quotient a Div or a product with a
-Reciprocal.
-Guard: the operator exists (opset 17), ε is a constant, both means are over the same last axes, w and b have their
-shape, nothing else reads a value in between.
-
-A skip connection in front, LayerNormalization(x + r), has no operator in ONNX: it stays two nodes, which ONNX Runtime
-makes one of when it loads them (SkipLayerNormalization).
+Reciprocal. Guard: the operator exists (opset 17), ε is a constant, both means are over the same last axes, w and b
+have their shape, nothing else reads a value in between. A skip connection in front has no operator in ONNX: ONNX
+Runtime makes one of both nodes when it loads them (SkipLayerNormalization).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
                   Squeeze(Unsqueeze) and Unsqueeze(Squeeze) over the same axes,
                   Cast(Cast) back to the first type over one that holds all its values
 
-Guard: shapes and arguments have to be known; an output of the graph keeps its name, and one that would have to be an
-input, a constant, another output or a value of a graph around it keeps its node.
+Guard: shapes and arguments are known; an output of the graph keeps its name, and one that would have to be an input, a
+constant, another output or a value of a graph around it keeps its node.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from quantkit.graph.fuse._rule import Fused, nodes
 from quantkit.graph.values import bypass, constant, name_of, scalar
 
 _FAR = (1 << 31) - 1
-_DataType = ir.DataType
+_TYPE = ir.DataType
+_BYTES = (_TYPE.INT32, _TYPE.INT64, _TYPE.FLOAT, _TYPE.DOUBLE)
 # type -> types that hold each of its values
 _WIDER = {
-    _DataType.FLOAT16: (_DataType.FLOAT, _DataType.DOUBLE),
-    _DataType.BFLOAT16: (_DataType.FLOAT, _DataType.DOUBLE),
-    _DataType.FLOAT: (_DataType.DOUBLE,),
-    _DataType.INT32: (_DataType.INT64, _DataType.DOUBLE),
-    _DataType.INT8: (_DataType.INT16, _DataType.INT32, _DataType.INT64, _DataType.FLOAT, _DataType.DOUBLE),
-    _DataType.UINT8: (_DataType.INT16, _DataType.INT32, _DataType.INT64, _DataType.FLOAT, _DataType.DOUBLE),
-    _DataType.BOOL: (_DataType.UINT8, _DataType.INT32, _DataType.INT64, _DataType.FLOAT, _DataType.DOUBLE),
+    _TYPE.FLOAT16: (_TYPE.FLOAT, _TYPE.DOUBLE),
+    _TYPE.BFLOAT16: (_TYPE.FLOAT, _TYPE.DOUBLE),
+    _TYPE.FLOAT: (_TYPE.DOUBLE,),
+    _TYPE.INT32: (_TYPE.INT64, _TYPE.DOUBLE),
+    _TYPE.INT8: (_TYPE.INT16, *_BYTES),
+    _TYPE.UINT8: (_TYPE.INT16, *_BYTES),
+    _TYPE.BOOL: (_TYPE.UINT8, *_BYTES),
 }
 
 
@@ -71,20 +72,15 @@ def _input(node: ir.Node, index: int = 0) -> ir.Value | None:
     return node.inputs[index] if index < len(node.inputs) else None
 
 
-def _identity(node: ir.Node) -> ir.Value | None:
-    return _input(node)
+def _single(node: ir.Node) -> ir.Value | None:
+    return _input(node) if len(node.inputs) == 1 else None
 
 
 def _dropout(node: ir.Node) -> ir.Value | None:
     training = _input(node, 2)
-    off = training is None or not _may_be_true(training)
+    on = None if training is None else constant(training)
+    off = training is None or (on is not None and not on.any())
     return _input(node) if off and not any(output.uses() for output in node.outputs[1:]) else None
-
-
-def _may_be_true(value: ir.Value) -> bool:
-    """Whether a truth value may be true."""
-    found = constant(value)
-    return found is None or bool(found.any())
 
 
 def _cast(node: ir.Node) -> ir.Value | None:
@@ -119,15 +115,17 @@ def _expand(node: ir.Node) -> ir.Value | None:
 
 def _transpose(node: ir.Node) -> ir.Value | None:
     order = node.attributes.get_ints("perm")
-    if order is None:
-        return None
-    if list(order) == list(range(len(order))):
+    if order is not None and list(order) == list(range(len(order))):
         return _input(node)
-    first = _producer(node, "Transpose")
-    inner = first.attributes.get_ints("perm") if first is not None else None
-    if first is None or inner is None or [inner[axis] for axis in order] != list(range(len(order))):
-        return None
-    return first.inputs[0]
+    first, both = _permuted(node)
+    return first.inputs[0] if first is not None and both == list(range(len(both))) else None
+
+
+def _permuted(node: ir.Node) -> tuple[ir.Node | None, list[int]]:
+    """The Transpose that a Transpose reads, and the permutation of both together."""
+    first, order = _producer(node, "Transpose"), node.attributes.get_ints("perm")
+    inner = None if first is None else first.attributes.get_ints("perm")
+    return (None, []) if inner is None or order is None else (first, [inner[axis] for axis in order])
 
 
 def _pad(node: ir.Node) -> ir.Value | None:
@@ -149,10 +147,6 @@ def _slice(node: ir.Node) -> ir.Value | None:
     sizes = [x.shape[int(axis)] if x.shape is not None else None for axis in over]
     whole = (end >= _FAR or (isinstance(size, int) and end >= size) for end, size in zip(ends, sizes, strict=True))
     return x if all(whole) else None
-
-
-def _single(node: ir.Node) -> ir.Value | None:
-    return _input(node) if len(node.inputs) == 1 else None
 
 
 def _neutral(number: float, sides: Sequence[int]) -> Callable[[ir.Node], ir.Value | None]:
@@ -193,11 +187,10 @@ def _producer(node: ir.Node, kind: str) -> ir.Node | None:
 
 
 def _shorter_transpose(node: ir.Node) -> bool:
-    first, order = _producer(node, "Transpose"), node.attributes.get_ints("perm")
-    inner = first.attributes.get_ints("perm") if first is not None else None
-    if first is None or inner is None or order is None:
+    first, both = _permuted(node)
+    if first is None:
         return False
-    node.attributes["perm"] = ir.AttrInt64s("perm", [inner[axis] for axis in order])
+    node.attributes["perm"] = ir.AttrInt64s("perm", both)
     node.replace_input_with(0, first.inputs[0])
     return True
 
@@ -212,7 +205,7 @@ def _shorter_reshape(node: ir.Node) -> bool:
 
 # operator -> the value that its first output always equals; None where it does something
 _SOURCES: Mapping[str, Callable[[ir.Node], ir.Value | None]] = {
-    "Identity": _identity,
+    "Identity": _input,
     "Dropout": _dropout,
     "Cast": _cast,
     "Reshape": _reshape,

@@ -4,16 +4,14 @@
 
 TensorFlow's SAME is written like this wherever it is uneven. A Pad between a quantizer and a convolution would keep the
 convolution out of the integer kernels.
-Guard: constant zeros around height and width (or however many dimensions follow the channels), none taken away, and no
-automatic padding that depends on the size.
+Guard: constant zeros around the dimensions after the channels, none taken away, and no automatic padding.
 
 A mean over all positions of an image is a global pooling:
 
     ReduceMean(x [N, C, H, W], axes [2, 3]) = GlobalAveragePool(x), then a Squeeze of H and W where they are not kept
 
 ONNX Runtime makes an integer kernel of a quantized pooling and none of a quantized mean.
-Guard: the axes are constants and all dimensions after the channels, of which there are two or more: of three dimensions
-the last one may as well be the channels.
+Guard: the axes are constants and all dimensions after the channels, of which there are two or more.
 """
 
 from __future__ import annotations
@@ -40,12 +38,11 @@ class PadConv:
             pad = x.producer() if x is not None else None
             if pad is None or pad.op_type != "Pad" or pad.graph is not conv.graph:
                 continue
-            more = _zeros(pad)
+            more, reason = _zeros(pad)
             automatic = conv.attributes.get_string("auto_pad", "NOTSET")
-            if not isinstance(more, str) and automatic not in ("NOTSET", "VALID"):
-                more = f"{name_of(conv)} pads by itself ({automatic})"
-            reason = more if isinstance(more, str) else ""
-            if not isinstance(more, str):
+            if not reason and automatic not in ("NOTSET", "VALID"):
+                reason = f"{name_of(conv)} pads by itself ({automatic})"
+            if not reason:
                 own = conv.attributes.get_ints("pads") or (0,) * len(more)
                 conv.attributes.pop("auto_pad", None)
                 conv.attributes["pads"] = ir.AttrInt64s("pads", [p + q for p, q in zip(own, more, strict=True)])
@@ -55,28 +52,28 @@ class PadConv:
         return found
 
 
-def _zeros(pad: ir.Node) -> list[int] | str:
+def _zeros(pad: ir.Node) -> tuple[list[int], str]:
     """How many zeros stand before and behind each dimension after the channels, or a reason why that is not so."""
     if pad.attributes.get_string("mode", "constant") != "constant":
-        return "it pads with something else than a constant"
+        return [], "it pads with something else than a constant"
     value = pad.inputs[2] if len(pad.inputs) > 2 else None
     if pad.attributes.get_float("value", 0.0) or (value is not None and scalar(value) != 0):
-        return "it does not pad with zeros"
+        return [], "it does not pad with zeros"
     given = constant(pad.inputs[1]) if len(pad.inputs) > 1 else pad.attributes.get_ints("pads")
     if given is None:
-        return "its widths are not constants"
+        return [], "its widths are not constants"
     widths = np.asarray(given, np.int64).reshape(2, -1)
     axes = pad.inputs[3] if len(pad.inputs) > 3 else None
     if axes is not None:
         over, x = constant(axes), pad.inputs[0]
         if over is None or x is None or x.shape is None:
-            return "its axes are not known"
+            return [], "its axes are not known"
         every = np.zeros((2, len(x.shape)), np.int64)
         every[:, over] = widths
         widths = every
     if widths[:, :2].any() or (widths < 0).any():
-        return "it pads batch or channels, or takes away"
-    return [int(width) for width in widths[:, 2:].reshape(-1)]
+        return [], "it pads batch or channels, or takes away"
+    return [int(width) for width in widths[:, 2:].reshape(-1)], ""
 
 
 # the axes of a Squeeze are an input since

@@ -9,10 +9,8 @@ pair if
     an operator of THROUGH computes it, and all activations that this reads have a pair
 
 What a graph gives out stays float, but for a Conv's. An activation between a product and its pair (Relu, Clip) is
-absorbed where the pair's range is within its bounds: the codes saturate where it would have. Codes without a zero point
-reach as far below zero as above and absorb none: there, what the activation reads has a pair too, of the same scale, so
-that the product ends in integers and the second pair changes nothing. (Codes that stand for nothing below zero are half
-of them then: a graph is more exact with zero points, and ONNX Runtime no slower.)
+absorbed where the pair's range is within its bounds. Codes without a zero point absorb none: there, what the activation
+reads has a pair too, of the same scale, so that the product ends in integers and the second pair changes nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which tensors have a pair.
+    """Tensors that have a pair, in the order in which they are computed.
 
     Args:
-        tensors: their names, in the order in which they are computed.
         same: tensor -> the one whose scale it takes, as it holds the same values.
         bounds: tensor -> what the Relu or Clip that computes it reads.
     """
@@ -51,10 +48,8 @@ NOWHERE = Placement((), {}, {})
 
 
 def place(model: ir.Model, sites: Sequence[Site], chosen: Collection[str], *, absorbing: bool = True) -> Placement:
-    """Where pairs go for the products in `chosen`, by name.
-
-    Args:
-        absorbing: whether codes have zero points, so that they can take an activation's place.
+    """Where pairs go for the products in `chosen`, by name; `absorbing`: codes have zero points, so that they can take
+    an activation's place.
     """
     mine = {site.node: site for site in sites if site.name in chosen}
     read = {site.input for site in mine.values()}
@@ -114,10 +109,8 @@ def without(
     placed: Callable[[Collection[str]], Placement],
 ) -> list[str]:
     """Products among `chosen` that stay in floats where none of these tensors may have a pair: those that read it, and,
-    if it has one still, those that make it; [] where that is all of them, or does not help.
-
-    Args:
-        placed: products -> where pairs go for them.
+    if it has one still, those that make it; [] where that is all of them, or does not help. `placed`: products -> their
+    pairs.
     """
     left = [site for site in sites if site.name in chosen]
     while left:
@@ -137,11 +130,10 @@ def without(
 def before(model: ir.Model, sites: Sequence[Site]) -> Placement:
     """Where pairs go for TensorRT: before products, and on one input of a sum behind a convolution.
 
-    TensorRT moves pairs itself (a pooling or a concatenation passes them on) and fuses what stands between a
-    DequantizeLinear and the next QuantizeLinear into the product, so that a convolution, its activation and the next
-    convolution's pair are one kernel from int8 to int8. Outputs have no pair of their own: the one who reads them says
-    whether they are quantized. Of a sum behind a convolution the other input is quantized, which makes it part of that
-    convolution. (NVIDIA TensorRT documentation, "Q/DQ Layer-Placement Recommendations".)
+    TensorRT moves pairs itself and fuses what stands between a DequantizeLinear and the next QuantizeLinear into the
+    product. Outputs have no pair of their own: the one who reads them says whether they are quantized. Of a sum behind
+    a convolution the other input is quantized, which makes it part of that convolution. (NVIDIA TensorRT documentation,
+    "Q/DQ Layer-Placement Recommendations".)
     """
     found = dict.fromkeys(site.input for site in sites)
     summed = {site.output for site in sites if site.is_conv}

@@ -22,7 +22,7 @@ from quantkit.graph.fuse.activation_bounds import remove_absorbed
 from quantkit.graph.pairs.placement import Placement
 from quantkit.graph.sites import Site
 from quantkit.graph.sites import sites as products
-from quantkit.graph.values import constant, drop_unread, free, name_apart, parts_of, values_of
+from quantkit.graph.values import constant, drop_unread, free, initializer, name_apart, parts_of, values_of
 
 Array = NDArray[Any]
 WeightType = Literal["int8", "uint8"]
@@ -55,7 +55,7 @@ class Codes:
     Args:
         codes: [N, K] int8.
         scale: [N] float32, or [1] of the whole weight.
-        bias: [N] float32, what is added to the sums; None where there is none.
+        bias: [N] float32, what is added to the sums.
         alone: [N], what it would be if nothing before the product were quantized.
     """
 
@@ -100,12 +100,10 @@ def insert(
     """A copy of the float graph with pairs, integer weights and biases.
 
     Args:
-        model: float; unchanged.
-        placement: where pairs go.
-        ranges: of each of its tensors.
+        ranges: of each tensor of the placement.
         weights: site's name -> codes; the other sites stay float.
         sites: by name, of `model`.
-        weight_type: see the module; unsigned ones never saturate. Of all sites, or of each by its name.
+        weight_type: of all sites, or of each by its name; unsigned ones never saturate.
     """
     types = weight_type if isinstance(weight_type, Mapping) else dict.fromkeys(weights, weight_type)
     made = model.clone()
@@ -135,13 +133,7 @@ def insert(
 
 def _stored(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
     """A constant of a graph, apart from its other constants."""
-    import onnx_ir as ir
-
-    name = free(name, graph.initializers)
-    tensor = ir.tensor(values, name=name)
-    value = ir.Value(name=name, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
+    return initializer(graph, values, name=name, taken=graph.initializers)
 
 
 def _source(placement: Placement, name: str) -> str:
@@ -153,7 +145,11 @@ def _key(node: ir.Node) -> str:
 
 
 def _fused(node: ir.Node) -> bool:
-    """Tell whether ONNX Runtime leaves a quantized product of matrices in floats for what reads it."""
+    """Tell whether ONNX Runtime leaves a quantized product of matrices in floats for what reads it.
+
+    It takes Relu and Clip for part of a quantizer behind them; a MatMul and a sum become a Gemm with a float bias
+    (MatMulAddFusion) where sizes are known; and what a quantizer and another read is no output of an integer kernel.
+    """
     value = node.outputs[0]
     gemm = node.op_type == "MatMul" and (value.shape is None or len(value.shape) == 2 or value.shape.is_static())
     kinds = {reader.op_type for reader, _ in value.uses()}
@@ -166,9 +162,11 @@ def _fused(node: ir.Node) -> bool:
 
 
 def _hold(made: ir.Model, node: ir.Node) -> ir.Value:
-    """Keep a product apart from what reads it: max(y, y) is y, and stands between."""
-    import onnx_ir as ir
+    """Keep a product apart from what reads it: max(y, y) is y, and stands between.
 
+    A product with float weights between a DequantizeLinear and a QuantizeLinear is quantized by ONNX Runtime on its own
+    (WeightBiasQuantization), with one scale for all channels; of one with quantized weights see `_fused`.
+    """
     value = node.outputs[0]
     readers = list(value.uses())
     if not readers:
@@ -191,42 +189,32 @@ def node_of(made: ir.Model, site: Site) -> ir.Node:
     return node
 
 
-def _weigh(made: ir.Model, node: ir.Node, site: Site, found: Codes, own: Range, weight_type: WeightType) -> None:
-    import onnx_ir as ir
-
-    graph = made.graph
-    scale = found.scale.astype(np.float32)
-    bias = found.bias
-    axis = site.rows
+def _weigh(made: ir.Model, node: ir.Node, site: Site, codes: Codes, own: Range, weight_type: WeightType) -> None:
+    graph, stem, whole = made.graph, site.stem, codes.scale.size == 1
+    scale = codes.scale.astype(np.float32)
     # of unsigned codes the zero point is 128 everywhere
-    codes = found.codes if weight_type == "int8" else unsigned(found.codes)
-    zero = np.full(scale.shape, 0 if weight_type == "int8" else 128, codes.dtype)
-    stem = site.stem
-    whole = scale.size == 1
-    stored = _stored(graph, site.shaped(codes), name=f"{stem}.codes")
-    parts = [
-        stored,
-        _stored(graph, scale.reshape(()) if whole else scale, name=f"{stem}.scale"),
-        _stored(graph, zero.reshape(()) if whole else zero, name=f"{stem}.zero"),
-    ]
-    dequantize = ir.node("DequantizeLinear", parts, attributes={} if whole else {"axis": axis}, name=f"{stem}/dq")
-    dequantize.outputs[0].name = f"{stem}.values"
-    graph.insert_before(node, dequantize)
-    node.replace_input_with(1, dequantize.outputs[0])
-    if bias is None:
+    stored = codes.codes if weight_type == "int8" else unsigned(codes.codes)
+    zero = np.full(scale.shape, 0 if weight_type == "int8" else 128, stored.dtype)
+
+    def dequantize(place: int, axis: int, prefix: str, values: ir.Value, **others: Array) -> None:
+        """Let the product read stored values times their scale."""
+        parts = [values]
+        for kind, other in others.items():
+            parts.append(_stored(graph, other.reshape(()) if whole else other, name=f"{stem}.{prefix}{kind}"))
+        axes = {} if whole else {"axis": axis}
+        read = ir.node("DequantizeLinear", parts, attributes=axes, name=f"{stem}/{prefix}dq")
+        read.outputs[0].name = f"{stem}.{prefix}values"
+        graph.insert_before(node, read)
+        node.replace_input_with(place, read.outputs[0])
+
+    dequantize(1, site.rows, "", _stored(graph, site.shaped(stored), name=f"{stem}.codes"), scale=scale, zero=zero)
+    if codes.bias is None:
         return
-    sums = (own.scale * scale.astype(np.float64)).astype(np.float32)
-    units = np.clip(np.rint(bias.astype(np.float64) / sums), -_MOST, _MOST).astype(np.int32)
-    parts = [
-        _stored(graph, units, name=f"{stem}.bias"),
-        _stored(graph, sums.reshape(()) if whole else sums, name=f"{stem}.bias_scale"),
-    ]
-    add = ir.node("DequantizeLinear", parts, attributes={} if whole else {"axis": 0}, name=f"{stem}/bias_dq")
-    add.outputs[0].name = f"{stem}.bias_values"
-    graph.insert_before(node, add)
     if len(node.inputs) < 3:
         node.resize_inputs(3)
-    node.replace_input_with(2, add.outputs[0])
+    sums = (own.scale * scale.astype(np.float64)).astype(np.float32)
+    units = np.clip(np.rint(codes.bias.astype(np.float64) / sums), -_MOST, _MOST).astype(np.int32)
+    dequantize(2, 0, "bias_", _stored(graph, units, name=f"{stem}.bias"), scale=sums)
     node.attributes.pop("beta", None)
 
 
@@ -240,8 +228,6 @@ def fits(scale: Array, bias: Array | None, own: Range | None) -> Array:
 
 def _pair(made: ir.Model, value: ir.Value, name: str, own: Range) -> None:
     """Q and DQ behind a value; all who read it read what the pair gives."""
-    import onnx_ir as ir
-
     graph = made.graph
     kind = np.int8 if own.signed else np.uint8
     parts = [
@@ -256,14 +242,12 @@ def _pair(made: ir.Model, value: ir.Value, name: str, own: Range) -> None:
         reader.replace_input_with(place, dequantize.outputs[0])
     producer = value.producer()
     if producer is None:
-        first = graph[0]
-        graph.insert_before(first, [quantize, dequantize])
+        graph.insert_before(graph[0], [quantize, dequantize])
     else:
         graph.insert_after(producer, [quantize, dequantize])
     if value.is_graph_output():
-        given = dequantize.outputs[0]
-        old = str(value.name)
-        value.replace_all_uses_with(given, replace_graph_outputs=True)
+        output, old = dequantize.outputs[0], str(value.name)
+        value.replace_all_uses_with(output, replace_graph_outputs=True)
         quantize.replace_input_with(0, value)
-        value.name, given.name = free(f"{old}.floats", {other.name for other in values_of(graph)}), old
-        given.type, given.shape = value.type, value.shape
+        value.name, output.name = free(f"{old}.floats", {other.name for other in values_of(graph)}), old
+        output.type, output.shape = value.type, value.shape

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_graph import Small, operators
 
-from quantkit.graph.fuse._proof import outputs
+from quantkit.graph.fuse._rule import outputs
 from quantkit.graph.fuse.activation_bounds import Grid, absorbed, behind, bounds, grid_of, remove_absorbed
 
 UINT8, INT8 = (0, 255), (-128, 127)

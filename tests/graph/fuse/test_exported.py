@@ -13,7 +13,7 @@ from small_graph import operators
 from torch import nn
 
 from quantkit.graph.fuse import fuse
-from quantkit.graph.fuse._proof import difference, outputs
+from quantkit.graph.fuse._rule import difference, outputs
 from quantkit.graph.fuse.activation_bounds import behind
 
 

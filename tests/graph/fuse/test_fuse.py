@@ -9,7 +9,7 @@ from small_graph import Small, operators
 
 from quantkit.errors import InputError
 from quantkit.graph.fuse import Fused, fuse
-from quantkit.graph.fuse._proof import LIMIT, difference, limit, outputs
+from quantkit.graph.fuse._rule import LIMIT, difference, limit, outputs
 from quantkit.graph.fuse.constants import Constants
 
 

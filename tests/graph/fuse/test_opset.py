@@ -8,8 +8,8 @@ import numpy as np
 from small_graph import Small, operators
 
 from quantkit.graph.fuse import Fused, fuse
+from quantkit.graph.fuse.constants import TARGET, Opset
 from quantkit.graph.fuse.gelu import Gelu
-from quantkit.graph.fuse.opset import TARGET, Opset
 
 
 def test_an_older_graph_is_converted_and_then_fuses() -> None:
