@@ -62,8 +62,8 @@ def ceilings():
 
 def run(ours, theirs, *, world, plan=None, ceilings=ceilings, progress=None):
     return measure(
-        TimedSide(ours, INT4, "ours", 85_000_000),
-        TimedSide(theirs, FLOAT, "theirs"),
+        TimedSide(INT4, "ours", 85_000_000, model=ours),
+        TimedSide(FLOAT, "theirs", model=theirs),
         runtime="onnxruntime",
         settings={"threads": 2},
         device=DEVICE,
@@ -367,9 +367,9 @@ def test_a_third_takes_its_turns_in_another_runtime():
     ours, theirs = FakeSide(world, lambda b, c: 0.01), FakeSide(world, lambda b, c: 0.03)
     third = FakeSide(world, lambda b, c: 0.005)
     rows = measure(
-        TimedSide(ours, INT4, "ours"),
-        TimedSide(theirs, FLOAT, "theirs"),
-        across=TimedSide(third, FLOAT, "third", runtime="onnxruntime"),
+        TimedSide(INT4, "ours", model=ours),
+        TimedSide(FLOAT, "theirs", model=theirs),
+        across=TimedSide(FLOAT, "third", runtime="onnxruntime", model=third),
         runtime="llama_cpp",
         settings={"threads": 2},
         device=DEVICE,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quantkit.measurement.rows import Row
 
 Bytes = NDArray[np.int8]
+Told = dict[str, str | bool | int | float | None]
 # seconds that one measurement may take
 _BUDGET = 5.0
 # halves of one measurement that differ by more than this share: something else was running
@@ -41,6 +42,7 @@ NOISY = 0.1
 LARGE_CACHE = 64 * 2**20
 # bytes that are read at least
 _LEAST = 256 * 2**20
+_EMPTY = "Identity.onnx"
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,18 @@ class Ceiling:
     name: str
     unit: str
     samples: tuple[float, ...]
-    settings: dict[str, str | bool | int | float | None]
+    settings: Told
     shape: dict[str, int]
     reason: str = ""
 
     @property
     def value(self) -> float | None:
-        """The median, None if it was not measured."""
+        """Median, None if it was not measured."""
         return float(np.median(self.samples)) if self.samples else None
 
     @property
     def error(self) -> float:
-        """The farthest that an end of the median's interval lies from it, as a share; of few samples, that a sample."""
+        """Distance of the farthest end of the median's interval, as a share; of few samples, of the farthest sample."""
         if not self.value:
             return 0.0
         ends = median_interval(sorted(self.samples)) or (min(self.samples), max(self.samples))
@@ -130,7 +132,7 @@ class Ceiling:
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """A distribution-free interval for the median: the order statistics that hold it with at least this probability.
+    """Give a distribution-free interval for the median: the order statistics that hold it with this probability.
 
     P(the k-th smallest of n lies above the median) = P(Binomial(n, 1/2) < k). None with fewer than six values, where
     not even the extremes reach 95 %.
@@ -144,7 +146,7 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
 
 
 def joined(before: Sequence[Ceiling], after: Sequence[Ceiling]) -> list[Ceiling]:
-    """The samples of both: each ceiling's halves are then the start and the end of the run."""
+    """Join the samples of both: each ceiling's halves are then the start and the end of the run."""
     return [
         replace(first, samples=first.samples + second.samples)
         if first.settings == second.settings and first.samples and second.samples
@@ -161,10 +163,10 @@ def measured(
     runs: int = 7,
     pool: Pool | None = None,
 ) -> list[Ceiling]:
-    """Those that are named, in order: `read`, `copy`, `compute` (float32, then int8), `launch`. A second or two.
+    """Measure those that are named, in order: `read`, `copy`, `compute` (float32, then int8), `launch`.
 
-    Memory is read over four times the last-level cache, or an eighth of the memory that this process may use,
-    whichever is less; a copy needs that twice.
+    That takes a second or two. Memory is read over four times the last-level cache, or an eighth of the memory that
+    this process may use, whichever is less; a copy needs that twice.
 
     Args:
         threads: that read, copy and launch.
@@ -172,77 +174,65 @@ def measured(
         runs: repetitions of each.
         pool: of ONNX Runtime; None: all cores.
     """
-    cache = last_level_cache()
-    span = min(max(4 * cache, _LEAST), machine.memory_limit() // 8)
+    span = min(max(4 * last_level_cache(), _LEAST), machine.memory_limit() // 8)
     take: dict[str, Callable[[], list[Ceiling]]] = {
-        "read": lambda: [read(threads, span, runs)],
-        "copy": lambda: [copy(threads, span, runs)],
-        "compute": lambda: [compute_fp32(size, runs, pool), compute_int8(size, runs, pool)],
-        "launch": lambda: [launch(threads, runs, pool)],
+        "read": lambda: [_read(threads, span, runs)],
+        "copy": lambda: [_copy(threads, span, runs)],
+        "compute": lambda: [_compute_fp32(size, runs, pool or Pool()), _compute_int8(size, runs, pool or Pool())],
+        "launch": lambda: [_launch(threads, runs, pool or Pool(threads))],
     }
-    return [each for name in names for each in take[name]()]
+    return [ceiling for name in names for ceiling in take[name]()]
 
 
 def last_level_cache() -> int:
-    """Its bytes; where the operating system does not say, more than any desktop has."""
+    """Count its bytes; where the operating system does not say, more than any desktop has."""
     return machine.last_level_cache() or LARGE_CACHE
 
 
-def read(threads: int, size: int, runs: int) -> Ceiling:
-    """Read bandwidth, B/s, over `size` bytes in `threads` threads."""
+def _read(threads: int, size: int, runs: int) -> Ceiling:
     source = np.ones(size, np.int8)
     samples = _rates(lambda part: part.max(), np.array_split(source, threads), size, runs)
     return Ceiling("ceiling.read", "B/s", samples, {"threads": threads, "kernel": "numpy max of int8"}, {"bytes": size})
 
 
-def copy(threads: int, size: int, runs: int) -> Ceiling:
-    """Copy bandwidth, B/s read plus B/s written, of `size` bytes in `threads` threads."""
+def _copy(threads: int, size: int, runs: int) -> Ceiling:
     source, goal = np.ones(size, np.int8), np.zeros(size, np.int8)
     pairs = list(zip(np.array_split(goal, threads), np.array_split(source, threads), strict=True))
     samples = _rates(lambda pair: np.copyto(*pair), pairs, 2 * size, runs)
     return Ceiling("ceiling.copy", "B/s", samples, {"threads": threads, "kernel": "numpy copyto"}, {"bytes": size})
 
 
-def launch(threads: int, runs: int, pool: Pool | None = None) -> Ceiling:
+def _launch(threads: int, runs: int, pool: Pool) -> Ceiling:
     """Seconds that ONNX Runtime takes to run a graph that does nothing: what every `session.run` costs at least."""
-    settings: dict[str, str | bool | int | float | None] = {"threads": threads, "kernel": "onnxruntime Identity"}
-    graphs = pool.graphs if pool is not None else None
-    if not machine.has("onnxruntime") or (graphs is None and not machine.has("onnx")):
+    settings: Told = {"threads": threads, "kernel": "onnxruntime Identity"}
+    if not machine.has("onnxruntime") or (pool.graphs is None and not machine.has("onnx")):
         return Ceiling("ceiling.launch", "s", (), settings, {"M": 1}, "not measured: onnxruntime or onnx is missing")
-    graph = empty_graph() if graphs is None else limits.read(graphs / _EMPTY)
-    step = _onnxruntime(graph, {"x": np.zeros(1, np.float32)}, pool or Pool(threads))
+    graph = _empty_graph() if pool.graphs is None else limits.read(pool.graphs / _EMPTY)
+    step = _onnxruntime(graph, {"x": np.zeros(1, np.float32)}, pool)
     # a thousand at a time: one alone is close to what the clock can tell
     rates = _timed(lambda: [step() for _ in range(1000)], 1000.0, runs)
     return Ceiling("ceiling.launch", "s", tuple(1 / rate for rate in rates), settings, {"M": 1})
 
 
-def compute_fp32(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
-    """The rate of a float32 product of two [size, size] matrices, flop/s: the faster of NumPy's BLAS and ONNX Runtime.
-
-    Args:
-        pool: of ONNX Runtime; None: all cores. NumPy's threads are set before it is imported (`OMP_NUM_THREADS`).
-    """
+def _compute_fp32(size: int, runs: int, pool: Pool) -> Ceiling:
+    """The faster of NumPy's BLAS, whose threads are set before it is imported (`OMP_NUM_THREADS`), and ONNX Runtime."""
     generator = np.random.default_rng(0)
 
     def pair(size: int) -> tuple[Any, Any]:
         return generator.standard_normal((size, size), np.float32), generator.standard_normal((size, size), np.float32)
 
     kernels: Kernels = {"numpy matmul": _fp32_numpy, "onnxruntime MatMul": partial(_product, "MatMul")}
-    return _compute("fp32", "flop/s", kernels, pair, size, runs, pool or Pool())
+    return _compute("fp32", "flop/s", kernels, pair, size, runs, pool)
 
 
-def compute_int8(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
-    """The rate of an int8 product with int32 sums, op/s: the fastest kernel of torch and ONNX Runtime that is there.
-
-    A kernel is first tried on matrices of an eighth of the side: without the instructions for it, a library may fall
-    back to a plain loop, a hundred times slower than another kernel.
-    """
+def _compute_int8(size: int, runs: int, pool: Pool) -> Ceiling:
+    """An int8 product with int32 sums, by the fastest kernel of torch and ONNX Runtime that is there."""
     kernels: Kernels = {
         "torch _int_mm": _int8_torch,
         "torch quantized linear": _int8_torch_quantized,
         "onnxruntime MatMulInteger": partial(_product, "MatMulInteger"),
     }
-    return _compute("int8", "op/s", kernels, _int8_pair, size, runs, pool or Pool())
+    return _compute("int8", "op/s", kernels, _int8_pair, size, runs, pool)
 
 
 def _compute(
@@ -254,28 +244,28 @@ def _compute(
     runs: int,
     pool: Pool,
 ) -> Ceiling:
-    """The rate of the fastest of some kernels."""
+    """The rate of the fastest of some kernels.
+
+    A kernel is first tried on matrices of an eighth of the side: without the instructions for it, a library may fall
+    back to a plain loop, a hundred times slower than another kernel.
+    """
     tried: dict[str, float] = {}
     reasons = []
-    small = _small(size)
+    small, shape = _small(size), {"M": size, "N": size, "K": size}
     for name, make in kernels.items():
         try:
             tried[name] = max(_timed(make(*pair(small), pool), 2.0 * small**3, 3))
         except (ImportError, AttributeError, RuntimeError) as error:
             reasons.append(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}")
-    settings: dict[str, str | bool | int | float | None] = {"compute_type": kind, "kernel": None}
+    settings: Told = {"compute_type": kind, "kernel": None}
     settings |= {"threads": pool.threads} if pool.threads is not None else {}
     if not tried:
-        return Ceiling("ceiling.compute", unit, (), settings, _sides(size), "not measured: " + "; ".join(reasons))
+        return Ceiling("ceiling.compute", unit, (), settings, shape, "not measured: " + "; ".join(reasons))
     # those that come close to the fastest are tried at full size: small matrices flatter the one with less to set up
     close = [name for name in tried if tried[name] * 3 > max(tried.values())]
-    found = {name: _timed(kernels[name](*pair(size), pool), 2.0 * size**3, runs) for name in close}
-    best = max(found, key=lambda name: float(np.median(found[name])))
-    return Ceiling("ceiling.compute", unit, found[best], settings | {"kernel": best}, _sides(size))
-
-
-def _sides(size: int) -> dict[str, int]:
-    return {"M": size, "N": size, "K": size}
+    rates = {name: _timed(kernels[name](*pair(size), pool), 2.0 * size**3, runs) for name in close}
+    best = max(rates, key=lambda name: float(np.median(rates[name])))
+    return Ceiling("ceiling.compute", unit, rates[best], settings | {"kernel": best}, shape)
 
 
 def _int8_pair(size: int) -> tuple[Bytes, Bytes]:
@@ -293,8 +283,7 @@ def _int8_torch(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:
     _need("torch")
     import torch
 
-    x, w = torch.from_numpy(left), torch.from_numpy(right)
-    return lambda: torch._int_mm(x, w)
+    return partial(torch._int_mm, torch.from_numpy(left), torch.from_numpy(right))
 
 
 def _int8_torch_quantized(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:
@@ -305,25 +294,23 @@ def _int8_torch_quantized(left: Bytes, right: Bytes, pool: Pool) -> Callable[[],
         warnings.simplefilter("ignore")  # quantized tensors are deprecated; while they are there, so is their kernel
         x = torch.quantize_per_tensor(torch.from_numpy(left).float(), 1.0, 128, torch.quint8)
         w = torch.quantize_per_tensor(torch.from_numpy(right).float(), 1.0, 0, torch.qint8)
-    packed = torch.ops.quantized.linear_prepack(w, None)
-    return lambda: torch.ops.quantized.linear(x, packed, 1000.0, 128)
+    return partial(torch.ops.quantized.linear, x, torch.ops.quantized.linear_prepack(w, None), 1000.0, 128)
 
 
 def _fp32_numpy(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
-    out = np.empty_like(left)
-    return lambda: np.matmul(left, right, out=out)
+    return partial(np.matmul, left, right, out=np.empty_like(left))
 
 
 def _product(kind: str, left: Any, right: Any, pool: Pool) -> Callable[[], object]:
     """A product in ONNX Runtime, by a weight that it knows."""
     _need("onnxruntime", *(() if pool.graphs else ("onnx",)))
     size = len(left)
-    graph = product_graph(kind, size) if pool.graphs is None else limits.read(pool.graphs / _file(kind, size))
+    graph = _product_graph(kind, size) if pool.graphs is None else limits.read(pool.graphs / _file(kind, size))
     # of signed inputs it has no fast kernel on x86: a thirtieth of this
     return _onnxruntime(graph, {"x": left.view(np.uint8) if left.dtype == np.int8 else left}, pool)
 
 
-def empty_graph() -> bytes:
+def _empty_graph() -> bytes:
     """A graph that does nothing."""
     from onnx import TensorProto, helper
 
@@ -331,41 +318,32 @@ def empty_graph() -> bytes:
     return _serialized(helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "empty", ends[:1], ends[1:]))
 
 
-def product_graph(kind: str, size: int) -> bytes:
+def _product_graph(kind: str, size: int) -> bytes:
     """A graph of one product of [size, size] by a weight of ones, which the runtime makes when it is loaded."""
     from onnx import TensorProto, helper
 
     integers = (TensorProto.UINT8, TensorProto.INT8, TensorProto.INT32)
     x, w, y = integers if kind == "MatMulInteger" else (TensorProto.FLOAT,) * 3
     ends = [helper.make_tensor_value_info(name, of, (size, size)) for name, of in (("x", x), ("y", y))]
-    one = helper.make_tensor("one", w, [1], [1])
+    ones = helper.make_node("ConstantOfShape", ["sides"], ["w"], value=helper.make_tensor("one", w, [1], [1]))
     sides = helper.make_tensor("sides", TensorProto.INT64, [2], [size, size])
-    nodes = [
-        helper.make_node("ConstantOfShape", ["sides"], ["w"], value=one),
-        helper.make_node(kind, ["x", "w"], ["y"]),
-    ]
+    nodes = [ones, helper.make_node(kind, ["x", "w"], ["y"])]
     return _serialized(helper.make_graph(nodes, kind, ends[:1], ends[1:], [sides]))
 
 
 def write_graphs(folder: Path, size: int = 1024) -> list[Path]:
-    """What `measured` runs of this size as files, for a machine without the package onnx. Bytes: a few hundred.
+    """Write what `measured` runs of this size, a few hundred bytes, for a machine without the package onnx.
 
     Raises:
         MissingDependency: onnx.
     """
     with MissingDependency.unless_found("onnx", extra="compile", purpose="writing the graphs of the ceilings"):
-        found = {
-            _file(kind, each): product_graph(kind, each)
-            for kind in ("MatMul", "MatMulInteger")
-            for each in (size, _small(size))
-        }
-        found[_EMPTY] = empty_graph()
-    for name, data in found.items():
+        sizes = [(kind, side) for kind in ("MatMul", "MatMulInteger") for side in (size, _small(size))]
+        graphs = {_file(kind, side): _product_graph(kind, side) for kind, side in sizes}
+        graphs[_EMPTY] = _empty_graph()
+    for name, data in graphs.items():
         (folder / name).write_bytes(data)
-    return [folder / name for name in found]
-
-
-_EMPTY = "Identity.onnx"
+    return [folder / name for name in graphs]
 
 
 def _file(kind: str, size: int) -> str:
@@ -399,7 +377,7 @@ def _onnxruntime(graph: bytes, feeds: dict[str, Any], pool: Pool) -> Callable[[]
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(values))
     (out,) = session.run(None, feeds)
     binding.bind_ortvalue_output("y", onnxruntime.OrtValue.ortvalue_from_numpy(out))
-    return lambda: session.run_with_iobinding(binding)
+    return partial(session.run_with_iobinding, binding)
 
 
 def _rates(task: Callable[[Any], object], parts: list[Any], size: int, runs: int) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from quantkit.graph import protobuf
 from quantkit.measurement.operators.ceilings import last_level_cache
 from quantkit.measurement.operators.products import Runnable, copies
 from quantkit.measurement.operators.tax import StepCost
-from quantkit.measurement.timing.schedule import Array, Step
+from quantkit.measurement.timing.schedule import Array, Settings, Step
 from quantkit.model.sizes.shapes import LinearShape
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     import torch
 
 Places = dict[tuple[int, str, int], Any]  # (rows, name and dtype, N) -> a tensor that all sides of a shape share
-RUNTIME = "onnxruntime"
+# what a variant's kernel is found out on: what is fused does not depend on the size
+SMALL = LinearShape(name="small", K=256, N=256)
 # from so many rows on a session is one product of a few, in turn: many would take seconds, and reading a weight is a
 # small part of such a product's time, wherever it is read from
 _ROWS, _SINGLES = 256, 16
@@ -43,11 +44,13 @@ _FILE = 2**31 - 2**20
 # of onnx/onnx.proto: graph, node, op_type; graph, initializer; TensorProto.DataType -> bits, eight of all others
 _OPERATORS, _CONSTANTS = (7, 1, 4), (7, 5)
 _BITS = {1: 32, 4: 16, 5: 16, 6: 32, 7: 64, 10: 16, 11: 64, 12: 32, 13: 64, 16: 16, 21: 4, 22: 4}
+# rows of a weight that say how large all of it is
+_FEW = 64
 
 
 @dataclass(frozen=True)
 class OnnxRuntimeBench:
-    """See the module.
+    """A `products.Bench`; see the module.
 
     Args:
         threads: of one product; more than one need `onnxruntime.set_global_thread_pool_sizes` before the first session.
@@ -75,7 +78,7 @@ class OnnxRuntimeBench:
     ) -> dict[str, Runnable | str]:
         """See `products.Bench`."""
         source = self._source(linear)
-        found: dict[str, Runnable | str] = {}
+        ready: dict[str, Runnable | str] = {}
         places: Places = {}
         # how large each is comes first: the same number of products of each are to make a step
         needed = []
@@ -83,24 +86,23 @@ class OnnxRuntimeBench:
             try:
                 size = source.weight_bytes(name)
             except InputError as error:
-                found[name] = error.code
+                ready[name] = error.code
                 continue
             if size:
                 needed.append(copies(StepCost(name, size), self.cache))
         together = max(1, min(MOST, *needed)) if needed else 1
         for name in variants:
-            if name not in found:
+            if name not in ready:
                 # one at a time: what is not needed any more makes room
-                found[name] = self._side(source.product(name), together, max(batches) >= _ROWS, places)
-        return found
+                ready[name] = self._side(source.product(name), together, max(batches) >= _ROWS, places)
+        return ready
 
     def _source(self, linear: LinearShape) -> ProductSource:
         return self.source(linear) if self.source is not None else RandomProducts(linear, self.seed)
 
-    def _side(
-        self, product: SingleProduct, together: int, large: bool, places: dict[tuple[int, str, int], Any]
-    ) -> Runnable | str:
-        needed = copies(cost_of(product), self.cache) if product.weighs else together
+    def _side(self, product: SingleProduct, together: int, large: bool, places: Places) -> Runnable | str:
+        cost = cost_of(product)
+        needed = copies(cost, self.cache) if product.weighs else together
         # in the file, in the session, and packed for its kernel; what it is made of is there already
         if 3 * product.weight_bytes * needed > machine.memory_available():
             return "out-of-memory"
@@ -108,24 +110,19 @@ class OnnxRuntimeBench:
         for first in range(0, needed, together):
             turns = list(range(first, first + together))
             sessions.append(self._session(product, turns))
-            if first == 0 and product.weighs and not self._error(product, sessions[0], turns) <= product.variant.limit:
-                return "wrong-result"
+            if first == 0 and product.weighs:
+                # NaN where the session gives one
+                error = product.error(lambda x: sessions[0].run(None, {"x0": x}), turns)
+                if not error <= product.variant.limit:
+                    return "wrong-result"
         singles = sessions
         if large and together > 1:
             count = min(needed, _SINGLES) if product.weighs else 1
             singles = [self._session(product, [turn]) for turn in range(count)]
-        alone = None
-        if product.weighs and product.weight_bytes <= self.cache / 2:
-            alone = self._session(product, [0])
-        kernel = self._kernel(product.variant.name)
-        cost = cost_of(product)
-        return _OnnxSide(
-            product.variant, cost, product.K, product.N, together, kernel, places, sessions, singles, alone
-        )
-
-    def _error(self, product: SingleProduct, session: onnxruntime.InferenceSession, turns: Sequence[int]) -> float:
-        """The largest relative error of what the session gives; NaN if it gives one."""
-        return product.error(lambda x: session.run(None, {"x0": x}), turns)
+        fits = product.weighs and product.weight_bytes <= self.cache / 2
+        alone = self._session(product, [0]) if fits else None
+        kernel, size = self._kernel(product.variant.name), (product.K, product.N)
+        return _OnnxSide(product.variant, cost, *size, together, kernel, places, sessions, singles, alone)
 
     def _session(self, product: SingleProduct, turns: Sequence[int]) -> onnxruntime.InferenceSession:
         import onnxruntime
@@ -134,7 +131,7 @@ class OnnxRuntimeBench:
         apart = product.weight_bytes * len(turns) > _FILE
         if apart:
             floats = product.floats(turns)
-            values = [onnxruntime.OrtValue.ortvalue_from_numpy(each) for each in floats.values()]
+            values = [onnxruntime.OrtValue.ortvalue_from_numpy(value) for value in floats.values()]
             options.add_external_initializers(list(floats), values)
         model = product.model(turns, apart=apart)
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -176,7 +173,7 @@ class _OnnxSide:
     def resident_bytes(self) -> int | None:
         return int(self.cost.weight_bytes * self.kernel[1])
 
-    def settings(self, M: int) -> Mapping[str, str | bool | int | float | None]:
+    def settings(self, M: int) -> Settings:
         scheme = self.variant.scheme
         return {
             "variant": self.variant.name,
@@ -193,9 +190,11 @@ class _OnnxSide:
     def step(self, M: int) -> Step:
         if M not in self.bound:
             products = self.products(M)
-            self._check_memory(M, products)
-            sessions = self.singles if M >= _ROWS else self.sessions
-            steps = itertools.cycle(self._runs(sessions, M, products))
+            needed = 4 * M * (self.K + products * self.N)
+            if needed > machine.memory_available() // 2:
+                value = f"activations of {needed / 1e9:.1f} GB at batch {M}"
+                raise InputError("out-of-memory", where=f"{self.K}x{self.N}", value=value, remedy="smaller batches")
+            steps = itertools.cycle(self._runs(self.singles if M >= _ROWS else self.sessions, M, products))
             self.bound[M] = lambda: next(steps)()  # noqa: PLW0108 (another one each time)
         return self.bound[M]
 
@@ -206,12 +205,10 @@ class _OnnxSide:
         """One run of each session, memory to memory; all variants of a shape share inputs and outputs."""
         import onnxruntime
 
-        place = onnxruntime.OrtValue.ortvalue_from_numpy
-
         def shared(name: str, dtype: str, values: Callable[[], Array]) -> Any:
             key = (M, f"{name} {dtype}", self.N)
             if key not in self.places:
-                self.places[key] = place(values())
+                self.places[key] = onnxruntime.OrtValue.ortvalue_from_numpy(values())
             return self.places[key]
 
         kind = self.variant.activations
@@ -228,12 +225,6 @@ class _OnnxSide:
             steps.append(_Run(session, binding, (x, ys)))
         return steps
 
-    def _check_memory(self, M: int, outputs: int) -> None:
-        needed = 4 * M * (self.K + outputs * self.N)
-        if needed > machine.memory_available() // 2:
-            value = f"activations of {needed / 1e9:.1f} GB at batch {M}"
-            raise InputError("out-of-memory", where=f"{self.K}x{self.N}", value=value, remedy="smaller batches")
-
 
 @dataclass(frozen=True)
 class _Run:
@@ -246,13 +237,13 @@ class _Run:
 
 
 def cost_of(product: SingleProduct) -> StepCost:
-    """Of one product: the weight once, x and y once."""
-    bytes_each = np.dtype(product.variant.activations).itemsize
+    """Give the cost of one product: the weight once, x and y once."""
+    size = np.dtype(product.variant.activations).itemsize
     return StepCost(
         product.variant.format,
         product.weight_bytes,
         flops_per_token=2.0 * product.K * product.N if product.weighs else 0.0,
-        io_bytes_per_token=bytes_each * (product.K + product.N),
+        io_bytes_per_token=size * (product.K + product.N),
         compute="int8" if product.variant.compute == "int8" else "fp32",
     )
 
@@ -283,26 +274,20 @@ def _optimized(model: bytes) -> tuple[str, int]:
     return ", ".join(dict.fromkeys(operators)), size
 
 
-# what a variant's kernel is found out on: what is fused does not depend on the size
-SMALL = LinearShape(name="small", K=256, N=256)
-# rows of a weight that say how large all of it is
-_FEW = 64
-
-
 class ProductSource(Protocol):
     """The products of one linear, by the names of their variants."""
 
     def weight_bytes(self, variant: str) -> float:
-        """Of one weight; 0 where there is none. Raises as `product`."""
+        """Count bytes of one weight; 0 where there is none. Raises as `product`."""
         ...
 
     def product(self, variant: str) -> SingleProduct:
-        """Raises InputError: `group-indivisible`, `shape-invalid`, what the variant cannot hold."""
+        """Make or read one. Raises InputError: `group-indivisible`, `shape-invalid`, what the variant cannot hold."""
         ...
 
 
 class RandomProducts:
-    """Made here: weights are normal, in every variant the same before they are quantized. Needs torch and onnx.
+    """Products made here, of normal weights, in every variant the same before they are quantized. Needs torch and onnx.
 
     Args:
         linear: their shape.
@@ -333,23 +318,20 @@ class RandomProducts:
 
 
 class StoredProducts:
-    """Read from a folder: of each variant the file that `SingleProduct.save` wrote."""
+    """Products read from a folder: of each variant the file that `SingleProduct.save` wrote."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def weight_bytes(self, variant: str) -> float:
         """See `ProductSource`."""
-        return float(SingleProduct.bytes_in(self._file(variant)))
+        return float(SingleProduct.bytes_in(self.folder / file_of(variant)))
 
     def product(self, variant: str) -> SingleProduct:
         """See `ProductSource`."""
-        return SingleProduct.read(self._file(variant), single.variant(variant))
-
-    def _file(self, variant: str) -> Path:
-        return self.folder / file_of(variant)
+        return SingleProduct.read(self.folder / file_of(variant), single.variant(variant))
 
 
 def file_of(variant: str) -> str:
-    """What the file of a product is called."""
+    """Name the file of a product."""
     return f"{variant}.npz"

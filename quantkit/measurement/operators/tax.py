@@ -71,16 +71,16 @@ class StepCost:
     many_bytes: float = 0.0
 
     def weights(self, rows: float) -> float:
-        """Bytes of weights that a step of so many rows reads."""
+        """Count the bytes of weights that a step of so many rows reads."""
         return self.many_bytes if 0 < self.many_rows <= rows else self.weight_bytes
 
     def bytes(self, batch: float, tokens: float, context: float) -> float:
-        """Bytes that a step of `tokens` new tokens a sequence must move, with `context` tokens in the cache."""
+        """Count the bytes that a step of `tokens` new tokens a sequence moves, with `context` tokens in the cache."""
         moved = (context + tokens) * self.kv_bytes_per_token + tokens * self.io_bytes_per_token
         return self.weights(batch * tokens) + batch * moved
 
     def bound(self, batch: float, tokens: float, context: float, limits: Limits) -> float | None:
-        """The least time in seconds, `max(bytes / β, operations / π)`; None if a ceiling is not known."""
+        """Give the least seconds, `max(bytes / β, operations / π)`; None if a ceiling is not known."""
         work = [
             (batch * (tokens * self.flops_per_token + self.head_flops), self.compute),
             (batch * _looked_at(tokens, context) * self.attention_flops, self.attention),
@@ -91,21 +91,16 @@ class StepCost:
         return max(self.bytes(batch, tokens, context) / limits.read, computing)
 
     def shares(self, batch: float, tokens: float, context: float, limits: Limits) -> dict[str, Interval] | None:
-        """Seconds of a step by component, for `planning.bound.steps` to learn from; None if a ceiling is not known."""
+        """Give seconds of a step by component, for `planning.efficiency`; None if a ceiling is not known."""
         inside = self.weights(batch * tokens) - self.float_bytes + batch * tokens * self.io_bytes_per_token
         flops = batch * (tokens * self.flops_per_token + self.head_flops - self.float_head_flops)
+        floats = efficiency.named(efficiency.floats(self.attention), self.attention)
+        cache = batch * (context + tokens) * self.kv_bytes_per_token
+        seen = batch * _looked_at(tokens, context) * self.attention_flops
         parts = [
             (efficiency.named(self.format, self.compute), inside, flops, self.compute),
-            (
-                efficiency.named(efficiency.floats(self.attention), self.attention),
-                *(self.float_bytes, batch * self.float_head_flops, self.attention),
-            ),
-            (
-                efficiency.ATTENTION,
-                batch * (context + tokens) * self.kv_bytes_per_token,
-                batch * _looked_at(tokens, context) * self.attention_flops,
-                self.attention,
-            ),
+            (floats, self.float_bytes, batch * self.float_head_flops, self.attention),
+            (efficiency.ATTENTION, cache, seen, self.attention),
         ]
         if limits.read is None or any(work and kind not in limits.compute for _, _, work, kind in parts):
             return None
@@ -133,7 +128,7 @@ class Limits:
 
     @classmethod
     def of(cls, measured: Sequence[Ceiling], cache: int | None = None) -> Limits:
-        """From measured ceilings; what could not be measured is absent."""
+        """Read measured ceilings; what could not be measured is absent."""
         read = next((c.value for c in measured if c.name == "ceiling.read"), None)
         rates = {str(c.settings["compute_type"]): c.value for c in measured if c.name == "ceiling.compute"}
         used = [c.error for c in measured if c.name in ("ceiling.read", "ceiling.compute")]
@@ -141,7 +136,7 @@ class Limits:
         return cls(read, known, max(used, default=0.0), cache)
 
     def promise(self, bound: float | None, hp_bound: float | None) -> dict[str, float]:
-        """Settings of a latency: `promised`, S* = R_hp / R_f, and `promised_most`, as far as the ceilings may be wrong.
+        """Give settings of a latency: `promised`, S* = R_hp / R_f, and `promised_most`, if the ceilings are wrong.
 
         Two ceilings, one above and one below, make their ratio wrong twice. Empty where a bound is not known.
 
@@ -160,7 +155,7 @@ def _looked_at(tokens: float, context: float) -> float:
 
 
 def captured_gain(row: Row) -> float | None:
-    """(S − 1) / (S* − 1) of a `tax.total` row; None where S* < 1.05, so that nothing was promised, or is not known."""
+    """Give (S − 1) / (S* − 1) of a `tax.total` row; None where S* < 1.05, which promises nothing, or not known."""
     op = row.op
     if row.value is None or op is None or not (op.bound_s and op.hp_bound_s and op.hp_s):
         return None
@@ -170,14 +165,7 @@ def captured_gain(row: Row) -> float | None:
 
 @dataclass(frozen=True)
 class Win:
-    """A range of M where the subject is surely faster. An end that the measured range cuts off is None.
-
-    Args:
-        start: where it begins.
-        start_ci95: 95 % interval of that.
-        end: where it ends.
-        end_ci95: of that.
-    """
+    """A range of M where the subject is surely faster. An end that the measured range cuts off is None."""
 
     start: float | None
     start_ci95: Interval | None
@@ -186,7 +174,7 @@ class Win:
 
 
 def win_intervals(sizes: Sequence[int], low: Sequence[float], ratio: Sequence[float], draws: Array) -> list[Win]:
-    """The ranges of M in which the lower end of the ratio's interval lies above 1.
+    """Find the ranges of M in which the lower end of the ratio's interval lies above 1.
 
     Args:
         sizes: the M measured, rising.
@@ -215,14 +203,14 @@ def win_intervals(sizes: Sequence[int], low: Sequence[float], ratio: Sequence[fl
 
 def _end(at: Array, height: Array, resampled: Array, path: range) -> tuple[float | None, Interval | None]:
     """Where a range ends along a path that begins inside it, with the interval of that."""
-    found = _crossing(at, height, path)
-    if found is None:
+    crossing = _crossing(at, height, path)
+    if crossing is None:
         return None, None
     # a resample whose range does not end within what was measured counts as ending at the edge
     others = [_crossing(at, curve, path) for curve in resampled.T]
     reached = [at[path[-1]] if other is None else other for other in others]
-    low, high = np.exp(np.quantile([*reached, found], (0.025, 0.975)))
-    end = float(np.exp(found))
+    low, high = np.exp(np.quantile([*reached, crossing], (0.025, 0.975)))
+    end = float(np.exp(crossing))
     return end, (min(float(low), end), max(float(high), end))
 
 
@@ -240,7 +228,7 @@ def _crossing(at: Array, height: Array, path: range) -> float | None:
 def ideal(
     ours: StepCost, theirs: StepCost, limits: Limits, shape: Callable[[float], Shape]
 ) -> tuple[float | None, str]:
-    """The M up to which the roofline promises a gain, where S* = 1, and why there is none.
+    """Find the M up to which the roofline promises a gain, where S* = 1, or why there is none.
 
     Args:
         shape: M -> (batch, new tokens a sequence, tokens in the cache); need not be whole numbers.
@@ -254,7 +242,7 @@ def ideal(
 def ideal_sum(
     parts: Sequence[tuple[StepCost, StepCost, int]], limits: Limits, shape: Callable[[float], Shape]
 ) -> tuple[float | None, str]:
-    """`ideal` of several operations one after the other: (the format's cost, the baseline's, how often)."""
+    """Find the `ideal` of several operations one after the other: (the format's cost, the baseline's, how often)."""
 
     def promise(m: float) -> float | None:
         return promised(parts, limits, shape(m))
@@ -277,7 +265,7 @@ def ideal_sum(
 
 
 def promised(parts: Sequence[tuple[StepCost, StepCost, int]], limits: Limits, shape: Shape) -> float | None:
-    """S* of several operations one after the other; None if a ceiling is not known."""
+    """Give S* of several operations one after the other; None if a ceiling is not known."""
     bounds = [(ours.bound(*shape, limits), theirs.bound(*shape, limits), count) for ours, theirs, count in parts]
     if any(own is None or other is None for own, other, _ in bounds):
         return None
@@ -285,8 +273,8 @@ def promised(parts: Sequence[tuple[StepCost, StepCost, int]], limits: Limits, sh
 
 
 def win_settings(wins: Sequence[Win], sizes: Sequence[int]) -> dict[str, float | int | str | None]:
-    """What a `tax.break_even` row says of the intervals: `win_1_from`, `win_1_to_low`, ...; null at the edges."""
-    found: dict[str, float | int | str | None] = {
+    """Give settings of a `tax.break_even` row: `win_1_from`, `win_1_to_low`, ...; null at the edges."""
+    told: dict[str, float | int | str | None] = {
         "measured_from": sizes[0],
         "measured_to": sizes[-1],
         "wins": len(wins),
@@ -294,13 +282,13 @@ def win_settings(wins: Sequence[Win], sizes: Sequence[int]) -> dict[str, float |
     }
     for i, win in enumerate(wins, start=1):
         for end, value, ci95 in (("from", win.start, win.start_ci95), ("to", win.end, win.end_ci95)):
-            found[f"win_{i}_{end}"] = value
-            found[f"win_{i}_{end}_low"], found[f"win_{i}_{end}_high"] = ci95 or (None, None)
-    return found
+            told[f"win_{i}_{end}"] = value
+            told[f"win_{i}_{end}_low"], told[f"win_{i}_{end}_high"] = ci95 or (None, None)
+    return told
 
 
 def win_flags(wins: Sequence[Win]) -> list[str]:
-    """Why a break-even row has no value: `wins-nowhere`, `wins-everywhere`, `wins-to-the-end`."""
+    """Tell why a break-even row has no value: `wins-nowhere`, `wins-everywhere`, `wins-to-the-end`."""
     if not wins:
         return ["wins-nowhere"]
     if wins[0].end is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,12 +60,12 @@ class Between:
 
     @classmethod
     def of(cls, before: Clocks, after: Clocks, *, counted: bool) -> Between:
-        """Both looks together; `counted`: throttles are counted since the start, else told as they are."""
-        clocks = [each.clock_hz for each in (before, after) if each.clock_hz is not None]
+        """Put both looks together; `counted`: throttles are counted since the start, else told as they are."""
+        clocks = [look.clock_hz for look in (before, after) if look.clock_hz is not None]
         throttled = None
         if before.throttles is not None and after.throttles is not None:
             throttled = after.throttles > before.throttles if counted else bool(before.throttles or after.throttles)
-        held = [each.slowed for each in (before, after) if each.slowed is not None]
+        held = [look.slowed for look in (before, after) if look.slowed is not None]
         if held:
             throttled = bool(throttled) or any(held)
         if throttled is None and counted and before.clock_hz and after.clock_hz:
@@ -73,27 +74,24 @@ class Between:
 
 
 def settings_of(before: Clocks, after: Clocks) -> dict[str, float]:
-    """Of rows: `clock_hz_before`, `temperature_c_after`, ...; none where the system does not tell."""
+    """Give settings of rows: `clock_hz_before`, `temperature_c_after`, ...; none where the system does not tell."""
     looks = {"before": before, "after": after}
-    known = {
-        (name, when): getattr(look, name) for when, look in looks.items() for name in ("clock_hz", "temperature_c")
-    }
-    return {f"{name}_{when}": value for (name, when), value in known.items() if value is not None}
+    told = {f"{name}_{when}": getattr(looks[when], name) for when in looks for name in ("clock_hz", "temperature_c")}
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def of_cpu(root: Path = Path("/")) -> Clocks:
-    """Args: root: where `/sys` stands, for tests."""
-    cores = root / "sys/devices/system/cpu"
+    """Look at the processor; `root` is where `/sys` stands, for tests."""
+    cores, thermal = root / "sys/devices/system/cpu", root / "sys/class/thermal"
     clocks = _numbers(cores.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
     throttles = _numbers(cores.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
-    cooling = [path for path in (root / "sys/class/thermal").glob("cooling_device*") if _holds(path)]
+    cooling = [path for path in thermal.glob("cooling_device*") if _text(path / "type").startswith(_HOLDS)]
     held = [state > 0 for state in _numbers(path / "cur_state" for path in cooling)]
     firmware = _firmware(root)
     if firmware is not None:
         throttles.append((firmware >> _BEFORE & _CAPPED).bit_count())
         held.append(bool(firmware & _CAPPED))
-    zones = [path for path in (root / "sys/class/thermal").glob("thermal_zone*") if _text(path / "type") in _PACKAGE]
-    warmth = _numbers(zone / "temp" for zone in zones)
+    warmth = _numbers(zone / "temp" for zone in thermal.glob("thermal_zone*") if _text(zone / "type") in _PACKAGE)
     return Clocks(
         1e3 * sum(clocks) / len(clocks) if clocks else None,
         max(warmth) / 1e3 if warmth else None,
@@ -102,25 +100,21 @@ def of_cpu(root: Path = Path("/")) -> Clocks:
     )
 
 
-def _holds(cooling: Path) -> bool:
-    return _text(cooling / "type").startswith(_HOLDS)
-
-
 def _firmware(root: Path) -> int | None:
     """What a Raspberry Pi's firmware says, by the kernel or by its own program; None of other machines."""
     if "Raspberry Pi" not in _text(root / "proc/device-tree/model"):
         return None
     # `soc/soc:firmware`, `soc@107c000000/soc@107c000000:firmware`
-    said = [_text(path) for path in (root / "sys/devices/platform").glob("*/*firmware*/get_throttled")]
-    if not said:
-        said = [_asked(["vcgencmd", "get_throttled"]).removeprefix("throttled=0x")]
+    words = [_text(path) for path in (root / "sys/devices/platform").glob("*/*firmware*/get_throttled")]
+    if not words:
+        words = [_asked(["vcgencmd", "get_throttled"]).removeprefix("throttled=0x")]
     with contextlib.suppress(ValueError):
-        return int(said[0].strip(), 16)
+        return int(words[0].strip(), 16)
     return None
 
 
 def of_gpu() -> Clocks:
-    """Of the first NVIDIA GPU; empty where the driver does not answer."""
+    """Look at the first NVIDIA GPU; empty where the driver does not answer."""
     try:
         clock, highest, temperature, reasons = asked_of_gpu(_QUERY).split(",")
         return Clocks(1e6 * float(clock), float(temperature), int(gpu_slowed(clock, highest, reasons)))
@@ -129,7 +123,7 @@ def of_gpu() -> Clocks:
 
 
 def gpu_slowed(clock: str, highest: str, reasons: str) -> bool:
-    """Whether a card's clock is held well below its highest, by a reason that is not idleness or a user's setting.
+    """Tell whether a card's clock is held well below its highest, not by idleness or a user's setting.
 
     Args:
         clock, highest: megahertz, as `nvidia-smi` says them.
@@ -142,7 +136,7 @@ def gpu_slowed(clock: str, highest: str, reasons: str) -> bool:
 
 
 def asked_of_gpu(query: str) -> str:
-    """What `nvidia-smi` says of the first GPU, with commas between; in words why it says nothing."""
+    """Ask `nvidia-smi` about the first GPU: its answers with commas between, or why there is none."""
     return _asked(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"])
 
 
@@ -154,12 +148,12 @@ def _asked(command: list[str]) -> str:
     return done.stdout.strip() or done.stderr.strip()
 
 
-def _numbers(paths: object) -> list[int]:
-    found = []
-    for path in paths:  # type: ignore[attr-defined]
+def _numbers(paths: Iterable[Path]) -> list[int]:
+    numbers = []
+    for path in paths:
         with contextlib.suppress(ValueError):
-            found.append(int(_text(path)))
-    return found
+            numbers.append(int(_text(path)))
+    return numbers
 
 
 def _text(path: Path) -> str:

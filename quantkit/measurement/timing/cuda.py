@@ -9,7 +9,7 @@ the head, launches, weights that one product leaves in the cache for the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from quantkit.measurement.timing.latency import LoadedSides, TimedSide, explaine
 from quantkit.measurement.timing.schedule import Step, TimingPlan
 from quantkit.model.structure.sizes import positions
 from quantkit.model.structure.traced import is_linear
+from quantkit.runtimes.child import Report
 from quantkit.runtimes.torch import events
 from quantkit.runtimes.torch import packed as _packed
 from quantkit.runtimes.torch.classes import built
@@ -46,7 +47,7 @@ CEILING_BLOCKS = 4
 
 
 class KernelDecoder:
-    """A model as `shapes.Timeable`.
+    """A model as `schedule.Timeable`.
 
     Args:
         model: a decoder of transformers, on its device.
@@ -59,7 +60,7 @@ class KernelDecoder:
         self.context = positions(model.config.to_dict()) or 1 << 30
 
     def decode(self, batch: int, context: int) -> Step:
-        """See `shapes.Timeable`; the cache holds `context` tokens to 255 more, and attention reads all its room."""
+        """See `Timeable`; the cache holds `context` tokens to 255 more, and attention reads all its room."""
         self._demand(context + 1)
         length = min(context + _STEPS, self.context)
         with fitting(f"batch {batch}, context {context}"):
@@ -76,7 +77,7 @@ class KernelDecoder:
         return step
 
     def prefill(self, batch: int, tokens: int) -> Step:
-        """See `shapes.Timeable`."""
+        """See `Timeable`."""
         self._demand(tokens)
         ids = self._ids(batch, tokens)
 
@@ -103,7 +104,7 @@ def run(
     plan: TimingPlan,
     device: GpuDevice,
     *,
-    progress: Callable[[float, str], None] | None = None,
+    progress: Report | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[list[Row], str]:
     """Time a bundle against the model that it was made from.
@@ -111,7 +112,6 @@ def run(
     Args:
         bundle: a decoder, with a checkpoint.
         device: the GPU; a CPU in Triton's interpreter, for tests.
-        progress: told the share that is done, and what is being done.
         dtype: of activations, of what is not quantized, and of the baseline.
 
     Returns:
@@ -120,15 +120,9 @@ def run(
     Raises:
         InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
     """
-    loaded = kernel_sides(
-        bundle.path,
-        bundle.manifest.layers,
-        source,
-        form=format_of(bundle),
-        subjects=(bundle.manifest.content_sha256, source.sha256),
-        device=device,
-        dtype=dtype,
-    )
+    layers, subjects = bundle.manifest.layers, (bundle.manifest.content_sha256, source.sha256)
+    form = _format_of(bundle)
+    loaded = kernel_sides(bundle.path, layers, source, form=form, subjects=subjects, device=device, dtype=dtype)
     return _measured(loaded, RUNTIME, plan, device, progress), loaded.said
 
 
@@ -142,14 +136,13 @@ def kernel_sides(
     device: GpuDevice,
     dtype: torch.dtype = torch.bfloat16,
 ) -> LoadedSides:
-    """A bundle on quantkit's own kernels and the model that it was made from in 16 bits, loaded.
+    """Load a bundle on quantkit's own kernels and the model that it was made from in 16 bits.
 
     Args:
         place: the bundle, or a folder with `model/` and `kernels.json` of one.
         layers: as its manifest has them.
         form: of most of them.
         subjects: of both, in rows.
-        device: where both are loaded.
         dtype: see `run`.
 
     Raises:
@@ -164,12 +157,13 @@ def kernel_sides(
         theirs = _floats(source, dtype, at)
         baseline = allocated() - before - resident
     kind, width = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], str(dtype).removeprefix("torch.")
+    costs = _cost(packed.model, form, kind), _cost(theirs, width, kind)
     return LoadedSides(
-        TimedSide(KernelDecoder(packed.model), cost(packed.model, form, kind), subjects[0], resident or None),
-        TimedSide(KernelDecoder(theirs), cost(theirs, width, kind), subjects[1], baseline or None),
+        TimedSide(costs[0], subjects[0], resident or None, model=KernelDecoder(packed.model)),
+        TimedSide(costs[1], subjects[1], baseline or None, model=KernelDecoder(theirs)),
         {"dtype": width, "graphs": at == "cuda", "baseline_format": width, "compute_type": kind},
         said="; ".join(part for part in (reason, packed.said()) if part),
-        linears=lambda batch: linears_seconds(packed.model, batch, table),
+        linears=lambda batch: _linears_seconds(packed.model, batch, table),
     )
 
 
@@ -180,77 +174,55 @@ def run_engine(
     plan: TimingPlan,
     device: GpuDevice,
     *,
-    progress: Callable[[float, str], None] | None = None,
+    progress: Report | None = None,
 ) -> list[Row]:
     """Time an engine, which multiplies as it was built, against the model that its bundle was made from, in bfloat16.
-
-    Args:
-        plan: contexts and prefills beyond the engine's cache are left out.
-        device: the GPU; a CPU for tests.
-        progress: told the share that is done, and what is being done.
 
     Raises:
         InputError: `out-of-memory`, the two do not fit.
     """
-    loaded = engine_sides(
-        model,
-        source,
-        form=format_of(bundle),
-        saved=saved_bytes(bundle.manifest.layers),
-        subjects=(bundle.manifest.content_sha256, source.sha256),
-        device=device,
-    )
-    within = replace(
-        plan,
-        contexts=[each for each in plan.contexts if each < model.capacity],
-        prefills=[each for each in plan.prefills if each <= model.capacity],
-    )
-    return _measured(loaded, model.engine.library.name, within, device, progress)
+    subjects, saved = (bundle.manifest.content_sha256, source.sha256), saved_bytes(bundle.manifest.layers)
+    loaded = engine_sides(model, source, form=_format_of(bundle), saved=saved, subjects=subjects, device=device)
+    return _measured(loaded, model.engine.library.name, plan, device, progress)
 
 
 def engine_sides(
     model: EngineModel, source: Source, *, form: str, saved: float, subjects: tuple[str, str], device: GpuDevice
 ) -> LoadedSides:
-    """An engine and the model that it was made from in bfloat16, loaded.
+    """Load the model that an engine was made from in bfloat16 beside it.
 
     Args:
         form: of the engine's weights.
         saved: bytes that they take less than in 16 bits: see `measurement.size.saved_bytes`.
         subjects: of both, in rows.
-        device: where the second is loaded; the first is.
 
     Raises:
         InputError: `out-of-memory`, the two do not fit.
     """
     with fitting("both models"):
         theirs = _floats(source, torch.bfloat16, device.torch_device)
-    baseline = cost(theirs, "bfloat16", "bf16")
+    baseline = _cost(theirs, "bfloat16", "bf16")
     weights = max(0.0, baseline.weight_bytes - saved)
     own = replace(baseline, format=form, weight_bytes=weights, compute="fp16")
     return LoadedSides(
-        TimedSide(model, own, subjects[0], model.engine.file.path.stat().st_size),
-        TimedSide(KernelDecoder(theirs), baseline, subjects[1]),
+        TimedSide(own, subjects[0], model.engine.file.path.stat().st_size, model=model),
+        TimedSide(baseline, subjects[1], model=KernelDecoder(theirs)),
         {**model.settings, "baseline_format": "bfloat16", "compute_type": "fp16"},
     )
 
 
 def _floats(source: Source, dtype: torch.dtype, at: str) -> Any:
     """The unquantized model in transformers' class."""
-
     from quantkit.model.source.open import model_class_of
 
-    found = model_class_of(source.config, source.path, source.ref, source.trust_remote_code)
-    config = found.config_class.from_dict(dict(source.config))
+    kind = model_class_of(source.config, source.path, source.ref, source.trust_remote_code)
+    config = kind.config_class.from_dict(dict(source.config))
     state = {name: source.weights.read(name).to(dtype) for name in source.weights.entries}
-    return built(found, config, state, dtype).to(at)
+    return built(kind, config, state, dtype).to(at)
 
 
 def _measured(
-    loaded: LoadedSides,
-    runtime: str,
-    plan: TimingPlan,
-    device: GpuDevice,
-    progress: Callable[[float, str], None] | None,
+    loaded: LoadedSides, runtime: str, plan: TimingPlan, device: GpuDevice, progress: Report | None
 ) -> list[Row]:
     generator = np.random.default_rng(plan.seed)
     rows = measure(
@@ -267,13 +239,12 @@ def _measured(
     return rows if loaded.linears is None else explained(rows, loaded.linears)
 
 
-def cost(model: Any, name: str, compute: str) -> StepCost:
+def _cost(model: Any, name: str, compute: str) -> StepCost:
     """What a step of a decoder must move and compute: every weight once, but of the embedding no more than a row."""
     config = model.config.get_text_config()
-    heads = int(config.num_attention_heads)
+    heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    layers = int(config.num_hidden_layers)
     output = model.get_output_embeddings()
     inside, stored, floats = 0.0, 0.0, 0.0
     for module in model.modules():
@@ -300,20 +271,20 @@ def cost(model: Any, name: str, compute: str) -> StepCost:
     )
 
 
-def linears_seconds(model: Any, batch: int, table: Table | None) -> float | None:
+def _linears_seconds(model: Any, batch: int, table: Table | None) -> float | None:
     """The sum of a model's packed linears at M = `batch` as they were timed one by one; None where one was not."""
     seconds = 0.0
     shapes = [module.packed.shape for module in model.modules() if isinstance(module, QuantLinear)]
     for shape in shapes:
-        known = () if table is None else table.choices.get(shape, ())
-        found = next((choice.seconds for choice in known if choice.batch == batch), None)
-        if found is None:
+        choices = () if table is None else table.choices.get(shape, ())
+        known = next((choice.seconds for choice in choices if choice.batch == batch), None)
+        if known is None:
             return None
-        seconds += found
+        seconds += known
     return seconds if shapes else None
 
 
-def format_of(bundle: Bundle) -> str:
-    """That most of a bundle's layers are stored in."""
+def _format_of(bundle: Bundle) -> str:
+    """The format of most of a bundle's layers."""
     forms = [str(layer.scheme.get("format")) for layer in bundle.manifest.layers]
     return max(forms, key=forms.count, default="float")

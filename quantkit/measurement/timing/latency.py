@@ -1,11 +1,9 @@
-"""A bundle and its baseline timed side by side: latency, throughput, effective bandwidth, tax and win intervals.
+"""Bundles timed side by side, and the rows that follow from times in turns, of steps and of single products alike.
 
 Every shape (batch and context, or tokens of a prefill) is measured in several rounds over the whole run, so that the
 drift of a machine over minutes is inside the intervals instead of between the shapes. Read bandwidth and compute rates
 are measured before and after; with them the tax (`operators.tax`) of a runtime that is a black box: only the sum is
 known, not what of it is decoding.
-
-Rows that follow from times in turns, of whole steps and of single products alike: latency, bandwidth, tax, wins.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from quantkit.measurement.timing.schedule import (
     SUBJECT,
     TOO_LARGE,
     Clock,
+    Settings,
     Shape,
     Step,
     Timeable,
@@ -42,26 +41,36 @@ from quantkit.runtimes.child import Report
 from quantkit.stats.abba import Comparison, Interval
 from quantkit.stats.evidence import SpeedUp
 
-Settings = Mapping[str, str | bool | int | float | None]
+Fields = Mapping[str, Any]
 ACROSS = "across"
+# steps a side, of fewer of which a row says so
+FEWEST = {"decode": 30, "prefill": 10}
 # blocks of four visits a shape: never fewer, however slow; no more, however fast
 _BLOCKS = (5, 240)
 
 
 @dataclass(frozen=True)
-class TimedSide:
-    """A side that can be run; `model` is loaded. The rest: see `Side`."""
+class Side:
+    """One of the sides of a comparison.
 
-    model: Timeable
+    Args:
+        cost: what its steps must move and compute.
+        subject: `content_sha256` of its bundle.
+        resident_bytes: what it takes in memory, where known.
+        runtime: that runs it, where that is not the run's.
+    """
+
     cost: StepCost
     subject: str
     resident_bytes: int | None = None
     runtime: str = ""
 
-    @property
-    def side(self) -> Side:
-        """Without the model."""
-        return Side(self.cost, self.subject, self.resident_bytes, self.runtime)
+
+@dataclass(frozen=True)
+class TimedSide(Side):
+    """A side that can be run; `model` is loaded."""
+
+    model: Timeable = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -127,17 +136,8 @@ def measure(
     sides = {BASELINE: baseline, SUBJECT: subject, **({ACROSS: across} if across else {})}
     timings = take(plan.shapes(), sides, plan, progress, clock)
     progress(1.0, "ceilings")
-    return judged(
-        timings,
-        {name: side.side for name, side in sides.items()},
-        joined(before, ceilings()),
-        runtime=runtime,
-        settings=settings,
-        device=device,
-        versions=versions,
-        cache=machine.last_level_cache(),
-        seed=plan.seed,
-    )
+    how: dict[str, Any] = {"runtime": runtime, "settings": settings, "device": device, "versions": versions}
+    return judged(timings, sides, joined(before, ceilings()), cache=machine.last_level_cache(), seed=plan.seed, **how)
 
 
 def judged(
@@ -167,13 +167,13 @@ def judged(
         "device": Device.model_validate(dict(device)),
         "versions": dict(versions),
     }
-    make = StepRows(subject, sides[BASELINE], Limits.of(ceilings, cache), common, settings)
+    make = _StepRows(subject, sides[BASELINE], Limits.of(ceilings, cache), common, settings)
     rows = [ceiling.row(device=dict(device), versions=dict(versions)) for ceiling in ceilings]
     timed = []
     for timing in timings:
-        times = timing.compared(SUBJECT, BASELINE, seed)
-        rows += make.of(timing, times)
         assert timing.shape is not None
+        times = timing.compared(SUBJECT, BASELINE, seed)
+        rows += make.of(timing, timing.shape, times)
         timed.append((timing.shape, times))
         if ACROSS in sides and (other := timing.compared(SUBJECT, ACROSS, seed)) is not None:
             rows.append(make.across(timing.shape, other, sides[ACROSS]))
@@ -188,7 +188,7 @@ def take(
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
     """Time every shape, or learn why not; of the plan count seconds, rounds and seed."""
-    cells = [_Cell(shape) for shape in shapes]
+    cells = [_Cell(shape, sides, plan, clock) for shape in shapes]
     generator = np.random.default_rng(plan.seed)
     end = clock() + plan.seconds
     turns = [(turn, cell) for turn in range(plan.rounds) for cell in cells]
@@ -196,7 +196,7 @@ def take(
         progress(i / len(turns), cell.shape.words)
         if not cell.done:
             share = max(end - clock(), 0.0) / sum(not other.done for _, other in turns[i:])
-            cell.round(sides, share, plan.rounds - turn, plan, generator, clock)
+            cell.round(share, plan.rounds - turn, generator)
     return [cell.timing for cell in cells]
 
 
@@ -205,6 +205,9 @@ class _Cell:
     """One shape as it is timed."""
 
     shape: Shape
+    sides: Mapping[str, TimedSide]
+    plan: TimingPlan
+    clock: Clock
     parts: list[Timing] = field(default_factory=list)
     skipped: str = ""
     done: bool = False
@@ -214,69 +217,36 @@ class _Cell:
         # a shape that has fitted once keeps what was measured of it
         return Timing.joined(self.parts) if self.parts else Timing(shape=self.shape, skipped=self.skipped)
 
-    def round(
-        self,
-        sides: Mapping[str, TimedSide],
-        share: float,
-        left: int,
-        plan: TimingPlan,
-        generator: np.random.Generator,
-        clock: Clock,
-    ) -> None:
+    def round(self, share: float, left: int, generator: np.random.Generator) -> None:
         """Prepare all sides, warm them up and take one round's times, or those of all rounds that are left."""
-        began = clock()
+        began = self.clock()
         steps: dict[str, Step] = {}
         seconds = []
-        for name, side in sides.items():
+        for name, side in self.sides.items():
             try:
                 steps[name] = self.shape.step(side.model)
-                seconds.append(warm(steps[name], clock))
+                seconds.append(warm(steps[name], self.clock))
             except InputError as error:
                 if error.code not in TOO_LARGE:
                     raise
                 self.done, self.skipped = True, error.code if name == SUBJECT else f"{error.code}-{name}"
                 return
-        prepared = clock() - began
+        prepared = self.clock() - began
         # what costs more to prepare than to time is prepared once
         rounds = left if prepared > share else 1
         self.done = rounds == left
         visit = self.parts[0].visit if self.parts else None
         visit = visit or Visit.fitting(max(seconds))
-        part = rounds / plan.rounds
+        part = rounds / self.plan.rounds
         wanted = math.ceil(FEWEST[self.shape.kind] / (2 * visit.burst) * part)
         floor, most = (math.ceil(blocks * part) for blocks in _BLOCKS)
-        least = max(min(wanted, int(plan.cell_seconds * part / visit.block(seconds))), floor)
-        timing = interleave(
-            steps,
-            blocks=(least, max(least, most)),
-            seconds=share * rounds - prepared,
-            generator=generator,
-            visit=visit,
-            clock=clock,
-        )
-        self.parts.append(replace(timing, shape=self.shape))
+        least = max(min(wanted, int(self.plan.cell_seconds * part / visit.block(seconds))), floor)
+        blocks, left_over = (least, max(least, most)), share * rounds - prepared
+        how: dict[str, Any] = {"generator": generator, "visit": visit, "clock": self.clock}
+        self.parts.append(replace(interleave(steps, blocks=blocks, seconds=left_over, **how), shape=self.shape))
 
 
-Fields = Mapping[str, Any]
-# steps a side, of fewer of which a row says so
-FEWEST = {"decode": 30, "prefill": 10}
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the sides of a comparison.
-
-    Args:
-        cost: what its steps must move and compute.
-        subject: `content_sha256` of its bundle.
-        resident_bytes: what it takes in memory, where known.
-        runtime: that runs it; of those that `latency.measure` is given besides.
-    """
-
-    cost: StepCost
-    subject: str
-    resident_bytes: int | None = None
-    runtime: str = ""
+# --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def latency_row(
@@ -296,16 +266,8 @@ def latency_row(
         low, high = times.p99_ratio_ci95
         told = {"p99_ratio": times.p99_ratio, "p99_ratio_low": low, "p99_ratio_high": high}
         settings = {**settings, **{f"baseline_{q}": times.baseline[q] for q in ("p90", "p99")}, **told}
-    return Row.seconds(
-        name,
-        times.quantiles["p50"],
-        quantiles=times.quantiles,
-        ci95=times.ci95,
-        settings=dict(settings),
-        flags=list(flags),
-        **beside,
-        **common,
-    )
+    beside |= {"quantiles": times.quantiles, "ci95": times.ci95, "settings": dict(settings), "flags": list(flags)}
+    return Row.seconds(name, times.quantiles["p50"], **beside, **common)
 
 
 def tax_row(
@@ -362,7 +324,7 @@ class Point:
 
     @property
     def low(self) -> float:
-        """The lower end of what is believed; of what is not believed, at most 1."""
+        """Lower end of what is believed; of what is not believed, at most 1."""
         low = self.speed.interval[0]
         return min(low, 1.0) if self.speed.doubt == "ceiling" else low
 
@@ -396,7 +358,7 @@ def explained(rows: Sequence[Row], linears: Callable[[int], float | None]) -> li
     """Add to rows of decode steps the sum of their linears and what that leaves unexplained.
 
     Args:
-        linears: see `latency.LoadedSides`.
+        linears: see `LoadedSides`.
     """
     result = []
     for row in rows:
@@ -409,15 +371,8 @@ def explained(rows: Sequence[Row], linears: Callable[[int], float | None]) -> li
 
 
 @dataclass(frozen=True)
-class StepRows:
-    """The rows of steps of two models, and of curves of them.
-
-    Args:
-        subject, baseline: what is compared.
-        limits: of the device.
-        common: fields of every row.
-        settings: of every row.
-    """
+class _StepRows:
+    """The rows of steps of two models, and of curves of them; `common` and `settings` are those of every row."""
 
     subject: Side
     baseline: Side
@@ -425,9 +380,9 @@ class StepRows:
     common: Fields
     settings: Fields
 
-    def of(self, timing: Timing, times: Comparison | None) -> list[Row]:
-        """Give all rows of one shape: latency, throughput, bandwidth of a decode step, tax."""
-        shape, subject, baseline = _shape(timing), self.subject, self.baseline
+    def of(self, timing: Timing, shape: Shape, times: Comparison | None) -> list[Row]:
+        """All rows of one shape: latency, throughput, bandwidth of a decode step, tax."""
+        subject, baseline, limits = self.subject, self.baseline, self.limits
         settings = {**self.settings, **timing.settings}
         common = {**self._at(shape), "resident_bytes": subject.resident_bytes}
         if times is None:
@@ -436,7 +391,7 @@ class StepRows:
         few = ["few-steps"] if times.n < FEWEST[shape.kind] else []
         flags = [*times.flags, *few, *timing.flags]
         common |= {"n": times.n, "aa_spread": times.aa_spread}
-        sizes, limits = (shape.batch, shape.tokens, shape.context), self.limits
+        sizes = shape.batch, shape.tokens, shape.context
         tokens, time_s, hp_s = shape.batch * shape.tokens, times.quantiles["p50"], times.baseline["p50"]
 
         def rate(name: str, work: float, unit: str, against: Baseline, told: Fields, flags: list[str]) -> Row:
@@ -447,9 +402,8 @@ class StepRows:
         timed = {**settings, **self._promise(shape)}
         rows = [latency_row(shape.name, times, baseline.subject, settings=timed, flags=flags, common=common)]
         # an interval of the ratio of medians is the same for times and for rates
-        against = Baseline(
-            subject=baseline.subject, value=tokens / hp_s, ratio=times.ratio, ratio_ci95=times.ratio_ci95
-        )
+        ratios: dict[str, Any] = {"ratio": times.ratio, "ratio_ci95": times.ratio_ci95}
+        against = Baseline(subject=baseline.subject, value=tokens / hp_s, **ratios)
         rows.append(rate(f"throughput.{shape.kind}", tokens, "token/s", against, settings, flags))
         cached = ["weights-near-cache"] if self._near_cache else []
         if shape.kind == "decode":
@@ -470,32 +424,31 @@ class StepRows:
         )
         flags = flags if op.bound_s is None or op.hp_bound_s is None else [*flags, *cached]
         ratio = times.ci95, times.ratio, baseline.subject
-        rows.append(tax_row(time_s, *ratio, op=op, settings=settings, flags=flags, common=common))
-        return rows
+        return [*rows, tax_row(time_s, *ratio, op=op, settings=settings, flags=flags, common=common)]
 
     def across(self, shape: Shape, times: Comparison, other: Side) -> Row:
-        """Set the subject's step against the same step of another runtime, timed in turns."""
+        """The subject's step against the same step of another runtime, timed in turns."""
         there = {"baseline_runtime": other.runtime, "baseline_format": other.cost.format}
         common = {**self._at(shape), "n": times.n, "aa_spread": times.aa_spread}
         name, settings = shape.name.replace("latency.", "across."), {**self.settings, **there}
         return latency_row(name, times, other.subject, settings=settings, flags=times.flags, common=common)
 
     def curves(self, timed: Sequence[tuple[Shape, Comparison | None]]) -> list[Row]:
-        """Give a `tax.break_even` row for shapes that differ in M alone.
+        """A `tax.break_even` row for shapes that differ in M alone.
 
         A model that decodes has its prefills compared over the length of the prompt; for one that does not, M is the
         batch.
         """
         decodes = any(shape.kind == "decode" for shape, _ in timed)
-        groups: dict[tuple[str, str, int], list[tuple[Shape, Comparison | None]]] = {}
+        groups: dict[tuple[bool, str, int], list[tuple[Shape, Comparison | None]]] = {}
         for shape, times in timed:
-            over = "tokens" if decodes and shape.kind == "prefill" else "batch"
-            fixed = shape.batch if over == "tokens" else shape.size
-            groups.setdefault((over, shape.kind, fixed), []).append((shape, times))
-        return [self._break_even(over == "batch", curve) for (over, _, _), curve in groups.items()]
+            by_batch = not decodes or shape.kind == "decode"
+            fixed = shape.size if by_batch else shape.batch
+            groups.setdefault((by_batch, shape.kind, fixed), []).append((shape, times))
+        return [self._break_even(by_batch, curve) for (by_batch, _, _), curve in groups.items()]
 
     def _break_even(self, by_batch: bool, curve: Sequence[tuple[Shape, Comparison | None]]) -> Row:
-        """Give one; its `settings` hold `ideal`, the M where S* = 1 (null: none up to 65,536)."""
+        """One; its `settings` hold `ideal`, the M where S* = 1 (null: none up to 65,536)."""
         one, cost = curve[0][0], self.subject.cost
         ends, reason = ideal(
             cost,
@@ -510,12 +463,12 @@ class StepRows:
                 speed = SpeedUp(times.ratio, times.ratio_ci95, times.aa_spread, most)
                 points.append(Point(shape.batch if by_batch else shape.tokens, speed, times.draws, times.n))
         fixed = {"context": one.context} | ({"new_tokens": one.tokens} if by_batch else {})
-        batch = None if by_batch else one.batch
+        batch, op = None if by_batch else one.batch, Operation(format=cost.format)
         return break_even_row(
             sorted(points, key=lambda point: point.size),
             settings={**self.settings, "over": "batch" if by_batch else "tokens", "ideal": ends},
             flags=[reason] if reason else [],
-            common={**self.common, "shape": fixed, "batch": batch, "op": Operation(format=cost.format)},
+            common={**self.common, "shape": fixed, "batch": batch, "op": op},
         )
 
     def _at(self, shape: Shape) -> dict[str, Any]:
@@ -533,8 +486,3 @@ class StepRows:
             return {}
         sizes = (shape.batch, shape.tokens, shape.context)
         return self.limits.promise(*(side.cost.bound(*sizes, self.limits) for side in (self.subject, self.baseline)))
-
-
-def _shape(timing: Timing) -> Shape:
-    assert timing.shape is not None
-    return timing.shape

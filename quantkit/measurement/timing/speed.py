@@ -108,8 +108,8 @@ class SpeedJob:
 
     @property
     def sides(self) -> list[SpeedSide]:
-        """All of them; what is judged comes last."""
-        return [self.theirs, *([self.across] if self.across else []), self.ours]
+        """All sides, what is judged first."""
+        return [self.ours, self.theirs, *([self.across] if self.across else [])]
 
 
 def demand(runtimes: Collection[str] = (RUNTIME,)) -> None:
@@ -138,11 +138,17 @@ def demand_room(models: Sequence[Path]) -> None:
     if need > free:
         raise InputError(
             "out-of-memory",
-            where=str(models[-1]),
+            where=str(models[0]),
             value=f"the models take about {need / 1e9:.1f} GB",
             rule=f"{free / 1e9:.1f} GB are free",
             remedy="measure on a machine with more memory",
         )
+
+
+def _bytes(model: Path) -> int:
+    """Bytes of a folder's files, or of a graph's file and of those that its numbers lie in."""
+    files = model.iterdir() if model.is_dir() else model.parent.glob(f"{model.stem}.*")
+    return sum(path.stat().st_size for path in files)
 
 
 def run(job: SpeedJob, progress: Report | None = None) -> list[Row]:
@@ -153,39 +159,28 @@ def run(job: SpeedJob, progress: Report | None = None) -> list[Row]:
         MissingDependency: onnxruntime, llama-cpp-python or scipy.
     """
     demand({part.runtime for part in job.sides})
-    weighed = {}
+    weighed: list[dict[str, int]] = []
     if job.samples is None:
         demand_room([Path(part.path) for part in job.sides])
-        weighed = {part.subject: footprint(part, job.threads) for part in (job.theirs, job.ours)}
+        weighed = [footprint(part, job.threads) for part in (job.ours, job.theirs)]
     rows = [*map(Row.model_validate, child.run(_time, asdict(job), progress, remedy=_REMEDY))]
-    return [*rows, _memory(job, weighed)] if weighed else rows
+    if not weighed:
+        return rows
+    how: dict[str, Any] = {"subjects": (job.ours.subject, job.theirs.subject), "runtime": job.ours.runtime}
+    how |= {"threads": job.threads, "device": machine.device(), "versions": machine.versions()}
+    return [*rows, memory_row(*weighed, **how)]
 
 
 def footprint(part: SpeedSide, threads: int) -> dict[str, int]:
-    """`resident` and `peak` bytes of a process that has loaded one side and made a step after `context` tokens, or an
-    encoder's pass over `new_tokens`; of the interpreter `before`.
+    """Weigh one side in a process of its own.
+
+    Returns:
+        `resident` and `peak` bytes of a process that has loaded it and made a step after `context` tokens, or an
+        encoder's pass over `new_tokens`; of the interpreter `before`.
     """
-    (found,) = child.run(_weigh, {"side": asdict(part), "threads": threads}, remedy=_REMEDY)
-    sizes: dict[str, int] = found
+    sizes: dict[str, int]
+    (sizes,) = child.run(_weigh, {"side": asdict(part), "threads": threads}, remedy=_REMEDY)
     return sizes
-
-
-def _bytes(model: Path) -> int:
-    """Bytes of a folder's files, or of a graph's file and of those that its numbers lie in."""
-    files = model.iterdir() if model.is_dir() else model.parent.glob(f"{model.stem}.*")
-    return sum(path.stat().st_size for path in files)
-
-
-def _memory(job: SpeedJob, weighed: Mapping[str, Mapping[str, int]]) -> Row:
-    return memory_row(
-        weighed[job.ours.subject],
-        weighed[job.theirs.subject],
-        subjects=(job.ours.subject, job.theirs.subject),
-        runtime=job.ours.runtime,
-        threads=job.threads,
-        device=machine.device(),
-        versions=machine.versions(),
-    )
 
 
 def memory_row(
@@ -198,7 +193,7 @@ def memory_row(
     device: Mapping[str, Any],
     versions: Mapping[str, str],
 ) -> Row:
-    """`memory.peak`, of what `footprint` says of both."""
+    """Give `memory.peak`, of what `footprint` says of both."""
     return Row(
         name="memory.peak",
         value=ours["peak"],
@@ -222,11 +217,9 @@ def memory_row(
 def compared(
     subject: bytes, baseline: bytes, feeds: Mapping[str, Array], threads: int, *, seconds: float = _SECONDS
 ) -> Comparison:
-    """Run two graphs with the same inputs in turns in ONNX Runtime: how many times as fast `subject` is.
+    """Run two whole graphs with the same inputs in turns in ONNX Runtime: how many times as fast `subject` is.
 
     Args:
-        subject, baseline: models, whole.
-        feeds: of both.
         threads: of one operator.
         seconds: about how long it takes.
 
@@ -253,7 +246,7 @@ def compared(
 
 
 class Passes:
-    """A loaded graph as `shapes.Timeable`."""
+    """A loaded graph as `schedule.Timeable`."""
 
     settings: Mapping[str, Any] = MappingProxyType({})
 
@@ -261,11 +254,11 @@ class Passes:
         self._run, self._samples = run, samples
 
     def decode(self, batch: int, context: int) -> Step:
-        """See `shapes.Timeable`: a graph has no cache."""
+        """See `Timeable`: a graph has no cache."""
         raise InputError("not-a-decoder", where="a graph", value="a decode step", rule="only decoders have a cache")
 
     def prefill(self, batch: int, tokens: int) -> Step:
-        """See `shapes.Timeable`."""
+        """See `Timeable`."""
         feed = {
             name: np.ascontiguousarray(np.resize(array, (batch, *array.shape[1:])))
             for name, array in self._samples.items()
@@ -274,7 +267,7 @@ class Passes:
 
 
 def samples_of(file: str | None) -> dict[str, Array]:
-    """The arrays of a .npz; none of no file."""
+    """Read the arrays of a .npz; none of no file."""
     if not file:
         return {}
     with np.load(file, allow_pickle=False) as loaded:
@@ -282,10 +275,15 @@ def samples_of(file: str | None) -> dict[str, Array]:
 
 
 def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str = RUNTIME) -> Session | Passes:
-    """A folder with `model.onnx` or `model.gguf`, or with samples a graph's file. Raises as `open_graph`."""
+    """Open a folder with `model.onnx` or `model.gguf`, or with samples a graph's file. Raises as `open_graph`."""
     if samples:
         return Passes(opened_graph(Path(path), threads, runtime), samples)
     return load_runtime(runtime).opens(Path(path), threads)
+
+
+def opened_graph(file: Path, threads: int, runtime: str) -> Graph:
+    """Open a graph's file to run it on a batch. Raises InputError: the runtime's."""
+    return load_runtime(runtime).opens_graph(file, threads)
 
 
 def stepped(path: Path, runtime: str, *, graph: bool) -> None:
@@ -304,32 +302,27 @@ def stepped(path: Path, runtime: str, *, graph: bool) -> None:
     (model.decode if model.decoder else model.prefill)(1, min(_TOKENS, model.context - 1))()
 
 
-def opened_graph(file: Path, threads: int, runtime: str) -> Graph:
-    """What runs a graph's file on a batch. Raises InputError: the runtime's."""
-    return load_runtime(runtime).opens_graph(file, threads)
-
-
 def sides(job: SpeedJob) -> tuple[list[TimedSide], dict[str, Any]]:
-    """What is judged, what it is set against and what is timed across, loaded; settings of their rows.
+    """Load what is judged, what it is set against and what is timed across; and give the settings of their rows.
 
     Raises:
         InputError: those of `open_graph`.
     """
     samples = samples_of(job.samples.file if job.samples else None)
-    entries, noted = [], []
-    for part in (job.ours, job.theirs, *([job.across] if job.across else [])):
+    loaded, noted = [], []
+    for part in job.sides:
         model = opened(part.path, samples, job.threads, part.runtime)
         if isinstance(model, Passes):
             cost = _cost_of_graph(part, job.samples, samples)
         else:
             cost = StepCost(part.format, **model.work())
-        entries.append(TimedSide(model, cost, part.subject, runtime=part.runtime))
+        loaded.append(TimedSide(cost, part.subject, runtime=part.runtime, model=model))
         noted.append(model.settings)
-    ours, theirs = entries[:2]
+    ours, theirs = loaded[:2]
     settings: dict[str, Any] = {"threads": job.threads, "compute_type": ours.cost.compute}
     settings["baseline_format"] = theirs.cost.format
     settings |= {key: value for key, value in noted[0].items() if key != "threads"}
-    return entries, settings
+    return loaded, settings
 
 
 def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
