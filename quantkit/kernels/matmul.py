@@ -279,12 +279,7 @@ def weight_only_matmul(
 
 
 def weight_only(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    config: Config,
-    *,
-    workspace: Workspace | None = None,
-    decode: bool = True,
+    x: torch.Tensor, weight: PackedWeight, config: Config, *, workspace: Workspace | None = None, decode: bool = True
 ) -> torch.Tensor:
     """x [M, K] times the weight [N, K] transposed: y [M, N], in the dtype of x; sums are float32.
 

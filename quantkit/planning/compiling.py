@@ -204,12 +204,7 @@ class CompileSpec:
 
 
 def described(
-    architecture: Architecture,
-    recipe: Recipe,
-    *,
-    speed: bool = False,
-    baseline: bool = True,
-    positions: int = SCORED,
+    architecture: Architecture, recipe: Recipe, *, speed: bool = False, baseline: bool = True, positions: int = SCORED
 ) -> CompileSpec:
     """Describe the compile of a model by a recipe, where the model is not opened.
 

@@ -256,11 +256,7 @@ def _times(trace: Trace) -> dict[str, NDArray[Any]]:
     arrival, first, finish = (np.asarray(times)[which] for times in (trace.arrival, trace.first, trace.finish))
     after = np.asarray(trace.output)[which] - 1
     several = after > 0
-    return {
-        "ttft": first - arrival,
-        "tpot": (finish - first)[several] / after[several],
-        "latency": finish - arrival,
-    }
+    return {"ttft": first - arrival, "tpot": (finish - first)[several] / after[several], "latency": finish - arrival}
 
 
 def _estimates(runs: Sequence[NDArray[Any]]) -> dict[str, Estimate]:

@@ -128,7 +128,7 @@ _CONTEXT = RuntimeMemory(
 )
 RUNTIMES: Mapping[str, RuntimeMemory] = {
     # Meta-Llama-3-8B on a card of 79.22 GiB: non_torch_memory, and gpu_memory_utilization
-    "vllm": RuntimeMemory(1.79 * 2**30, 3.58 * 2**30, 0.9, "1.79 GiB and 90 % of the card (vllm-project/vllm#10511)"),
+    "vllm": RuntimeMemory(1.79 * 2**30, 3.58 * 2**30, 0.9, "1.79 GiB and 90 % of the card (vllm-project/vllm#10511)")
 }
 
 

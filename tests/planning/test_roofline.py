@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.model.sizes.architecture import Architecture, Attention, BlockShapes, Matrix
-from quantkit.planning.roofline import (
-    Bound,
-    Cache,
-    ModelStep,
-    RooflineProduct,
-    alike,
-    bound,
-    kept,
-    looked_at,
-    reached,
-)
+from quantkit.planning.roofline import Bound, Cache, ModelStep, RooflineProduct, alike, bound, kept, looked_at, reached
 from quantkit.target import Target
 
 FULL = Attention("full", heads=4, kv_heads=2, head_dim=8, value_dim=8)

@@ -217,11 +217,7 @@ def test_overrides_are_stored_too() -> None:
     mixed = changed(
         "int8-dynamic", "overrides=[{match: '*.down_proj', weights: {format: fp8_e4m3}, activations: null}]"
     )
-    assert stored_formats(mixed) == [
-        Stored("int8", True),
-        Stored("int8", True, "inputs"),
-        Stored("fp8_e4m3", True),
-    ]
+    assert stored_formats(mixed) == [Stored("int8", True), Stored("int8", True, "inputs"), Stored("fp8_e4m3", True)]
 
 
 def test_each_export_is_judged_alone() -> None:
