@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
+from harness.turns import in_turns
 
 from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
-from quantkit.measurement.timing.schedule import Visit, unnamed
+from quantkit.measurement.timing.schedule import Visit
 from quantkit.model.sizes.shapes import LinearShape
 from quantkit.stats.abba import Comparison, compare
 
@@ -70,7 +71,7 @@ def main() -> int:
         for kind, (name, other) in enumerate(zip(kinds, (plain, slower), strict=True)):
             generator = np.random.default_rng([number, kind])
             blocks = (options.blocks, options.blocks)
-            first, second = unnamed((plain, other), blocks=blocks, seconds=0.0, generator=generator, visit=Visit(1, 1))
+            first, second = in_turns((plain, other), blocks=blocks, seconds=0.0, generator=generator, visit=Visit(1, 1))
             kinds[name].append(compare(first, second, seed=number, resamples=999))
         if number % 20 == 19:
             print(f"{number + 1} of {options.comparisons}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
@@ -80,27 +81,16 @@ def main() -> int:
         called = [different(each, options.margin) for each in found]
         spans = [each.ratio_ci95[0] > 1 or each.ratio_ci95[1] < 1 for each in found]
         rows.append(
-            {
-                "side": name,
-                "comparisons": len(found),
-                "called_different": sum(called),
-                "interval_leaves_out_1": sum(spans),
-                "ratio_p50": float(np.median(ratios)),
-                "ratio_low": float(ratios.min()),
-                "ratio_high": float(ratios.max()),
-                "aa_spread_p50": float(np.median([each.aa_spread for each in found])),
-            }
+            {"side": name, "comparisons": len(found), "called_different": sum(called)}
+            | {"interval_leaves_out_1": sum(spans), "ratio_p50": float(np.median(ratios))}
+            | {"ratio_low": float(ratios.min()), "ratio_high": float(ratios.max())}
+            | {"aa_spread_p50": float(np.median([each.aa_spread for each in found]))}
         )
-    columns = {
-        "side": "other side",
-        "comparisons": "comparisons:d",
-        "called_different": "called different:d",
-        "interval_leaves_out_1": "interval leaves out 1:d",
-        "ratio_p50": "ratio, median:.3f",
-        "ratio_low": "least:.3f",
-        "ratio_high": "largest:.3f",
-        "aa_spread_p50": "A/A spread, median:.3f",
-    }
+    columns = layout(
+        "side=other side | comparisons:d | called_different=called different:d | "
+        "interval_leaves_out_1=interval leaves out 1:d | ratio_p50=ratio, median:.3f | ratio_low=least:.3f | "
+        "ratio_high=largest:.3f | aa_spread_p50=A/A spread, median:.3f"
+    )
     show(f"{LINEAR.label}, {VARIANT}, 1 thread, {options.blocks} blocks", rows, columns)
     settings = {"blocks": options.blocks, "margin": options.margin, "runs": RUNS, "note": options.note}
     settings |= {"seconds": time.perf_counter() - began}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.process import THREADS, compiled, helper, scored
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 RECIPES = ["gptq-int4", "int8+kv-fp8"]
 TOKENS, SAMPLES, EVALUATED = 512, 16, 12
@@ -72,18 +72,11 @@ def main() -> int:
                 rows.append({"recipe": recipe, "calibrated": row.pop("candidate"), **row})
                 rows[-1].update(facts[rows[-1]["calibrated"]] if rows[-1]["text"] == WITH else {})
 
-    columns = {
-        "recipe": "recipe",
-        "calibrated": "calibrated",
-        "text": "scored on text",
-        "perplexity_reference": "perplexity, float:.2f",
-        "perplexity": "quantized:.2f",
-        "kl": "KL:.4f",
-        "kl_se": "± se:.4f",
-        "kl_less": "KL more than calibrated as prompts:.4f",
-        "kl_less_se": "± se:.4f",
-        "top1": "top-1:.3f",
-    }
+    columns = layout(
+        "recipe | calibrated | text=scored on text | perplexity_reference=perplexity, float:.2f | "
+        "perplexity=quantized:.2f | kl=KL:.4f | kl_se=± se:.4f | kl_less=KL more than calibrated as prompts:.4f | "
+        "kl_less_se=± se:.4f | top1=top-1:.3f"
+    )
     show(f"{options.model}, {THREADS} threads", rows, columns)
     checks = {}
     for recipe in options.recipes:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from harness.process import THREADS, compiled, scored
-from harness.record import parsing, record, sha256, show
+from harness.record import layout, parsing, record, sha256, show
 
 RECIPES = ["gptq-int4", "int4-best"]
 SAMPLES = [4, 8, 16, 32, 64, 128]
@@ -52,16 +52,10 @@ def main() -> int:
             for score in scores:
                 row |= {f"{score['text']} {key}": score[key] for key in ("kl", "kl_se", "perplexity", "n")}
             rows.append(row)
-    columns = {
-        "recipe": "recipe",
-        "samples": "sequences:d",
-        "own kl": "KL:.4f",
-        "own kl_se": "± se:.4f",
-        "fiction kl": "KL on fiction:.4f",
-        "fiction kl_se": "± se:.4f",
-        "cpu_seconds": "CPU s:.0f",
-        "peak_megabytes": "peak MB:.0f",
-    }
+    columns = layout(
+        "recipe | samples=sequences:d | own kl=KL:.4f | own kl_se=± se:.4f | fiction kl=KL on fiction:.4f | "
+        "fiction kl_se=± se:.4f | cpu_seconds=CPU s:.0f | peak_megabytes=peak MB:.0f"
+    )
     show(f"{options.model}, {THREADS} threads, 512 tokens a sequence", rows, columns)
     settings = {
         "model": options.model,

@@ -22,11 +22,12 @@ import numpy as np
 import onnx
 import onnxruntime
 from harness.process import THREADS
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
+from harness.turns import in_turns
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit import machine
-from quantkit.measurement.timing.schedule import Visit, unnamed
+from quantkit.measurement.timing.schedule import Visit
 from quantkit.stats.abba import compare
 from quantkit.target import Target
 
@@ -127,32 +128,19 @@ def compared(
         print(f"{k} x {n}, M {m}, {len(variants)} variants ...", file=sys.stderr)
         before = os.getloadavg()[0]
         steps = [step(each, m, k, n) for each in loaded]
-        baseline, *times = unnamed(
+        baseline, *times = in_turns(
             steps, blocks=(FEWEST, MOST), seconds=seconds, generator=np.random.default_rng(m), visit=Visit(1, 1)
         )
         for variant, taken in zip(variants, times, strict=True):
             result = compare(taken, baseline)
             found.append(
-                {
-                    "K": k,
-                    "N": n,
-                    "M": m,
-                    "bits": variant.bits,
-                    "block": variant.block,
-                    "accuracy_level": variant.level,
-                    "zero_points": variant.zeros,
-                    "layers": layers,
-                    "bytes": variant.bytes(k, n),
-                    "ms": 1e3 * result.quantiles["p50"] / layers,
-                    "float32_ms": 1e3 * result.baseline["p50"] / layers,
-                    "ratio": result.ratio,
-                    "ratio_ci95": list(result.ratio_ci95),
-                    "bytes_ratio": FLOAT.bytes(k, n) / variant.bytes(k, n),
-                    "aa_spread": result.aa_spread,
-                    "n": result.n,
-                    "flags": list(result.flags),
-                    "load_average": [before, os.getloadavg()[0]],
-                }
+                {"K": k, "N": n, "M": m, "bits": variant.bits, "block": variant.block}
+                | {"accuracy_level": variant.level, "zero_points": variant.zeros, "layers": layers}
+                | {"bytes": variant.bytes(k, n), "ms": 1e3 * result.quantiles["p50"] / layers}
+                | {"float32_ms": 1e3 * result.baseline["p50"] / layers, "ratio": result.ratio}
+                | {"ratio_ci95": list(result.ratio_ci95)}
+                | {"bytes_ratio": FLOAT.bytes(k, n) / variant.bytes(k, n), "aa_spread": result.aa_spread}
+                | {"n": result.n, "flags": list(result.flags), "load_average": [before, os.getloadavg()[0]]}
             )
     return found
 
@@ -200,20 +188,10 @@ def main() -> int:
     for row in rows:
         row["interval"] = "{:.2f}–{:.2f}".format(*row["ratio_ci95"])
         row["zeros"] = "yes" if row["zero_points"] else ""
-    columns = {
-        "K": "K:d",
-        "N": "N:d",
-        "M": "M:d",
-        "bits": "bits:d",
-        "zeros": "zero points",
-        "block": "block:d",
-        "accuracy_level": "level:d",
-        "float32_ms": "fp32, ms:.3f",
-        "ms": "ms:.3f",
-        "ratio": "times as fast:.2f",
-        "interval": "95 %",
-        "bytes_ratio": "times fewer bytes:.1f",
-    }
+    columns = layout(
+        "K:d | N:d | M:d | bits:d | zeros=zero points | block:d | accuracy_level=level:d | float32_ms=fp32, ms:.3f | "
+        "ms:.3f | ratio=times as fast:.2f | interval=95 % | bytes_ratio=times fewer bytes:.1f"
+    )
     show(f"MatMulNBits against MatMul in float32, {THREADS} threads, {machine.isa()}", rows, columns)
     for row in rows:
         for key in ("interval", "zeros"):

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from harness.decode_prepared import PeerFiles, graph, prepare, scores
 from harness.process import THREADS, compiled, helper
-from harness.record import command, parsing, record, show, verdicts
+from harness.record import command, layout, parsing, record, show, verdicts
 from harness.turns import QUIET, WARM, Side, play, turn
 from numpy.typing import NDArray
 from scipy import stats
@@ -81,16 +81,12 @@ def losses(scored: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         kl = np.array(score["kl"])
         value, interval = mean(kl)
         more, more_interval = mean(kl - own)
-        found[name] = {
-            "kl": value,
-            "kl_ci95": interval,
-            "kl_more": more,
-            "kl_more_ci95": more_interval,
-            "kl_sequences": kl.tolist(),
-            "top1": float(np.mean(score["top1"])),
-            "perplexity": float(np.exp(np.mean(score["nll"]))),
-            "perplexity_reference": float(np.exp(np.mean(score["nll_reference"]))),
-        }
+        found[name] = (
+            {"kl": value, "kl_ci95": interval, "kl_more": more, "kl_more_ci95": more_interval}
+            | {"kl_sequences": kl.tolist(), "top1": float(np.mean(score["top1"]))}
+            | {"perplexity": float(np.exp(np.mean(score["nll"])))}
+            | {"perplexity_reference": float(np.exp(np.mean(score["nll_reference"])))}
+        )
         if "prompt" in score:
             found[name]["kl_prompt"], found[name]["kl_prompt_ci95"] = mean(np.array(score["prompt"]["kl"]))
     return found
@@ -107,20 +103,9 @@ def summary(turns: dict[str, list[dict[str, Any]]], lost: dict[str, dict[str, An
         ratios = by_round[name] / by_round[OURS]
         ratio, interval = middle(ratios)
         rows.append(
-            {
-                "side": name,
-                "step": median,
-                "p10": low,
-                "p90": high,
-                "tokens_per_second": 1 / median,
-                "n": seconds.size,
-                "ratio": ratio,
-                "ratio_ci95": interval,
-                "ratio_rounds": ratios.tolist(),
-                "others": max(one["others"] for one in those),
-                "tokens": those[0]["tokens"][:16],
-                **lost[name],
-            }
+            {"side": name, "step": median, "p10": low, "p90": high, "tokens_per_second": 1 / median}
+            | {"n": seconds.size, "ratio": ratio, "ratio_ci95": interval, "ratio_rounds": ratios.tolist()}
+            | {"others": max(one["others"] for one in those), "tokens": those[0]["tokens"][:16], **lost[name]}
         )
     pairs = by_turn[OURS].reshape(-1, 2)
     rows[0]["aa_ratio"], rows[0]["aa_ci95"] = middle(pairs[:, 0] / pairs[:, 1])
@@ -209,16 +194,10 @@ def compare(chosen: list[tuple[str, str, Path]], made: PeerFiles, options: argpa
         runner.end()
 
     rows = summary(turns, lost)
-    columns = {
-        "side": "side",
-        "milliseconds": "step ms:.2f",
-        "low": "p10:.2f",
-        "high": "p90:.2f",
-        "tokens_per_second": "tokens/s:.1f",
-        "ratio": "step / quantkit's:.3f",
-        "interval": "95 %",
-        "others": "others, at most:.0%",
-    }
+    columns = layout(
+        "side | milliseconds=step ms:.2f | low=p10:.2f | high=p90:.2f | tokens_per_second=tokens/s:.1f | "
+        "ratio=step / quantkit's:.3f | interval=95 % | others=others, at most:.0%"
+    )
     printed = [
         row
         | {"milliseconds": row["step"] * 1e3, "low": row["p10"] * 1e3, "high": row["p90"] * 1e3}

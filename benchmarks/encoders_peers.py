@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 from harness import nncf
 from harness.record import parsing, record, show, verdicts
+from harness.turns import in_turns
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 
 import quantkit
 from quantkit import machine
 from quantkit.calibrate.sets.pairs import load_pairs
-from quantkit.measurement.timing.schedule import Visit, unnamed
+from quantkit.measurement.timing.schedule import Visit
 from quantkit.model.source.open import Source, open_model
 from quantkit.pipeline.baseline import float_export
 from quantkit.runtimes.onnxruntime.session import OnnxModel
@@ -147,7 +148,7 @@ def speeds(folders: dict[str, Path], seconds: float) -> dict[str, dict[str, list
             ids = np.random.default_rng(0).integers(1000, 20000, (batch, length))
             steps = [partial(one.session.run, None, one.prompt(ids)) for one in sides.values()]
             visit = Visit.fitting(max(timeit(step, number=1) for step in steps + steps))
-            times = unnamed(steps, blocks=(5, 200), seconds=seconds, generator=np.random.default_rng(1), visit=visit)
+            times = in_turns(steps, blocks=(5, 200), seconds=seconds, generator=np.random.default_rng(1), visit=visit)
             for name, taken in zip(sides, times, strict=True):
                 if name != "float":
                     against = compare(taken, times[list(sides).index("float")])
@@ -214,18 +215,11 @@ def main() -> int:
             cosine = np.concatenate([(mine * theirs).sum(axis=1) for mine, theirs in zip(own, before, strict=True)])
             hits, hits_before = found_first(*own), found_first(*before)
             rows.append(
-                {
-                    "side": name,
-                    "cosine": float(cosine.mean()),
-                    "least": float(cosine.min()),
-                    "recall_at_1": float(hits.mean()),
-                    "recall_ci95": list(wilson(int(hits.sum()), hits.size)),
-                    "lost": int((hits_before & ~hits).sum()),
-                    "won": int((hits & ~hits_before).sum()),
-                    "bytes": sum(path.stat().st_size for path in made.glob(f"{MODEL}*")),
-                    "operators": kernels(made),
-                    **fast[name],
-                }
+                {"side": name, "cosine": float(cosine.mean()), "least": float(cosine.min())}
+                | {"recall_at_1": float(hits.mean()), "recall_ci95": list(wilson(int(hits.sum()), hits.size))}
+                | {"lost": int((hits_before & ~hits).sum()), "won": int((hits & ~hits_before).sum())}
+                | {"bytes": sum(path.stat().st_size for path in made.glob(f"{MODEL}*"))}
+                | {"operators": kernels(made), **fast[name]}
             )
     shown = [{**row, **{k: v[0] for k, v in row.items() if isinstance(v, list)}} for row in rows]
     columns = {"side": "side", "cosine": "cosine:.5f", "least": "least:.5f", "recall_at_1": "recall@1:.4f"}

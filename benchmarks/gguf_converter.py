@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 from quantkit.model.source.alias import ALIASES, materialize
 
@@ -110,14 +110,9 @@ def main() -> int:
                 subprocess.run([sys.executable, options.converter, *asked], check=True, stderr=subprocess.DEVNULL)
                 ours(folder, place / "gguf", floats)
                 rows.append({"model": model, "floats": floats, **compared(place / "gguf" / "model.gguf", theirs)})
-    columns = {
-        "model": "model",
-        "floats": "floats",
-        "fields": "fields:.0f",
-        "fields_that_differ": "that differ",
-        "tensors": "tensors:.0f",
-        "tensors_that_differ": "that differ",
-    }
+    columns = layout(
+        "model | floats | fields:.0f | fields_that_differ=that differ | tensors:.0f | tensors_that_differ=that differ"
+    )
     show("a file of ours, and llama.cpp's converter's", rows, columns)
     claim = "the metadata and tensors of a float GGUF equal those that llama.cpp's converter writes"
     record("gguf-converter", claim, rows, {"converter": options.converter.parent.name})

@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.decode_prepared import PYTHON
 from harness.process import helper
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 from quantkit.model.source.alias import ALIASES, materialize
 
@@ -75,14 +75,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         for model in options.models:
             rows += compared(model, options.python, Path(place))
-    columns = {
-        "model": "model",
-        "tokens": "tokens:d",
-        "same_ids": "same ids",
-        "norm": "logits, off by:.1e",
-        "kl": "KL, most:.1e",
-        "top1": "top-1:.3f",
-    }
+    columns = layout(
+        "model | tokens:d | same_ids=same ids | norm=logits, off by:.1e | kl=KL, most:.1e | top1=top-1:.3f"
+    )
     show("transformers on the converted folder, llama.cpp on the file", rows, columns)
     claim = f"equal token ids, logits within {NORM:g} of their norm, KL at most {KL:g}"
     record("gguf_models", claim, rows, {"every": EVERY})

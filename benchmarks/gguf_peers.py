@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from harness.decode_prepared import PYTHON
 from harness.process import THREADS, compiled, helper, quantkit, run
-from harness.record import parsing, record, sha256, show, verdicts
+from harness.record import layout, parsing, record, sha256, show, verdicts
 from scipy import stats
 
 from quantkit.calibrate.statistics import imatrix
@@ -40,22 +40,11 @@ GENERATED = float(Recipe.load("gguf-q4_0").calibration.generated)
 TEXTS = Path(__file__).resolve().parent / "texts"
 MODULES = ["json/decoder.py", "textwrap.py"]
 SIDE = "gguf_side.py"
-COLUMNS = {
-    "model": "model",
-    "type": "type",
-    "text": "text",
-    "bits": "bits:.2f",
-    "ours": "bytes:,.0f",
-    "bytes_ratio": "to llama.cpp's:.4f",
-    "kl": "KL:.4f",
-    "kl_half": "±:.4f",
-    "kl_llama": "llama.cpp:.4f",
-    "kl_llama_half": "±:.4f",
-    "ratio": "ratio:.3f",
-    "interval": "95 %",
-    "top1": "top-1:.3f",
-    "top1_llama": "llama.cpp:.3f",
-}
+COLUMNS = layout(
+    "model | type | text | bits:.2f | ours=bytes:,.0f | bytes_ratio=to llama.cpp's:.4f | kl=KL:.4f | kl_half=±:.4f | "
+    "kl_llama=llama.cpp:.4f | kl_llama_half=±:.4f | ratio:.3f | interval=95 % | top1=top-1:.3f | "
+    "top1_llama=llama.cpp:.3f"
+)
 
 
 def texts(model: str, place: Path, scored: int) -> dict[str, list[list[int]]]:
@@ -109,23 +98,14 @@ def row(model: str, name: str, kind: str, ours: Any, theirs: Any) -> dict[str, A
     ).confidence_interval
     agree = [np.asarray(side)[:, 1].mean() for side in (ours, theirs)]
     loss, before = np.asarray(ours)[:, 2].mean(), np.asarray(ours)[:, 3].mean()
-    return {
-        "model": model,
-        "type": name,
-        "text": kind,
-        "sequences": len(values[0]),
-        "kl": float(values[0].mean()),
-        "kl_half": float(half[0]),
-        "kl_llama": float(values[1].mean()),
-        "kl_llama_half": float(half[1]),
-        "ratio": float(values[0].mean() / values[1].mean()),
-        "ratio_ci95": [float(drawn.low), float(drawn.high)],
-        "top1": float(agree[0]),
-        "top1_llama": float(agree[1]),
-        "perplexity": float(np.exp(loss)),
-        "perplexity_llama": float(np.exp(np.asarray(theirs)[:, 2].mean())),
-        "perplexity_float": float(np.exp(before)),
-    }
+    return (
+        {"model": model, "type": name, "text": kind, "sequences": len(values[0]), "kl": float(values[0].mean())}
+        | {"kl_half": float(half[0]), "kl_llama": float(values[1].mean()), "kl_llama_half": float(half[1])}
+        | {"ratio": float(values[0].mean() / values[1].mean()), "ratio_ci95": [float(drawn.low), float(drawn.high)]}
+        | {"top1": float(agree[0]), "top1_llama": float(agree[1]), "perplexity": float(np.exp(loss))}
+        | {"perplexity_llama": float(np.exp(np.asarray(theirs)[:, 2].mean()))}
+        | {"perplexity_float": float(np.exp(before))}
+    )
 
 
 def score(place: Path, name: str, given: dict[str, list[list[int]]], source: Path, files: dict[str, str]) -> Any:

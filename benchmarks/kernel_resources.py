@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 from quantkit.kernels import ahead
 from quantkit.kernels.dispatch import candidates
@@ -55,13 +55,9 @@ def main() -> int:
                 for kind, name in NATIVE if sm > 80 else NATIVE[:1]:
                     weights = config.block_n * config.unroll * 32 / (32 * config.warps)
                     rows.append(_row(ahead.native(sm, config, kind), name, config, weights, batch))
-    columns = {
-        "sm": "SM",
-        "rows": "rows of x:d",
-        "name": "format",
-        "config": "n x m, unroll, split, warps, stages",
-        "registers": "registers:d",
-    }
+    columns = layout(
+        "sm=SM | rows=rows of x:d | name=format | config=n x m, unroll, split, warps, stages | registers:d"
+    )
     columns |= {"shared_bytes": "shared B:d", "spill_bytes": "spill B:d", "per_weight": "instructions a weight:.2f"}
     show("the inner loop, compiled ahead of time", rows, columns | {"detours": "detours:d", "conversions": "I2F:d"})
     solvers = _solvers(args.sm or (80, 89, 90))

@@ -23,7 +23,7 @@ from typing import Any
 
 from harness.process import THREADS, compiled, environment, helper
 from harness.random_model import LARGE, layer_bytes
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 SETTINGS = ["calibration.samples=4", "calibration.tokens=128", "awq.grid=4", "gates={}"]
 
@@ -47,17 +47,12 @@ def measured(
     arguments = [f"--set={change}" for change in SETTINGS]
     env = environment(QUANTKIT_CACHE=str(place / f"cache-{name}"), **ALLOCATORS[allocator])
     result, done = compiled(folder, recipe, place / name, *arguments, env=env, data_limit=cap)
-    return {
-        "layers": layers,
-        "round": number,
-        "allocator": allocator,
-        "model_bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        "cap_bytes": cap,
-        "peak_bytes": done.peak,
-        "exit": done.status,
-        "wall_seconds": done.wall,
-        "checks": {check["name"]: check["ok"] for check in result["checks"]},
-    }
+    return (
+        {"layers": layers, "round": number, "allocator": allocator}
+        | {"model_bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
+        | {"cap_bytes": cap, "peak_bytes": done.peak, "exit": done.status, "wall_seconds": done.wall}
+        | {"checks": {check["name"]: check["ok"] for check in result["checks"]}}
+    )
 
 
 def main() -> int:
@@ -85,15 +80,10 @@ def main() -> int:
     for row in rows:
         row.update({f"{key}_mb": row[f"{key}_bytes"] / 1e6 for key in ("model", "peak")})
         row["cap_mb"] = row["cap_bytes"] / 1e6 if row["cap_bytes"] else None
-    columns = {
-        "layers": "layers",
-        "allocator": "allocator",
-        "model_mb": "model MB:.0f",
-        "cap_mb": "cap (RLIMIT_DATA) MB:.0f",
-        "peak_mb": "peak MB:.1f",
-        "exit": "exit",
-        "wall_seconds": "wall s:.0f",
-    }
+    columns = layout(
+        "layers | allocator | model_mb=model MB:.0f | cap_mb=cap (RLIMIT_DATA) MB:.0f | peak_mb=peak MB:.1f | exit | "
+        "wall_seconds=wall s:.0f"
+    )
     show(f"{options.recipe}, layers of {layer_bytes(**LARGE) / 1e6:.1f} MB, {THREADS} threads", rows, columns)
     settings = {"recipe": options.recipe, "changes": SETTINGS, **LARGE, "threads": THREADS, "cap": "RLIMIT_DATA"}
     claim = "the peak grows by less than one block from 12 to 24 layers; a model larger than its memory compiles"

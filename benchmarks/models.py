@@ -23,7 +23,7 @@ from typing import Any
 from harness.compile_fit import peaks, spec, spent
 from harness.compiles import compiled
 from harness.process import THREADS
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 from quantkit.model.source.open import open_model
 from quantkit.planning.compiling import peaks as forecast
@@ -59,43 +59,31 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     expected, seen = forecast(spec(row)), peaks(row)
     part = max(seen, key=lambda name: seen[name])
     most = max(expected.values())
-    found = {
-        "model": row["model"],
-        "recipe": row["recipe"],
-        "samples": next((int(each.rpartition("=")[2]) for each in row["changes"] if each.startswith(_SAMPLES)), None),
-        "scored": row["scored"],
-        "bits": (rows.get("size.bits_per_weight") or {}).get("value"),
-        "kl": kl and kl["value"],
-        "kl_ci95": kl and kl["ci95"],
-        "top1": (rows.get("accuracy.top1_agreement") or {}).get("value"),
-        "perplexity": perplexity and perplexity["value"],
-        "float_perplexity": perplexity and perplexity["baseline"] and perplexity["baseline"]["value"],
-        "gates": row["gates"],
-        "cpu_seconds": sum(spent(row).values()),
-        "peak_forecast": most,
-        "peak": seen[part],
-        "peak_at": part,
-        "peak_error": most / seen[part] - 1,
-        "parts": {name: [expected.get(name), seen[name]] for name in seen},
-    }
+    found = (
+        {"model": row["model"], "recipe": row["recipe"]}
+        | {
+            "samples": next(
+                (int(each.rpartition("=")[2]) for each in row["changes"] if each.startswith(_SAMPLES)), None
+            )
+        }
+        | {"scored": row["scored"], "bits": (rows.get("size.bits_per_weight") or {}).get("value")}
+        | {"kl": kl and kl["value"], "kl_ci95": kl and kl["ci95"]}
+        | {"top1": (rows.get("accuracy.top1_agreement") or {}).get("value")}
+        | {"perplexity": perplexity and perplexity["value"]}
+        | {"float_perplexity": perplexity and perplexity["baseline"] and perplexity["baseline"]["value"]}
+        | {"gates": row["gates"], "cpu_seconds": sum(spent(row).values()), "peak_forecast": most}
+        | {"peak": seen[part], "peak_at": part, "peak_error": most / seen[part] - 1}
+        | {"parts": {name: [expected.get(name), seen[name]] for name in seen}}
+    )
     both = found["perplexity"] and found["float_perplexity"]
     return {**found, "perplexity_ratio": found["perplexity"] / found["float_perplexity"] if both else None}
 
 
-COLUMNS = {
-    "model": "model",
-    "recipe": "recipe",
-    "bits": "bits/weight:.2f",
-    "kl": "KL:.4f",
-    "perplexity_ratio": "perplexity ratio:.3f",
-    "top1": "top-1:.3f",
-    "held": "gates",
-    "cpu_seconds": "CPU s:.0f",
-    "forecast_mb": "peak MB forecast:.0f",
-    "peak_mb": "real:.0f",
-    "peak_error": "error:+.1%",
-    "peak_at": "at",
-}
+COLUMNS = layout(
+    "model | recipe | bits=bits/weight:.2f | kl=KL:.4f | perplexity_ratio=perplexity ratio:.3f | top1=top-1:.3f | "
+    "held=gates | cpu_seconds=CPU s:.0f | forecast_mb=peak MB forecast:.0f | peak_mb=real:.0f | "
+    "peak_error=error:+.1% | peak_at=at"
+)
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ import numpy as np
 import onnxruntime
 from harness import nncf
 from harness.record import parsing, record, show, verdicts
+from harness.turns import in_turns
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -36,7 +37,6 @@ from quantkit import machine
 from quantkit.calibrate.sets.images import ImageSet, load_images
 from quantkit.graph.open import open_graph
 from quantkit.measurement.accuracy.labelled import difference_interval, share_interval
-from quantkit.measurement.timing.schedule import unnamed
 from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.stats.abba import compare
 from quantkit.stats.shares import mcnemar
@@ -114,7 +114,7 @@ def speeds(files: dict[str, Path], shape: tuple[int, ...], seconds: float) -> di
             for step in steps:
                 step()
             generator = np.random.default_rng(1)
-            times = unnamed(steps, blocks=(10, 400), seconds=seconds, generator=generator)
+            times = in_turns(steps, blocks=(10, 400), seconds=seconds, generator=generator)
             base = times[list(files).index("float")]
             for name, taken in zip(files, times, strict=True):
                 if name != "float":

@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 from harness.record import parsing, record, show
+from harness.turns import in_turns
 
-from quantkit.measurement.timing.schedule import Visit, unnamed
+from quantkit.measurement.timing.schedule import Visit
 from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, SETTLE
 
@@ -105,7 +106,7 @@ def night(number: int, rounds: int, blocks: int, once: bool) -> tuple[Any, float
                 step()
             # the one that was loaded first is not always the first of the two
             order = [0, 1] if once else generator.permutation(2)
-            times = unnamed(
+            times = in_turns(
                 [pair[i] for i in order],
                 blocks=(blocks, blocks),
                 seconds=0.0,
@@ -136,16 +137,10 @@ def main() -> int:
         ratios = np.median(times[:, cell].reshape(len(found), 2, -1), axis=-1)
         ratios = ratios[:, 0] / ratios[:, 1]
         rows.append(
-            {
-                "cell": name,
-                "p50": float(np.median(flat)),
-                "p90": float(np.quantile(flat, 0.9)),
-                "p99": float(np.quantile(flat, 0.99)),
-                "night_low": float(np.median(flat, axis=1).min()),
-                "night_high": float(np.median(flat, axis=1).max()),
-                "ratio_low": float(ratios.min()),
-                "ratio_high": float(ratios.max()),
-            }
+            {"cell": name, "p50": float(np.median(flat)), "p90": float(np.quantile(flat, 0.9))}
+            | {"p99": float(np.quantile(flat, 0.99)), "night_low": float(np.median(flat, axis=1).min())}
+            | {"night_high": float(np.median(flat, axis=1).max()), "ratio_low": float(ratios.min())}
+            | {"ratio_high": float(ratios.max())}
         )
     columns = {"cell": "cell", "p50": "step, median, s:.2e", "p90": "p90:.2e", "p99": "p99:.2e"}
     columns |= {"night_low": "quietest night:.2e", "night_high": "slowest:.2e"}

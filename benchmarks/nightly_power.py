@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.record import RESULTS, parsing, record, show, verdicts
+from harness.record import RESULTS, layout, parsing, record, show, verdicts
 
 from quantkit.stats.decision import ALPHA, CellDecision, confirm, decide
 from quantkit.stats.evidence import Resampled
@@ -128,21 +128,14 @@ def simulated(nights: int) -> list[Row]:
             # of the other cells nothing is asked here but the family that they belong to
             results = [decided([lambda: draw(slower)], alpha=ALPHA / cells) for _ in range(nights)]  # noqa: B023
             rows.append(
-                {
-                    "rounds": rounds,
-                    "blocks": blocks,
-                    "burst": burst,
-                    "settle": settle,
-                    "steps": rounds * blocks * 4 * (burst + settle),
-                    "default": (rounds, blocks, burst, settle) == (ROUNDS, BLOCKS, BURST, SETTLE),
-                    "slower": slower - 1,
-                    "cells": cells,
-                    "nights": nights,
-                    "first_runs": sum(len(called) for _, called in results) / nights,
-                    "found": sum(found[0].answer == "worse" for found, _ in results) / nights,
-                    "same": sum(found[0].answer == "same" for found, _ in results) / nights,
-                    "detectable": float(np.median([found[0].detectable for found, _ in results])),
-                }
+                {"rounds": rounds, "blocks": blocks, "burst": burst, "settle": settle}
+                | {"steps": rounds * blocks * 4 * (burst + settle)}
+                | {"default": (rounds, blocks, burst, settle) == (ROUNDS, BLOCKS, BURST, SETTLE)}
+                | {"slower": slower - 1, "cells": cells, "nights": nights}
+                | {"first_runs": sum(len(called) for _, called in results) / nights}
+                | {"found": sum(found[0].answer == "worse" for found, _ in results) / nights}
+                | {"same": sum(found[0].answer == "same" for found, _ in results) / nights}
+                | {"detectable": float(np.median([found[0].detectable for found, _ in results]))}
             )
     return rows
 
@@ -205,13 +198,7 @@ def main() -> int:
     show(
         "nothing changed",
         parts["nothing changed"],
-        {
-            "loaded": "loaded",
-            "nights": "nights",
-            "count": "of them:d",
-            "cells": "cells:d",
-            "first_runs": "called by a first run:d",
-        }
+        layout("loaded | nights | count=of them:d | cells:d | first_runs=called by a first run:d")
         | {"alarms": "alarms:d"}
         | shares,
     )

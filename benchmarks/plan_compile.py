@@ -29,94 +29,36 @@ from harness.compile_fit import fitted, peaks, spec
 from harness.compiles import compiled
 from harness.process import THREADS, environment, quantkit, run
 from harness.random_model import make
-from harness.record import RESULTS, parsing, record, show, verdicts
+from harness.record import RESULTS, layout, parsing, record, show, verdicts
 
 from quantkit import machine as host
 from quantkit.model.sizes import configs
 from quantkit.model.source.open import open_model
 from quantkit.planning.compiling import MEMORY, SCORED, predict
 
-COLUMNS = {
-    "recipe": "recipe",
-    "settings": "settings",
-    "scored": "positions:d",
-    "peak_predicted_mb": "peak MB predicted:.0f",
-    "peak_real_mb": "real:.0f",
-    "peak_error": "error:+.1%",
-    "peak_at": "at",
-    "disk_error": "disk error:+.1%",
-}
+COLUMNS = layout(
+    "recipe | settings | scored=positions:d | peak_predicted_mb=peak MB predicted:.0f | peak_real_mb=real:.0f | "
+    "peak_error=error:+.1% | peak_at=at | disk_error=disk error:+.1%"
+)
 MODEL = "smollm2-135m"
 # the record of compiles whose graph is timed
 TIMED = "plan_compile-timed"
 POSITIONS = {"positions": 2048}
+_SIZES = ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocabulary", "tied")
 MODELS: dict[str, dict[str, Any]] = {
-    "a": {"layers": 4, "hidden": 256, "intermediate": 704, "heads": 4, "kv_heads": 2, "vocabulary": 4096, "tied": True},
-    "b": {
-        "layers": 8,
-        "hidden": 512,
-        "intermediate": 1408,
-        "heads": 8,
-        "kv_heads": 2,
-        "vocabulary": 16384,
-        "tied": True,
-    },
-    "c": {
-        "layers": 5,
-        "hidden": 768,
-        "intermediate": 2048,
-        "heads": 12,
-        "kv_heads": 4,
-        "vocabulary": 32768,
-        "tied": True,
-    },
-    "d": {
-        "layers": 12,
-        "hidden": 384,
-        "intermediate": 1024,
-        "heads": 6,
-        "kv_heads": 3,
-        "vocabulary": 24576,
-        "tied": False,
-    },
-    # embedding and head of Gemma 3 270M and of Qwen2.5 0.5B, and two layers: what a large vocabulary holds
-    "e": {
-        "layers": 2,
-        "hidden": 640,
-        "intermediate": 2048,
-        "heads": 10,
-        "kv_heads": 2,
-        "vocabulary": 262144,
-        "tied": True,
-    },
-    "f": {
-        "layers": 2,
-        "hidden": 896,
-        "intermediate": 4864,
-        "heads": 14,
-        "kv_heads": 2,
-        "vocabulary": 151936,
-        "tied": False,
-    },
-    # of 20 and 79 M parameters: what plain transformers takes that proves and confirms
-    "g": {
-        "layers": 6,
-        "hidden": 512,
-        "intermediate": 1408,
-        "heads": 8,
-        "kv_heads": 2,
-        "vocabulary": 4096,
-        "tied": True,
-    },
-    "h": {
-        "layers": 12,
-        "hidden": 768,
-        "intermediate": 2048,
-        "heads": 12,
-        "kv_heads": 4,
-        "vocabulary": 8192,
-        "tied": True,
-    },
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, *sizes in (
+        ("a", 4, 256, 704, 4, 2, 4096, True),
+        ("b", 8, 512, 1408, 8, 2, 16384, True),
+        ("c", 5, 768, 2048, 12, 4, 32768, True),
+        ("d", 12, 384, 1024, 6, 3, 24576, False),
+        # embedding and head of Gemma 3 270M and of Qwen2.5 0.5B, and two layers: what a large vocabulary holds
+        ("e", 2, 640, 2048, 10, 2, 262144, True),
+        ("f", 2, 896, 4864, 14, 2, 151936, False),
+        # of 20 and 79 M parameters: what plain transformers takes that proves and confirms
+        ("g", 6, 512, 1408, 8, 2, 4096, True),
+        ("h", 12, 768, 2048, 12, 4, 8192, True),
+    )
 }
 # model, recipe, sequences (0: the recipe looks at no data), positions that are scored (0: as a user's)
 FIT = [
@@ -131,12 +73,8 @@ FIT = [
     ],
     *[("d", "int8-dynamic", 4, 1000), ("a", "int8", 8, 1000), ("b", "mxfp4", 2, 1000), ("a", "nvfp4", 4, 1000)],
     *[("b", "int3", 2, 1000), ("d", "int4-symmetric", 2, 1000), ("a", "int4-cpu", 4, 1000), ("b", "awq-int4", 2, 1000)],
-    *[
-        ("a", "gptq-int4+kv-fp8", 4, 1000),
-        ("d", "awq-int4", 4, 1000),
-        ("b", "float", 0, 1000),
-        ("d", "gptq-int4", 8, 1000),
-    ],
+    *[("a", "gptq-int4+kv-fp8", 4, 1000), ("d", "awq-int4", 4, 1000), ("b", "float", 0, 1000)],
+    *[("d", "gptq-int4", 8, 1000)],
     *[("b", "nvfp4", 4, 1000), ("d", "int8-weights", 0, 1000), ("b", "int4-best", 8, 1000), ("c", "awq-int4", 16, 0)],
     *[("c", "fp8", 4, 1000), ("c", "int8-weights", 0, 1000), ("c", "int4-cpu", 4, 1000), ("c", "int4-best", 8, 1000)],
     *[("e", "gptq-int4", 2, 500), ("f", "int8-weights", 0, 500), ("g", "gptq-int4", 2, 500), ("g", "fp8", 2, 500)],
@@ -157,16 +95,11 @@ def compared(row: Mapping[str, Any]) -> dict[str, Any]:
     """Predicted and real of one compile."""
     expected = predict(spec(row))
     peak, place = max((value, part) for part, value in peaks(row).items())
-    return {
-        "recipe": row["recipe"],
-        "settings": ", ".join(row["changes"]),
-        "scored": row["scored"] or SCORED,
-        "peak_predicted": expected.peak,
-        "peak_real": peak,
-        "peak_error": expected.peak / peak - 1,
-        "peak_at": place,
-        "disk_error": expected.disk.bundle / row["bundle_bytes"] - 1,
-    }
+    return (
+        {"recipe": row["recipe"], "settings": ", ".join(row["changes"]), "scored": row["scored"] or SCORED}
+        | {"peak_predicted": expected.peak, "peak_real": peak, "peak_error": expected.peak / peak - 1}
+        | {"peak_at": place, "disk_error": expected.disk.bundle / row["bundle_bytes"] - 1}
+    )
 
 
 def _config(folder: Path) -> Any:

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from harness.process import helper
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 import quantkit
 from quantkit import machine
@@ -129,21 +129,16 @@ def compared(rows: Sequence[dict[str, Any]], taught: Sequence[Sample], name: str
         step = ModelStep(row["batch"], shape["new_tokens"], shape["context"])
         found = served.timed(step)
         low, high = found.interval or (None, None)
-        yield {
-            "format": name,
-            "phase": step.phase,
-            "batch": step.batch,
-            "tokens": step.tokens,
-            "context": step.context,
-            "bound_ms": 1e3 * (found.least or 0.0),
-            "forecast_ms": 1e3 * found.forecast if found.forecast is not None else None,
-            "low_ms": 1e3 * low if low is not None else None,
-            "high_ms": 1e3 * high if high is not None else None,
-            "measured_ms": 1e3 * row["value"],
-            "error": found.forecast / row["value"] - 1 if found.forecast is not None else None,
-            "within": low <= row["value"] <= high if low is not None and high is not None else None,
-            "because": found.because,
-        }
+        yield (
+            {"format": name, "phase": step.phase, "batch": step.batch, "tokens": step.tokens}
+            | {"context": step.context, "bound_ms": 1e3 * (found.least or 0.0)}
+            | {"forecast_ms": 1e3 * found.forecast if found.forecast is not None else None}
+            | {"low_ms": 1e3 * low if low is not None else None}
+            | {"high_ms": 1e3 * high if high is not None else None, "measured_ms": 1e3 * row["value"]}
+            | {"error": found.forecast / row["value"] - 1 if found.forecast is not None else None}
+            | {"within": low <= row["value"] <= high if low is not None and high is not None else None}
+            | {"because": found.because}
+        )
 
 
 def here(rows: Sequence[dict[str, Any]]) -> Target:
@@ -187,19 +182,10 @@ def main() -> int:
         except QuantkitError as problem:
             print(problem.line(), file=sys.stderr)
             return problem.exit
-    columns = {
-        "format": "format",
-        "phase": "phase",
-        "batch": "batch:d",
-        "tokens": "tokens:d",
-        "context": "context:d",
-        "bound_ms": "at best ms:.2f",
-        "forecast_ms": "forecast ms:.2f",
-        "low_ms": "from:.2f",
-        "high_ms": "to:.2f",
-        "measured_ms": "measured ms:.2f",
-        "error": "off by:+.0%",
-    }
+    columns = layout(
+        "format | phase | batch:d | tokens:d | context:d | bound_ms=at best ms:.2f | forecast_ms=forecast ms:.2f | "
+        "low_ms=from:.2f | high_ms=to:.2f | measured_ms=measured ms:.2f | error=off by:+.0%"
+    )
     show("SmolLM2-135M, forecast from other models", rows, columns)
     record(
         "plan_forecast",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.process import THREADS, compiled, scored
-from harness.record import parsing, record, sha256, show, verdicts
+from harness.record import layout, parsing, record, sha256, show, verdicts
 
 RECIPES = ["rtn-int4", "gptq-int4", "awq-int4", "int4-best", "int4-symmetric", "int3", "int8-weights"]
 # mean KL in nats and processor seconds, at 8 x 512 calibration tokens
@@ -30,19 +30,13 @@ def figure(rows: list[dict[str, Any]], name: str) -> float | None:
 def measured(model: str, recipe: str, out: Path, arguments: list[str]) -> dict[str, Any]:
     """One compile."""
     result, done = compiled(model, recipe, out, "--no-speed", *arguments)
-    return {
-        "recipe": Path(recipe).stem,
-        "exit": result["exit"],
-        "content_sha256": result["content_sha256"],
-        "bits_per_weight": figure(result["measurements"], "size.bits_per_weight"),
-        "bytes": figure(result["measurements"], "size.bytes"),
-        "cpu_seconds": result["seconds"]["quantize_cpu"],
-        "wall_seconds": done.wall,
-        "cpu_seconds_whole": done.cpu,
-        "peak_bytes": done.peak,
-        "kl_own": figure(result["measurements"], "accuracy.kl"),
-        "decisions": len(result["decisions"]),
-    }
+    return (
+        {"recipe": Path(recipe).stem, "exit": result["exit"], "content_sha256": result["content_sha256"]}
+        | {"bits_per_weight": figure(result["measurements"], "size.bits_per_weight")}
+        | {"bytes": figure(result["measurements"], "size.bytes"), "cpu_seconds": result["seconds"]["quantize_cpu"]}
+        | {"wall_seconds": done.wall, "cpu_seconds_whole": done.cpu, "peak_bytes": done.peak}
+        | {"kl_own": figure(result["measurements"], "accuracy.kl"), "decisions": len(result["decisions"])}
+    )
 
 
 def main() -> int:
@@ -73,18 +67,10 @@ def main() -> int:
         row["megabytes"], row["peak_megabytes"] = row["bytes"] / 1e6, row["peak_bytes"] / 1e6
 
     print(f"perplexity of the original: {rows[0]['perplexity_reference']:.3f} on {rows[0]['n']} positions")
-    columns = {
-        "recipe": "recipe",
-        "perplexity": "perplexity:.2f",
-        "kl": "KL:.4f",
-        "kl_se": "± se:.4f",
-        "top1": "top-1:.3f",
-        "bits_per_weight": "bits/weight:.3f",
-        "cpu_seconds": "CPU s:.1f",
-        "wall_seconds": "whole, wall s:.0f",
-        "peak_megabytes": "peak MB:.0f",
-        "megabytes": "MB:.1f",
-    }
+    columns = layout(
+        "recipe | perplexity:.2f | kl=KL:.4f | kl_se=± se:.4f | top1=top-1:.3f | bits_per_weight=bits/weight:.3f | "
+        "cpu_seconds=CPU s:.1f | wall_seconds=whole, wall s:.0f | peak_megabytes=peak MB:.0f | megabytes=MB:.1f"
+    )
     show(f"{options.model}, {THREADS} threads", rows, columns)
     given = options.eval is not None
     settings = {

@@ -26,7 +26,7 @@ from typing import Any
 from harness import process
 from harness.environments import environment
 from harness.process import THREADS, compiled, helper
-from harness.record import parsing, record, sha256, show
+from harness.record import layout, parsing, record, sha256, show
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = Path(__file__).resolve().parent / "peers"
@@ -182,19 +182,10 @@ def main() -> int:
 def report(model: str, rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     flat = [{**row, **next(iter(row.get("texts", {}).values()), {})} for row in rows]
-    columns = {
-        "scheme": "scheme",
-        "side": "side",
-        "method": "method",
-        "kl": "KL:.4f",
-        "kl_se": "± se:.4f",
-        "perplexity": "perplexity:.2f",
-        "top1": "top-1:.3f",
-        "bits_per_weight": "bits:.2f",
-        "cpu_seconds": "CPU s:.1f",
-        "reader": "loaded by",
-        "failed": "failed",
-    }
+    columns = layout(
+        "scheme | side | method | kl=KL:.4f | kl_se=± se:.4f | perplexity:.2f | top1=top-1:.3f | "
+        "bits_per_weight=bits:.2f | cpu_seconds=CPU s:.1f | reader=loaded by | failed"
+    )
     show(f"{model}, tokens {TOKENS}", flat, columns)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from harness.process import THREADS, compiled, envelope, environment, helper, quantkit, run
 from harness.random_encoder import SIZES
 from harness.random_model import SMALL
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 AGAIN = 1 / 3
 EARLY = 0.1
@@ -172,34 +172,22 @@ def main() -> int:
             same = "same" if rows[-1]["same"] else "DIFFERS"
             last = "" if rows[-1]["resume_cpu_s"] is None else f", {rows[-1]['resume_cpu_s']:.0f} CPU s to its end"
             print(f"{number + 1}/{options.trials} {rows[-1]['struck']}{last}: {same}", flush=True)
-    columns = {
-        "trial": "trial",
-        "kills": "kills",
-        "struck": "where it struck (committed steps)",
-        "resume_cpu_s": "CPU s of the last resume:.0f",
-        "exit": "exit",
-        "same": "same content",
-    }
+    columns = layout(
+        "trial | kills | struck=where it struck (committed steps) | resume_cpu_s=CPU s of the last resume:.0f | "
+        "exit | same=same content"
+    )
     show(f"{options.trials} trials, {options.recipe}, {THREADS} threads", rows, columns)
     kills = sum(row["kills"] for row in rows)
     where = Counter(strike["where"] for row in rows for strike in row["strikes"])
     steps = sorted({strike["steps"] for row in rows for strike in row["strikes"]})
     print(f"{kills} kills: {dict(where)}; with {steps} steps committed")
     llama = f"random Llama, 16 layers, {SMALL}"
-    settings = {
-        "model": f"random BERT as ONNX, {SIZES}" if options.model == ENCODER else options.model or llama,
-        "recipe": options.recipe,
-        "changes": changes,
-        "seed": options.seed,
-        "threads": THREADS,
-        "seconds_to_first_write": before,
-        "seconds_of_work": after,
-        "undisturbed_cpu_s": took.cpu,
-        "kills": kills,
-        "where": dict(where),
-        "content_sha256": expected,
-        "second_run_same": second == expected,
-    }
+    settings = (
+        {"model": f"random BERT as ONNX, {SIZES}" if options.model == ENCODER else options.model or llama}
+        | {"recipe": options.recipe, "changes": changes, "seed": options.seed, "threads": THREADS}
+        | {"seconds_to_first_write": before, "seconds_of_work": after, "undisturbed_cpu_s": took.cpu}
+        | {"kills": kills, "where": dict(where), "content_sha256": expected, "second_run_same": second == expected}
+    )
     claim = "killed at random moments and resumed, the same content_sha256 as undisturbed; two runs the same"
     name = f"resume-{Path(options.model).stem}" if options.model else "resume"
     record(name, claim, rows, settings)

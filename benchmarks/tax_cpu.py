@@ -17,7 +17,7 @@ import re
 import sys
 from typing import Any
 
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 from quantkit.errors import QuantkitError
 from quantkit.measurement.rows import Row
@@ -85,46 +85,22 @@ def main() -> int:
         threads, K, N, M, name = same
         tax = taxes[same]
         rows.append(
-            {
-                "threads": threads,
-                "K": K,
-                "N": N,
-                "M": M,
-                "variant": name,
-                "kernel": one.settings.get("kernel"),
-                "us": 1e6 * (one.value or 0),
-                "float32_us": 1e6 * one.baseline.value,
-                "ratio": one.baseline.ratio,
-                "ratio_ci95": list(one.baseline.ratio_ci95 or ()),
-                "again": other.baseline.ratio,
-                "again_ci95": list(other.baseline.ratio_ci95 or ()),
-                "promised": tax.settings.get("promised"),
-                "tax_us": 1e6 * tax.value if tax.value is not None else None,
-                "aa_spread": one.aa_spread,
-                "n": one.n,
-                "reproduced": overlap(one, other),
-                "flags": one.flags,
-            }
+            {"threads": threads, "K": K, "N": N, "M": M, "variant": name}
+            | {"kernel": one.settings.get("kernel"), "us": 1e6 * (one.value or 0)}
+            | {"float32_us": 1e6 * one.baseline.value, "ratio": one.baseline.ratio}
+            | {"ratio_ci95": list(one.baseline.ratio_ci95 or ()), "again": other.baseline.ratio}
+            | {"again_ci95": list(other.baseline.ratio_ci95 or ()), "promised": tax.settings.get("promised")}
+            | {"tax_us": 1e6 * tax.value if tax.value is not None else None, "aa_spread": one.aa_spread}
+            | {"n": one.n, "reproduced": overlap(one, other), "flags": one.flags}
         )
     for row in rows:
         row["interval"] = "{:.2f}–{:.2f}".format(*row["ratio_ci95"])
         row["interval_again"] = "{:.2f}–{:.2f}".format(*row["again_ci95"])
         row["same"] = "yes" if row["reproduced"] else "NO"
-    columns = {
-        "threads": "threads:d",
-        "K": "K:d",
-        "N": "N:d",
-        "M": "M:d",
-        "variant": "variant",
-        "us": "µs:.0f",
-        "ratio": "times as fast:.2f",
-        "interval": "95 %",
-        "again": "again:.2f",
-        "interval_again": "95 % again",
-        "promised": "ideal:.2f",
-        "aa_spread": "A/A:.3f",
-        "same": "within",
-    }
+    columns = layout(
+        "threads:d | K:d | N:d | M:d | variant | us=µs:.0f | ratio=times as fast:.2f | interval=95 % | again:.2f | "
+        "interval_again=95 % again | promised=ideal:.2f | aa_spread=A/A:.3f | same=within"
+    )
     show("Single products against float32, in ONNX Runtime", rows, columns)
     for row in rows:
         for name in ("interval", "interval_again", "same"):

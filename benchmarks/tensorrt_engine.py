@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 import quantkit
 from quantkit.errors import QuantkitError
@@ -61,16 +61,10 @@ def main() -> int:
     show(
         "engines of SmolLM2-135M for SM 8.9",
         rows,
-        {
-            "recipe": "recipe",
-            "bytes": "bytes:,",
-            "less_head": "less the head:,",
-            "source": "kernels' source:,",
-            "copies": "of it copies:,",
-            "ratio": "ratio:.3f",
-            "seconds": "s:.0f",
-            "cpu_seconds": "CPU s:.0f",
-        },
+        layout(
+            "recipe | bytes:, | less_head=less the head:, | source=kernels' source:, | copies=of it copies:, | "
+            "ratio:.3f | seconds=s:.0f | cpu_seconds=CPU s:.0f"
+        ),
     )
     once = [row["less_head"] - row["copies"] for row in rows]
     print(f"with each kernel's source once the ratio would be {once[0] / once[1]:.3f}")

@@ -38,22 +38,19 @@ PROFILES = [
     Profile(name="prefill", batch=(1, 1, 2), length=(1, 16, 48), context=(0, 0, 0)),
 ]
 # form -> weights and inputs
-FORMS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
-    "float16": (None, None),
-    "int8, weights by channel": ({"format": "int8", "granularity": "channel"}, None),
-    "int8, weights in groups of 64": ({"format": "int8", "granularity": "group", "group": 64}, None),
-    "int8, weights and inputs": ({"format": "int8", "granularity": "channel"}, "int8"),
-    "int4 in groups of 16": ({"format": "int4", "granularity": "group", "group": 16, "symmetric": True}, None),
-    "int4 in groups of 64": ({"format": "int4", "granularity": "group", "group": 64, "symmetric": True}, None),
-    "int4 in groups of 128": ({"format": "int4", "granularity": "group", "group": 128, "symmetric": True}, None),
-    "int4 by channel": ({"format": "int4", "granularity": "channel", "symmetric": True}, None),
-    "fp8_e4m3, weights by channel": ({"format": "fp8_e4m3", "granularity": "channel"}, None),
-    "fp8_e4m3, weights in blocks of 128": ({"format": "fp8_e4m3", "granularity": "block", "group": 128}, None),
-    "fp8_e4m3, weights and inputs": ({"format": "fp8_e4m3", "granularity": "tensor"}, "fp8_e4m3"),
-    "mxfp8": ({"format": "mxfp8"}, None),
-    "nvfp4": ({"format": "nvfp4"}, None),
-    "nf4": ({"format": "nf4"}, None),
-}
+FORMS: dict[str, tuple[dict[str, Any] | None, str | None]] = (
+    {"float16": (None, None), "int8, weights by channel": ({"format": "int8", "granularity": "channel"}, None)}
+    | {"int8, weights in groups of 64": ({"format": "int8", "granularity": "group", "group": 64}, None)}
+    | {"int8, weights and inputs": ({"format": "int8", "granularity": "channel"}, "int8")}
+    | {"int4 in groups of 16": ({"format": "int4", "granularity": "group", "group": 16, "symmetric": True}, None)}
+    | {"int4 in groups of 64": ({"format": "int4", "granularity": "group", "group": 64, "symmetric": True}, None)}
+    | {"int4 in groups of 128": ({"format": "int4", "granularity": "group", "group": 128, "symmetric": True}, None)}
+    | {"int4 by channel": ({"format": "int4", "granularity": "channel", "symmetric": True}, None)}
+    | {"fp8_e4m3, weights by channel": ({"format": "fp8_e4m3", "granularity": "channel"}, None)}
+    | {"fp8_e4m3, weights in blocks of 128": ({"format": "fp8_e4m3", "granularity": "block", "group": 128}, None)}
+    | {"fp8_e4m3, weights and inputs": ({"format": "fp8_e4m3", "granularity": "tensor"}, "fp8_e4m3")}
+    | {"mxfp8": ({"format": "mxfp8"}, None), "nvfp4": ({"format": "nvfp4"}, None), "nf4": ({"format": "nf4"}, None)}
+)
 
 
 def tiny(folder: Path) -> Path:

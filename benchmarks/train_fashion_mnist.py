@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 from torch import Tensor, nn
 
 from quantkit.calibrate.sets.images import load_images
@@ -131,19 +131,12 @@ def main() -> int:
     show(
         "fashion-mnist-cnn",
         [row],
-        {
-            "training_cpu_s": "trained in CPU s:.1f",
-            "parameters": "parameters:,",
-            "bytes": "bytes:,",
-            "tune_top1": "top-1, tune:.4f",
-            "eval_top1": "top-1, 5,000 test images:.4f",
-        },
+        layout(
+            "training_cpu_s=trained in CPU s:.1f | parameters:, | bytes:, | tune_top1=top-1, tune:.4f | "
+            "eval_top1=top-1, 5,000 test images:.4f"
+        ),
     )
-    settings = {
-        "epochs": options.epochs,
-        "batch": options.batch,
-        "seed": options.seed,
-        "rate": RATE,
+    settings = {"epochs": options.epochs, "batch": options.batch, "seed": options.seed, "rate": RATE} | {
         "decay": DECAY,
         "smoothing": SMOOTHING,
         "shift": SHIFT,

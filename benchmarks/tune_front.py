@@ -19,30 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from harness.process import THREADS, envelope, quantkit, run
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 BUDGETS = (3.9, 4.3125, 4.6)
 
 
 def line(front: dict[str, Any], cpu: float | None) -> dict[str, Any]:
     chosen, uniform = front["chosen"], front["uniform"]
-    return {
-        "budget": front["budget"]["bits"],
-        "bits": chosen["bits"],
-        "units": chosen["units"],
-        "predicted": chosen["predicted"],
-        "measured": chosen["measured"],
-        "held_out": chosen["held_out"],
-        "held_out_ci95": chosen["held_out_ci95"],
-        "uniform": uniform and uniform["name"],
-        "uniform_bits": uniform and uniform["bits"],
-        "uniform_measured": uniform and uniform["measured"],
-        "uniform_held_out": uniform and uniform["held_out"],
-        "uniform_held_out_ci95": uniform and uniform["held_out_ci95"],
-        "factor": front["factor"],
-        "cpu_seconds": cpu,
-        "texts": front["texts"],
-    }
+    return (
+        {"budget": front["budget"]["bits"], "bits": chosen["bits"], "units": chosen["units"]}
+        | {"predicted": chosen["predicted"], "measured": chosen["measured"], "held_out": chosen["held_out"]}
+        | {"held_out_ci95": chosen["held_out_ci95"], "uniform": uniform and uniform["name"]}
+        | {"uniform_bits": uniform and uniform["bits"], "uniform_measured": uniform and uniform["measured"]}
+        | {"uniform_held_out": uniform and uniform["held_out"]}
+        | {"uniform_held_out_ci95": uniform and uniform["held_out_ci95"], "factor": front["factor"]}
+        | {"cpu_seconds": cpu, "texts": front["texts"]}
+    )
 
 
 def main() -> int:
@@ -69,17 +61,11 @@ def main() -> int:
                 if result is None:
                     raise SystemExit(done.err[-2000:])
                 rows.append(line(result, done.cpu))
-    columns = {
-        "budget": "budget:.4g",
-        "bits": "bits:.4f",
-        "predicted": "sum of harms:.4f",
-        "measured": "KL, tune split:.4f",
-        "held_out": "KL, eval split:.4f",
-        "uniform": "one scheme",
-        "uniform_bits": "its bits:.4f",
-        "uniform_held_out": "its KL, eval split:.4f",
-        "cpu_seconds": "CPU s:.0f",
-    }
+    columns = layout(
+        "budget:.4g | bits:.4f | predicted=sum of harms:.4f | measured=KL, tune split:.4f | "
+        "held_out=KL, eval split:.4f | uniform=one scheme | uniform_bits=its bits:.4f | "
+        "uniform_held_out=its KL, eval split:.4f | cpu_seconds=CPU s:.0f"
+    )
     show(f"{options.model}, {options.recipe}, {THREADS} threads", rows, columns)
     settings = {
         "model": options.model,

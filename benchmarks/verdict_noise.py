@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.latency import latency_row
@@ -57,14 +57,9 @@ def main() -> int:
                 ):
                     counts[what] += verdict(MeasuredFormat("int4", measured), BATCHES).answer in WON
             table.append({"noise": name, "blocks": blocks, "verdicts": options.verdicts, **counts})
-    columns = {
-        "noise": "noise",
-        "blocks": "blocks:d",
-        "verdicts": "verdicts:d",
-        "shipped": "shipped:d",
-        "plain": "by plain intervals:d",
-        "found": "shipped of 1.3 times as fast:d",
-    }
+    columns = layout(
+        "noise | blocks:d | verdicts:d | shipped:d | plain=by plain intervals:d | found=shipped of 1.3 times as fast:d"
+    )
     show("verdicts in which nothing differs", table, columns)
     settings = {"batches": list(BATCHES), "faster": FASTER}
     claim = "of verdicts on planted noise in which nothing differs at most one in 300 ships something"

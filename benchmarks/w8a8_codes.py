@@ -20,7 +20,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import torch
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
+from harness.turns import in_turns
 
 from quantkit import machine
 from quantkit.exporters.onnx.dialect import OrtDialect
@@ -28,7 +29,7 @@ from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
 from quantkit.exporters.onnx.single_op import EXACT_SUMS
 from quantkit.exporters.trace.transformer import DOMAIN, Traced
 from quantkit.formats.base import activation
-from quantkit.measurement.timing.schedule import Visit, unnamed
+from quantkit.measurement.timing.schedule import Visit
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.stats.abba import compare
 from quantkit.target import Target
@@ -116,7 +117,7 @@ def compared(k: int, n: int, rows: Sequence[int], seconds: float) -> list[dict[s
             return lambda: each.run(None, feeds)
 
         steps = [step(base), *(step(each) for each in loaded.values())]
-        theirs, *times = unnamed(
+        theirs, *times = in_turns(
             steps, blocks=(FEWEST, MOST), seconds=seconds, generator=np.random.default_rng(m), visit=Visit(1, 1)
         )
         for way, taken in zip(ways, times, strict=True):
@@ -143,17 +144,10 @@ def main() -> int:
         k, n = (int(size) for size in shape.split("x"))
         rows += compared(k, n, options.rows, options.seconds)
     shown = [{**row, "interval": "{:.2f}–{:.2f}".format(*row["ratio_ci95"])} for row in rows]
-    columns = {
-        "K": "K:d",
-        "N": "N:d",
-        "M": "M:d",
-        "inputs": "inputs",
-        "weights": "weights",
-        "error": "error:.0e",
-        "float32_ms": "fp32, ms:.3f",
-        "ratio": "times as fast:.2f",
-        "interval": "95 %",
-    }
+    columns = layout(
+        "K:d | N:d | M:d | inputs | weights | error:.0e | float32_ms=fp32, ms:.3f | ratio=times as fast:.2f | "
+        "interval=95 %"
+    )
     show(f"8 by 8 bits against MatMul in float32, 1 thread, {machine.isa()}", shown, columns)
     chosen = Target.load("cpu-x86").build["onnxruntime"]["weight_codes"]
     settings = {"threads": 1, "seconds": options.seconds, "onnxruntime": onnxruntime.__version__, "note": options.note}

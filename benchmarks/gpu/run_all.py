@@ -65,20 +65,13 @@ class Stage:
 
 
 # in the order in which they run: of a run of ten minutes `model` gets all it needs, whatever stands behind it the rest
-STAGES = {
-    "compile": Stage(stages.compile_kernels, 150),
-    "correct": Stage(stages.correct, 120),
-    "race": Stage(stages.race, 90),
-    "solvers": Stage(stages.solvers, 90),
-    "ceilings": Stage(stages.ceilings, 60),
-    "profile": Stage(stages.profile, 90),
-    "sweep": Stage(stages.sweep, 420),
-    "model": Stage(stages.model, 300),
-    "whole": Stage(stages.whole, 150),
-    "recipes": Stage(stages.recipes, 240),
-    "real": Stage(stages.real, 400),
-    "engines": Stage(stages.engines, 240),
-}
+STAGES = (
+    {"compile": Stage(stages.compile_kernels, 150), "correct": Stage(stages.correct, 120)}
+    | {"race": Stage(stages.race, 90), "solvers": Stage(stages.solvers, 90), "ceilings": Stage(stages.ceilings, 60)}
+    | {"profile": Stage(stages.profile, 90), "sweep": Stage(stages.sweep, 420), "model": Stage(stages.model, 300)}
+    | {"whole": Stage(stages.whole, 150), "recipes": Stage(stages.recipes, 240), "real": Stage(stages.real, 400)}
+    | {"engines": Stage(stages.engines, 240)}
+)
 
 
 @dataclass

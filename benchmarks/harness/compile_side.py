@@ -1,6 +1,5 @@
 """One compile in a process of its own, with what each of its parts took.
 
-    python compile_side.py request.json answer.json
     request: {"model", "recipe", "changes": [...], "out", "speed": false, "target": null,
               "scored": positions, fewer than a user's, so that many compiles take minutes}
     answer:  {"parts": [{"stage", "detail", "seconds", "cpu_seconds", "peak_bytes"}], "stages", "peak_bytes", ...,
@@ -12,9 +11,7 @@ must not be done in a user's process, whose mark is not ours.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -84,20 +81,11 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     watch.end()
     wall, cpu = (after - before for after, before in zip(watch._now(), started, strict=True))
     bundle = sum(path.stat().st_size for path in Path(request["out"]).rglob("*") if path.is_file())
-    return {
-        "parts": watch.parts,
-        "stages": [stage.as_dict() for stage in done.stages],
-        "seconds": wall,
-        "cpu_seconds": cpu,
-        "quantize_cpu": done.seconds["quantize_cpu"],
-        "peak_bytes": max(part["peak_bytes"] for part in watch.parts),
-        "bundle_bytes": bundle,
-        "warnings": done.warnings,
-        "figures": [row.model_dump(mode="json") for row in done.rows if row.name.startswith(FIGURES)],
-        "gates": {check.name: check.ok for check in figures.gates(done.bundle.manifest.checks)},
-    }
-
-
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))
+    return (
+        {"parts": watch.parts, "stages": [stage.as_dict() for stage in done.stages]}
+        | {"seconds": wall, "cpu_seconds": cpu, "quantize_cpu": done.seconds["quantize_cpu"]}
+        | {"peak_bytes": max(part["peak_bytes"] for part in watch.parts)}
+        | {"bundle_bytes": bundle, "warnings": done.warnings}
+        | {"figures": [row.model_dump(mode="json") for row in done.rows if row.name.startswith(FIGURES)]}
+        | {"gates": {check.name: check.ok for check in figures.gates(done.bundle.manifest.checks)}}
+    )

@@ -24,10 +24,9 @@ def compiled(place: Path, name: str, model: str, recipe: str, changes: Sequence[
     request = {"model": model, "recipe": recipe, "changes": list(changes), "out": str(out), "speed": speed}
     request["target"] = TARGETS.get(recipe)
     asked.write_text(json.dumps({**request, **({"scored": scored} if scored else {})}))
-    done = run(
-        [sys.executable, Path(__file__).with_name("compile_side.py"), asked, answered],
-        env=environment(QUANTKIT_CACHE=str(cache)),
-    )
+    here = Path(__file__).parent
+    command = [sys.executable, here / "side.py", here / "compile_side.py", asked, answered]
+    done = run(command, env=environment(QUANTKIT_CACHE=str(cache)))
     shutil.rmtree(out, ignore_errors=True)
     if done.status:
         said = done.err.strip().splitlines()

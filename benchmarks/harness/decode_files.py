@@ -1,6 +1,5 @@
 """The files of llama.cpp's side, made by the interpreter of its own environment.
 
-    .peers/decode/bin/python decode_files.py request.json answer.json
     request: {"source": GGUF of any type, "f32": GGUF to write, "q4_0": GGUF to write, "threads": 2}
     answer:  {"bytes", "tensors": {type: count}, "other": {tensor that is neither Q4_0 nor F32: type}}
 
@@ -10,8 +9,6 @@ dequantized, exactly the float weights that quantkit starts from.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -58,8 +55,3 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         "tensors": dict(Counter(types.values())),
         "other": {name: kind for name, kind in types.items() if kind not in ("Q4_0", "F32")},
     }
-
-
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

@@ -1,6 +1,5 @@
 """The files of onnxruntime-genai's side, made by its own model builder at int4 with its defaults: a process of its own.
 
-    python genai_files.py request.json answer.json
     request: {"folder": of the float model, "out": folder to make, "cache": an empty folder}
     answer:  {}
 
@@ -11,9 +10,6 @@ transformers 5 keeps one set a kind, builder 0.18 looks for that of global layer
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from onnxruntime_genai.models import builder
@@ -29,8 +25,3 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         config.rope_parameters = angles["full_attention"]
     builder.create_model(*where, **options)
     return {}
-
-
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

@@ -1,6 +1,5 @@
 """llama.cpp's side of `gguf_peers.py`, by the interpreter of its own environment.
 
-    .peers/decode/bin/python gguf_side.py request.json answer.json
     {"do": "quantize", "source": a float GGUF, "target", "type": "Q4_K_M", "imatrix": npz of tensor -> [K], "threads"}
         -> {"bytes", "types": {type: count}}
     {"do": "score", "reference": a float GGUF, "files": {name: GGUF}, "texts": {kind: [[ids]]}, "threads"}
@@ -14,8 +13,6 @@ Scored are all positions of a sequence, each model fed 512 tokens at once, its p
 from __future__ import annotations
 
 import ctypes
-import json
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -160,8 +157,5 @@ def timed(asked: Json) -> Json:
     return found
 
 
-if __name__ == "__main__":
-    request, answer = (Path(argument) for argument in sys.argv[1:])
-    asked = json.loads(request.read_text())
-    works = {"quantize": quantize, "score": score, "time": timed}
-    answer.write_text(json.dumps(works[asked["do"]](asked)))
+def main(request: Any) -> Any:
+    return {"quantize": quantize, "score": score, "time": timed}[request["do"]](request)

@@ -1,6 +1,5 @@
 """What heads and token embeddings in fewer bits cost, behind quantized blocks: a process of its own.
 
-    python head_side.py request.json answer.json
     {"model": FOLDER, "blocks": FOLDER of a checkpoint whose head and embedding are floats, "calibration": [[ids]],
      "eval": [[ids]], "groups": [32, 64], "rows": [2048, 8192]}
         -> [{"head", "embedding", "kl", "kl_se", "costs", "costs_se", "error"}]; the first row is the blocks alone
@@ -11,9 +10,7 @@ less that of the blocks alone, position by position; `error` is ||W - W'||² / |
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,8 +109,3 @@ def main(request: dict[str, Any]) -> list[dict[str, Any]]:
         embedding.weight = torch.nn.Parameter(table.to(embedding.weight.dtype), requires_grad=False)
         scores.add("floats", name, inputs(blocks, request["eval"]), weight, error(weight, table))
     return scores.rows
-
-
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

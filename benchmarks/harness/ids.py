@@ -1,15 +1,11 @@
 """Token ids of a calibration set, and the folder that a model opens to: a process of its own.
 
-python ids.py request.json answer.json
 request: {"model": MODEL, "set": NAME, "split": "calib", "samples": 8, "tokens": 512, "special": "before"}
 answer: {"folder", "ids"}
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from quantkit.calibrate.tokens.ids import load_tokens
@@ -29,8 +25,3 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         special=request.get("special", "before"),
     )
     return {"folder": str(source.path), "ids": found.ids.tolist()}
-
-
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

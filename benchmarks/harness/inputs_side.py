@@ -1,6 +1,5 @@
 """What rounding the inputs of 8-bit products costs, and what smoothing takes off: a process of its own.
 
-    python inputs_side.py request.json answer.json
     {"model": FOLDER, "blocks": FOLDER of a checkpoint, "calibration": [[ids]], "eval": [[ids]],
      "ways": {name: {"round": {kind: "token" | "block"}, "smooth": {kind: alpha}}}}, kinds: qkv, gate_up, o, down
         -> [{"way", "kl", "kl_se"}]
@@ -15,10 +14,7 @@ which a norm's weight, or the rows of up_proj, would absorb.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,8 +120,3 @@ def main(request: dict[str, Any]) -> list[dict[str, Any]]:
         kl = items.mean(items.kl)
         rows.append({"way": name, "kl": kl.value, "kl_se": kl.standard_error})
     return rows
-
-
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

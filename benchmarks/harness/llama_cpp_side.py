@@ -1,14 +1,12 @@
 """Token ids and logits that llama.cpp gives on texts, of a GGUF file that it expands to 32-bit floats itself.
 
-python llama_cpp_side.py request.json answer.json        in an environment with llama-cpp-python
+In an environment with llama-cpp-python.
 request: {"source", "f32": where the expanded file goes, "texts": [...], "logits": where they go (npz), "every": 16}
 answer:  {"ids": [[...], ...]}
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,3 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         logits.append(np.array(model.scores[: len(found)], np.float32)[:: request["every"]])
     np.savez(request["logits"], *logits)
     return {"ids": ids}
-
-
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

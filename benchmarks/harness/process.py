@@ -115,11 +115,13 @@ def envelope(done: Done) -> dict[str, Any]:
 def helper(
     script: str | Path, request: Mapping[str, Any], *, python: str | Path = sys.executable, threads: int = THREADS
 ) -> tuple[Any, Done]:
-    """Run a script of this folder in a process of its own: a JSON file in, a JSON file out."""
+    """Run `main` of a script of this folder in a process of its own; a script elsewhere reads and writes by itself."""
+    here = Path(__file__).parent
+    command = [script] if Path(script).is_absolute() else [here / "side.py", here / script]
     with tempfile.TemporaryDirectory() as place:
         asked, answered = Path(place) / "request.json", Path(place) / "answer.json"
         asked.write_text(json.dumps(request))
-        done = run([python, Path(__file__).parent / script, asked, answered], env=environment(threads))
+        done = run([python, *command, asked, answered], env=environment(threads))
         if done.status != 0 or not answered.exists():
             raise SystemExit(f"{script} failed, exit {done.status}\n{done.err[-3000:]}")
         return json.loads(answered.read_text()), done

@@ -1,6 +1,5 @@
 """Graphs of one decoder in ONNX Runtime, timed in turns, weighed, or scored: a process of its own.
 
-    python prompt_side.py request.json answer.json
     {"do": "time", "sides": {name: {"graph": FOLDER, "flash": bool, "own": bool}},
      "shapes": [["prefill"|"decode", batch, tokens]], "seconds": for each shape}
         -> [{"kind", "batch", "tokens", "seconds": {name: [blocks, 2, burst]}}]
@@ -15,10 +14,8 @@ for a graph with quantkit's `own` operators.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +121,5 @@ def scored(request: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    request = json.loads(asked.read_text())
-    answer = {"time": timed, "weigh": weighed, "score": scored}[request["do"]](request)
-    answered.write_text(json.dumps(answer))
+def main(request: Any) -> Any:
+    return {"time": timed, "weigh": weighed, "score": scored}[request["do"]](request)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -36,8 +34,5 @@ def make(file: Path, samples: Path, *, count: int = 100, seed: int = 0) -> None:
     np.savez(samples, ids=ids)
 
 
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    request = json.loads(asked.read_text())
+def main(request: dict[str, str]) -> None:
     make(Path(request["file"]), Path(request["samples"]))
-    answered.write_text("{}")

@@ -6,7 +6,6 @@ Its tokenizer has one token a byte, so the shipped calibration text serves it.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +125,5 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    request = json.loads(asked.read_text())
+def main(request: dict[str, Any]) -> None:
     make(Path(request.pop("folder")), **request)
-    answered.write_text("{}")

@@ -46,18 +46,11 @@ def record(
     today = datetime.datetime.now(datetime.UTC).date()
     path = RESULTS / f"{name}-{today:%Y%m%d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "schema": 1,
-        "benchmark": name,
-        "claim": claim,
-        "date": today.isoformat(),
-        "command": command(),
-        "quantkit": quantkit.__version__,
-        "commit": commit(),
-        "machine": machine.describe(),
-        "settings": dict(settings),
-        "rows": list(rows),
-    }
+    content = (
+        {"schema": 1, "benchmark": name, "claim": claim, "date": today.isoformat()}
+        | {"command": command(), "quantkit": quantkit.__version__, "commit": commit()}
+        | {"machine": machine.describe(), "settings": dict(settings), "rows": list(rows)}
+    )
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     Console(stderr=True).print(f"recorded in benchmarks/results/{path.name}", soft_wrap=True)
     return path
@@ -111,6 +104,12 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, st
         table.add_row(*cells)
     console = Console(width=max(140, Console().width))
     console.print(table)
+
+
+def layout(columns: str) -> dict[str, str]:
+    """Columns of a table: `"name | kl=KL:.4f"` -> `{"name": "name", "kl": "KL:.4f"}`."""
+    parts = (part.partition("=") for part in columns.split(" | "))
+    return {key if sign else key.partition(":")[0]: head if sign else key for key, sign, head in parts}
 
 
 def verdicts(checks: Mapping[str, bool]) -> int:

@@ -1,6 +1,5 @@
 """Score folders that plain transformers loads against their original: a process of its own.
 
-    python score.py request.json answer.json
     request: {"reference": MODEL, "candidates": {name: folder}, "texts": {name: {"ids"|"file"|"set": ...}},
               "samples": 12, "tokens": 512, "paired": name or null}
     answer:  [{"candidate", "text", "n", "sequences", "perplexity_reference", "perplexity", "kl", "kl_se", "top1", ...}]
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +55,13 @@ def score(original: Any, candidate: Any, ids: torch.Tensor, other: Items | None)
         accuracy.add(row, original(row[None]).logits[0].float(), candidate(row[None]).logits[0].float())
     items = accuracy.items()
     kl, before = items.mean(items.kl), items.mean(items.nll_original)
-    found = {
-        "n": items.n,
-        "sequences": int(ids.shape[0]),
-        "perplexity_reference": math.exp(before.value),
-        "perplexity": math.exp(items.mean(items.nll_candidate).value),
-        "kl": kl.value,
-        "kl_se": kl.standard_error,
-        "top1": items.mean(items.agree).value,
-        "next_word": items.mean(items.right_candidate).value,
-        "next_word_reference": items.mean(items.right_original).value,
-        "ids_sha256": ids_sha256(ids.numpy()),
-    }
+    found = (
+        {"n": items.n, "sequences": int(ids.shape[0]), "perplexity_reference": math.exp(before.value)}
+        | {"perplexity": math.exp(items.mean(items.nll_candidate).value), "kl": kl.value}
+        | {"kl_se": kl.standard_error, "top1": items.mean(items.agree).value}
+        | {"next_word": items.mean(items.right_candidate).value}
+        | {"next_word_reference": items.mean(items.right_original).value, "ids_sha256": ids_sha256(ids.numpy())}
+    )
     if other is not None:
         less = items.mean(items.kl - other.kl)
         found |= {"kl_less": less.value, "kl_less_se": less.standard_error}
@@ -96,8 +89,3 @@ def main(request: dict[str, Any]) -> list[dict[str, Any]]:
                 paired[text] = items
         del candidate
     return rows
-
-
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

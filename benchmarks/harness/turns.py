@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,11 @@ def play(sides: list[Side], rounds: int, steps: int, deadline: float) -> dict[st
         for side in [*sides, *reversed(sides)]:
             turns[side.name].append(turn(side, deadline, "run", steps=steps, warm=WARM))
     return turns
+
+
+def in_turns(steps: Sequence[Callable[[], object]], **how: Any) -> list[Any]:
+    """Seconds of each of some steps of this process, [blocks, 2, burst], as `quantkit` interleaves them."""
+    from quantkit.measurement.timing.schedule import interleave
+
+    seconds = interleave({str(number): step for number, step in enumerate(steps)}, **how).seconds
+    return [seconds[str(number)] for number in range(len(steps))]

@@ -1,13 +1,10 @@
 """Token ids of texts by a model's own tokenizer: windows spread evenly over each, BOS first where it adds one.
 
-python windows.py request.json answer.json
 request: {"model": MODEL, "texts": [{"path": FILE, "samples": 8}, ...], "tokens": 512}     answer: {"folder", "ids"}
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +39,3 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         for text in request["texts"]
     ]
     return {"folder": str(source.path), "ids": ids}
-
-
-if __name__ == "__main__":
-    asked, answered = (Path(argument) for argument in sys.argv[1:])
-    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

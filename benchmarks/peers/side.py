@@ -180,16 +180,12 @@ def score(logits: Any, candidate: Any, sequences: Sequence[Sequence[int]]) -> di
         apart = [(p.exp() * (p - q)).sum(-1, dtype=torch.float64) for p, q in zip(left, right, strict=True)]
         divergence.append(float(torch.stack(apart).mean()))
     spread = torch.tensor(divergence, dtype=torch.float64)
-    return {
-        "sequences": len(sequences),
-        "n": sum(len(row) - 1 for row in sequences),
-        "kl": float(spread.mean()),
-        "kl_se": float(spread.std() / math.sqrt(len(spread))),
-        "kl_by_sequence": divergence,
-        "top1": sum(agreement) / len(agreement),
-        "perplexity": math.exp(sum(nll) / len(nll)),
-        "perplexity_reference": math.exp(sum(before) / len(before)),
-    }
+    return (
+        {"sequences": len(sequences), "n": sum(len(row) - 1 for row in sequences), "kl": float(spread.mean())}
+        | {"kl_se": float(spread.std() / math.sqrt(len(spread))), "kl_by_sequence": divergence}
+        | {"top1": sum(agreement) / len(agreement), "perplexity": math.exp(sum(nll) / len(nll))}
+        | {"perplexity_reference": math.exp(sum(before) / len(before))}
+    )
 
 
 def serve(quantize: Callable[[dict[str, Any], Scheme], Quantized]) -> None:
@@ -207,16 +203,12 @@ def serve(quantize: Callable[[dict[str, Any], Scheme], Quantized]) -> None:
         name: score(np.load(known / f"{name}.npy", mmap_mode="r"), candidate, json.loads(Path(path).read_text()))
         for name, path in request["texts"].items()
     }
-    answer = {
-        "texts": figures,
-        "bits_per_weight": made.bits_per_weight or bits_per_weight(Path(request["out"]), Path(request["model"])),
-        "cpu_seconds": made.cpu_seconds,
-        "cpu_seconds_quantize": made.cpu_seconds_quantize,
-        "wall_seconds": made.wall_seconds,
-        "reader": made.reader,
-        "settings": made.settings,
-        "calibrated": made.calibrated,
-        "notes": made.notes,
-        "versions": {name: importlib.metadata.version(name) for name in (*made.packages, "torch", "transformers")},
-    }
+    answer = (
+        {"texts": figures}
+        | {"bits_per_weight": made.bits_per_weight or bits_per_weight(Path(request["out"]), Path(request["model"]))}
+        | {"cpu_seconds": made.cpu_seconds, "cpu_seconds_quantize": made.cpu_seconds_quantize}
+        | {"wall_seconds": made.wall_seconds, "reader": made.reader, "settings": made.settings}
+        | {"calibrated": made.calibrated, "notes": made.notes}
+        | {"versions": {name: importlib.metadata.version(name) for name in (*made.packages, "torch", "transformers")}}
+    )
     answered.write_text(json.dumps(answer))

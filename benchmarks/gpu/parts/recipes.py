@@ -21,19 +21,12 @@ from parts.compile_model import ROOT, compiled
 
 _SIZES = {"layers": 4, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4}
 # name -> words of the command
-RECIPES: Mapping[str, tuple[str, ...]] = {
-    "gptq-int4": ("gptq-int4",),
-    "awq-int4": ("awq-int4",),
-    "int4-best": ("int4-best",),
-    "hqq": ("rtn-int4", "--set", "passes=[hqq]"),
-    "int8": ("int8",),
-    "gptq-int4+kv-fp8": ("gptq-int4+kv-fp8",),
-    "nf4": ("nf4",),
-    "int8-dynamic": ("int8-dynamic",),
-    "fp8": ("fp8",),
-    "fp8-block": ("fp8-block",),
-    "nvfp4": ("nvfp4",),
-}
+RECIPES: Mapping[str, tuple[str, ...]] = (
+    {"gptq-int4": ("gptq-int4",), "awq-int4": ("awq-int4",), "int4-best": ("int4-best",)}
+    | {"hqq": ("rtn-int4", "--set", "passes=[hqq]"), "int8": ("int8",)}
+    | {"gptq-int4+kv-fp8": ("gptq-int4+kv-fp8",), "nf4": ("nf4",), "int8-dynamic": ("int8-dynamic",)}
+    | {"fp8": ("fp8",), "fp8-block": ("fp8-block",), "nvfp4": ("nvfp4",)}
+)
 # at most: a layer's error, relative to the processor's; nats of KL between both
 LAYERS, NATS = 0.01, 0.002
 # line of PENDING.md -> recipes of it, and which of the two it is about

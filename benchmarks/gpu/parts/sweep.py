@@ -281,20 +281,13 @@ class Sweep:
         }
         for side, taken in zip(made, times, strict=True):
             better, interval = ratio(known["torch.linear"], taken, self.generator)
-            common = {
-                "schema": 1,
-                "better": "lower",
-                "unit": "s",
-                "stat": "median",
-                "subject": f"random {variant.name}",
-                "batch": batch,
-                "op": op,
-                "runtime": side.name,
-                "settings": {"variant": variant.name, "dtype": str(self.dtype), **side.settings},
-                "resident_bytes": side.resident_bytes,
-                "device": self.device.identity(),
-                "versions": self.versions,
-            }
+            common = (
+                {"schema": 1, "better": "lower", "unit": "s", "stat": "median"}
+                | {"subject": f"random {variant.name}", "batch": batch, "op": op, "runtime": side.name}
+                | {"settings": {"variant": variant.name, "dtype": str(self.dtype), **side.settings}}
+                | {"resident_bytes": side.resident_bytes, "device": self.device.identity()}
+                | {"versions": self.versions}
+            )
             against = {
                 **{"subject": "torch.linear", "value": middle["torch.linear"]},
                 **{"ratio": better, "ratio_ci95": interval},
