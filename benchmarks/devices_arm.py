@@ -3,7 +3,7 @@
     apt-get install qemu-user
     python benchmarks/devices_arm.py BUNDLE... --work FOLDER --out FILE.json
 
-What is run is what a device runs (`quantkit.devices.there.work`), in an install of its own: Python from
+What is run is what a device runs (`quantkit.devices.there`), in an install of its own: Python from
 Debian's packages, the rest from PyPI's wheels, both unpacked into FOLDER; nothing of this machine is changed. The
 emulated core is a Cortex-A76, a Raspberry Pi 5's. Of each bundle:
 
@@ -38,7 +38,7 @@ from devices.local import BEGIN, local
 
 from quantkit import load, machine
 from quantkit.devices.answers import DeviceFacts, ScoredStretch
-from quantkit.devices.reached import Reached
+from quantkit.devices.named import Reached
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph, samples_of
 from quantkit.pipeline.measure import original_of
 
@@ -141,7 +141,7 @@ def unpack_debs(work: Path, root: Path) -> None:
 def asked(reached: Reached) -> DeviceFacts:
     """What the device says of itself. A program that only loads quantkit."""
     program = (
-        "from quantkit.devices.there.work import about; from quantkit.devices.answers import dumped; import json;"
+        "from quantkit.devices.there import about; from quantkit.devices.answers import dumped; import json;"
         " print(json.dumps(dumped(about())))"
     )
     return DeviceFacts.model_validate_json(there(reached, program))

@@ -145,7 +145,7 @@ def begun(work: Path, bundle: Path, far: Loopback) -> tuple[dict[str, int], dict
     """Bytes of the install, and seconds to the first rows, by the default plan, until the first times have come."""
     from quantkit.bundle import Bundle
     from quantkit.devices.measure import measure_on
-    from quantkit.devices.reached import reach
+    from quantkit.devices.named import reach
     from quantkit.measurement.timing.schedule import TimingPlan
 
     far.wires["plain"].fresh()

@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from quantkit import machine
 from quantkit.content import PRINTED, Bounded
 from quantkit.errors import InputError
-from quantkit.measurement.operators.ceilings import Ceiling
+from quantkit.measurement.operators.ceilings import Ceiling, joined
 from quantkit.measurement.operators.tax import StepCost
-from quantkit.measurement.timing.clocks import Clocks
+from quantkit.measurement.timing.clocks import Between, Clocks, settings_of
 from quantkit.measurement.timing.rounds import TimedRound
-from quantkit.measurement.timing.schedule import Timing, Visit
+from quantkit.measurement.timing.schedule import Shape, Timing, Visit
 
 # bytes of one line, and of all lines of a work
 LINE, ANSWER = 1 << 20, 1 << 28
@@ -29,17 +29,18 @@ LINE, ANSWER = 1 << 20, 1 << 28
 SHAPES = 500
 # how the cells of products begin, and those of rounds
 LINEAR, ROUND = "linear-", "round-"
-# blocks of one product, at most
-_BLOCKS = 10_000
 # that a line holds: of a stretch of positions ten for each, of up to 25 bytes; of samples
 POSITIONS, NUMBERS = 1024, 40_000
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # seconds: of a step that takes less, no rate would be a number
 Taken = Annotated[float, Field(gt=1e-12, lt=1e6)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(max_length=200, pattern=PRINTED)]
 Flag = Annotated[str, Field(pattern=r"^[a-z-]{0,64}$")]
 Setting = Annotated[str, Field(max_length=2000, pattern=PRINTED)] | bool | int | Finite | None
+Settings = Annotated[dict[Name, Setting], Field(max_length=50)]
 Words = Annotated[str, Field(max_length=2000)]
 Answer = TypeVar("Answer", bound=BaseModel)
 Rows = Sequence[dict[str, Any]]
@@ -61,7 +62,7 @@ class Failed(_Answer):
 
 
 class FoundCell(_Answer):
-    """The rows of one cell, in JSON's types; each reader validates them as what it asked for."""
+    """The rows of one cell; each reader validates them as what it asked for."""
 
     cell: Annotated[str, Field(max_length=200)]
     rows: tuple[dict[str, Any], ...] = Field(max_length=10_000)
@@ -73,15 +74,12 @@ class DeviceFacts(_Answer):
     Args:
         id: equal on machines of the same kind.
         name: of the processor.
-        machine: `aarch64`.
         isa: the best instruction set for quantized kernels.
         cores: that a process may keep busy.
         memory: bytes that it may use.
         cache: bytes of the last-level cache.
-        versions: package -> version.
         emulated: whether its processor is a program.
         gpu: the name of its first NVIDIA GPU; empty where it has none, or cannot tell.
-        driver: of that.
     """
 
     id: Name
@@ -97,14 +95,10 @@ class DeviceFacts(_Answer):
     driver: Name = ""
 
     def device(self, on: str, *, gpu: bool = False) -> dict[str, Any]:
-        """The `device` of its rows.
+        """Name the `device` of its rows, by what it is called here. Raises InputError `answer-invalid`, it has no GPU.
 
         Args:
-            on: what it is called here.
-            gpu: of those that its GPU ran.
-
-        Raises:
-            InputError: `answer-invalid`, it has none.
+            gpu: whether its GPU ran them.
         """
         if gpu and not self.gpu:
             raise invalid(on, "no GPU")
@@ -113,20 +107,14 @@ class DeviceFacts(_Answer):
 
     @property
     def flags(self) -> list[str]:
-        """Of all that is timed there."""
+        """Flags of all that is timed there."""
         return ["emulated"] if self.emulated else []
 
     def demand_times(self, on: str) -> None:
-        """Refuse a device whose times say nothing, where they would decide. Raises InputError `emulated`.
-
-        Args:
-            on: what the device is called.
-        """
+        """Refuse an emulator where times would decide. Raises InputError `emulated`."""
         if self.emulated:
-            rule = "an emulator's times say nothing of any machine"
-            raise InputError(
-                "emulated", where=on, value=f"{self.name} is a program", rule=rule, remedy="another device"
-            )
+            value, rule = f"{self.name} is a program", "an emulator's times say nothing of any machine"
+            raise InputError("emulated", where=on, value=value, rule=rule, remedy="another device")
 
 
 class SideCosts(_Answer):
@@ -139,7 +127,7 @@ class SideCosts(_Answer):
 
     ours: StepCost
     theirs: StepCost
-    settings: dict[Name, Setting] = Field(max_length=50)
+    settings: Settings
     resident_bytes: Bytes | None = None
     linears: dict[int, Taken | None] | None = Field(default=None, max_length=SHAPES)
 
@@ -150,34 +138,60 @@ class CeilingSamples(_Answer):
     ceilings: tuple[Ceiling, ...] = Field(max_length=20)
 
 
-class ShapeTimes(_Answer):
-    """One shape.
+class Times(_Answer):
+    """A `Timing` with the clocks and temperatures around it; when each step began is not sent.
 
     Args:
         seconds: side -> [blocks, 2, burst] of one step.
         rounds: blocks of each.
-        skipped: why there are no times.
-        before, after: clocks and temperature.
     """
 
     seconds: dict[Name, list[list[list[Taken]]]] = Field(default_factory=dict, max_length=2)
-    rounds: tuple[Annotated[int, Field(gt=0)], ...] = ()
+    rounds: tuple[Positive, ...] = Field(default=(), max_length=10_000)
+    visit: Visit | None = None
     skipped: Flag = ""
     before: Clocks = Clocks()
     after: Clocks = Clocks()
 
-    def demand_whole(self, sides: set[str], where: str) -> None:
-        """Refuse times that do not fit together. Raises InputError `answer-invalid`."""
-        if set(self.seconds) != sides or not _fitting([*self.seconds.values()], self.rounds):
+    @classmethod
+    def of(cls, timing: Timing, before: Clocks = Clocks(), after: Clocks = Clocks()) -> Times:  # noqa: B008 (frozen)
+        """Write a timing as it was taken."""
+        # to a ten-millionth of each: more digits than any clock has, in half the bytes
+        seconds = {
+            side: [[[float(f"{taken:.6e}") for taken in visit] for visit in block] for block in times.tolist()]
+            for side, times in timing.seconds.items()
+        }
+        told: dict[str, Any] = {"rounds": timing.rounds, "visit": timing.visit, "skipped": timing.skipped}
+        return cls(seconds=seconds, **told, before=before, after=after)
+
+    def timing(self, sides: set[str], where: str, shape: Shape | None = None, *, counted: bool = True) -> Timing:
+        """Read it as what was asked for. Raises InputError `answer-invalid`, its times do not fit together.
+
+        Args:
+            counted: see `Between.of`.
+        """
+        try:
+            seconds = {side: np.array(blocks, np.float64) for side, blocks in self.seconds.items()}
+        except ValueError:  # ragged
+            raise invalid(where, "times that do not fit together") from None
+        sizes = {times.shape for times in seconds.values()}
+        whole = (
+            set(seconds) == sides
+            and len(sizes) == 1
+            and all(len(size) == 3 and size[:2] == (sum(self.rounds), 2) and size[2] > 0 for size in sizes)
+        )
+        if bool(self.skipped) == bool(seconds) or not (whole or self.skipped):
             raise invalid(where, "times that do not fit together")
-
-
-class PartTimes(_Answer):
-    """One shape in one round: see `measurement.timing.schedule.Timing`; `seconds` and `skipped` as in `ShapeTimes`."""
-
-    seconds: dict[Name, list[list[list[Taken]]]] = Field(default_factory=dict, max_length=2)
-    visit: Visit | None = None
-    skipped: Flag = ""
+        slowed = Between.of(self.before, self.after, counted=counted).throttled
+        return Timing(
+            seconds,
+            rounds=self.rounds,
+            visit=self.visit,
+            shape=shape,
+            skipped=self.skipped,
+            settings=settings_of(self.before, self.after),
+            flags=("throttled",) if slowed else (),
+        )
 
 
 class RoundTimes(_Answer):
@@ -186,35 +200,16 @@ class RoundTimes(_Answer):
     Args:
         parts: of each shape of the job.
         took: seconds, with both loads.
-        before, after: clocks and temperature.
     """
 
-    parts: tuple[PartTimes, ...] = Field(max_length=SHAPES)
+    parts: tuple[Times, ...] = Field(max_length=SHAPES)
     took: Taken
     before: Clocks = Clocks()
     after: Clocks = Clocks()
 
-    @classmethod
-    def of(cls, found: TimedRound, before: Clocks, after: Clocks) -> RoundTimes:
-        """As it was taken; when each step began is not in it."""
-        parts = []
-        for part in found.parts:
-            times = {side: each.tolist() for side, each in part.seconds.items()}
-            parts.append(PartTimes(seconds=times, visit=part.visit, skipped=part.skipped))
-        return cls(parts=tuple(parts), took=found.seconds, before=before, after=after)
-
     def round(self, sides: set[str], where: str) -> TimedRound:
-        """The opposite of `of`. Raises InputError `answer-invalid`, its times do not fit together."""
-        parts = []
-        for part in self.parts:
-            blocks = len(next(iter(part.seconds.values()), ()))
-            if not part.skipped and not (
-                set(part.seconds) == sides and blocks and _fitting([*part.seconds.values()], (blocks,))
-            ):
-                raise invalid(where, "times that do not fit together")
-            times = {side: np.array(each) for side, each in part.seconds.items()}
-            parts.append(Timing(times, rounds=(blocks,), visit=part.visit, skipped=part.skipped))
-        return TimedRound(parts, self.took)
+        """Read it as what was asked for. Raises InputError `answer-invalid`, its times do not fit together."""
+        return TimedRound([part.timing(sides, where) for part in self.parts], self.took)
 
 
 class ProductTimes(_Answer):
@@ -226,51 +221,44 @@ class ProductTimes(_Answer):
         prepared: whether it could be made to run.
         products: that one step runs.
         resident_bytes: of the weight as it is run.
-        settings: how it ran.
-        ours, theirs: [blocks, 2, burst] seconds of one product, of the variant and of the baseline; empty if skipped.
-        rounds: blocks of each.
-        skipped: the flag why there are no times.
+        times: of one product, of the variant and of the baseline; the clocks are those of all of the linear.
         hot, quantizing: seconds with the weight in the cache, and of quantizing x alone.
-        before, after: clocks and temperature, of all of the linear.
     """
 
-    linear: Annotated[int, Field(ge=0)]
-    M: Annotated[int, Field(gt=0)]
+    linear: Natural
+    M: Positive
     variant: Name
     prepared: bool = False
-    products: Annotated[int, Field(gt=0)] = 1
+    products: Positive = 1
     resident_bytes: Bytes | None = None
-    settings: dict[Name, Setting] = Field(default_factory=dict, max_length=50)
-    ours: list[list[list[Taken]]] = Field(default_factory=list, max_length=_BLOCKS)
-    theirs: list[list[list[Taken]]] = Field(default_factory=list, max_length=_BLOCKS)
-    rounds: tuple[Annotated[int, Field(gt=0)], ...] = Field(default=(), max_length=100)
-    skipped: Flag = ""
+    settings: Settings = Field(default_factory=dict)
+    times: Times = Times()
     hot: Taken | None = None
     quantizing: Taken | None = None
-    before: Clocks = Clocks()
-    after: Clocks = Clocks()
 
-    def demand_whole(self, where: str) -> None:
-        """Refuse times that do not fit together. Raises InputError `answer-invalid`."""
-        if self.skipped:
-            if self.ours or self.theirs:
-                raise invalid(where, "times of what was skipped")
-        elif not (self.prepared and _fitting([self.ours, self.theirs], self.rounds) and sum(self.rounds) > 1):
-            raise invalid(where, "times that do not fit together")
+
+class SideMemory(_Answer):
+    """Bytes of a process that has loaded a model and made a step: see `timing.speed.footprint`."""
+
+    before: Bytes
+    resident: Bytes
+    peak: Bytes
+    new_tokens: Bytes
+    context: Bytes
 
 
 class Footprints(_Answer):
-    """Bytes of a process that has loaded a model and made a step: see `timing.speed.footprint`."""
+    """The memory of both."""
 
-    ours: dict[Name, Bytes]
-    theirs: dict[Name, Bytes]
+    ours: SideMemory
+    theirs: SideMemory
 
 
 class ScoredStretch(_Answer):
     """Consecutive positions of one sequence: the numbers of `positions.Items`, a list each."""
 
     way: Literal["", "prompts", "steps"]
-    sequence: Annotated[int, Field(ge=0)]
+    sequence: Natural
     found: dict[Name, Annotated[list[Finite], Field(max_length=POSITIONS)]] = Field(max_length=20)
 
 
@@ -284,13 +272,13 @@ class SampleOutputs(_Answer):
         numbers: of all arrays, one after another.
     """
 
-    first: Annotated[int, Field(ge=0)]
-    shapes: dict[Name, Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]] = Field(max_length=64)
-    at: Annotated[int, Field(ge=0)] = 0
+    first: Natural
+    shapes: dict[Name, Annotated[tuple[Natural, ...], Field(max_length=16)]] = Field(max_length=64)
+    at: Natural = 0
     numbers: list[Finite] = Field(max_length=NUMBERS)
 
     def arrays(self, numbers: Any) -> dict[str, Any]:
-        """Name -> array [n, ...], of all numbers of these samples. Raises ValueError where they do not fit."""
+        """Lay out all numbers of these samples: name -> [n, ...]. Raises ValueError where they do not fit."""
         ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()]).tolist()
         if not ends or ends[-1] != len(numbers):
             raise ValueError("numbers that do not fit their shapes")
@@ -299,9 +287,9 @@ class SampleOutputs(_Answer):
 
 
 class SessionSettings(_Answer):
-    """How a model runs there: of its session's settings."""
+    """How a model runs there."""
 
-    settings: dict[Name, Setting] = Field(max_length=50)
+    settings: Settings
 
 
 class MadeTokens(_Answer):
@@ -318,7 +306,7 @@ class CheckResult(_Answer):
 
     name: Name
     ok: bool
-    where: Annotated[str, Field(max_length=2000)] = ""
+    where: Words = ""
 
 
 class Cells(Mapping[str, Rows]):
@@ -348,36 +336,42 @@ class Cells(Mapping[str, Rows]):
     def __len__(self) -> int:
         return len(self._texts)
 
-    def one(self, kind: Any, cell: str) -> Any:
-        """The only row of a cell, as what it has to be. Raises InputError `answer-invalid`."""
+    def all(self, kind: type[Answer], prefix: str) -> Iterator[tuple[str, Answer]]:
+        """Read every row of the cells that begin so, each with its cell. Raises InputError `answer-invalid`."""
+        for cell in self._texts:
+            for row in self[cell] if cell.startswith(prefix) else ():
+                yield cell, read(kind, row, self.on)
+
+    def one(self, kind: type[Answer], cell: str) -> Answer:
+        """Read the only row of a cell. Raises InputError `answer-invalid`."""
         rows = self.get(cell, ())
         return read(kind, rows[0] if len(rows) == 1 else None, self.on)
 
     @property
     def about(self) -> DeviceFacts:
         """The device. Raises InputError `answer-invalid`."""
-        found: DeviceFacts = self.one(DeviceFacts, "about")
-        return found
+        return self.one(DeviceFacts, "about")
 
 
-def _fitting(sides: Sequence[Any], rounds: Sequence[int]) -> bool:
-    """Whether times of several sides are of the same blocks, [blocks, 2, burst]."""
-    try:
-        sizes = {np.array(blocks, np.float64).shape for blocks in sides}
-    except ValueError:  # ragged
-        return False
-    size = next(iter(sizes), ())
-    return len(sizes) == 1 and len(size) == 3 and size[:2] == (sum(rounds), 2) and size[2] > 0
+def ceilings_of(answers: Cells) -> list[Ceiling]:
+    """Join what the device could do before and, once that has come, after. Raises InputError `answer-invalid`."""
+    before = answers.one(CeilingSamples, "ceilings").ceilings
+    if "ceilings-after" not in answers:
+        return list(before)
+    after = answers.one(CeilingSamples, "ceilings-after").ceilings
+    if [ceiling.name for ceiling in before] != [ceiling.name for ceiling in after]:
+        raise invalid(answers.on, "other ceilings than before")
+    return list(joined(before, after))
 
 
 def dumped(answer: BaseModel) -> dict[str, Any]:
-    """As a row of a line."""
+    """Write a row of a line."""
     data: dict[str, Any] = TypeAdapter(type(answer)).dump_python(answer, mode="json")
     return data
 
 
 def read(kind: type[Answer], row: Any, where: str) -> Answer:
-    """A row of a line as what it has to be. Raises InputError `answer-invalid`."""
+    """Read a row of a line as what it has to be. Raises InputError `answer-invalid`."""
     try:
         return kind.model_validate(row)
     except ValidationError as problem:
@@ -387,7 +381,7 @@ def read(kind: type[Answer], row: Any, where: str) -> Answer:
 
 @contextmanager
 def believed(where: str) -> Iterator[None]:
-    """In the body rows are made of what a device says: each of its figures is one, but together they may give none.
+    """Make rows of what a device says: each of its figures is one, but together they may give none.
 
     Raises:
         InputError: `answer-invalid`.
@@ -402,6 +396,6 @@ def believed(where: str) -> Iterator[None]:
 
 
 def invalid(where: str, value: str) -> InputError:
-    """The error of an answer that is not what was asked for."""
+    """Make the error of an answer that is not what was asked for."""
     rule, remedy = "a device answers as this version writes", "run it again; if it stays, look at what runs there"
     return InputError("answer-invalid", where=where, value=value[:200], rule=rule, remedy=remedy)

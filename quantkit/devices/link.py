@@ -22,20 +22,35 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+from pydantic import Field, ValidationError
 
 from quantkit.bundle.disk import sha256, stopping_when_full
+from quantkit.content import Closed
 from quantkit.devices.answers import ANSWER, LINE, ROUND, Cells, Failed, FoundCell, read
-from quantkit.devices.openssh import Conversation, OpenSSH, again, held
-from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError, Stopped
+from quantkit.devices.openssh import OpenSSH, again, held
+from quantkit.errors import GateError, Inconclusive, InputError, Stopped
 from quantkit.runtimes.child import Report
 
 _CHUNK = 1 << 18
 # of the free disk: what is left to the device; a wheel takes about so many times as much unpacked
 _SPARE, _UNPACKED = 64 << 20, 4
-_PROGRAM = "from quantkit.runtimes.child import main; main('quantkit.devices.there.work:work', {what!r})"
+_PROGRAM = "from quantkit.runtimes.child import main; main('quantkit.devices.there:work', {what!r})"
 _KINDS: dict[int, Any] = {kind.exit: kind for kind in (GateError, Inconclusive, Stopped)}
 _PROC = Path("/proc")
+_Size = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+# told each cell that has come, with those before it
+Tell = Callable[[Cells, str], None]
+
+
+class _Have(Closed):
+    """What is there of a folder, and of wheels; bytes that are free."""
+
+    whole: bool
+    there: dict[str, _Size]
+    free: _Size
+    wheels: list[str]
 
 
 class Link:
@@ -50,13 +65,7 @@ class Link:
     """
 
     def __init__(
-        self,
-        shell: OpenSSH,
-        workdir: str,
-        *,
-        wheels: Mapping[str, Path],
-        lease: int = 120,
-        patience: float = 300.0,
+        self, shell: OpenSSH, workdir: str, *, wheels: Mapping[str, Path], lease: int = 120, patience: float = 300.0
     ) -> None:
         self.name = shell.name
         self._shell, self._workdir, self._wheels = shell, workdir, dict(wheels)
@@ -68,11 +77,15 @@ class Link:
         """End the connection."""
         self._shell.close()
 
+    def _files(self, do: str, **asked: Any) -> dict[str, Any]:
+        """What `devices.sent.files` is told."""
+        return {"workdir": self._workdir, "do": do, **asked}
+
     def carry(self, name: str, files: Mapping[str, Path], progress: Report | None = None) -> str:
         """Put a folder of files there, relative path -> file here; nothing travels twice.
 
         Returns:
-            its path below the workdir.
+            Its path below the workdir.
 
         Raises:
             InputError: `device-full`, before anything is carried; `transfer-damaged`.
@@ -81,16 +94,16 @@ class Link:
         sizes = {place: path.stat().st_size for place, path in files.items()}
         hashes = {place: sha256(path) for place, path in files.items()}
         folder = f"{name}-{hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()[:16]}"
-        left, damaged = [-1], [False]
+        missing, damaged = -1, False
 
         def put() -> None:
+            nonlocal missing, damaged
             there = self._have(folder, sizes)
-            if there["whole"]:
+            if there.whole:
                 return
-            begins = {place: min(int(there["there"].get(place, 0)), size) for place, size in sizes.items()}
-            need = sum(size - begins[place] for place, size in sizes.items())
-            left[0] = need
-            self._demand_room(need, there["free"], "are to be carried")
+            begins = {place: min(there.there.get(place, 0), size) for place, size in sizes.items()}
+            need = missing = sum(size - begins[place] for place, size in sizes.items())
+            self._demand_room(need, there.free, "are to be carried")
 
             def send(stream: IO[bytes]) -> None:
                 sent = 0
@@ -104,26 +117,24 @@ class Link:
                                 progress(sent / need, f"carrying {path.name} to {self.name}")
 
             parts = [[place, size, hashes[place], begins[place]] for place, size in sizes.items()]
-            told = {"workdir": self._workdir, "do": "receive", "name": folder, "files": parts}
+            told = self._files("receive", name=folder, files=parts)
             # as slow as a line may be: 20 kB a second
             if self._shell.call("files", told, send=send, seconds=600 + need / 2e4).get("damaged"):
-                if damaged[0]:
+                if damaged:
                     raise _damaged(self.name, "what arrived twice was not what was sent", "or the file changed here")
-                damaged[0] = True
+                damaged = True
                 put()
 
-        again(put, self._patience, lambda: left[0])
+        again(put, self._patience, lambda: missing)
         return f"files/{folder}"
 
-    def _have(self, folder: str, sizes: Mapping[str, int], wheels: list[str] | None = None) -> dict[str, Any]:
-        """Counts what is there of a folder; nothing but numbers is believed."""
-        asked = {"workdir": self._workdir, "do": "have", "name": folder, "files": list(sizes), "wheels": wheels or []}
-        found = self._shell.call("files", asked)
-        there, free, unpacked = found.get("there"), found.get("free"), found.get("wheels")
-        whole = isinstance(there, dict) and all(type(size) is int and size >= 0 for size in there.values())
-        if not (whole and isinstance(unpacked, list) and type(free) is int and 0 <= free < 1 << 63):
-            raise self._shell.invalid(repr(found).encode())
-        return {"whole": found.get("whole") is True, "there": there, "free": free, "wheels": unpacked}
+    def _have(self, folder: str, sizes: Mapping[str, int], wheels: list[str] | None = None) -> _Have:
+        """Counts what is there of a folder."""
+        answer = self._shell.call("files", self._files("have", name=folder, files=list(sizes), wheels=wheels or []))
+        try:
+            return _Have.model_validate(answer)
+        except ValidationError:
+            raise self._shell.invalid(repr(answer).encode()) from None
 
     def _demand_room(self, need: float, free: int, words: str) -> None:
         if need and need + _SPARE > free:
@@ -132,19 +143,19 @@ class Link:
     def install(self, progress: Report | None = None) -> None:
         """Carry and unpack what runs there, unless it is there. Raises as `carry`."""
         there = again(lambda: self._have("wheels", {}, list(self._wheels)), self._patience)
-        missing = {sha: path for sha, path in self._wheels.items() if sha not in there["wheels"]}
+        missing = {sha: path for sha, path in self._wheels.items() if sha not in there.wheels}
         need = _UNPACKED * sum(path.stat().st_size for path in missing.values())
-        self._demand_room(need, there["free"], "or so is what packages take")
-        if missing:
-            names = {f"{number}-{path.name}": path for number, path in enumerate(missing.values())}
+        self._demand_room(need, there.free, "or so is what packages take")
+        if not missing:
+            return
+        names = {f"{number}-{path.name}": path for number, path in enumerate(missing.values())}
 
-            def unpack() -> None:
-                folder = self.carry("wheels", names, progress).partition("/")[2]
-                wheels = dict(zip(names, missing, strict=True))
-                asked = {"workdir": self._workdir, "do": "unpack", "name": folder, "wheels": wheels}
-                self._shell.call("files", asked, seconds=1800)
+        def unpack() -> None:
+            folder = self.carry("wheels", names, progress).partition("/")[2]
+            wheels = dict(zip(names, missing, strict=True))
+            self._shell.call("files", self._files("unpack", name=folder, wheels=wheels), seconds=1800)
 
-            again(unpack, self._patience)
+        again(unpack, self._patience)
 
     def run(
         self,
@@ -152,23 +163,47 @@ class Link:
         job: Mapping[str, Any],
         progress: Report | None = None,
         *,
-        row: Callable[[Cells, str], None] = lambda cells, cell: None,
+        row: Tell = lambda cells, cell: None,
         note: Callable[[str], None] = lambda line: None,
         environment: Mapping[str, str] | None = None,
     ) -> Cells:
-        """The cells of a work of `devices.there.work`, to its end.
+        """Do a work of `devices.there` to its end.
 
         Args:
             job: of what JSON has; its places are below the workdir.
-            row: told each cell that has come, with those before it.
             environment: of its process.
+
+        Returns:
+            Its cells.
 
         Raises:
             InputError: `device-busy`, `answer-invalid`, `job-died`.
             Stopped: `device-gone`.
-            QuantkitError: what the work met.
+            QuantkitError: of the work there.
         """
-        cells, left = Cells(self.name), [ANSWER]
+        cells, left = Cells(self.name), ANSWER
+
+        def take(told: dict[str, Any]) -> dict[str, Any]:
+            """Why the work has ended, once all of its lines were taken. Whoever leaves before ends it."""
+            nonlocal left
+            over = threading.Event()
+            with self._shell.open("work", told) as talk:
+
+                def beat() -> None:
+                    while not over.wait(self._lease / 6):
+                        talk.say(lambda stream: stream.writelines([b"\n"]))
+
+                threading.Thread(target=beat, daemon=True).start()
+                try:
+                    for line in talk.lines(left + LINE, LINE):
+                        if line.startswith(b"{"):
+                            return self._shell.read(line)
+                        left -= len(line)
+                        self._take(line, cells, progress, row, note)
+                    talk.done()
+                finally:
+                    over.set()
+            raise self._shell.lost("its answer broke off")
 
         def hear() -> None:
             # of rounds the next one goes by those before
@@ -179,76 +214,25 @@ class Link:
                 **{"program": _PROGRAM.format(what=work), "environment": dict(environment or {}), "oust": ""},
                 "text": json.dumps({"work": work, "job": job, "cells": done}, allow_nan=False),
             }
-            ended = self._heard(told, cells, left, progress, row, note)
+            ended = take(told)
             holder = ended.get("holder")
             if ended.get("why") == "busy" and isinstance(holder, dict) and is_gone(holder.get("client")):
                 # of a command that was killed here: nobody listens to it any more
-                ended = self._heard({**told, "oust": str(holder.get("token"))}, cells, left, progress, row, note)
+                ended = take({**told, "oust": str(holder.get("token"))})
             if ended.get("why") == "busy":
                 raise busy(self.name, ended.get("holder"))
             if ended.get("why") == "died":
-                raise InputError(
-                    "job-died",
-                    where=self.name,
-                    value=f"its process ended with exit code {ended.get('code')}: {str(ended.get('said'))[:200]}",
-                    rule="it ends by itself; SIGKILL (-9) is often too little memory",
-                    remedy="a smaller model or batch",
-                )
+                value = f"its process ended with exit code {ended.get('code')}: {str(ended.get('said'))[:200]}"
+                rule = "it ends by itself; SIGKILL (-9) is often too little memory"
+                raise InputError("job-died", where=self.name, value=value, rule=rule, remedy="a smaller model or batch")
             if ended.get("why") != "done":
                 raise self._shell.lost("its answer broke off")
 
         again(hear, self._patience, lambda: len(cells))
         return cells
 
-    def _heard(
-        self,
-        told: dict[str, Any],
-        cells: Cells,
-        left: list[int],
-        progress: Report | None,
-        row: Callable[[Cells, str], None],
-        note: Callable[[str], None],
-    ) -> dict[str, Any]:
-        """Why the work has ended, once all of its lines were taken. Whoever leaves before ends it."""
-        over = threading.Event()
-        with self._shell.open("work", told) as talk:
-
-            def beat() -> None:
-                while not over.wait(self._lease / 6):
-                    talk.say(lambda stream: stream.writelines([b"\n"]))
-
-            threading.Thread(target=beat, daemon=True).start()
-            try:
-                for line in talk.lines(left[0] + LINE, LINE):
-                    if line.startswith(b"{"):
-                        return self._said(line)
-                    left[0] -= len(line)
-                    self._take(line, cells, progress, row, note)
-                talk.done()
-            finally:
-                over.set()
-        raise self._shell.lost("its answer broke off")
-
-    def _said(self, line: bytes) -> dict[str, Any]:
-        """Runs a program of `devices.sent` and returns its answer; raises the error that it met."""
-        found = None
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line)
-        if not isinstance(found, dict):
-            raise self._shell.invalid(line)
-        if "error" in found:
-            raise self._shell.refused(str(found["error"])[:64], str(found.get("value", ""))[:200])
-        return found
-
-    def _take(
-        self,
-        line: bytes,
-        cells: Cells,
-        progress: Report | None,
-        row: Callable[[Cells, str], None],
-        note: Callable[[str], None],
-    ) -> None:
-        """One line of the work's. Raises InputError `answer-invalid`, and what it has met."""
+    def _take(self, line: bytes, cells: Cells, progress: Report | None, row: Tell, note: Callable[[str], None]) -> None:
+        """Takes one line of the work's. Raises InputError `answer-invalid`, and the error that ended the work."""
         kind, _, rest = line.partition(b" ")
         try:
             if kind == b"at":
@@ -264,21 +248,17 @@ class Link:
         if kind == b"note" and isinstance(data, str):
             note(f"{self.name}: {_text(data.encode())}")
         elif kind == b"error":
-            raise self._met(read(Failed, data, self.name))
+            failed = read(Failed, data, self.name)
+            where = f"{self.name} says: {failed.where}".removesuffix(": ")
+            fields = failed.model_dump(exclude={"exit", "code", "where"})
+            raise _KINDS.get(failed.exit, InputError)(failed.code, where=where, **fields)
         elif kind == b"row":
-            found = read(FoundCell, data, self.name)
-            if found.cell not in cells:
-                cells.add(found.cell, found.rows)
-                row(cells, found.cell)
+            answer = read(FoundCell, data, self.name)
+            if answer.cell not in cells:
+                cells.add(answer.cell, answer.rows)
+                row(cells, answer.cell)
         else:
             raise self._shell.invalid(line)
-
-    def _met(self, failed: Failed) -> QuantkitError:
-        """Rebuilds the error that ended the work there; its words are marked as the device's."""
-        fields = failed.model_dump(exclude={"exit", "code", "where"})
-        where = f"{self.name} says: {failed.where}".removesuffix(": ")
-        met: QuantkitError = _KINDS.get(failed.exit, InputError)(failed.code, where=where, **fields)
-        return met
 
     def fetch(self, sha: str, size: int, to: Path, progress: Report | None = None) -> None:
         """Bring what a work has made, by its content: whole and of that hash, or nothing is at `to`; there it goes.
@@ -290,10 +270,24 @@ class Link:
         part = to.with_name(f".{to.name}.part")
 
         def bring() -> None:
-            begin = part.stat().st_size
-            told = {"workdir": self._workdir, "do": "send", "sha": sha, "begin": begin}
+            told = self._files("send", sha=sha, begin=part.stat().st_size)
             with self._shell.open("files", told) as talk, stopping_when_full(part.parent), part.open("ab") as stream:
-                self._bring(talk, size, stream, lambda share: progress and progress(share, f"bringing {to.name}"))
+                # four letters for three bytes, and line feeds
+                for line in talk.lines(2 * (size - stream.tell()) + (1 << 20), 2 << 20):
+                    if line.startswith(b"{"):
+                        self._shell.read(line)
+                        return
+                    try:
+                        data = base64.b64decode(line, validate=True)
+                    except ValueError:
+                        raise self._shell.invalid(line) from None
+                    if stream.tell() + len(data) > size:
+                        raise self._shell.invalid(line)
+                    stream.write(data)
+                    if progress is not None:
+                        progress(stream.tell() / size, f"bringing {to.name}")
+                talk.done()
+            raise self._shell.lost("its answer broke off")
 
         try:
             part.write_bytes(b"")
@@ -303,25 +297,7 @@ class Link:
             part.replace(to)
         finally:
             part.unlink(missing_ok=True)
-        told = {"workdir": self._workdir, "do": "drop", "sha": sha}
-        again(lambda: self._shell.call("files", told), self._patience)
-
-    def _bring(self, talk: Conversation, size: int, stream: IO[bytes], progress: Callable[[float], object]) -> None:
-        # four letters for three bytes, and line feeds
-        for line in talk.lines(2 * (size - stream.tell()) + (1 << 20), 2 << 20):
-            if line.startswith(b"{"):
-                self._said(line)
-                return
-            try:
-                data = base64.b64decode(line, validate=True)
-            except ValueError:
-                raise self._shell.invalid(line) from None
-            if stream.tell() + len(data) > size:
-                raise self._shell.invalid(line)
-            stream.write(data)
-            progress(stream.tell() / size)
-        talk.done()
-        raise self._shell.lost("its answer broke off")
+        again(lambda: self._shell.call("files", self._files("drop", sha=sha)), self._patience)
 
 
 def _text(words: bytes) -> str:
@@ -338,13 +314,13 @@ def _damaged(name: str, value: str, remedy: str) -> InputError:
 
 
 def busy(name: str, holder: Any) -> InputError:
-    """The error for a device that is at work for somebody."""
+    """Make the error for a device that is at work for somebody."""
     rule = "a device does one job at a time"
     return InputError("device-busy", where=name, value=held(holder), rule=rule, remedy="try again later")
 
 
 def client() -> str:
-    """This process, as `BOOT:NAMESPACE:PID:BEGAN`; empty where the system does not tell (not Linux)."""
+    """Name this process, as `BOOT:NAMESPACE:PID:BEGAN`; empty where the system does not tell (not Linux)."""
     try:
         return f"{_kernel()}:{os.getpid()}:{_began(os.getpid())}"
     except (OSError, ValueError, IndexError):
@@ -352,14 +328,14 @@ def client() -> str:
 
 
 def is_gone(other: object) -> bool:
-    """Tells whether a process was one of this machine and has ended; False where that is not certain.
+    """Tell whether a process was one of this machine and has ended; False where that is not certain.
 
     Whether a connection broke or whoever had it was killed looks the same from a device; from here it does not.
 
     Args:
         other: what a device says that `client` had given; whatever it is, it names no file.
     """
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):
         kernel, pid, began = str(other).rsplit(":", 2)
         if kernel != _kernel():
             return False
@@ -367,8 +343,7 @@ def is_gone(other: object) -> bool:
             return _began(int(pid)) != int(began)
         except (FileNotFoundError, ProcessLookupError):
             return True
-    except (OSError, ValueError, IndexError):
-        return False
+    return False
 
 
 def _kernel() -> str:

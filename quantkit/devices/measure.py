@@ -1,6 +1,6 @@
 """A finished bundle measured on a device: accuracy and speed there, in this machine's bundle.
 
-What the float model is, which text is scored and what follows from raw times is found out here, by the same code as for
+What the float model is, which text is scored and what follows from raw times is settled here, by the same code as for
 this machine; the device runs what it is sent. Each shape is put into the bundle as it comes, so that what was measured
 is not lost with the connection.
 """
@@ -18,17 +18,15 @@ import numpy as np
 
 from quantkit.bundle import Bundle, Decision
 from quantkit.bundle.manifest import MEASUREMENTS
-from quantkit.devices.answers import CeilingSamples, Cells, Footprints, ShapeTimes, SideCosts, believed, invalid
-from quantkit.devices.reached import Reached
-from quantkit.devices.sides import DeviceSides, GraphSides, ModelSides, StreamedSides
-from quantkit.devices.there.times import cell_of
-from quantkit.measurement.operators.ceilings import joined, write_graphs
+from quantkit.devices.answers import Cells, Footprints, SideCosts, Times, believed, ceilings_of
+from quantkit.devices.named import Reached
+from quantkit.devices.sides import GraphSides, ModelSides, StreamedSides
+from quantkit.devices.there import cell_of
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing import latency
-from quantkit.measurement.timing.clocks import Between, settings_of
 from quantkit.measurement.timing.latency import Side, explained
-from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Shape, Timing, TimingPlan
-from quantkit.measurement.timing.speed import memory_row
+from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Shape, TimingPlan
+from quantkit.measurement.timing.speed import SpeedSide, memory_row
 from quantkit.passes import decision
 from quantkit.pipeline.graphs.bundles import holds_graph
 from quantkit.pipeline.measure import original_of
@@ -56,21 +54,20 @@ def measure_on(
 
     Args:
         plan: shapes and seconds.
-        resume: shapes that the bundle has of this device are left out, and so is the score.
+        resume: leave out the shapes that the bundle has of this device, and the score.
 
     Returns:
-        the new rows, each with the device's name.
+        The new rows, each with the device's name.
 
     Raises:
-        InputError: `runtime-unsupported`; those of `StreamedSides`; what the device answers; those of `measure_bundle`
-            and of the link.
+        InputError: `runtime-unsupported`; those of `StreamedSides`, of `measure_bundle` and of the link.
         Stopped: `device-gone`; what came before is in the bundle.
     """
     progress, decisions = progress or Progress(), [] if decisions is None else decisions
     runner, name = load_runtime(runtime), reached.link.name
     bundle.demand_writable()
     bundle.demand_intact()
-    side: DeviceSides
+    side: GraphSides | ModelSides | StreamedSides
     if holds_graph(bundle):
         side = GraphSides(bundle, original_of(bundle, baseline, None, calibration), runtime)
     else:
@@ -79,8 +76,7 @@ def measure_on(
     if speed and side.untimed:
         decisions.append(decision("measure", "speed-not-measured", runtime, f"{name}: {side.untimed}"))
     speed = speed and side.timed
-    stages = {"carrying": 30.0, "score": 60.0, **({"speed": 30.0 + plan.seconds} if speed else {})}
-    progress.plan(stages)
+    progress.plan({"carrying": 30.0, "score": 60.0, **({"speed": 30.0 + plan.seconds} if speed else {})})
     fitting = side.fitting(plan)
     reached.prepare(*side.needs(fitting if speed else None), progress=partial(progress.at, "carrying"))
     kept = _kept(bundle, name, side.subject, runtime) if resume else []
@@ -89,7 +85,8 @@ def measure_on(
     if speed:
         rows += work.timed(fitting)
     if not rows:
-        work.finish()
+        if kept:  # whoever was cut off behind the last shape has no verdict, page and card
+            work.keep(kept)
         progress.note(f"nothing is missing of {name}")
     return rows
 
@@ -107,18 +104,26 @@ class _Measuring:
     """The work of one measuring."""
 
     def __init__(
-        self, bundle: Bundle, reached: Reached, side: DeviceSides, progress: Progress, kept: Sequence[Row]
+        self,
+        bundle: Bundle,
+        reached: Reached,
+        side: GraphSides | ModelSides | StreamedSides,
+        progress: Progress,
+        kept: Sequence[Row],
     ) -> None:
-        self.bundle, self.link, self.side, self.progress, self.kept = bundle, reached.link, side, progress, kept
-        self.runtime, self.subject = side.runtime, bundle.manifest.content_sha256
-        self._carried, weights = partial(progress.at, "carrying"), side.weights()
-        places = []
-        for name, files, opened in zip(("subject", "baseline"), side.files(), side.opened(), strict=True):
-            places.append(self.link.carry(name, files, self._carried) + opened)
-        ours = {"place": places[0], "subject": self.subject, "format": side.own_form, "weight_bytes": weights[0]}
-        ours |= {"built": dict(side.built), "saved_bytes": side.saved}
-        theirs = {"place": places[1], "subject": side.subject, "format": side.form, "weight_bytes": weights[1]}
-        self.job: dict[str, Any] = {"ours": ours, "theirs": theirs, "runtime": self.runtime, "floats": side.floats}
+        self.bundle, self.reached, self.link, self.side = bundle, reached, reached.link, side
+        self.progress, self.kept, self._carried = progress, kept, partial(progress.at, "carrying")
+        ours, theirs = (
+            self.link.carry(name, files, self._carried) + opened
+            for name, files, opened in zip(("subject", "baseline"), side.files, side.opened, strict=True)
+        )
+        subject = bundle.manifest.content_sha256
+        self.job: dict[str, Any] = {
+            "ours": asdict(SpeedSide(ours, subject, side.own_form, side.weights[0], side.runtime)),
+            "theirs": asdict(SpeedSide(theirs, side.subject, side.form, side.weights[1], side.floats)),
+            "built": side.built,
+            "saved_bytes": side.saved,
+        }
 
     def _sent(self, name: str, arrays: Mapping[str, Any]) -> str:
         with tempfile.TemporaryDirectory(prefix="quantkit-sent-") as folder:
@@ -126,105 +131,88 @@ class _Measuring:
             np.savez(file, allow_pickle=False, **arrays)
             return f"{self.link.carry(name, {file.name: file}, self._carried)}/{file.name}"
 
-    def _keep(self, rows: Sequence[Row], *, more: bool = False) -> None:
-        keep(self.bundle, rows, None, self.runtime, self.side.subject, self.progress, more=more)
+    def keep(self, rows: Sequence[Row], *, more: bool = False) -> None:
+        """Put rows into the bundle; see `pipeline.keep.keep`."""
+        keep(self.bundle, rows, None, self.side.runtime, self.side.subject, self.progress, more=more)
 
     def scored(self) -> list[Row]:
         """Accuracy there; none where it is kept, or where there is nothing to score against here."""
-        data = self.side.data()
+        data, side = self.side.data(), self.side
         if not data or any(row.name.startswith("accuracy.") for row in self.kept):
             return []
-        floats = None if self.side.streams else self.side.floats
-        job = {**self.job, "of": self.side.of, "floats": floats, "data": self._sent("scored", data)}
-        job |= self.side.pooled()
+        job = {**self.job, **side.pooled, "of": side.of, "streams": side.streams, "data": self._sent("scored", data)}
         answers = self.link.run("accuracy", job, partial(self.progress.at, "score"), note=self.progress.note)
         with believed(answers.on):
-            rows = self.side.rows(answers)
+            rows = side.rows(answers)
         rows = [row.model_copy(update={"flags": [*row.flags, *answers.about.flags]}) for row in rows]
-        self._keep(rows)
+        self.keep(rows)
         return rows
 
     def timed(self, plan: TimingPlan) -> list[Row]:
         """Times there, shape by shape, and memory; what is kept is left out."""
-        known = {(row.name, row.batch, *sorted((row.shape or {}).items())) for row in self.kept if row.name in _TIMED}
+        side, known = (
+            self.side,
+            {(row.name, row.batch, *sorted((row.shape or {}).items())) for row in self.kept if row.name in _TIMED},
+        )
         shapes = [
             shape for shape in plan.shapes() if (shape.name, shape.batch, *sorted(shape.sizes.items())) not in known
         ]
-        unweighed = self.side.of == "network" or self.side.on_gpu
+        unweighed = side.of == "network" or side.on_gpu
         if not shapes and (unweighed or any(row.name == "memory.peak" for row in self.kept)):
             return []
         samples = graphs = None
-        if (found := self.side.samples([shape.batch for shape in shapes])) is not None:
-            samples = {"file": self._sent("samples", found[0]), "macs": found[1], "outputs": found[2]}
-        if not self.side.on_gpu:
-            with tempfile.TemporaryDirectory(prefix="quantkit-graphs-") as folder:
-                graphs = self.link.carry("ceilings", {path.name: path for path in write_graphs(Path(folder))})
+        if (of := side.samples([shape.batch for shape in shapes])) is not None:
+            samples = {"file": self._sent("samples", of[0]), "macs": of[1], "outputs": of[2]}
+        if not side.on_gpu:
+            graphs = self.reached.carry_graphs(self._carried)
         job = {**self.job, "shapes": [asdict(shape) for shape in shapes], "graphs": graphs, "samples": samples}
         job |= {name: getattr(plan, name) for name in ("seconds", "cell_seconds", "rounds", "seed")}
-        job |= {"layers": [layer.model_dump(mode="json") for layer in self.side.layers]}
+        job |= {"layers": [layer.model_dump(mode="json") for layer in side.layers]}
         asked = {cell_of(shape): shape for shape in shapes}
 
         def come(answers: Cells, cell: str) -> None:
             if cell in asked:
-                self._keep(self._rows(answers, plan.seed, [asked[cell]]), more=True)
+                self.keep(self._rows(answers, plan.seed, [asked[cell]]), more=True)
 
         report = partial(self.progress.at, "speed")
         answers = self.link.run("measure", job, report, row=come, note=self.progress.note)
         rows = self._rows(answers, plan.seed, shapes)
-        self._keep(rows)
+        self.keep(rows)
         return rows
-
-    def finish(self) -> None:
-        """Verdict, page and card of what is kept: who was cut off behind the last shape has none."""
-        if self.kept:
-            self._keep(self.kept)
 
     def _rows(self, answers: Cells, seed: int, shapes: Sequence[Shape]) -> list[Row]:
         """What the times say that have come."""
-        about = answers.about
-        device, rows, threads = about.device(answers.on, gpu=self.side.on_gpu), list[Row](), about.cores
+        about, threads, rows = answers.about, answers.about.cores, list[Row]()
+        how: dict[str, Any] = {"device": about.device(answers.on, gpu=self.side.on_gpu), "versions": about.versions}
+        subjects = self.bundle.manifest.content_sha256, self.side.subject
         if shapes:
             with believed(answers.on):
                 rows, threads = self._judged(answers, seed, shapes)
         if "memory" in answers:
-            found = answers.one(Footprints, "memory")
-            names = {"before", "resident", "peak", "new_tokens", "context"}
-            if set(found.ours) != names or set(found.theirs) != names or not found.ours["peak"]:
-                raise invalid(answers.on, "memory of other names")
+            both = answers.one(Footprints, "memory")
+            how |= {"subjects": subjects, "runtime": self.side.runtime, "threads": threads}
             with believed(answers.on):
-                rows.append(
-                    memory_row(
-                        found.ours,
-                        found.theirs,
-                        subjects=(self.subject, self.side.subject),
-                        runtime=self.runtime,
-                        threads=threads,
-                        device=device,
-                        versions=about.versions,
-                    )
-                )
+                rows.append(memory_row(both.ours.model_dump(), both.theirs.model_dump(), **how))
         return [row.model_copy(update={"flags": list(dict.fromkeys([*row.flags, *about.flags]))}) for row in rows]
 
     def _judged(self, answers: Cells, seed: int, shapes: Sequence[Shape]) -> tuple[list[Row], int]:
-        """Of times, and the threads that they were taken with."""
-        about, sides = answers.about, answers.one(SideCosts, "sides")
-        limits = answers.one(CeilingSamples, "ceilings").ceilings
-        if "ceilings-after" in answers:
-            after = answers.one(CeilingSamples, "ceilings-after").ceilings
-            if len(after) != len(limits):
-                raise invalid(answers.on, "other ceilings than before")
-            limits = joined(limits, after)
+        """Rows of times, and the threads that they were taken with."""
+        about, sides, gpu = answers.about, answers.one(SideCosts, "sides"), self.side.on_gpu
+        timings = []
+        for cell, shape in ((cell_of(shape), shape) for shape in shapes):
+            times = answers.one(Times, cell)
+            timings.append(times.timing({SUBJECT, BASELINE}, f"{answers.on}, {cell}", shape, counted=not gpu))
         rows = latency.judged(
-            [_timing(answers, shape, counted=not self.side.on_gpu) for shape in shapes],
+            timings,
             {
-                SUBJECT: Side(sides.ours, self.subject, sides.resident_bytes),
+                SUBJECT: Side(sides.ours, self.bundle.manifest.content_sha256, sides.resident_bytes),
                 BASELINE: Side(sides.theirs, self.side.subject),
             },
-            limits,
-            runtime=self.runtime,
+            ceilings_of(answers),
+            runtime=self.side.runtime,
             settings={**sides.settings, "cores": about.cores},
-            device=about.device(answers.on, gpu=self.side.on_gpu),
-            versions=about.versions | ({"driver": about.driver} if self.side.on_gpu else {}),
+            device=about.device(answers.on, gpu=gpu),
+            versions=about.versions | ({"driver": about.driver} if gpu else {}),
             cache=about.cache,
             seed=seed,
         )
@@ -232,19 +220,3 @@ class _Measuring:
             rows = explained(rows, sides.linears.get)
         threads = sides.settings.get("threads")
         return rows, threads if type(threads) is int and threads > 0 else about.cores
-
-
-def _timing(answers: Cells, shape: Shape, *, counted: bool) -> Timing:
-    """The times of one shape, if they fit together; `counted`: see `Between.of`. Raises InputError `answer-invalid`."""
-    found: ShapeTimes = answers.one(ShapeTimes, cell_of(shape))
-    if not found.skipped:
-        found.demand_whole({SUBJECT, BASELINE}, f"{answers.on}, {cell_of(shape)}")
-    state = Between.of(found.before, found.after, counted=counted)
-    return Timing(
-        {} if found.skipped else {side: np.asarray(times) for side, times in found.seconds.items()},
-        rounds=tuple(found.rounds),
-        shape=shape,
-        skipped=found.skipped,
-        settings=settings_of(found.before, found.after),
-        flags=("throttled",) if state.throttled else (),
-    )

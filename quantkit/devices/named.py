@@ -1,6 +1,7 @@
-"""The user's devices, each a YAML in the folder of settings: where it is and what it said when it was last probed.
+"""The user's devices, each a YAML in the folder of settings, and a device that is ready for jobs.
 
-No secret is in it: who may enter is between OpenSSH and the device.
+The YAML says where it is and what it said when it was last probed. No secret is in it: who may enter is between OpenSSH
+and the device.
 """
 
 from __future__ import annotations
@@ -8,6 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Self
@@ -17,12 +22,19 @@ from pydantic import AfterValidator, Field
 
 from quantkit.bundle.disk import write_atomic, writing
 from quantkit.content import Closed, read_yaml, validated
-from quantkit.devices.openssh import SCHEME, WORKDIR, Address, as_workdir
+from quantkit.devices import probed
+from quantkit.devices.link import Link
+from quantkit.devices.openssh import SCHEME, WORKDIR, Address, OpenSSH, as_workdir
 from quantkit.devices.probed import Probed
 from quantkit.errors import InputError, did_you_mean
+from quantkit.measurement.operators.ceilings import write_graphs
+from quantkit.runtimes import load_runtime
+from quantkit.runtimes.child import Report
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 _PYTHON = re.compile(r"[A-Za-z0-9_.+/-]+")
+# side of the matrices whose product is timed for a ceiling
+SIZE = 1024
 
 
 class NamedDevice(Closed):
@@ -48,20 +60,20 @@ class NamedDevice(Closed):
 
     @classmethod
     def at(cls, text: str) -> Self:
-        """One without a name, by its address: it goes by all of that and its hash, as no other does."""
+        """Name a device by its address and the hash of it, as no other is named."""
         address = Address.read(text, where="DEVICE")
-        user, host = address.user or "", address.host.lower()
-        own = Address(host, address.user, address.port)
-        read = re.sub(r"[^a-z0-9_-]+", "-", "-".join([user, host, str(address.port or "")]).lower()).strip("-_")[:34]
+        own = Address(address.host.lower(), address.user, address.port)
+        words = "-".join([own.user or "", own.host, str(own.port or "")]).lower()
+        read = re.sub(r"[^a-z0-9_-]+", "-", words).strip("-_")[:34]
         return cls(name=f"{read or 'device'}-{hashlib.sha256(str(own).encode()).hexdigest()[:6]}", address=text)
 
     def text(self) -> str:
-        """YAML, for a file or another machine."""
+        """Write YAML, for a file or another machine."""
         return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
     @classmethod
     def read(cls, text: str, *, where: str) -> Self:
-        """One of its `text`. Raises InputError `device-invalid`."""
+        """Read its `text`. Raises InputError `device-invalid`."""
         return validated(cls, yaml.safe_load(text), where=where, code="device-invalid")
 
     def save(self) -> Path:
@@ -79,7 +91,7 @@ class NamedDevice(Closed):
 
 
 def folder() -> Path:
-    """Of the user's devices: `$XDG_CONFIG_HOME/quantkit/devices`, else `~/.config/quantkit/devices`."""
+    """The folder of the user's devices: `$XDG_CONFIG_HOME/quantkit/devices`, else `~/.config/quantkit/devices`."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".config") / "quantkit" / "devices"
 
@@ -89,17 +101,17 @@ def _path(name: str) -> Path:
 
 
 def target_path(name: str) -> Path:
-    """Of the target that was measured on a device."""
+    """The file of the target that was measured on a device."""
     return folder() / "targets" / f"{name}.yaml"
 
 
 def names() -> list[str]:
-    """Of all devices, sorted."""
+    """List all devices, sorted."""
     return sorted(path.stem for path in folder().glob("*.yaml"))
 
 
 def demand_name(name: str) -> str:
-    """A name for a device. Raises InputError `usage`."""
+    """Refuse what cannot name a device. Raises InputError `usage`."""
     if not _NAME.fullmatch(name):
         rule = "a device's name is of small letters, digits, '-' and '_'"
         raise InputError("usage", where="NAME", value=name[:80], rule=rule, remedy="pi5")
@@ -107,23 +119,99 @@ def demand_name(name: str) -> str:
 
 
 def find(text: str, *, where: str = "DEVICE") -> NamedDevice:
-    """A device by its name, or by its address.
-
-    Raises:
-        InputError: `unknown-device`, `address-invalid`, `device-invalid`.
-    """
+    """Find a device by its name or address. Raises InputError `unknown-device`, `address-invalid`, `device-invalid`."""
     if text.startswith(SCHEME):
         return NamedDevice.at(text)
     if text not in names():
-        raise InputError(
-            "unknown-device",
-            where=where,
-            value=f"no device is called {text[:80]!r}",
-            remedy=f"{did_you_mean(text, names())}; quantkit device add NAME ssh://USER@HOST",
-        )
-    path = _path(text)
-    found = validated(
-        NamedDevice, read_yaml(path), where=str(path), code="device-invalid", rule="a device is a YAML mapping"
-    )
-    Address.read(found.address, where=str(path))
-    return found
+        value, remedy = f"no device is called {text[:80]!r}", did_you_mean(text, names())
+        remedy += "; quantkit device add NAME ssh://USER@HOST"
+        raise InputError("unknown-device", where=where, value=value, remedy=remedy)
+    path, rule = _path(text), "a device is a YAML mapping"
+    device = validated(NamedDevice, read_yaml(path), where=str(path), code="device-invalid", rule=rule)
+    Address.read(device.address, where=str(path))
+    return device
+
+
+def shell(device: NamedDevice) -> OpenSSH:
+    """The way to a device, without asking anything of it."""
+    return OpenSSH(Address.read(device.address), name=device.name, python=device.python)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A device at hand, which was probed and has what jobs need.
+
+    Args:
+        device: as the user knows it.
+        about: what it is now.
+        link: the way there.
+    """
+
+    device: NamedDevice
+    about: Probed
+    link: Link
+
+    def prepare(self, models: Iterable[Path], running: float = 0.0, progress: Report | None = None) -> None:
+        """Refuse models that do not fit, and carry what runs there: before anything else is carried.
+
+        Args:
+            models: files of weights, all loaded at once.
+            running: bytes besides, while they run.
+
+        Raises:
+            InputError: `out-of-memory`; those of `Link.install`.
+        """
+        self.about.demand_memory(models, self.device.name, running)
+        self.link.install(progress)
+
+    def carry_graphs(self, progress: Report | None = None, size: int = SIZE) -> str:
+        """Carry the graphs of its ceilings. Raises MissingDependency: onnx, here."""
+        with tempfile.TemporaryDirectory(prefix="quantkit-graphs-") as folder:
+            return self.link.carry("ceilings", {path.name: path for path in write_graphs(Path(folder), size)}, progress)
+
+
+@contextmanager
+def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: Iterable[str] = ()) -> Iterator[Reached]:
+    """Reach a device, until the body ends.
+
+    Args:
+        on: a name, `ssh://…`, or a device.
+        wheelhouse: instead of the device's own.
+        runtimes: that run there: what they need is carried too, unless it is there.
+
+    Raises:
+        InputError: `runtime-not-here`, something is missing that is not carried; there is no such device, OpenSSH does
+            not get there, or nothing can run on it; `file-missing`, no such wheelhouse.
+        Stopped: `device-gone`.
+    """
+    device = find(on) if isinstance(on, str) else on
+    used = [load_runtime(name) for name in dict.fromkeys(runtimes)]
+    house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
+    if house is not None and not house.is_dir():
+        rule, remedy = "a wheelhouse is a folder of wheels", "pip download -d FOLDER, or leave out --wheelhouse"
+        raise InputError("file-missing", where="--wheelhouse", value=f"no folder {house}", rule=rule, remedy=remedy)
+    with shell(device) as way:
+        about = probed.probe(way, device.workdir)
+        about.demand(device.name)
+        installed = about.installed([package for runtime in used for package in runtime.installed], device.name)
+        more = [package for runtime in used for package in runtime.packages]
+        wheels = probed.wheels(about, wheelhouse=house, where=device.name, more=more, installed=installed)
+        yield Reached(device, about, Link(way, device.workdir, wheels=wheels))
+
+
+def demand_sessions(runtimes: Iterable[str], *, text: bool = False) -> None:
+    """Refuse what is timed in turns there in a runtime whose models are no sessions. Raises `runtime-unsupported`.
+
+    Args:
+        text: refuse instead what goes on token by token in an engine.
+    """
+    what = "text there is that of ONNX Runtime, OpenVINO, llama.cpp and torch"
+    what = what if text else "turns there are those of ONNX Runtime, OpenVINO and llama.cpp"
+    for name in runtimes:
+        runner = load_runtime(name)
+        if runner.engines if text else runner.floats is None:
+            rule, remedy = (
+                f"{what}; {name} is for `measure` there",
+                "--runtime onnxruntime, or work on the device itself",
+            )
+            raise InputError("runtime-unsupported", where="--on, --runtime", value=name, rule=rule, remedy=remedy)

@@ -116,7 +116,7 @@ class Address:
 
     @classmethod
     def read(cls, text: str, *, where: str = "address") -> Address:
-        """Reads `ssh://[USER@]HOST[:PORT]`. Raises InputError `address-invalid`."""
+        """Read `ssh://[USER@]HOST[:PORT]`. Raises InputError `address-invalid`."""
 
         def refused(rule: str) -> InputError:
             shown = re.sub(r"//[^@]*@", "//…@", text)[:80]  # there may be a password in it
@@ -148,21 +148,16 @@ class Address:
         return f"{SCHEME}{user}{host}{f':{self.port}' if self.port else ''}"
 
     def words(self) -> list[str]:
-        """What OpenSSH is told of it, the host last."""
+        """List what OpenSSH is told of it, the host last."""
         user = ["-l", self.user] if self.user else []
         return [*user, *(["-p", str(self.port)] if self.port else []), "--", self.host]
 
 
 def as_workdir(text: str, *, where: str = "--workdir") -> str:
-    """A folder on a device, as it is sent there. Raises InputError `workdir-invalid`."""
+    """Check a folder on a device. Raises InputError `workdir-invalid`."""
     if not _WORKDIR.fullmatch(text) or any(part in (".", "..") for part in text.split("/")):
-        raise InputError(
-            "workdir-invalid",
-            where=where,
-            value=text[:80],
-            rule="a folder of its own on the device, from / or ~/ on, without '..'",
-            remedy=WORKDIR,
-        )
+        rule = "a folder of its own on the device, from / or ~/ on, without '..'"
+        raise InputError("workdir-invalid", where=where, value=text[:80], rule=rule, remedy=WORKDIR)
     return text
 
 
@@ -181,16 +176,10 @@ class OpenSSH:
     """
 
     def __init__(
-        self,
-        address: Address,
-        *,
-        name: str,
-        python: str | None = None,
-        begin: Sequence[str] | None = None,
+        self, address: Address, *, name: str, python: str | None = None, begin: Sequence[str] | None = None
     ) -> None:
-        self.address, self.name = address, name
+        self.address, self.name, self._begin = address, name, begin
         self._pythons = [python] if python else list(PYTHONS)
-        self._begin = begin
         self._shared: str | None = None
         self._was_there = False
 
@@ -226,7 +215,7 @@ class OpenSSH:
         """Start a program of `devices.sent`. Raises InputError `missing-ssh`."""
         mark = f"quantkit-{secrets.token_hex(16)}"
         told = {**asked, "mark": mark}
-        sent = f"{source(program)}\n{source('answer')}\nanswer(main, {told!r})\n".encode()
+        sent = f"{source(program)}\n{source('__init__')}\nanswer(main, {told!r})\n".encode()
         words = {"N": _NEEDED, "B": _RUN, "M": mark}
         said = " ".join(f"{name}={shlex.quote(value)}" for name, value in words.items())
         command = " ".join(["exec env", said, "sh -c", shlex.quote(_FIND), "sh", *map(shlex.quote, self._pythons)])
@@ -252,7 +241,7 @@ class OpenSSH:
         send: Callable[[IO[bytes]], None] | None = None,
         seconds: float = 120.0,
     ) -> dict[str, Any]:
-        """What a program answers.
+        """Run a program to its answer.
 
         Args:
             send: writes its data.
@@ -273,45 +262,43 @@ class OpenSSH:
             finally:
                 timer.cancel()
             talk.done()
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+        return self.read(text)
+
+    def read(self, text: bytes) -> dict[str, Any]:
+        """Read the answer of a program of `devices.sent`. Raises InputError `answer-invalid`, and what it refused."""
+        answer = None
+        with contextlib.suppress(ValueError, RecursionError):
+            answer = json.loads(text)
+        if not isinstance(answer, dict):
             raise self.invalid(text)
         self._was_there = True
-        if "error" in found:
-            raise self.refused(str(found["error"])[:64], str(found.get("value", ""))[:200])
-        return found
+        if "error" in answer:
+            raise self.refused(str(answer["error"])[:64], str(answer.get("value", ""))[:200])
+        return answer
 
     def invalid(self, text: bytes) -> InputError:
-        """The error for what is no answer."""
-        return InputError(
-            "answer-invalid",
-            where=self.name,
-            value=repr(text[:80]),
-            rule="what is sent there answers JSON, of a limited size",
-            remedy="look with: ssh to it; if it stays, something stands between",
-        )
+        """Make the error for what is no answer."""
+        rule = "what is sent there answers JSON, of a limited size"
+        remedy = "look with: ssh to it; if it stays, something stands between"
+        return InputError("answer-invalid", where=self.name, value=repr(text[:80]), rule=rule, remedy=remedy)
 
     def refused(self, code: str, value: str = "") -> QuantkitError:
-        """What a program there found wrong, by its word for it."""
+        """Make the error for what a program there refused, by its word for it."""
         if code == "cut":
             return self.lost("what was sent broke off")
-        known = ("device-failed", f"{code}: {{value}}" if value else code, "its system does what it is asked")
-        found = _FINDS.get(code, (*known, "look at the device, then run it again"))
-        code, said, rule, remedy = found
-        return InputError(
-            code, where=self.name, value=said.replace("{value}", value or "none"), rule=rule, remedy=remedy
-        )
+        words, rule = f"{code}: {{value}}" if value else code, "its system does what it is asked"
+        unknown = ("device-failed", words, rule, "look at the device, then run it again")
+        code, words, rule, remedy = _FINDS.get(code, unknown)
+        value = words.replace("{value}", value or "none")
+        return InputError(code, where=self.name, value=value, rule=rule, remedy=remedy)
 
     def lost(self, value: str) -> Lost:
-        """The error for a connection that broke."""
+        """Make the error for a connection that broke."""
         rule, remedy = "a device stays on while it works", "run the same command again, with --resume where it has one"
         return Lost("device-gone", where=self.name, value=value or "the connection broke", rule=rule, remedy=remedy)
 
     def explained(self, said: str, code: int) -> QuantkitError:
-        """What OpenSSH says of a connection that did not come about, or broke."""
+        """Make the error for a connection that did not come about, or broke, by what OpenSSH says."""
         for patterns, (known, rule, remedy) in _SAYS.items():
             lines = [line for line in said.splitlines() if any(pattern in line for pattern in patterns)]
             if lines:
@@ -321,9 +308,7 @@ class OpenSSH:
                 return InputError(known, where=f"{self.name} ({self.address})", value=value, rule=rule, remedy=remedy)
         last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
         # 255 is OpenSSH's own, and less than 0 a signal; else the program's
-        return (
-            self.lost(last[:200] or "the connection broke") if code < 0 or code == 255 else self.refused("failed", last)
-        )
+        return self.lost(last[:200]) if code < 0 or code == 255 else self.refused("failed", last)
 
 
 class Conversation:
@@ -336,11 +321,6 @@ class Conversation:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self.say(lambda stream: stream.writelines([b"%d\n" % len(sent), sent]))
-
-    @property
-    def mark(self) -> str:
-        """What begins a line that is the program's own."""
-        return self._mark
 
     def __enter__(self) -> Conversation:
         return self
@@ -362,13 +342,13 @@ class Conversation:
             self._process.stdin.flush()
 
     def hush(self) -> None:
-        """Nothing more is said to it."""
+        """Say nothing more to it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def lines(self, most: int, line_most: int | None = None) -> Iterator[bytes]:
-        """Its answer, a line at a time without the line feed, from the mark on.
+        """Give its answer, a line at a time without the line feed, from the mark on.
 
         Args:
             most: bytes of all of it.
@@ -396,11 +376,11 @@ class Conversation:
                 yield line[:-1]
 
     def rest(self, most: int) -> bytes:
-        """All of its answer; see `lines`."""
+        """Read all of its answer; see `lines`."""
         return b"\n".join(self.lines(most))
 
     def done(self) -> None:
-        """It has said all. Raises what OpenSSH or the program ended with."""
+        """End after its last word. Raises what OpenSSH or the program ended with."""
         code = self._process.wait()
         if code != 0:
             self._listener.join(0.5)
@@ -421,19 +401,19 @@ class Conversation:
 
 
 def held(holder: Any) -> str:
-    """Who has a device, and for what, by what its lock says."""
-    found = holder if isinstance(holder, dict) else {}
-    return f"{str(found.get('who', 'somebody'))[:80]} has it, for: {str(found.get('what', 'a job'))[:40]}"
+    """Say who has a device, and for what, by what its lock says."""
+    known = holder if isinstance(holder, dict) else {}
+    return f"{str(known.get('who', 'somebody'))[:80]} has it, for: {str(known.get('what', 'a job'))[:40]}"
 
 
 @cache
 def source(name: str) -> str:
-    """A module of `devices.sent`, as it is sent."""
+    """Read a module of `devices.sent`, as it is sent."""
     return (files("quantkit.devices.sent") / f"{name}.py").read_text(encoding="utf-8")
 
 
 def again(work: Callable[[], Any], patience: float, state: Callable[[], object] = lambda: None) -> Any:
-    """What `work` gives, tried again while the connection breaks. Raises Lost.
+    """Do a work, again while the connection breaks. Raises Lost.
 
     Args:
         patience: seconds without success until it is given up.

@@ -8,70 +8,38 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from quantkit import machine
 from quantkit.bundle.disk import stopping_when_full
-from quantkit.devices.answers import LINEAR, CeilingSamples, Cells, DeviceFacts, ProductTimes, believed, invalid, read
+from quantkit.devices.answers import LINEAR, Cells, DeviceFacts, ProductTimes, believed, ceilings_of, invalid
 from quantkit.devices.asked import usual
-from quantkit.devices.reached import Reached
+from quantkit.devices.named import Reached
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters.onnx import single_op as single
-from quantkit.measurement.operators.ceilings import LARGE_CACHE, joined, write_graphs
-from quantkit.measurement.operators.onnxruntime import SMALL, ProductSource, RandomProducts, cost_of, file_of
+from quantkit.measurement.operators.ceilings import LARGE_CACHE
+from quantkit.measurement.operators.onnxruntime import SMALL, RandomProducts, cost_of, file_of
 from quantkit.measurement.operators.products import RanSide, TimedVariant, copies, demand_any
 from quantkit.measurement.operators.run import ALL, SweepJob, environment, rows_of
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.clocks import Between, settings_of
 from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Timing
 from quantkit.model.sizes.shapes import LinearShape
 from quantkit.pipeline.tax import Question
 from quantkit.runtimes.child import Report
 
-# number of a linear, M, variant -> what it took
-_Found = dict[tuple[int, int, str], ProductTimes]
-
-
-# in the file, in the session, and packed for its kernel: as the bench that runs them has it
+# copies of a weight: in the file, in the session, and packed for its kernel: as the bench that runs them has it
 _TIMES = 3
-# rows of x and y, in float32, that stand beside each weight
+# bytes beside each input and output of a weight: rows of x and y, in float32
 _KNOWN = 18 * 4
-
-
-@dataclass(frozen=True)
-class ProductNeeds:
-    """Args: memory: bytes at once, without which nothing can be compared; disk: bytes of all files."""
-
-    memory: float
-    disk: float
-
-    @classmethod
-    def of(
-        cls, linears: Sequence[tuple[LinearShape, ProductSource]], baseline: str, others: Sequence[str], cache: int
-    ) -> ProductNeeds:
-        """Of products of each linear: where the baseline's weights do not fit, nothing is timed; others are left out.
-
-        Args:
-            cache: bytes of the last-level cache there, beyond which the weights together have to go.
-        """
-        memory = disk = 0.0
-        for linear, source in linears:
-            sizes = {name: source.weight_bytes(name) for name in (baseline, *others)}
-            disk += sum(size + _KNOWN * (linear.K + linear.N) for size in sizes.values())
-            memory = max(memory, _TIMES * sizes[baseline] * copies(StepCost(baseline, sizes[baseline]), cache))
-        return cls(memory, disk)
 
 
 class TaxDevice:
     """A device that linears are timed on; see `pipeline.tax.tax.Sweep`.
 
     Args:
-        reached: it.
         carrying: told what is carried.
     """
 
@@ -82,7 +50,7 @@ class TaxDevice:
         self._costs: dict[tuple[LinearShape, str], StepCost] = {}
 
     def asked(self, question: Question) -> Question:
-        """The question as it is on the device: its target, its cores. Raises InputError `usage` for a GPU."""
+        """Put the question to the device: its target, its cores. Raises InputError `usage` for a GPU."""
         if question.device not in ("", "cpu"):
             raise InputError(
                 "usage",
@@ -98,7 +66,7 @@ class TaxDevice:
         """All rows of one thread count.
 
         Raises:
-            InputError: what the device answers, `out-of-memory`, those of the link.
+            InputError: `answer-invalid`, `out-of-memory`, those of the link.
             MissingDependency: onnx, scipy or torch, here.
         """
         for package in ("onnx", "scipy", "torch"):
@@ -107,12 +75,10 @@ class TaxDevice:
         linears = [LinearShape.model_validate(dict(linear)) for linear in job.linears]
         if not self._places:
             self._carry(job, linears)
-        with tempfile.TemporaryDirectory(prefix="quantkit-graphs-") as folder:
-            graphs = self._link.carry("ceilings", {path.name: path for path in write_graphs(Path(folder))})
         asked: dict[str, Any] = {
             "linears": [{"K": linear.K, "N": linear.N, "place": self._places[linear]} for linear in linears],
             "small": self._places[next(filter(_is_small, linears), SMALL)],
-            "graphs": graphs,
+            "graphs": self._reached.carry_graphs(),
             "cache": self._cache,
         }
         asked |= {name: getattr(job, name) for name in ("baseline", "threads", "seconds", "rounds", "seed")}
@@ -124,18 +90,16 @@ class TaxDevice:
         """All products, a linear at a time: they take no more room here than those of one."""
         names = [job.baseline, *job.variants]
         names += dict.fromkeys(part for name in names if (part := single.variant(name).quantizer))
-        every = [*linears, *([] if any(_is_small(each) for each in linears) else [SMALL])]
-        sources = [(each, RandomProducts(each, job.seed)) for each in every]
-        needs = ProductNeeds.of(sources, job.baseline, names[1:], self._cache)
-        self._reached.about.demand_room(needs.memory, needs.disk, "the products", self._reached.device.name)
+        every = [*linears, *([] if any(map(_is_small, linears)) else [SMALL])]
+        self._demand_room([(linear, RandomProducts(linear, job.seed)) for linear in every], list(dict.fromkeys(names)))
         self._link.install(self._carrying)
         for number, linear in enumerate(every):
             source = RandomProducts(linear, job.seed)
-            with tempfile.TemporaryDirectory(prefix="quantkit-products-") as name, stopping_when_full(Path(name)):
+            with tempfile.TemporaryDirectory(prefix="quantkit-products-") as folder, stopping_when_full(Path(folder)):
                 files = {}
                 for variant in names:
                     self._carrying(number / len(every), f"making {linear.label} in {variant}")
-                    product, file = source.product(variant), Path(name) / file_of(variant)
+                    product, file = source.product(variant), Path(folder) / file_of(variant)
                     product.save(file)
                     files[file.name], self._costs[linear, variant] = file, cost_of(product)
 
@@ -144,67 +108,60 @@ class TaxDevice:
 
                 self._places[linear] = self._link.carry(f"products-{linear.label}", files, sent)
 
+    def _demand_room(self, products: Sequence[tuple[LinearShape, RandomProducts]], names: Sequence[str]) -> None:
+        """Refuses products that do not fit; variants whose weights do not are left out there, the baseline is not."""
+        memory = disk = 0.0
+        for linear, source in products:
+            sizes = [source.weight_bytes(name) for name in names]
+            disk += sum(size + _KNOWN * (linear.K + linear.N) for size in sizes)
+            # all of them together have to go beyond the cache there
+            memory = max(memory, _TIMES * sizes[0] * copies(StepCost(names[0], sizes[0]), self._cache))
+        self._reached.about.demand_room(memory, disk, "the products", self._reached.device.name)
+
     def _rows(self, answers: Cells, job: SweepJob, linears: Sequence[LinearShape]) -> list[Row]:
-        about, found = answers.about, self._found(answers, job, linears)
-        limits = [answers.one(CeilingSamples, cell).ceilings for cell in ("ceilings", "ceilings-after")]
-        if len({tuple(each.name for each in some) for some in limits}) != 1:
-            raise invalid(answers.on, "other ceilings than before")
-        with believed(answers.on):
-            rows = rows_of(
-                self._timed(found, job, linears),
-                joined(*limits),
-                job,
-                device=about.device(answers.on),
-                versions=about.versions,
-                cache=self._cache,
-            )
-        clocks = {(linears[n].K, linears[n].N): (one.before, one.after) for (n, _, _), one in found.items()}
-        slow = {size for size, looks in clocks.items() if Between.of(*looks, counted=True).throttled}
-        return [_there(row, about, clocks, slow) for row in rows]
+        about, on, limits = answers.about, answers.on, ceilings_of(answers)
+        timed, looks = self._timed(answers, job, linears)
+        with believed(on):
+            how: dict[str, Any] = {"device": about.device(on), "versions": about.versions, "cache": self._cache}
+            rows = rows_of(timed, limits, job, **how)
+        return [_there(row, about, looks) for row in rows]
 
-    def _found(self, answers: Cells, job: SweepJob, linears: Sequence[LinearShape]) -> _Found:
-        """All that was asked for, each once. Raises InputError `answer-invalid`."""
-        found: _Found = {}
-        rows = [row for cell, rows in answers.items() if cell.startswith(LINEAR) for row in rows]
-        for row in rows:
-            one = read(ProductTimes, row, answers.on)
-            one.demand_whole(f"{answers.on}, {one.variant}, batch {one.M}")
-            found[one.linear, one.M, one.variant] = one
-        names = (job.baseline, *job.variants)
-        asked = {(n, M, name) for n in range(len(linears)) for M in job.batches for name in names}
-        if set(found) != asked or len(rows) != len(asked):
-            raise invalid(answers.on, f"{len(rows)} times of products, not the {len(asked)} that were asked for")
-        return found
-
-    def _timed(self, found: _Found, job: SweepJob, linears: Sequence[LinearShape]) -> list[TimedVariant]:
-        """Against the baseline, in the order of a bench here."""
-        timed: list[TimedVariant] = []
-        for n, linear in enumerate(linears):
-            for M in job.batches:
-                for variant in (job.baseline, *job.variants):
-                    taken = _taken(linear, found[n, M, variant], self._costs[linear, variant])
-                    timed.append(taken.compared(job.seed + len(timed)))
+    def _timed(
+        self, answers: Cells, job: SweepJob, linears: Sequence[LinearShape]
+    ) -> tuple[list[TimedVariant], dict[tuple[int, int], Timing]]:
+        """All that was asked for, each once, against the baseline, in the order of a bench here; and of each linear its
+        last timing, for the clocks around it. Raises InputError `answer-invalid`."""
+        names, sides = (job.baseline, *job.variants), {SUBJECT, BASELINE}
+        asked = {(n, M, name): linear for n, linear in enumerate(linears) for M in job.batches for name in names}
+        answered = [one for _, one in answers.all(ProductTimes, LINEAR)]
+        products = {(one.linear, one.M, one.variant): one for one in answered}
+        if set(products) != set(asked) or len(answered) != len(asked):
+            raise invalid(answers.on, f"{len(answered)} times of products, not the {len(asked)} that were asked for")
+        timed, looks = list[TimedVariant](), {}
+        for key, linear in asked.items():
+            one = products[key]
+            timing = one.times.timing(sides, f"{answers.on}, {one.variant}, batch {one.M}")
+            if not timing.skipped and not (one.prepared and sum(timing.rounds) > 1):
+                raise invalid(answers.on, f"{one.variant}, batch {one.M}: times that do not fit together")
+            cost = self._costs[linear, one.variant]
+            side = RanSide(cost, one.products, one.resident_bytes, one.settings) if one.prepared else None
+            taken = TimedVariant(linear, one.M, one.variant, side, timing, hot=one.hot, quantizing=one.quantizing)
+            timed.append(taken.compared(job.seed + len(timed)))
+            looks[linear.K, linear.N] = timing
         demand_any(timed, job.baseline)
-        return timed
+        return timed, looks
 
 
 def _is_small(linear: LinearShape) -> bool:
     return (linear.K, linear.N) == (SMALL.K, SMALL.N)
 
 
-def _taken(linear: LinearShape, one: ProductTimes, cost: StepCost) -> TimedVariant:
-    side = RanSide(cost, one.products, one.resident_bytes, one.settings) if one.prepared else None
-    seconds = {SUBJECT: np.array(one.ours), BASELINE: np.array(one.theirs)} if one.ours else {}
-    timing = Timing(seconds, rounds=one.rounds, skipped=one.skipped)
-    return TimedVariant(linear, one.M, one.variant, side, timing, hot=one.hot, quantizing=one.quantizing)
-
-
-def _there(row: Row, about: DeviceFacts, clocks: dict[Any, Any], slow: set[tuple[int, int]]) -> Row:
+def _there(row: Row, about: DeviceFacts, looks: dict[tuple[int, int], Timing]) -> Row:
     """A row with what the device says of itself while that linear was timed."""
     flags, settings = [*row.flags, *about.flags], dict(row.settings)
     if row.op is not None:
-        size = (row.op.K, row.op.N)
-        if size in slow or (row.op.layer == ALL and slow):
-            flags.append("throttled")
-        settings |= settings_of(*clocks[size]) if size in clocks else {}
+        look = looks.get((row.op.K or 0, row.op.N or 0))
+        slow = look.flags if look else [flag for of in looks.values() for flag in of.flags if row.op.layer == ALL]
+        flags += slow
+        settings |= look.settings if look else {}
     return row.model_copy(update={"flags": list(dict.fromkeys(flags)), "settings": settings})

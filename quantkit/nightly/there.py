@@ -15,9 +15,8 @@ from quantkit.bundle import Bundle
 from quantkit.bundle.disk import walk
 from quantkit.content import Closed, validated
 from quantkit.devices.answers import Cells, invalid
-from quantkit.devices.named import NamedDevice
+from quantkit.devices.named import NamedDevice, Reached, reach
 from quantkit.devices.openssh import Lost
-from quantkit.devices.reached import Reached, reach
 from quantkit.errors import InputError, Stopped
 from quantkit.measurement.doctor import demand_architecture
 from quantkit.measurement.size import folder_of

@@ -104,6 +104,7 @@ class Runtime(Protocol):
         imports: what Python calls the libraries that it needs.
         extra: of quantkit, that brings them.
         graph: the file of a graph that is no transformer, in the folder that it reads; "" of one that runs none.
+        cache: the format of keys and values on a processor.
         order: of the runtimes that a verdict may rest on, the lowest one's times come first.
     """
 
@@ -115,6 +116,7 @@ class Runtime(Protocol):
     imports: tuple[str, ...] = ()
     extra: str = "compile"
     graph: str = ""
+    cache: str = "float32"
     order: int = 9
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
@@ -128,16 +130,10 @@ class Runtime(Protocol):
     def demand(self, folder: Path | None = None) -> None:
         """Raises InputError `runtime-not-here`, with what `why_not_here` says."""
         if why := self.why_not_here(folder):
-            other = self.floats not in (None, self.name)
-            raise InputError(
-                "runtime-not-here",
-                where=self.name,
-                value=why,
-                rule="it runs on this machine",
-                remedy=f"use the runtime `{self.floats}`, which reads the same file"
-                if other
-                else "use another machine",
-            )
+            rule, remedy = "it runs on this machine", "use another machine"
+            if self.floats not in (None, self.name):
+                remedy = f"use the runtime `{self.floats}`, which reads the same file"
+            raise InputError("runtime-not-here", where=self.name, value=why, rule=rule, remedy=remedy)
 
     def folder(self, bundle: Bundle) -> Path:
         """The folder of a bundle that it reads. Raises InputError, `bundle-without-...`."""
@@ -172,13 +168,8 @@ class Runtime(Protocol):
         raise self._not_timed(file)
 
     def _not_timed(self, path: Path) -> InputError:
-        return InputError(
-            "runtime-unsupported",
-            where=str(path),
-            value=self.name,
-            rule="it runs none of this kind by itself",
-            remedy="use another runtime: quantkit list runtimes",
-        )
+        rule, remedy = "it runs none of this kind by itself", "use another runtime: quantkit list runtimes"
+        return InputError("runtime-unsupported", where=str(path), value=self.name, rule=rule, remedy=remedy)
 
     def context(self, folder: Path) -> int:
         """Count the tokens of the longest sequence, for the model in a folder; by default as `config.json` says."""

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.devices import wheels
+from quantkit.devices import probed as wheels
 from quantkit.devices.answers import Cells
 from quantkit.devices.link import Link
-from quantkit.devices.named import NamedDevice
+from quantkit.devices.named import NamedDevice, Reached
 from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import probe
-from quantkit.devices.reached import Reached
 from quantkit.errors import Stopped
 from quantkit.runtimes.child import Report
 
@@ -48,7 +47,7 @@ def local(
     shell = OpenSSH(Address("here"), name=name, begin=begin, python=python)
     beside = workdir.parent / "wheels"
     beside.mkdir(parents=True, exist_ok=True)
-    own = wheels.own(beside)
+    own = wheels.own_wheel(beside)
     brought = {hashlib.sha256(own.read_bytes()).hexdigest(): own}
     if absent:
         wheel = beside / "absent.whl"

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from quantkit.devices import there
 from quantkit.devices.answers import Cells, DeviceFacts, dumped
-from quantkit.devices.named import NamedDevice
+from quantkit.devices.named import NamedDevice, Reached
 from quantkit.devices.openssh import Lost
 from quantkit.devices.probed import Probed
-from quantkit.devices.reached import Reached
-from quantkit.devices.there import work as there
 
 FACTS: dict[str, Any] = {"id": "x", "name": "Cortex", "machine": "aarch64", "isa": "neon", "cores": 4}
 ABOUT = DeviceFacts(**FACTS, memory=1 << 30, versions={"numpy": "2"})

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from devices.planted import Told
-from quantkit.devices.answers import LINE, NUMBERS, Cells, MadeTokens, SessionSettings, read
-from quantkit.devices.measure import _timing
+from quantkit.devices import there
+from quantkit.devices.answers import LINE, NUMBERS, Cells, MadeTokens, SessionSettings, Times, read
+from quantkit.devices.scores import Outbox, outputs, positions
 from quantkit.devices.sides import outputs_of
-from quantkit.devices.there import models, work
-from quantkit.devices.there.models import positions
 from quantkit.errors import InputError
 from quantkit.measurement.accuracy.positions import Accuracy
 from quantkit.measurement.timing.clocks import Clocks
@@ -23,7 +22,7 @@ from quantkit.measurement.timing.rounds import Task, measure
 from quantkit.measurement.timing.schedule import Shape, Timing
 from quantkit.stats.slowdown import BURST
 
-SHAPE = Shape("decode", 1, 16)
+SHAPE, BOTH = Shape("decode", 1, 16), {"subject", "baseline"}
 SIDE = [[[0.1], [0.2]], [[0.1], [0.2]]]
 TIMES: dict[str, Any] = {"seconds": {"subject": SIDE, "baseline": SIDE}, "rounds": [1, 1], "skipped": ""}
 
@@ -34,10 +33,14 @@ def answered(cell: str, *rows: Any) -> Cells:
     return found
 
 
+def answers(told: Told, done: Any = ()) -> Outbox:
+    return Outbox(told, dict(done))  # type: ignore[arg-type]
+
+
 def test_times_are_taken_as_they_are() -> None:
-    assert np.array_equal(
-        _timing(answered("decode-1-16", TIMES), SHAPE, counted=True).seconds["subject"], np.array(SIDE)
-    )
+    timing = read(Times, TIMES, "pi5").timing(BOTH, "pi5", SHAPE)
+    assert (timing.shape, timing.rounds) == (SHAPE, (1, 1))
+    assert np.array_equal(timing.seconds["subject"], np.array(SIDE))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,7 @@ def test_times_are_taken_as_they_are() -> None:
 )
 def test_times_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="answer-invalid") as refused:
-        _timing(answered("decode-1-16", {**TIMES, **change}), SHAPE, counted=True)
+        read(Times, {**TIMES, **change}, "pi5").timing(BOTH, "pi5")
     assert "\n" not in refused.value.line()
 
 
@@ -98,22 +101,22 @@ def test_outputs_of_a_large_network_come_in_several_lines() -> None:
     generator = np.random.default_rng(0)
     given = {"y": generator.normal(0, 1e-5, (10, 50, 201)).astype(np.float32), "z": np.arange(10, dtype=np.int64)}
     told = Told()
-    models.outputs(10, lambda part: {name: array[part] for name, array in given.items()}, {}, told)  # type: ignore[arg-type]
+    outputs(10, lambda part: {name: array[part] for name, array in given.items()}, answers(told))
     assert len(told.cells) > 2
     for name, array in outputs_of(told.cells, 10).items():
         np.testing.assert_array_equal(array, given[name])
     # what was answered before is not answered again
     again = Told()
-    models.outputs(10, lambda part: {n: array[part] for n, array in given.items()}, told.cells, again)  # type: ignore[arg-type]
+    outputs(10, lambda part: {n: array[part] for n, array in given.items()}, answers(again, told.cells))
     assert not again.cells
     with pytest.raises(InputError, match=r"outputs-too-many.*10,051 numbers come out of each"):
-        models.outputs(1000, lambda part: {"y": np.zeros((8, 10_051))}, {}, again)  # type: ignore[arg-type]
+        outputs(1000, lambda part: {"y": np.zeros((8, 10_051))}, answers(again))
 
 
 def test_a_round_of_a_night_is_a_line() -> None:
     """However short its steps are."""
     sides = ("candidate", "baseline", "release")
-    blocks = work.most(len(sides))
+    blocks = there.most(len(sides))
     times = {side: np.full((blocks, 2, BURST), 1764107543.1234567 / 3) for side in sides}
     turns = Timing(times, times, [sides] * blocks, (blocks,))
     row = {"cell": "round-0", "rows": [{"round": 0, "state": {}, "turns": turns.as_dict()}]}

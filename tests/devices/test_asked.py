@@ -26,11 +26,10 @@ from quantkit.bundle import Bundle
 from quantkit.cli import run
 from quantkit.devices import asked
 from quantkit.devices.answers import Cells
-from quantkit.devices.named import NamedDevice
+from quantkit.devices.asked import DeviceTimer
+from quantkit.devices.named import NamedDevice, reach
 from quantkit.devices.openssh import OpenSSH
 from quantkit.devices.probed import probe
-from quantkit.devices.reached import reach
-from quantkit.devices.rounds import DeviceTimer
 from quantkit.devices.sides import running
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Row
@@ -256,7 +255,7 @@ def place(
                 yield found
 
     monkeypatch.setattr("quantkit.devices.measure.measure_on", measure_on)
-    monkeypatch.setattr("quantkit.devices.reached.reach", measured)
+    monkeypatch.setattr("quantkit.devices.named.reach", measured)
     return tmp_path, wanted
 
 

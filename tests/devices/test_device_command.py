@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 
 from devices.loopback import Loopback
 from quantkit.cli import run
+from quantkit.devices.named import NamedDevice
+from quantkit.devices.openssh import Address, OpenSSH, held
+from quantkit.devices.probed import probe
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -59,3 +63,16 @@ def test_bad_words_are_one_line(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert said(capsys, "device", *words)["error"]["code"] == code
     assert not list(tmp_path.rglob("*.yaml"))
+
+
+def test_a_device_that_is_at_work_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    about = probe(OpenSSH(Address("here"), name="here", begin=["sh", "-c"]), str(tmp_path / "there"))
+    for busy, line in (("", None), (held({"who": "ada@mill", "what": "measure"}), "ada@mill has it, for: measure")):
+        known = about.model_copy(update={"busy": busy})
+        NamedDevice(name="pi5", address="ssh://here", about=known, probed=date(2026, 11, 27)).save()
+        assert run(["device", "show", "pi5"]) == 0
+        shown = [row.split("at work")[1].strip() for row in capsys.readouterr().out.splitlines() if "at work" in row]
+        assert shown == ([line] if line else [])

@@ -28,7 +28,7 @@ from devices.wheels import small_python
 from quantkit.bundle import Bundle
 from quantkit.devices.answers import Cells
 from quantkit.devices.link import Link
-from quantkit.devices.reached import reach
+from quantkit.devices.named import reach
 from quantkit.measurement.rows import Row
 from quantkit.nightly.records import NightCell
 from quantkit.nightly.store import Store
@@ -208,7 +208,7 @@ def test_a_device_that_reboots_goes_on_and_resume_measures_what_is_missing(
     known: Home, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, wire, there = known.copy(tmp_path), known.devices.wires["plain"], known.path / "plain"
-    monkeypatch.setattr("quantkit.devices.reached.Link", partial(Link, patience=1.0))
+    monkeypatch.setattr("quantkit.devices.named.Link", partial(Link, patience=1.0))
     cells: list[tuple[str, str]] = []
     resumed: list[int] = []
 

@@ -20,7 +20,7 @@ from devices.loopback import Loopback
 from devices.planted import Planted, reached
 from quantkit import cli
 from quantkit.bundle import Bundle, seal
-from quantkit.devices.engine import export_on
+from quantkit.devices.asked import export_on
 from quantkit.devices.openssh import Address, Conversation, OpenSSH
 from quantkit.devices.probed import Gpu, Probed, probe
 from quantkit.errors import InputError

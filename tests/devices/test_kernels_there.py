@@ -17,10 +17,10 @@ import pytest
 from devices.planted import Within, reached
 from devices.tiny_home import tiny_home
 from quantkit.bundle import Bundle, Decision
+from quantkit.devices import there as work
 from quantkit.devices.measure import measure_on
 from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import Gpu, Probed, probe
-from quantkit.devices.there import work
 
 pytest.importorskip("triton")  # Linux alone has it
 
@@ -124,8 +124,8 @@ def test_steps_there_are_the_rows_of_steps_here(home: Path, bundle: Bundle, link
         assert row.versions.get("driver") == (GPU.driver if kind == "gpu" else None)
     scored, asked = (job for _, job in link.asked)
     assert [layer["name"] for layer in asked["layers"]] == [layer.name for layer in bundle.manifest.layers]
-    assert asked["graphs"] is None and not scored["ours"]["built"]
-    assert {path.name for path in (link.workdir / asked["ours"]["place"]).iterdir()} == {"model", FILE}
+    assert asked["graphs"] is None and not scored["built"]
+    assert {path.name for path in (link.workdir / asked["ours"]["path"]).iterdir()} == {"model", FILE}
     stored = [Row.model_validate(row) for row in Bundle.load(bundle.path).measurements]
     assert {row.name for row in stored if row.on == "box"} == {row.name for row in rows}
     assert measured(Bundle.load(bundle.path), link, home, resume=True) == []

@@ -360,7 +360,7 @@ def test_a_full_disk_is_said_before_anything_is_carried(
 ) -> None:
     link = linked()
     full = {"whole": False, "there": {}, "free": 1000, "wheels": []}
-    monkeypatch.setattr(link, "_have", lambda *_: full)
+    monkeypatch.setattr(link, "_have", lambda *_: links._Have.model_validate(full))
     with pytest.raises(InputError, match="device-full"):
         link.carry("x", files(tmp_path, a=b"a"))
     with pytest.raises(InputError, match="device-full"):

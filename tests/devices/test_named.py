@@ -132,12 +132,12 @@ def test_what_is_sent_needs_the_standard_library_alone() -> None:
     program = f"import sys\n{Path(machine.__file__).read_text()}\ndescribe()\nassert 'quantkit' not in sys.modules"
     program = program.replace("from __future__ import annotations", "")
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
-    for name in ("probe", "files", "work", "answer"):
+    for name in ("probe", "files", "work", "__init__"):
         subprocess.run([sys.executable, "-I", "-S", "-c", source(name)], check=True)
 
 
 def said(**changes: Any) -> dict[str, Any]:
-    base: dict[str, Any] = probe(here(), "/tmp").as_dict()
+    base: dict[str, Any] = probe(here(), "/tmp").model_dump(mode="json")
     return {**base, **changes}
 
 

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from devices.planted import Planted, Told, about, reached
-from quantkit.devices.rounds import DeviceTimer
-from quantkit.devices.there import times
+from quantkit.devices import there
+from quantkit.devices.asked import DeviceTimer
+from quantkit.devices.scores import Outbox
 from quantkit.errors import InputError
 from quantkit.measurement.timing.rounds import LEAST, RoundsJob
 from quantkit.measurement.timing.schedule import Shape, Step
 from quantkit.pipeline.sides import of_run
 
 SIDE = [[[0.1], [0.1]]]
-PART: dict[str, Any] = {"seconds": {"candidate": SIDE, "baseline": SIDE}, "visit": {"burst": 1}, "skipped": ""}
+PART: dict[str, Any] = {"seconds": {"candidate": SIDE, "baseline": SIDE}, "rounds": [1], "visit": {"burst": 1}}
 
 
 def answering(rounds: Sequence[Mapping[str, Any]], **facts: Any) -> Planted:
@@ -104,8 +105,8 @@ class Model:
 
 def test_no_round_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The power goes off in the middle of the fourth."""
-    monkeypatch.setattr(times.speed, "opened", Model)
-    monkeypatch.setattr(times.speed, "demand_room", lambda paths: None)
+    monkeypatch.setattr(there.speed, "opened", Model)
+    monkeypatch.setattr(there.speed, "demand_room", lambda paths: None)
     shapes = [{"kind": "decode", "batch": batch, "size": 16} for batch in (1, 2)]
     asked: dict[str, Any] = {"candidate": "x", "baseline": "x", "runtimes": ["onnxruntime"] * 2, "shapes": shapes}
     asked |= {"seconds": 1e-3, "seed": 0, "samples": ""}
@@ -117,15 +118,15 @@ def test_no_round_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     told.at = at
     with pytest.raises(KeyboardInterrupt):
-        times.rounds(asked, {}, told)
+        there.rounds(asked, Outbox(told, {}))
     assert Model.loads == 2 * 4
     before = dict(told.cells)
     told.at = lambda share, words: None
-    times.rounds(asked, before, told)
+    there.rounds(asked, Outbox(told, before))
     assert Model.loads == 2 * 4 + 2 * 3
     after = dict(told.cells)
     assert list(after) == [f"round-{n}" for n in range(LEAST)]
     assert {cell: after[cell] for cell in before} == before
     # and of one that was cut off behind its last, nothing is
-    times.rounds(asked, after, told)
+    there.rounds(asked, Outbox(told, after))
     assert Model.loads == 2 * 4 + 2 * 3

@@ -12,11 +12,10 @@ import pytest
 from devices.loopback import Loopback
 from devices.wheels import packed, wheelhouse
 from quantkit import cli
-from quantkit.devices import wheels
-from quantkit.devices.named import NamedDevice
+from quantkit.devices import probed as wheels
+from quantkit.devices.named import NamedDevice, demand_sessions, reach
 from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import Probed, probe
-from quantkit.devices.reached import demand_sessions, reach
 from quantkit.errors import InputError
 from quantkit.runtimes import load_runtime
 
@@ -42,8 +41,8 @@ def test_what_a_runtime_needs_is_chosen_with_the_rest(house: Path, about: Probed
     pytest.importorskip("openvino")
     for name in ("openvino", "openvino-telemetry"):
         packed(name, house)
-    bare = wheels.needed(about, wheelhouse=house, where="here")
-    found = wheels.needed(about, wheelhouse=house, where="here", more=load_runtime("openvino").packages)
+    bare = wheels.wheels(about, wheelhouse=house, where="here")
+    found = wheels.wheels(about, wheelhouse=house, where="here", more=load_runtime("openvino").packages)
     names = {path.name.partition("-")[0] for sha, path in found.items() if sha not in bare}
     assert {each.replace("_", "-") for each in names} == {"openvino", "openvino-telemetry"}
     # as recent as quantkit itself asks for
@@ -74,7 +73,7 @@ def test_what_a_device_has_is_not_asked_for(about: Probed, house: Path) -> None:
     found = about.model_copy(update={"packages": have})
     more = load_runtime("llama_cpp").packages
     assert not any(
-        "llama" in path.name for path in wheels.needed(found, wheelhouse=house, where="x", more=more).values()
+        "llama" in path.name for path in wheels.wheels(found, wheelhouse=house, where="x", more=more).values()
     )
 
 
@@ -106,7 +105,7 @@ def test_what_is_too_large_to_carry_has_to_be_there(
     def bare(*asked: Any) -> Probed:
         return probe(*asked).model_copy(update={"packages": there})
 
-    monkeypatch.setattr("quantkit.devices.reached.probe", bare)
+    monkeypatch.setattr("quantkit.devices.probed.probe", bare)
     device = NamedDevice(name="box", address="ssh://plain", workdir=str(tmp_path / "there"), python=sys.executable)
     with pytest.raises(InputError, match="runtime-not-here") as met, reach(device, runtimes=[runtime]):
         pass
@@ -123,9 +122,9 @@ def test_pip_takes_what_is_there_for_what_it_is_and_fetches_no_other(house: Path
         made.writestr("on_torch-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         made.writestr("on_torch-1.0.dist-info/RECORD", "")
     there = about.model_copy(update={"packages": {"torch": "2.13.0+cu130"}})
-    installed = wheels.installed(there, ["torch"], "here")
-    found = wheels.needed(there, wheelhouse=house, where="here", more=["on-torch"], installed=installed)
+    installed = there.installed(["torch"], "here")
+    found = wheels.wheels(there, wheelhouse=house, where="here", more=["on-torch"], installed=installed)
     names = {path.name.partition("-")[0] for path in found.values()}
     assert "on_torch" in names and "torch" not in names
     with pytest.raises(InputError, match="answer-invalid"):
-        wheels.installed(about.model_copy(update={"packages": {"torch": "9 @ https://x.invalid"}}), ["torch"], "here")
+        about.model_copy(update={"packages": {"torch": "9 @ https://x.invalid"}}).installed(["torch"], "here")

@@ -19,10 +19,10 @@ from devices.planted import Planted, reached
 from devices.test_device_command import said
 from devices.tiny_home import tiny_home
 from quantkit.bundle import Bundle
-from quantkit.devices.answers import CeilingSamples, ShapeTimes, SideCosts, dumped
+from quantkit.devices.answers import CeilingSamples, SideCosts, Times, dumped
+from quantkit.devices.asked import generate_on
 from quantkit.devices.measure import measure_on
 from quantkit.devices.probed import Gpu, Probed
-from quantkit.devices.rounds import generate_on
 from quantkit.errors import InputError, Stopped
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
@@ -238,7 +238,7 @@ def times(*shapes: str) -> list[tuple[str, Any]]:
     sides = {"subject": (1e-3 * noise).tolist(), "baseline": (2e-3 * noise[::-1]).tolist()}
     cost = StepCost("int4", 1e6, 10.0, 1e6, compute="fp16")
     costs = SideCosts(ours=cost, theirs=replace(cost, format="bfloat16", compute="bf16"), settings={"dtype": "float16"})
-    taken = dumped(ShapeTimes(seconds=sides, rounds=(20, 20)))
+    taken = dumped(Times(seconds=sides, rounds=(20, 20)))
     limits = dumped(CeilingSamples(ceilings=CEILINGS))
     return [
         ("sides", dumped(costs)),
@@ -269,8 +269,8 @@ def test_an_engine_is_scored_and_timed_on_the_gpu_that_it_is_for(home: Path, bun
     # what is executed there is what the manifest lists, and of the engines only the one for that GPU is carried
     entries = {entry.path: entry.sha256 for entry in bundle.manifest.files}
     assert (
-        scored["ours"]["built"]
-        == timed["ours"]["built"]
+        scored["built"]
+        == timed["built"]
         == {place: entries[place] for place in ("engine/sm89.engine", "engine/sm89.json")}
     )
     assert "sm86.engine" not in {path.name for path in link.carried}

@@ -16,7 +16,7 @@ from devices.loopback import Loopback
 from devices.planted import Planted, about, reached
 from devices.test_device_command import said
 from quantkit.cli import run
-from quantkit.devices.answers import CeilingSamples, Cells, ProductTimes, dumped
+from quantkit.devices.answers import CeilingSamples, Cells, ProductTimes, Times, dumped
 from quantkit.devices.openssh import Lost
 from quantkit.devices.probed import Probed, probe
 from quantkit.devices.tax import TaxDevice
@@ -111,13 +111,18 @@ def test_products_are_timed_where_nothing_can_make_them(tmp_path: Path, monkeypa
 # --- what a device says is data ---------------------------------------------------------------------------------------
 
 
+RAGGED: dict[str, Any] = {"subject": [[[1.0], [2.0, 3.0]]], "baseline": []}
+
+
 def times(n: int, M: int, variant: str, **changes: Any) -> dict[str, Any]:
     slow = 2e-3 if variant == "float32" else 1e-3
     noise = 1 + 0.01 * np.random.default_rng(n + M).standard_normal((40, 2, 2))
-    sides = {"ours": (slow * noise).tolist(), "theirs": (2e-3 * noise[::-1]).tolist()}
+    sides = {"subject": (slow * noise).tolist(), "baseline": (2e-3 * noise[::-1]).tolist()}
+    times = Times(seconds=sides, rounds=(20, 20))
     settings = {"kernel": "MatMulNBits", "variant": variant}
-    one = ProductTimes(linear=n, M=M, variant=variant, prepared=True, settings=settings, rounds=(20, 20), **sides)
-    return {**dumped(one), **changes}
+    one = dumped(ProductTimes(linear=n, M=M, variant=variant, prepared=True, settings=settings, times=times))
+    within = {name: changes.pop(name) for name in [*changes] if name in one["times"]}
+    return {**one, "times": {**one["times"], **within}, **changes}
 
 
 def told(rows: list[dict[str, Any]], **facts: Any) -> Planted:
@@ -156,8 +161,11 @@ def test_its_times_are_compared_here() -> None:
         [times(0, 1, "float32"), times(0, 1, "nf4.g64")],
         [times(0, 1, "float32"), times(3, 1, "int4.g32.level4")],
         [times(0, 1, "float32"), times(0, 1, "int4.g32.level4", rounds=[20])],
-        [times(0, 1, "float32"), times(0, 1, "int4.g32.level4", ours=[[[1.0], [2.0, 3.0]]])],
-        [times(0, 1, "float32"), times(0, 1, "int4.g32.level4", ours=[], theirs=[], rounds=[])],
+        [
+            times(0, 1, "float32"),
+            times(0, 1, "int4.g32.level4", seconds={"subject": [[[1.0], [2.0, 3.0]]], "baseline": []}),
+        ],
+        [times(0, 1, "float32"), times(0, 1, "int4.g32.level4", seconds={}, rounds=[])],
         [times(0, 1, "float32"), times(0, 1, "int4.g32.level4", skipped="too-slow")],
         [times(0, 1, "float32"), times(0, 1, "int4.g32.level4", prepared=False)],
         [times(0, 1, "float32"), times(0, 1, "int4.g32.level4", hot=-1.0)],
@@ -173,7 +181,7 @@ def test_what_was_not_asked_for_is_refused_in_one_line(rows: list[dict[str, Any]
 
 
 def test_a_baseline_that_ran_nowhere_is_its_flag() -> None:
-    none: dict[str, Any] = {"prepared": False, "ours": [], "theirs": [], "rounds": [], "skipped": "out-of-memory"}
+    none: dict[str, Any] = {"prepared": False, "seconds": {}, "rounds": [], "skipped": "out-of-memory"}
     with pytest.raises(InputError, match=r"out-of-memory.*float32 cannot run"):
         answered(times(0, 1, "float32", **none), times(0, 1, "int4.g32.level4", **none))
 
@@ -268,7 +276,7 @@ def test_tax_over_a_real_sshd(
         """A device with a cache that few weights fill."""
         return probe(*asked).model_copy(update={"last_level_cache": CACHE})
 
-    monkeypatch.setattr("quantkit.devices.reached.probe", small)
+    monkeypatch.setattr("quantkit.devices.probed.probe", small)
     there = tmp_path / "there"
     words = ("device", "add", "plain", "ssh://plain", "--workdir", there, "--python", sys.executable)
     assert said(capsys, *words)["error"] is None

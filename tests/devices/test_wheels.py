@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from devices.wheels import wheelhouse
-from quantkit.devices import wheels
+from quantkit.devices import probed as wheels
 from quantkit.devices.link import Link
 from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import NEEDED, Probed, probe
@@ -41,7 +41,7 @@ def about() -> Probed:
 def test_own_wheel_is_the_package_and_always_the_same(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    first, second = wheels.own(tmp_path / "a"), wheels.own(tmp_path / "b")
+    first, second = wheels.own_wheel(tmp_path / "a"), wheels.own_wheel(tmp_path / "b")
     assert first.read_bytes() == second.read_bytes()
     assert first.stat().st_size < 5e6
     with zipfile.ZipFile(first) as made:
@@ -58,7 +58,7 @@ def test_who_needs_wheels_at_one_time_has_whole_ones(about: Probed, tmp_path: Pa
     def again(_: int) -> set[str]:
         found = set()
         while not stop.is_set():
-            for sha, path in wheels.needed(have, wheelhouse=None, where="here").items():
+            for sha, path in wheels.wheels(have, wheelhouse=None, where="here").items():
                 found.add(sha)
                 if hashlib.sha256(path.read_bytes()).hexdigest() != sha:
                     found.add("changed")
@@ -73,11 +73,11 @@ def test_what_is_installed_there_runs_and_is_small(house: Path, about: Probed, t
     """With nothing else: no site-packages, no network."""
     shell = OpenSSH(Address("here"), name="here", begin=["sh", "-c"], python=sys.executable)
     there = tmp_path / "there"
-    link = Link(shell, str(there), wheels=wheels.needed(about, wheelhouse=house, where="here"))
+    link = Link(shell, str(there), wheels=wheels.wheels(about, wheelhouse=house, where="here"))
     link.install()
     path = [str(each) for each in (there / "wheels").iterdir()]
     program = f"import sys; sys.path[:0] = {path!r}; import onnxruntime, pydantic, yaml, numpy; "
-    program += "import quantkit.devices.there.work; "
+    program += "import quantkit.devices.there; "
     program += "assert all('site-packages' not in path for path in sys.path); print(quantkit.__file__)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -103,14 +103,14 @@ def test_only_what_is_lacking_travels(about: Probed) -> None:
     ],
 )
 def test_platforms(about: Probed, changes: dict[str, Any], first: str, last: str) -> None:
-    found = wheels.tags(Probed.model_validate({**about.as_dict(), "system": "Linux", **changes}))
+    found = wheels.tags(Probed.model_validate({**about.model_dump(mode="json"), "system": "Linux", **changes}))
     assert (found[0], found[-1]) == (first, last)
 
 
 def test_no_wheel_for_a_platform_is_said(house: Path, about: Probed) -> None:
     pi = about.model_copy(update={"machine": "riscv64", "libc": "glibc-2.36"})
     with pytest.raises(InputError, match=r"no-wheel.*manylinux_2_36_riscv64 and Python 3.*--wheelhouse") as met:
-        wheels.needed(pi, wheelhouse=house, where="board")
+        wheels.wheels(pi, wheelhouse=house, where="board")
     assert met.value.where == "board"
     with pytest.raises(InputError, match="no-wheel"):
-        wheels.needed(about, wheelhouse=house.parent / "nothing", where="board")
+        wheels.wheels(about, wheelhouse=house.parent / "nothing", where="board")

@@ -17,7 +17,7 @@ OTHER_WORDS = {
     ("quantkit.report.compared", "mixed"): "that verdict",
     ("quantkit.nightly.page.data", "round"): "a column: the round of a timing",
     ("quantkit.measurement.timing.rounds", "round"): "that column",
-    ("quantkit.devices.there.work", "round"): "that column",
+    ("quantkit.devices.there", "round"): "that column",
     ("quantkit.nightly.timing", "round"): "that column",
     ("quantkit.planning.matrix", "tensorrt"): "a runtime, with what people call it",
     ("quantkit.planning.matrix", "openvino"): "a runtime, with what people call it",

@@ -25,7 +25,7 @@ OURS = {
     *("quantkit.report.kit.html", "quantkit.runtimes.onnxruntime.session", "quantkit.tuning.answer"),
     # on a device, where nothing of ours is; and the programs that are sent there
     *("quantkit.devices.sent.work", "quantkit.devices.sent.files", "quantkit.devices.openssh"),
-    *("quantkit.devices.probed", "quantkit.devices.link", "quantkit.devices.wheels"),
+    *("quantkit.devices.probed", "quantkit.devices.link"),
     "quantkit.tuning.placement",
 }
 
@@ -50,7 +50,7 @@ def calls(module: str) -> list[tuple[int, str]]:
             {"subprocess.run", "subprocess.call", "subprocess.check_output", "os.system", "os.popen", "os.execv"},
             # pip, compilers, and what asks a system how it is
             {
-                *("quantkit.devices.wheels", "quantkit.model.source.packaged", "quantkit.kernels.cpu.library"),
+                *("quantkit.devices.probed", "quantkit.model.source.packaged", "quantkit.kernels.cpu.library"),
                 *("quantkit.kernels.ahead", "quantkit.bundle.seal", "quantkit.devices.openssh"),
                 *("quantkit.machine", "quantkit.measurement.timing.clocks", "quantkit.nightly.run"),
                 "quantkit.devices.sent.probe",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import small_onnx
 from fake_tensorrt import GPU
 
 from quantkit.bundle import Bundle, LayerEntry
+from quantkit.devices import scores, there
 from quantkit.devices.answers import ScoredStretch
-from quantkit.devices.there import models, times
 from quantkit.errors import GateError, InputError
 from quantkit.exporters import load_exporter
 from quantkit.measurement.engine_layers import stored
+from quantkit.measurement.timing.speed import SpeedSide
 from quantkit.pipeline import engines as engine
 from quantkit.pipeline.gates import refuse
 from quantkit.pipeline.verdict import _with_engine
@@ -153,29 +155,27 @@ def there_too(workdir: Path, bundle: Bundle, model: Path) -> None:
     (workdir / "floats").symlink_to(model)
     np.savez(workdir / "ids.npz", ids=np.random.default_rng(0).integers(0, 258, (2, 17)))
     hashes = {entry.path: entry.sha256 for entry in bundle.manifest.files if "sm89." in entry.path}
-    ours = {"place": bundle.path.name, "subject": "a", "format": "int4", "built": hashes, "saved_bytes": 1e3}
-    theirs = {"place": "floats", "subject": "b", "format": "bfloat16"}
-    sides: dict[str, Any] = {"ours": ours, "theirs": theirs, "runtime": "tensorrt_rtx"}
-    asked = {"of": "decoder", "data": "ids.npz", "floats": None, **sides}
-    cells = done_there(models.score, workdir, asked)
+    ours = SpeedSide(bundle.path.name, "a", "int4", runtime="tensorrt_rtx")
+    sides: dict[str, Any] = {"ours": asdict(ours), "theirs": asdict(SpeedSide("floats", "b", "bfloat16"))}
+    sides |= {"built": hashes, "saved_bytes": 1e3}
+    asked = {"of": "decoder", "data": "ids.npz", "streams": True, **sides}
+    cells = done_there(scores.score, workdir, asked)
     assert list(cells) == ["settings", "scored--0-0", "scored--1-0"]
     found = [ScoredStretch.model_validate(cells[name]) for name in ("scored--0-0", "scored--1-0")]
     assert [(each.sequence, len(each.found["kl"])) for each in found] == [(0, 16), (1, 16)]
     assert 0 < np.mean([each.found["kl"] for each in found]) < 1
     # what it has answered it does not do again
-    assert done_there(models.score, workdir, asked, cells) == {}
+    assert done_there(scores.score, workdir, asked, cells) == {}
     shapes = [{"kind": "decode", "batch": batch, "size": 3} for batch in (1, 3)]
     short: dict[str, Any] = {"seconds": 0.01, "cell_seconds": 0.01, "rounds": 1, "seed": 0, "samples": None}
-    cells = done_there(times.measure, workdir, {**sides, **short, "shapes": shapes, "floats": "torch"})
+    cells = done_there(there.measure, workdir, {**sides, **short, "shapes": shapes})
     assert list(cells) == ["sides", "ceilings", "decode-1-3", "decode-3-3", "ceilings-after"]
     assert (cells["sides"]["ours"]["format"], cells["sides"]["theirs"]["format"]) == ("int4", "bfloat16")
     assert set(cells["decode-1-3"]["seconds"]) == {"subject", "baseline"}
     assert cells["decode-3-3"]["skipped"] == "shape-unsupported"
-    other = {**ours, "built": dict.fromkeys(hashes, "0" * 64)}
-    with pytest.raises(InputError, match="hash-mismatch"):
-        done_there(models.score, workdir, {**asked, "ours": other})
-    with pytest.raises(InputError, match="bundle-without-engine"):
-        done_there(models.score, workdir, {**asked, "ours": {**ours, "built": {}}})
+    for built, code in ((dict.fromkeys(hashes, "0" * 64), "hash-mismatch"), ({}, "bundle-without-engine")):
+        with pytest.raises(InputError, match=code):
+            done_there(scores.score, workdir, {**asked, "built": built})
 
 
 def done_there(work: Any, workdir: Path, asked: Any, cells: Any = ()) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def done_there(work: Any, workdir: Path, asked: Any, cells: Any = ()) -> dict[st
     said = io.StringIO()
     known = {cell: [row] for cell, row in dict(cells).items()}
     with contextlib.chdir(workdir):
-        work(asked, known, child.Caller(said))
+        work(asked, scores.Outbox(child.Caller(said), known))
     return {row["cell"]: row["rows"][0] for row in child.heard(said.getvalue().splitlines())}
 
 

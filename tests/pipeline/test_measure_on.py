@@ -17,11 +17,10 @@ from devices.local import ABSENT, Cut, local
 from quantkit.bundle import Bundle, Manifest
 from quantkit.cli import run
 from quantkit.devices.answers import Cells
-from quantkit.devices.asked import verify_on
+from quantkit.devices.asked import DeviceTimer, generate_on, verify_on
 from quantkit.devices.measure import _kept, measure_on
+from quantkit.devices.named import Reached
 from quantkit.devices.openssh import Lost
-from quantkit.devices.reached import Reached
-from quantkit.devices.rounds import DeviceTimer, generate_on
 from quantkit.errors import InputError, Stopped
 from quantkit.measurement.rows import Baseline, Device, Row
 from quantkit.measurement.timing.rounds import RoundsJob
@@ -197,7 +196,7 @@ def test_generate_on_a_device(
     def reach(on: str, **_: Any) -> Iterator[Any]:
         yield local(tmp_path / "there", on)
 
-    monkeypatch.setattr("quantkit.devices.reached.reach", reach)
+    monkeypatch.setattr("quantkit.devices.named.reach", reach)
     words = ["generate", str(made.both), "--prompt", "The state of", "--new-tokens", "4", "--json"]
     answers = []
     for more in ([], ["--on", "pi5"]):

@@ -15,7 +15,7 @@ from quantkit.cli.options import Html, Json, On, Wheelhouse, batches, demand_dev
 from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError
 
 if TYPE_CHECKING:
-    from quantkit.devices.rounds import DeviceTimer
+    from quantkit.devices.asked import DeviceTimer
 
 _SIDE = "A bundle, or the model that the other one was made from."
 
@@ -120,8 +120,8 @@ def compare(
 @contextmanager
 def timing_on(on: str, runtimes: Iterable[str], wheelhouse: Path | None = None) -> Iterator[DeviceTimer]:
     """A device that takes the times of a comparison, in some runtimes."""
-    from quantkit.devices.reached import demand_sessions, reach
-    from quantkit.devices.rounds import DeviceTimer
+    from quantkit.devices.asked import DeviceTimer
+    from quantkit.devices.named import demand_sessions, reach
 
     runtimes = list(runtimes)
     demand_sessions(runtimes)

@@ -128,8 +128,8 @@ def remove(name: Name, as_json: Json = False) -> Answer:
 
 def _probed(device: NamedDevice, *, keep: bool = True) -> Answer:
     """Ask it, refuse what nothing runs on, and remember the rest."""
+    from quantkit.devices.named import shell
     from quantkit.devices.probed import probe as ask
-    from quantkit.devices.reached import shell
     from quantkit.report import terminal
 
     with showing() as progress, shell(device) as way:

@@ -42,8 +42,7 @@ def doctor(
 def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer:
     """The same of a device."""
     from quantkit.devices.asked import doctor_on
-    from quantkit.devices.named import find, names
-    from quantkit.devices.reached import reach
+    from quantkit.devices.named import find, names, reach
     from quantkit.report import terminal
 
     device = find(on)

@@ -57,8 +57,8 @@ def export(
                 quantkit.load(bundle), to, set_ or (), calibration=calibration, dry_run=dry_run, progress=progress
             )
         else:
-            from quantkit.devices.engine import demand_builds, export_on
-            from quantkit.devices.reached import reach
+            from quantkit.devices.asked import demand_builds, export_on
+            from quantkit.devices.named import reach
 
             demand_builds(to)
             with reach(on, wheelhouse=wheelhouse) as device:

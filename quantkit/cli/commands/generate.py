@@ -38,8 +38,8 @@ def generate(
         if on is None:
             made = runner.generate(opened, prompt, **how)
         else:
-            from quantkit.devices.reached import demand_sessions, reach
-            from quantkit.devices.rounds import generate_on
+            from quantkit.devices.asked import generate_on
+            from quantkit.devices.named import demand_sessions, reach
 
             demand_sessions([runner.name], text=True)
             with reach(on, wheelhouse=wheelhouse, runtimes=[runner.name]) as found:

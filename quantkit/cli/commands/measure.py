@@ -87,7 +87,7 @@ def measure(
             )
         else:
             from quantkit.devices.measure import measure_on
-            from quantkit.devices.reached import reach
+            from quantkit.devices.named import reach
 
             with reach(on, wheelhouse=wheelhouse, runtimes=[chosen]) as device:
                 rows = measure_on(

@@ -96,7 +96,7 @@ def tax(
     with ExitStack() as stack:
         progress, there = Progress(), None
         if on is not None:
-            from quantkit.devices.reached import reach
+            from quantkit.devices.named import reach
             from quantkit.devices.tax import TaxDevice
 
             reached = stack.enter_context(reach(on, wheelhouse=wheelhouse))

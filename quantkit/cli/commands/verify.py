@@ -69,7 +69,7 @@ def verify(
         progress.begin(f"verifying {bundle}")
         if on is not None:
             from quantkit.devices.asked import verify_on
-            from quantkit.devices.reached import reach
+            from quantkit.devices.named import reach
 
             with reach(on, wheelhouse=wheelhouse) as device:
                 found, notes = verify_on(opened, device, progress)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # sent with it
-    from quantkit.devices.sent.answer import lock_file
+    from quantkit.devices.sent import lock_file
 
 LAYOUT = 2
 # bytes that are read at a time; of a line on their way back

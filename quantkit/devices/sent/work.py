@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # sent with it
-    from quantkit.devices.sent.answer import lock_file
+    from quantkit.devices.sent import lock_file
 
 # of prctl(2): the system's signal where the parent has gone; orphans below are this process's
 _PDEATHSIG, _SUBREAPER = 1, 36

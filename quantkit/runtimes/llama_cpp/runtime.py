@@ -23,7 +23,7 @@ class LlamaCpp(Runtime):
     """See the module."""
 
     name = floats = "llama_cpp"
-    imports, extra, order = ("llama_cpp",), "gguf", 2
+    imports, extra, order, cache = ("llama_cpp",), "gguf", 2, "float16"
     packages = ("llama-cpp-python", "gguf")
 
     def why_not_here(self, folder: Path | None = None) -> str | None:

@@ -1,0 +1,277 @@
+"""What a model says on this device: beside the float model, position by position, or token after token.
+
+A checkpoint in torch, or an engine, is run block by block by the torch that is here, with the very code that scores
+elsewhere: whole models of the sizes that engines are for would not fit in memory twice. Whatever runs it, what goes
+back are the numbers of each position, or what comes out; rows are made of them where the job came from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from quantkit import machine
+from quantkit.devices.answers import (
+    NUMBERS,
+    POSITIONS,
+    MadeTokens,
+    Rows,
+    SampleOutputs,
+    ScoredStretch,
+    SessionSettings,
+    dumped,
+)
+from quantkit.errors import GateError, InputError
+from quantkit.measurement.timing import speed
+from quantkit.runtimes import child, load_runtime
+from quantkit.runtimes.generate import Sampling, stream
+from quantkit.runtimes.torch import RUNTIME as TORCH
+
+Array = NDArray[Any]
+# logits of one model that are in memory at one time; samples of a graph in one run; texts of one cell
+_LOGITS, _SAMPLES, _TEXTS = 1 << 22, 8, 32
+# numbers that all samples together may give: see `answers.ANSWER`
+_MOST = 10_000_000
+
+
+class Outbox:
+    """Where a work's cells go.
+
+    Args:
+        done: cells that are known, of rounds with their rows: whoever asked takes none of them twice.
+    """
+
+    def __init__(self, caller: child.Caller, done: Mapping[str, Rows]) -> None:
+        self.done, self._caller = done, caller
+        self.at, self.note = caller.at, caller.note
+
+    def give(self, cell: str, *answers: BaseModel | dict[str, Any]) -> None:
+        """Send a cell, unless it is known."""
+        if cell not in self.done:
+            rows = [answer if isinstance(answer, dict) else dumped(answer) for answer in answers]
+            self._caller.row({"cell": cell, "rows": rows})
+
+
+def score(job: Mapping[str, Any], outbox: Outbox) -> None:
+    """Give `settings`, then stretches of positions or of samples.
+
+    Args:
+        job: `of`, a `decoder`, `encoder` or `network`; `ours`, and of a decoder `theirs`; `streams`, whether torch runs
+            both block by block; `data`, an .npz: `ids` [n, T], of an encoder's texts `lengths` [n] too, or a graph's
+            inputs; `pooling` and `skip` of an encoder: see `measurement.accuracy.purpose`.
+    """
+    if job["of"] == "network":
+        _network(job, outbox)
+    elif job["of"] == "encoder":
+        _encoder(job, outbox)
+    elif job["streams"]:
+        _streamed(job, outbox)
+    else:
+        _decoder(job, outbox)
+
+
+def _decoder(job: Mapping[str, Any], outbox: Outbox) -> None:
+    ids, sides = speed.samples_of(job["data"])["ids"], (job["ours"], job["theirs"])
+    speed.demand_room([Path(side["path"]) for side in sides])
+    ours, theirs = (_opened(side["path"], side["runtime"]) for side in sides)
+    outbox.give("settings", SessionSettings(settings=dict(ours.settings)))
+    few = max(1, _LOGITS // theirs.vocabulary)
+    # a graph that multiplies in two ways is scored in both, as `measurement.accuracy.score` does
+    ways = {way: ours.prompt_rows - 1 if way == "steps" else 0 for way in ours.ways} or {"": 0}
+    for number, (way, most) in enumerate(ways.items()):
+        for sequence, tokens in enumerate(ids):
+            outbox.at((number + sequence / len(ids)) / len(ways), f"sequence {sequence + 1} of {len(ids)}")
+            if _cells(way, sequence, len(tokens)).keys() <= outbox.done.keys():
+                continue
+            states = [model.state(1, len(tokens)) for model in (ours, theirs)]
+            parts: list[dict[str, Array]] = []
+            for start in range(0, len(tokens) - 1, few):
+                part = tokens[None, start : min(start + few, len(tokens) - 1)]
+                pieces = [part[:, at : at + (most or few)] for at in range(0, part.shape[1], most or few)]
+                own = np.concatenate([ours.run(states[0], piece)[0] for piece in pieces])
+                other = theirs.run(states[1], part)[0]
+                parts.append(positions(tokens[start + 1 : start + 1 + part.shape[1]], other, own))
+            numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            _demand_finite(numbers, sequence)
+            _give_stretches(outbox, way, sequence, numbers)
+
+
+def _cells(way: str, sequence: int, tokens: int) -> dict[str, int]:
+    """Cell -> the first of its positions."""
+    return {f"scored-{way}-{sequence}-{start}": start for start in range(0, tokens - 1, POSITIONS)}
+
+
+def _give_stretches(outbox: Outbox, way: str, sequence: int, numbers: Mapping[str, Array]) -> None:
+    for cell, start in _cells(way, sequence, len(numbers["kl"]) + 1).items():
+        lists = {name: values[start : start + POSITIONS].tolist() for name, values in numbers.items()}
+        outbox.give(cell, ScoredStretch(way=way, sequence=sequence, found=lists))  # type: ignore[arg-type]
+
+
+def positions(following: Array, original: Array, candidate: Array) -> dict[str, Array]:
+    """Apply the formulas of `measurement.accuracy.positions` in NumPy, which is all that a device has.
+
+    Args:
+        following: [P] the tokens that follow.
+        original, candidate: logits [P, V]; the first is written over.
+
+    Returns:
+        the numbers of `positions.Items` but the sequence, [P] each.
+    """
+    at = np.arange(len(following))
+    best_o, best_c = original.argmax(axis=1), candidate.argmax(axis=1)
+    o, c = original - original[at, best_o][:, None], candidate - candidate[at, best_c][:, None]
+    chances = np.exp(o)
+    sum_o = chances.sum(axis=1, dtype=np.float64)
+    log_o, log_c = np.log(sum_o), np.log(np.exp(c).sum(axis=1, dtype=np.float64))
+    at_o, at_c = o[at, following], c[at, following]
+    with np.errstate(invalid="ignore"):
+        # a token that the original rules out adds nothing
+        moved = np.where(chances > 0, chances * (o - c), 0).sum(axis=1, dtype=np.float64)
+    return {
+        "nll_original": log_o - at_o,
+        "nll_candidate": log_c - at_c,
+        "kl": np.maximum(moved / sum_o + log_c - log_o, 0.0),
+        "agree": best_o == best_c,
+        "right_original": best_o == following,
+        "right_candidate": best_c == following,
+        "best_original": best_o,
+        "best_candidate": best_c,
+        "chance_original": np.exp(-log_o),
+        "chance_candidate": np.exp(-log_c),
+    }
+
+
+def _demand_finite(numbers: Mapping[str, Array], sequence: int) -> None:
+    for name in ("nll_original", "nll_candidate", "kl"):
+        if not np.isfinite(numbers[name]).all():
+            side = "the float model" if name == "nll_original" else "the model"
+            where = f"sequence {sequence}, position {int(np.flatnonzero(~np.isfinite(numbers[name]))[0])}"
+            value = f"{side} gives NaN, or no chance to a token that it must give one"
+            raise GateError("logits-not-finite", where=where, value=value, rule="logits are finite")
+
+
+def _streamed(job: Mapping[str, Any], outbox: Outbox) -> None:
+    """Score a decoder in torch; all cells come once both models have run."""
+    import torch
+
+    from quantkit.calibrate.tokens.ids import TokenSet, ids_sha256
+    from quantkit.measurement.accuracy.score import score as scored
+
+    ids = speed.samples_of(job["data"])["ids"]
+    if all(_cells("", sequence, len(tokens)).keys() <= outbox.done.keys() for sequence, tokens in enumerate(ids)):
+        return
+    items = scored(
+        TORCH.stream(Path(job["theirs"]["path"])),
+        _candidate(job, outbox),
+        TokenSet(torch.from_numpy(ids), "scored", "eval", ids_sha256(ids)),
+        lambda share: outbox.at(share, f"scoring {len(ids)} sequences"),
+    )
+    for sequence in range(len(ids)):
+        of = items.sequence == sequence
+        _give_stretches(outbox, "", sequence, {n: v[of] for n, v in vars(items).items() if n != "sequence"})
+
+
+def _candidate(job: Mapping[str, Any], outbox: Outbox) -> Any:
+    """What torch streams; of an engine the bytes that are executed are those that the job names."""
+    candidate = load_runtime(job["ours"]["runtime"]).open(Path(job["ours"]["path"]), built=job["built"])
+    outbox.give("settings", SessionSettings(settings=dict(candidate.settings)))
+    return candidate
+
+
+def _encoder(job: Mapping[str, Any], outbox: Outbox) -> None:
+    from quantkit.measurement.accuracy.purpose import pooled
+
+    data, pooling, skip = speed.samples_of(job["data"]), tuple(job["pooling"]), job["skip"]
+    ids = data["ids"]
+    lengths = data.get("lengths", np.full(len(ids), ids.shape[1]))
+    if job["streams"]:
+        from quantkit.measurement.accuracy.purpose import embeddings
+
+        texts = [text[:length].tolist() for text, length in zip(ids, lengths, strict=True)]
+        vectors = embeddings(_candidate(job, outbox), texts, pooling, skip)
+        outputs(len(texts), lambda part: {"pooled": vectors[part]}, outbox, step=_TEXTS)
+        return
+    model = _opened(job["ours"]["path"], job["ours"]["runtime"])
+    outbox.give("settings", SessionSettings(settings=dict(model.settings)))
+
+    def run(part: slice) -> dict[str, Array]:
+        vectors: dict[int, Array] = {}
+        # texts of one length together: none is padded, as in `measurement.accuracy.embed`
+        for length in np.unique(lengths[part]):
+            places = np.flatnonzero(lengths[part] == length)
+            states = model.encode(np.ascontiguousarray(ids[part][places, :length]))
+            vectors |= zip(places.tolist(), pooled(states, pooling, skip), strict=True)
+        return {"pooled": np.stack([vectors[place] for place in range(len(vectors))])}
+
+    outputs(len(ids), run, outbox)
+
+
+def _network(job: Mapping[str, Any], outbox: Outbox) -> None:
+    samples = speed.samples_of(job["data"])
+    graph = speed.opened_graph(Path(job["ours"]["path"]), machine.cores(), job["ours"]["runtime"])
+
+    def run(part: slice) -> dict[str, Array]:
+        arrays = graph({name: np.ascontiguousarray(values[part]) for name, values in samples.items()})
+        return {name: np.atleast_1d(array) for name, array in arrays.items()}
+
+    # a graph of a fixed batch takes that
+    outputs(len(next(iter(samples.values()))), run, outbox, step=graph.batch or _SAMPLES)
+
+
+def outputs(count: int, run: Callable[[slice], Mapping[str, Array]], outbox: Outbox, step: int = _SAMPLES) -> None:
+    """Give a cell for every `step` samples; where they are more than a line holds, others before it.
+
+    Raises:
+        InputError: `outputs-too-many`.
+    """
+    for first in range(0, count, step):
+        cell = f"outputs-{first}"
+        if cell in outbox.done:
+            continue
+        outbox.at(first / count, f"sample {first + 1} of {count}")
+        arrays = run(slice(first, min(first + step, count)))
+        flat = np.concatenate([array.ravel() for array in arrays.values()])
+        per_sample = flat.size / min(step, count - first)
+        if per_sample * count > _MOST:
+            raise InputError(
+                "outputs-too-many",
+                where=f"{count} samples",
+                value=f"{int(per_sample):,} numbers come out of each",
+                rule=f"{_MOST:,} numbers are sent back at most",
+                remedy="fewer samples: another calibration set",
+            )
+        shapes = {name: array.shape for name, array in arrays.items()}
+        for at in range(0, max(flat.size, 1), NUMBERS):
+            part = SampleOutputs(first=first, shapes=shapes, at=at, numbers=flat[at : at + NUMBERS].tolist())
+            outbox.give(cell if at + NUMBERS >= flat.size else f"{cell}-{at}", part)
+
+
+def generate(job: Mapping[str, Any], outbox: Outbox) -> None:
+    """Give `made`: tokens in, tokens out, so that a device needs no tokenizer.
+
+    Args:
+        job: `place`, `runtime`; `ids`, `ends`, `new_tokens`; `sampling`, of `runtimes.generate.Sampling`; `seed`.
+    """
+    place, runtime = Path(job["place"]), job["runtime"]
+    model: Any = TORCH.decoder(place) if runtime == TORCH.name else _opened(place, runtime)
+    sampling = Sampling(**job["sampling"], generator=np.random.default_rng(job["seed"]))
+    ids: list[int] = []
+    started = first = time.perf_counter()
+    for tokens in stream(model, np.array([job["ids"]]), job["new_tokens"], sampling):
+        first = first if ids else time.perf_counter()
+        if int(tokens[0]) in job["ends"]:
+            break
+        ids.append(int(tokens[0]))
+        outbox.at(len(ids) / job["new_tokens"], f"token {len(ids)}")
+    seconds = time.perf_counter() - started
+    outbox.give("made", MadeTokens(ids=tuple(ids), seconds=seconds, first_token_s=first - started))
+
+
+def _opened(place: str | Path, runtime: str) -> Any:
+    return speed.opened(str(place), {}, machine.cores(), runtime)
