@@ -36,17 +36,10 @@ class _Thing:
     """One thing that is compared.
 
     Args:
-        what: the kind of thing.
         name: of the rows that it is about: `accuracy.kl`, `latency.decode_step`, `size.bytes`.
-        a: A's value, in `unit`; None where only the difference is known.
-        b: B's.
-        unit: of both.
-        how: see `How`.
+        a, b: values of both, in `unit`; None where only the difference is known.
         n: items or timed steps that it rests on.
-        runtime: of both.
-        batch: of times.
-        shape: of times, `{"new_tokens": 1, "context": 128}`.
-        device: of times, its name.
+        batch, shape, device: of times; `{"new_tokens": 1, "context": 128}`, the device's name.
         output: of a graph's output, its name.
     """
 
@@ -67,7 +60,7 @@ class _Thing:
 
 @dataclass(frozen=True)
 class Quantity(_Thing):
-    """One thing before it is decided; `evidence` is what is known of the difference. The rest: see `_Thing`."""
+    """One thing before it is decided; `evidence` is what is known of the difference."""
 
     evidence: Evidence
 
@@ -77,10 +70,9 @@ class DecidedCell(_Thing):
     """What was decided of one thing; see `_Thing`, and `CellDecision` for what is not named here.
 
     Args:
-        answer: of B: `better`, `same`, `worse` or `inconclusive`.
+        answer: of B.
         effect: how much worse B is: a share (0.05: 5 % slower or larger, 0.01: one item in a hundred lost), or nats.
-        no_worse: B is shown to be no worse than the margin.
-        no_better: nor better.
+        no_worse, no_better: B is shown to be no worse than the margin; nor better.
         confirmed: whether a second run said the same of a time; None where there was none.
         allowed: how much worse the gates of B's recipe allow it to be, in the unit of `effect`; None where they do not
             say, or the margin was asked for.
@@ -104,11 +96,11 @@ class DecidedCell(_Thing):
 
     @property
     def is_allowed(self) -> bool:
-        """Whether B is worse by no more than its gates allow, like a gate by the value itself, or its verdict ships."""
+        """Whether B is worse by no more than its gates allow, or its verdict ships."""
         return bool(self.shipped) or (self.allowed is not None and self.effect <= self.allowed)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: `is_allowed` says what a limit that nothing exceeds means."""
+        """Give what JSON holds, which has no infinity: `is_allowed` says what a limit that nothing exceeds means."""
         limit = self.allowed if self.allowed is not None and isfinite(self.allowed) else None
         return {**asdict(self), "allowed": limit, "is_allowed": self.is_allowed}
 
@@ -122,7 +114,7 @@ class DecidedCell(_Thing):
         allowed: float | None = None,
         shipped: str = "",
     ) -> DecidedCell:
-        """The cell of a decision."""
+        """Make the cell of a decision."""
         low, high = asked.evidence.interval(1 - 2 * EACH_WAY)
         same = {name: getattr(asked, name) for name in asked.__dataclass_fields__ if name != "evidence"}
         told = {name: getattr(decision, name) for name in decision.__dataclass_fields__ if name != "first"}
@@ -139,14 +131,14 @@ class DecidedCell(_Thing):
 
 
 def decided(asked: Sequence[Quantity]) -> list[CellDecision]:
-    """A decision each, in order: all that was measured as one family, and what was counted, which is certain, alone."""
+    """Decide each, in order: all that was measured as one family, and what was counted, which is certain, alone."""
     counted = [each.how == "counted" for each in asked]
     measured = iter(decide([each.evidence for each, exact in zip(asked, counted, strict=True) if not exact]))
     return [decide([each.evidence])[0] if exact else next(measured) for each, exact in zip(asked, counted, strict=True)]
 
 
 def verdict(cells: Sequence[DecidedCell]) -> Verdict:
-    """Which is better; see the module."""
+    """Say which is better; see the module."""
     worse, better = (any(cell.answer == answer for cell in cells) for answer in ("worse", "better"))
     if worse and better:
         return "mixed"
@@ -158,7 +150,7 @@ def verdict(cells: Sequence[DecidedCell]) -> Verdict:
 
 
 def exit_code(cells: Sequence[DecidedCell]) -> int:
-    """0: B is no worse than is allowed; 1: B is worse; 3: neither is shown."""
+    """Give 0: B is no worse than is allowed; 1: B is worse; 3: neither is shown."""
     judged = [cell for cell in cells if not cell.is_allowed]
     if any(cell.answer == "worse" for cell in judged):
         return 1
@@ -170,16 +162,11 @@ class WordFlip:
     """A position at which one side's next word is right and the other's is wrong.
 
     Args:
-        sequence: counted from 0.
-        position: in it, from 0.
-        right: the side that is right.
         rise: of the negative log-likelihood of what follows, from A to B, nats.
         before: the text that ends there; None where it is not at hand.
         follows: what really comes next.
-        a: what A holds most likely to come next; a token's number where no tokenizer is at hand.
-        a_chance: how likely it holds that.
-        b: the same of B.
-        b_chance: the same of B.
+        a, b: what each holds most likely to come next; a token's number where no tokenizer is at hand.
+        a_chance, b_chance: how likely each holds that.
     """
 
     sequence: int
@@ -199,9 +186,7 @@ class WordFlips:
     """What flipped among n next words.
 
     Args:
-        lost: A alone has them right.
-        gained: B alone has them right.
-        n: positions.
+        lost, gained: A alone has them right; B alone.
         p: McNemar's test, two-sided; sequences as clusters.
         agree: share of the positions at which both hold the same word most likely.
         examples: those that moved most, the lost ones first.
@@ -217,13 +202,10 @@ class WordFlips:
 
 @dataclass(frozen=True)
 class LayerPair:
-    """A layer that A or B has quantized.
+    """A layer that A or B has quantized; None of the side where it is in floats.
 
     Args:
-        name: of the layer.
-        a: of A; None where it is in floats.
-        b: of B.
-        outputs: relative output errors of both, as `accuracy.harm` found them; None where one is not known.
+        outputs: relative output errors of both, as `accuracy.harm` measured them; None where one is not known.
     """
 
     name: str
@@ -233,7 +215,7 @@ class LayerPair:
 
     @property
     def errors(self) -> tuple[float, float] | None:
-        """The relative squared weight errors of A and B, ‖W − Ŵ‖² / ‖W‖²; of floats 0. None where one is not known."""
+        """Relative squared weight errors of A and B, ‖W − Ŵ‖² / ‖W‖²; of floats 0. None where one is not known."""
         found = [0.0 if layer is None else layer.error for layer in (self.a, self.b)]
         return None if found[0] is None or found[1] is None else (found[0], found[1])
 
@@ -245,7 +227,7 @@ class LayerPair:
         return (self.a.scheme, self.a.activations) != (self.b.scheme, self.b.activations)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Give what JSON holds."""
         sides = {"a": self.a, "b": self.b}
         kept = {"scheme", "activations", "bits_per_weight", "error"}
         shown = {
@@ -259,10 +241,9 @@ def layer_pairs(
     b: Sequence[LayerEntry],
     outputs: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
 ) -> list[LayerPair]:
-    """Every layer that one of the two has quantized, in A's order, then what B alone has.
+    """Pair every layer that one of the two has quantized, in A's order, then what B alone has.
 
-    Args:
-        outputs: layer -> relative output error, of A and of B.
+    `outputs`: layer -> relative output error, of A and of B.
     """
     ours, theirs = ({layer.name: layer for layer in side} for side in (a, b))
     found = []
@@ -280,7 +261,6 @@ class NamedSide:
     """One of the two, as people know it.
 
     Args:
-        name: as it was given.
         content_sha256: of the bundle; of a float model, the model's own hash.
         recipe: `float` of a float model.
         bytes: of the weights that the runtime loads.
@@ -298,17 +278,13 @@ class NamedSide:
 
 @dataclass(frozen=True)
 class Compared:
-    """All of it.
+    """A comparison as it is reported.
 
     Args:
-        model: its name.
         kind: `decoder`, `encoder` or `network`.
-        a: what B is set against.
-        b: what is judged.
-        verdict: see the module.
-        exit: see the module.
+        a, b: what B is set against, and B.
+        verdict, exit: see the module.
         because: its reasons, a sentence each.
-        cells: what was decided.
         data: what was scored: `prose-en (eval), 6,132 positions`.
         flips: next words; None of models that have none.
         layers: every layer that is quantized in one of the two.
@@ -329,7 +305,7 @@ class Compared:
     notes: Sequence[str] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Give what JSON holds."""
         found = {name: getattr(self, name) for name in ("model", "kind", "data")}
         found |= {"a": asdict(self.a), "b": asdict(self.b)}
         found["verdict"] = {"answer": self.verdict, "exit": self.exit, "because": list(self.because)}

@@ -38,11 +38,9 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
     Returns:
         `machine` (as `machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (place -> value
         of every `auto` figure that was measured), `stated` (place -> share of the target's figure that a GPU reached),
-        `unmeasured` (places that still wait), `written` (path or None),
-        `warnings` (why not to trust the figures: a busy machine, runs that differ).
+        `unmeasured` (places that still wait), `written` (path or None), `warnings` (why not to trust the figures).
 
-    Raises:
-        InputError: `wrong-machine` for a target of another architecture; `cache-unwritable`.
+    Raises InputError: `wrong-machine` for a target of another architecture; `cache-unwritable`.
     """
     about = machine.describe()
     report: dict[str, Any] = {"target": target.name, "machine": about, "measurements": [], "figures": {}}
@@ -124,11 +122,7 @@ def _noisy(row: Mapping[str, Any]) -> str:
 
 
 def shares(target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a GPU reached of the figures that a target states: place -> share.
-
-    Args:
-        rows: `ceiling.*` of the GPU.
-    """
+    """Tell what a GPU reached of the figures that a target states: place -> share; `rows`: `ceiling.*` of the GPU."""
     stated = {place: figure.value for place, figure in target.figures().items() if figure.value}
     found = {}
     for row in rows:
@@ -139,17 +133,13 @@ def shares(target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, float
 
 
 def place_of(row: Mapping[str, Any]) -> str:
-    """The figure of a target that a row `ceiling.*` is about; "" if there is none."""
+    """Name the figure of a target that a row `ceiling.*` is about; "" if there is none."""
     kind = row["settings"].get("compute_type")
     return f"compute.{kind}" if kind else "memory.read_bandwidth" if row["name"] == "ceiling.read" else ""
 
 
 def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, Any]]:
-    """What each of the two libraries can do here, and what is missing.
-
-    Args:
-        gpus: of `machine.gpus()`.
-        absent: why there are none.
+    """Tell what each of the two libraries can do on `machine.gpus()`, and what is missing.
 
     Returns:
         for each: `library`, `version` (None where it is not installed), `builds_for` (compute capabilities, ahead of
@@ -201,7 +191,7 @@ def _auto(target: Target) -> list[str]:
 
 
 def figures(target: Target, found: Sequence[ceilings.Ceiling], about: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a target that are not stated in it: place -> value.
+    """Give the figures of a target that are not stated in it: place -> value.
 
     Args:
         found: of `read`, `copy` and `compute`, in this order.

@@ -78,7 +78,6 @@ class EngineLayer:
         kind: `gemm`, `kgen`, `Reformat`, ...
         tactic: kernel, where it is said.
         nodes: of the network, that went into it.
-        inputs, outputs: tensors.
         profile: that it belongs to.
     """
 
@@ -101,11 +100,9 @@ class EngineProduct(Closed):
 
     Args:
         linear: its name in the model.
-        asked: format of its weights.
-        got: type that the weights are read in; None where the engine does not name it.
-        inputs_asked: format of its inputs; None: floats.
-        inputs_got: type that they are multiplied in.
-        layer: of the engine, and its tactic.
+        asked, inputs_asked: formats of its weights, and of its inputs; None: floats.
+        got, inputs_got: types that they are read and multiplied in; None where the engine does not name it.
+        layer: of the engine.
         why: it is otherwise than asked.
     """
 
@@ -130,10 +127,8 @@ class Costly(Closed):
     """A layer that takes long.
 
     Args:
-        layer, kind, tactic: of the engine.
         linears: of the model, that it computes.
-        seconds: median of its runs.
-        low, high: the shortest and the longest of them.
+        seconds: median of its runs; `low`, `high`: the shortest and the longest of them.
         share: of the sum of all layers.
         tried: kernels that the build timed, with their seconds, the fastest first; empty where none was.
     """
@@ -150,7 +145,7 @@ class Costly(Closed):
 
 
 class Inspected(Closed):
-    """What was found out about one engine: `engine/NAME.layers.json`.
+    """What is known of one engine: `engine/NAME.layers.json`.
 
     Args:
         engine: its file in the bundle.
@@ -158,7 +153,6 @@ class Inspected(Closed):
         layers: how many; `fused`: those that do more than one node's work, `nodes`: all nodes that they name.
         reformats: layers that only change layout or type, by name.
         pairs: DequantizeLinear nodes of inputs that stand in no product's layer.
-        products: the model's quantized layers.
         costliest: by time, where it was profiled.
     """
 
@@ -175,12 +169,12 @@ class Inspected(Closed):
 
     @property
     def check(self) -> Check:
-        """How many layers are multiplied in more bits than asked."""
+        """Check that counts the layers that are multiplied in more bits than asked."""
         fallen = [each.linear for each in self.products if each.fell_back]
         return Check(name=NAME, value=len(fallen), limit=0, ok=not fallen, where="; ".join(fallen[:3]))
 
     def decisions(self) -> list[Decision]:
-        """One for each layer that fell back, which `--strict` refuses; one note for those that are not named."""
+        """Decide once for each layer that fell back, which `--strict` refuses; note once those that are not named."""
         found = [
             decision("tensorrt", FALLBACK, each.linear, each.why, before=each.asked, after=each.got)
             for each in self.products
@@ -202,10 +196,9 @@ class _Weights:
 
 
 def parse(information: Mapping[str, Any]) -> list[EngineLayer]:
-    """The layers of `EngineInspector.get_engine_information(JSON)`.
+    """Read the layers of `EngineInspector.get_engine_information(JSON)`.
 
-    Raises:
-        InputError: `engine-opaque`, it was built without names of layers, or without details.
+    Raises InputError `engine-opaque`: it was built without names of layers, or without details.
     """
     raw = information.get("Layers")
     if not isinstance(raw, Sequence) or not raw or any(not isinstance(each, Mapping) for each in raw):
@@ -220,7 +213,7 @@ def parse(information: Mapping[str, Any]) -> list[EngineLayer]:
 
 
 def stored(folder: Path) -> list[Inspected]:
-    """What a bundle holds of its engines, by name; what cannot be read is left out."""
+    """Read what a bundle holds of its engines, by name; what cannot be read is left out."""
     found = []
     for path in sorted((folder / FOLDER).glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError, ValidationError):
@@ -264,7 +257,7 @@ def type_of(words: str) -> str:
 
 
 def products(layers: Sequence[EngineLayer], linears: Sequence[LayerEntry]) -> list[EngineProduct]:
-    """What becomes of each quantized layer of the model, the worst of its places where there are several."""
+    """Find what becomes of each quantized layer of the model, the worst of its places where there are several."""
     places: dict[str, _Weights] = {}
     known = {entry.name for entry in linears}
     for layer in layers:
@@ -321,7 +314,7 @@ def _read(
 
 
 def unconsumed(layers: Sequence[EngineLayer]) -> list[str]:
-    """DequantizeLinear nodes of inputs whose layer holds no product."""
+    """List DequantizeLinear nodes of inputs whose layer holds no product."""
     found = [
         node
         for layer in layers
@@ -338,12 +331,11 @@ def costliest(
     tried: Mapping[str, Sequence[tuple[str, float]]] | None = None,
     count: int = 10,
 ) -> list[Costly]:
-    """The layers that take the longest.
+    """Rank the layers that take the longest.
 
     Args:
         times: layer -> seconds of each run, from the profiler.
         tried: layer -> kernels that the build timed.
-        count: at most.
     """
     known = {layer.name: layer for layer in layers}
     medians = {name: median(taken) for name, taken in times.items() if taken}
@@ -378,11 +370,7 @@ def inspected(
     times: Mapping[str, Sequence[float]] | None = None,
     tried: Mapping[str, Sequence[tuple[str, float]]] | None = None,
 ) -> Inspected:
-    """All of it.
-
-    Raises:
-        InputError: `engine-opaque`.
-    """
+    """Put together what is known of an engine. Raises InputError `engine-opaque`."""
     layers = parse(information)
     return Inspected(
         engine=engine,

@@ -145,19 +145,14 @@ class Row(_Part):
         stat: what the value is of its n observations: `mean`, `median`, `total`, ...
         better: which way is better; null where neither is.
         quantiles: `p50`, `p90`, `p99` of the n observations.
-        ci95: 95 % interval of the value.
-        n: observations.
         aa_spread: what two measurements of one thing differ by, as a share.
         subject: `content_sha256` of the bundle measured.
-        baseline: what it is set against.
         batch: sequences at once.
         shape: other sizes, e.g. `{"new_tokens": 1, "context": 256}`.
         op: of rows about one operation.
-        runtime: that executed it.
-        settings: of that runtime.
+        runtime, settings: that executed it.
         resident_bytes: what the weights take in memory there.
         device: that it ran on; null where nothing ran (sizes).
-        versions: package -> version.
         data: of accuracy rows.
         flags: what a reader must know before trusting it.
     """
@@ -207,29 +202,28 @@ class Row(_Part):
 
     @property
     def version(self) -> str:
-        """Of its runtime; "" where it does not say. `llama_cpp` is the package llama-cpp-python."""
+        """Version of its runtime; "" where it does not say. `llama_cpp` is the package llama-cpp-python."""
         called = {name.replace("-", "_").removesuffix("_python"): number for name, number in self.versions.items()}
         return called.get(self.runtime or "", "")
 
     @property
     def on(self) -> str | None:
-        """The device, of those that are reached from another machine, that it was measured on."""
+        """Device, of those that are reached from another machine, that it was measured on."""
         return self.device.on if self.device else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract's form: every key, in the contract's order."""
+        """Give the contract's form: every key, in the contract's order."""
         return self.model_dump(mode="json", by_alias=True)
 
     def line(self) -> str:
-        """The row as one line of JSON, without the newline."""
+        """Give the row as one line of JSON, without the newline."""
         return json.dumps(self.as_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a `measurements.jsonl`, in order.
+    """Read the rows of a `measurements.jsonl`, in order.
 
-    Raises:
-        InputError: `measurements-invalid` with the line number, or `file-unreadable`.
+    Raises InputError: `measurements-invalid` with the line number, or `file-unreadable`.
     """
     return list(_read(path))
 
@@ -237,9 +231,7 @@ def read_rows(path: Path) -> list[Row]:
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write rows as JSON lines, whole or not at all: a reader never sees half a file.
 
-    Raises:
-        InputError: `file-unwritable`.
-        Stopped: `disk-full`.
+    Raises InputError: `file-unwritable`; Stopped: `disk-full`.
     """
     data = "".join(f"{row.line()}\n" for row in rows).encode()
     with writing(path):

@@ -16,24 +16,24 @@ from quantkit.measurement.rows import Baseline, Row
 
 
 def bits_per_weight(layers: Iterable[LayerEntry]) -> float | None:
-    """The mean over all weights of the quantized layers; None where there are none."""
+    """Average over all weights of the quantized layers; None where there are none."""
     counted = [(prod(layer.shape), layer.bits_per_weight) for layer in layers]
     weights = sum(count for count, _ in counted)
     return sum(count * bits for count, bits in counted) / weights if weights else None
 
 
 def saved_bytes(layers: Iterable[LayerEntry]) -> float:
-    """That the weights of the quantized layers take less than in 16 bits, as they are stored."""
+    """Count the bytes that the quantized layers take less than in 16 bits, as they are stored."""
     return sum(prod(layer.shape) * (2 - layer.bits_per_weight / 8) for layer in layers)
 
 
 def folder_of(export: str) -> str:
-    """Where in a bundle an exporter writes: `model`, `engine`, `onnx`."""
+    """Name the folder of a bundle that an exporter writes to: `model`, `engine`, `onnx`."""
     return load_exporter(export).place
 
 
 def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:
-    """Bytes of the weight files under one folder of a bundle (`model`, `onnx`, ...): one export, not all of them."""
+    """Count bytes of the weight files under one folder of a bundle (`model`, `onnx`, ...): of one export."""
     inside = [file for file in files if file.path.startswith(f"{folder}/")]
     # an engine has weights of its own: the graph that it is built from stays behind
     roles = {"engine"} if folder == "engine" else {"weights", "onnx", "gguf", "openvino"}
@@ -41,12 +41,7 @@ def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:
 
 
 def read_rows(ways: Mapping[str, float], *, subject: str, folder: str) -> list[Row]:
-    """`size.bytes_read`: weights that each way to multiply reads, of an export that has two.
-
-    Args:
-        ways: way -> bytes.
-        subject: the bundle's `content_sha256`.
-    """
+    """Give `size.bytes_read`: bytes that each way to multiply reads, of an export that has two."""
     return [
         Row(
             name="size.bytes_read",
@@ -70,12 +65,7 @@ def size_rows(
     baseline_bytes: int | None = None,
     folder: str = "model",
 ) -> list[Row]:
-    """`size.bytes` and `size.bits_per_weight` of one export.
-
-    Args:
-        subject: the bundle's `content_sha256`.
-        baseline_bytes: what the original's weights take as they were given.
-    """
+    """Give `size.bytes` and `size.bits_per_weight` of one export; `baseline_bytes`: of the original as it was given."""
     size = weight_bytes(files, folder=folder)
     against = None
     if baseline is not None and baseline_bytes is not None:

@@ -61,7 +61,6 @@ class MeasuredFormat:
     """What is known of one format on the target.
 
     Args:
-        format: `int4`.
         rows: of its bundle, in the runtime in question, against one baseline.
         checks: gates and reload checks.
     """
@@ -78,24 +77,18 @@ def verdict(
     others: Sequence[MeasuredFormat] = (),
     traffic: Mapping[int, float] | None = None,
 ) -> Verdict:
-    """The verdict, with up to three reasons: one row each, as a sentence; what to do, where it is inconclusive.
+    """Judge, with up to three reasons: one row each, as a sentence; what to do, where it is inconclusive.
 
     It rests on `latency.decode_step` rows, or `latency.prefill` where there are none (a model that does not decode), or
     `latency.op` where there are neither: those of a sum over linears, or of single shapes, which all have to win.
     Rows flagged `predicted` count only if nothing was measured: the verdict is then a forecast.
 
     Args:
-        batches: of the target.
         others: other formats measured on this target; asked only when a check of the subject failed.
         traffic: batch -> share of the steps; if given, only its batches matter.
 
-    Returns:
-        `answer` is `ship_it`, `ship_up_to` (with `batch`), `intervals`, `do_not_quantize`, `inconclusive` or
-        `use_instead` (with `format`, and `batch` where that wins up to there only).
-
-    Raises:
-        InputError: `not-measured`, neither a failed check nor a latency at any of the batches; `no-batches`;
-            `traffic-invalid`, a share below zero, or none above.
+    Raises InputError: `not-measured`, neither a failed check nor a latency at any of the batches; `no-batches`;
+    `traffic-invalid`, a share below zero, or none above.
     """
     wanted = _wanted(batches, traffic)
     failed = [check for check in subject.checks if not check.ok]
@@ -114,7 +107,7 @@ def verdict(
 
 
 def state(row: Row) -> State:
-    """Whether one latency row wins, loses, or is hidden in noise."""
+    """Tell whether one latency row wins, loses, or is hidden in noise."""
     speed = speed_up(row)
     if speed is None:
         return "missing"
@@ -127,7 +120,7 @@ def state(row: Row) -> State:
 
 
 def speed_up(row: Row) -> SpeedUp | None:
-    """How many times as fast as its baseline a latency row is; None where that is not known."""
+    """Tell how many times as fast as its baseline a latency row is; None where that is not known."""
     against = row.baseline
     if row.value is None or against is None or against.ratio is None or against.ratio_ci95 is None:
         return None
@@ -281,7 +274,7 @@ def _p99_worse(row: Row) -> bool:
 
 
 def sentence(row: Row) -> str:
-    """`batch 8, context 128: 11.3 ms a step against 30.1 ms, 2.66 times as fast (2.60 to 2.70)`."""
+    """Phrase a row: `batch 8, context 128: 11.3 ms a step against 30.1 ms, 2.66 times as fast (2.60 to 2.70)`."""
     speed = speed_up(row)
     assert speed is not None and row.baseline is not None
     low, high = speed.ci95
@@ -348,8 +341,10 @@ def _over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> str:
 
 
 def over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> tuple[float, float] | None:
-    """(seconds of the subject, of the baseline), each batch as often as the traffic has it; None if one is missing, or
-    its speed-up is not to be believed."""
+    """Give (seconds of the subject, of the baseline), each batch as often as the traffic has it.
+
+    None if one is missing, or its speed-up is not to be believed.
+    """
     ours = theirs = 0.0
     for batch, share in traffic.items():
         timed = [row for row in rows if row.batch == batch and row.value is not None and row.baseline is not None]
@@ -376,7 +371,7 @@ def _ranges(states: Mapping[int, State]) -> str:
 
 
 def listed(batches: Sequence[int]) -> str:
-    """`1, 4, 16`."""
+    """Join batches: `1, 4, 16`."""
     return ", ".join(map(str, batches))
 
 
@@ -397,7 +392,7 @@ _GRAVEST: tuple[Standing, ...] = ("slower", "open", "faster")
 
 
 def with_prompts(found: Verdict, rows: Sequence[Row], *, setting: str = "") -> Verdict:
-    """A verdict on decode steps with what holds of prompts, and what to use where it gains nothing.
+    """Add to a verdict on decode steps what holds of prompts, and what to use where it gains nothing.
 
     Args:
         rows: those that the verdict rests on, and prefills among them.
@@ -441,7 +436,7 @@ _WINNING = ("ship_it", "ship_up_to")
 def verdicts(
     measured: Sequence[MeasuredFormat], batches: Iterable[int], traffic: Mapping[int, float] | None = None
 ) -> list[Verdict]:
-    """The verdict on each format, named in its `format`; `not_measured` where no batch of it could be timed."""
+    """Judge each format, named in its `format`; `not_measured` where no batch of it could be timed."""
     wanted = sorted(set(batches))
     found = []
     for each in measured:
@@ -464,7 +459,7 @@ def advise(
     traffic: Mapping[int, float] | None = None,
     subject: str = "",
 ) -> Verdict:
-    """What to do, with up to three reasons.
+    """Say what to do, with up to three reasons.
 
     Args:
         measured: formats, all against one baseline.
@@ -475,8 +470,7 @@ def advise(
     Returns:
         `format` is what the answer is about: that to ship, or that to use instead.
 
-    Raises:
-        InputError: `no-batches`, `traffic-invalid`; `not-measured` if there is no format at all.
+    Raises InputError: `no-batches`, `traffic-invalid`; `not-measured` if there is no format at all.
     """
     wanted = sorted(set(batches))
     judged = verdicts(measured, wanted, traffic)

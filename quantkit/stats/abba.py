@@ -50,14 +50,9 @@ class Comparison:
     """A subject and its baseline, from steps that were interleaved. Times in seconds.
 
     Args:
-        quantiles: `p50`, `p90`, `p99` of the subject's steps.
-        baseline: the same of the baseline's.
-        ci95: of the subject's median.
-        baseline_ci95: of the baseline's median.
-        ratio: how many times as fast the subject is at the median.
-        ratio_ci95: of that.
-        p99_ratio: the same at the 99th percentile.
-        p99_ratio_ci95: of that.
+        quantiles, baseline: `p50`, `p90`, `p99` of both sides' steps.
+        ci95, baseline_ci95: of the medians.
+        ratio: how many times as fast the subject is at the median; `p99_ratio`: at the 99th percentile.
         aa_spread: what two measurements of one side differ by, as a share.
         n: steps of each side.
         draws: `[resamples]` the ratio in each resample, for what is computed from several comparisons.
@@ -83,17 +78,14 @@ class Comparison:
 def compare(
     subject: Array, baseline: Array, *, rounds: Sequence[int] = (), resamples: int = 1999, seed: int = 0
 ) -> Comparison:
-    """What interleaved times of two sides say, each interval at 95 %.
+    """Compare interleaved times of two sides, each interval at 95 %.
 
     Args:
-        subject: `[blocks, 2, burst]` seconds, in the order in which they were taken.
-        baseline: the same blocks of the other side.
+        subject, baseline: `[blocks, 2, burst]` seconds, in the order in which they were taken.
         rounds: blocks of each round, where they were taken in rounds with something else between them; from six on
             they are what is resampled.
 
-    Raises:
-        ValueError: different shapes, fewer than two blocks, a time that is not positive.
-        MissingDependency: scipy is not installed.
+    Raises ValueError: different shapes, fewer than two blocks, a time that is not positive; MissingDependency: scipy.
     """
     subject, baseline = np.asarray(subject, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
     if subject.shape != baseline.shape or subject.ndim != 3 or subject.shape[1] != 2:
@@ -129,7 +121,7 @@ def compare(
 
 
 def summed(parts: Sequence[Comparison], counts: Sequence[int]) -> tuple[float, Interval, Array]:
-    """(ratio, its 95 % interval, draws) of the sum of several things, each `counts` times, compared one by one.
+    """Give (ratio, its 95 % interval, draws) of the sum of several things, each `counts` times, compared one by one.
 
     ratio = Σ c·hp / Σ c·(hp / ratio). Parts were timed after each other; compare them with seeds of their own, so that
     their draws are independent. Medians of the baseline are taken as they are, since each ratio's draws carry the noise
@@ -144,7 +136,7 @@ def summed(parts: Sequence[Comparison], counts: Sequence[int]) -> tuple[float, I
 
 
 def summed_spread(parts: Sequence[Comparison], counts: Sequence[int]) -> float:
-    """What two measurements of the sum of several things, each `counts` times, differ by as a share, at most.
+    """Bound what two measurements of the sum of several things, each `counts` times, differ by as a share.
 
     |Σ d| ≤ Σ |d|: the spreads' mean, weighted by the time of each part. A short part that is noisy says little of it.
     """
@@ -154,7 +146,7 @@ def summed_spread(parts: Sequence[Comparison], counts: Sequence[int]) -> float:
 
 
 def aa_spread(times: Array, generator: np.random.Generator) -> float:
-    """What two measurements of one side, [blocks, 2, burst], differ by as a share, in all but 5 of 100 splits."""
+    """Tell what two measurements of one side, [blocks, 2, burst], differ by as a share, in all but 5 of 100 splits."""
     coins = generator.integers(0, 2, (_TOSSES, times.shape[0]))
     each = np.arange(times.shape[0])
     first, second = (np.median(times[each, side].reshape(_TOSSES, -1), axis=1) for side in (coins, 1 - coins))
@@ -162,7 +154,7 @@ def aa_spread(times: Array, generator: np.random.Generator) -> float:
 
 
 def median_interval(times: Array, rounds: Sequence[int] = ()) -> Interval:
-    """The 95 % interval of the median of consecutive times [blocks, ...], drift of the machine included.
+    """Give the 95 % interval of the median of consecutive times [blocks, ...], drift of the machine included.
 
     Student's t over the logarithms of the medians of the rounds. Fewer than four rounds are no sample of a machine's
     moods: then over those of 8 stretches, or of each block where there are fewer.
@@ -196,7 +188,7 @@ def _resampled(
 
 
 def resampled_groups(blocks: int, rounds: Sequence[int] = ()) -> Array:
-    """Which blocks a bootstrap draws together, [groups, blocks in each]: rounds from six on, else neighbours.
+    """Group the blocks that a bootstrap draws together, [groups, blocks in each]: rounds from six on, else neighbours.
 
     Odd ones at a start, the least settled, belong to none.
     """

@@ -33,14 +33,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Change:
-    """A new level.
-
-    Args:
-        index: of the first value on the new level.
-        before: mean of the values since the change before this one.
-        after: mean of the values up to the next change.
-        p: of the t-test between the two.
-    """
+    """A new level; `before` and `after` are means, up to the changes on both sides; `p`: of the t-test between."""
 
     index: int
     before: float
@@ -49,7 +42,7 @@ class Change:
 
     @property
     def size(self) -> float:
-        """How large it is as a share of the smaller of the two means, without a sign."""
+        """Size as a share of the smaller of the two means, without a sign."""
         if not self.before or not self.after:
             return 0.0 if self.before == self.after else float("inf")
         return max(abs(self.after / self.before - 1), abs(self.before / self.after - 1))
@@ -58,7 +51,7 @@ class Change:
 def changes(
     values: Sequence[float | None] | Array, *, window: int = 50, p: float = 0.001, least: float = 0.0
 ) -> list[Change]:
-    """The changes of level in a series, in its order.
+    """Find the changes of level in a series, in its order.
 
     Args:
         values: one a night; those that are None or NaN are left out, and indices count them all the same.
@@ -66,9 +59,7 @@ def changes(
         p: of a t-test between neighbouring levels, at most.
         least: size of a change, more than this.
 
-    Raises:
-        ValueError: a window of less than two nights.
-        MissingDependency: scipy is not installed.
+    Raises ValueError: a window of less than two nights; MissingDependency: scipy.
     """
     if window < 2:
         raise ValueError("a window is two nights at least")

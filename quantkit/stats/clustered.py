@@ -40,14 +40,9 @@ FEWEST = 8
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its uncertainty.
+    """A mean with its uncertainty; `clusters`: independent draws that it rests on, `n`: values.
 
-    Args:
-        value: the estimate.
-        standard_error: of the value; None with fewer than two clusters, where nothing is known of it.
-        ci95: low and high end; None with fewer than two clusters.
-        clusters: independent draws that it rests on.
-        n: values that it rests on.
+    `standard_error` and `ci95` are None with fewer than two clusters, where nothing is known of them.
     """
 
     value: float
@@ -58,11 +53,7 @@ class Estimate:
 
 
 def special() -> Any:
-    """Import `scipy.special`.
-
-    Raises:
-        MissingDependency: scipy is not installed.
-    """
+    """Import `scipy.special`. Raises MissingDependency: scipy."""
     try:
         from scipy import special as functions
     except ImportError:
@@ -71,19 +62,14 @@ def special() -> Any:
 
 
 def student(level: float, degrees: int) -> float:
-    """The two-sided quantile of Student's t: `student(0.95, 11)` is 2.20.
-
-    Raises:
-        MissingDependency: scipy is not installed.
-    """
+    """Give the two-sided quantile of Student's t: `student(0.95, 11)` is 2.20. Raises MissingDependency: scipy."""
     return float(special().stdtrit(degrees, 0.5 + level / 2))
 
 
 def clustered_mean(values: Array, clusters: Array) -> Estimate:
-    """The mean of values [n] whose clusters [n] (any labels) were drawn independently.
+    """Average values [n] whose clusters [n] (any labels) were drawn independently.
 
-    Raises:
-        ValueError: no values, or as many labels as values do not stand there.
+    Raises ValueError: no values, or other lengths.
     """
     values = np.asarray(values, dtype=np.float64)
     clusters = np.asarray(clusters)
@@ -99,11 +85,7 @@ def clustered_mean(values: Array, clusters: Array) -> Estimate:
 
 
 def chance(found: Estimate) -> float:
-    """How likely an estimate as far from 0 is, if 0 is the truth: two-sided, of Student's t.
-
-    Raises:
-        MissingDependency: scipy is not installed.
-    """
+    """Tell how likely an estimate as far from 0 is, if 0 is the truth: two-sided, of Student's t."""
     if found.standard_error is None or found.value == 0:
         return 1.0
     if found.standard_error == 0:
@@ -112,10 +94,9 @@ def chance(found: Estimate) -> float:
 
 
 def clustered_ratio(above: Array, below: Array, clusters: Array) -> Estimate:
-    """mean(above) / mean(below), none negative and both [n], item i the same in both; clusters as of `clustered_mean`.
+    """Divide mean(above) by mean(below), none negative and both [n], item i the same in both; see `clustered_mean`.
 
-    Raises:
-        ValueError: no values, other lengths, or nothing below.
+    Raises ValueError: no values, other lengths, or nothing below.
     """
     above, below = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
     clusters, total = np.asarray(clusters), float(below.sum())
@@ -141,10 +122,9 @@ def _error(residuals: Array, clusters: Array, size: float) -> tuple[float | None
 
 
 def clusters_of(sequence: Array) -> tuple[Array, str]:
-    """A label [n] for every item, and what the clusters are: `sequence`, or `block` where those are few.
+    """Give a label [n] for every item, and what the clusters are: `sequence`, or `block` where those are few.
 
-    Args:
-        sequence: `[n]`, that each item belongs to; those of one are in order.
+    `sequence`: `[n]`, that each item belongs to; those of one are in order.
     """
     labels, counts = np.unique(sequence, return_counts=True)
     if labels.size >= FEWEST:
@@ -164,11 +144,9 @@ _DRAWS = 5_000_000
 def mean_interval(
     values: Array, clusters: Array | None = None, *, level: float = 0.95, resamples: int = 9999, seed: int = 0
 ) -> tuple[float, float]:
-    """Low and high end for the mean of values [n]; clusters [n] are drawn as wholes, None: every value by itself.
+    """Bound the mean of values [n]; clusters [n] are drawn as wholes, None: every value by itself.
 
-    Raises:
-        ValueError: fewer than two clusters.
-        MissingDependency: scipy is not installed.
+    Raises ValueError: fewer than two clusters; MissingDependency: scipy.
     """
     sums, sizes = _per_cluster(values, clusters)
     return _interval(sums, sizes, level, resamples, seed)
@@ -183,11 +161,9 @@ def ratio_interval(
     resamples: int = 9999,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Low and high end for mean(numerator) / mean(denominator), both [n], paired: item i is the same on both sides.
+    """Bound mean(numerator) / mean(denominator), both [n], paired: item i is the same on both sides.
 
-    Raises:
-        ValueError: fewer than two clusters, or different lengths.
-        MissingDependency: scipy is not installed.
+    Raises ValueError: fewer than two clusters, or different lengths; MissingDependency: scipy.
     """
     if np.shape(numerator) != np.shape(denominator):
         raise ValueError(f"paired sides have one length, got {np.shape(numerator)} and {np.shape(denominator)}")
@@ -233,7 +209,7 @@ def _interval(above: Array, below: Array, level: float, resamples: int, seed: in
 def draws(
     statistic: Callable[[Array], Array], count: int, resamples: int, batch: int, generator: np.random.Generator
 ) -> Array:
-    """[..., resamples]: a statistic of indices [some, count], which draw `count` things with replacement.
+    """Draw [..., resamples]: a statistic of indices [some, count], which draw `count` things with replacement.
 
     scipy.stats.bootstrap draws the same; importing it takes longer than most of what is drawn here.
     """
@@ -242,14 +218,7 @@ def draws(
 
 
 def _bca(drawn: Array, point: float, without: Array, level: float) -> Array:
-    """The two quantiles of the draws that bound a BCa interval.
-
-    Args:
-        drawn: [resamples].
-        point: the statistic of all.
-        without: [clusters], of all but one each.
-        level: of the interval.
-    """
+    """The two quantiles of draws [resamples] that bound a BCa interval; `without`: [clusters], of all but one each."""
     ndtr, ndtri = special().ndtr, special().ndtri
     below = ((drawn < point).mean() + (drawn <= point).mean()) / 2
     bias = ndtri(np.clip(below, 0.5 / drawn.size, 1 - 0.5 / drawn.size))

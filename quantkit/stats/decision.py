@@ -43,12 +43,8 @@ class CellDecision:
     """What is known of one cell; an effect above zero is for the worse.
 
     Args:
-        answer: see the module.
         effect: a slowdown (0.05: 5 % slower), a share of items lost (0.01: one point), nats.
-        ci95: of that.
-        margin: see `Evidence`.
-        p_worse: that it is worse, adjusted for the other cells.
-        p_better: that it is better.
+        p_worse, p_better: adjusted for the other cells.
         detectable: the smallest effect that would have been called worse on 9 nights of 10, both runs together.
         first: the decision that this one, on a second run, confirms or takes back.
     """
@@ -64,14 +60,11 @@ class CellDecision:
 
 
 def decide(cells: Sequence[Evidence], *, alpha: float = ALPHA) -> list[CellDecision]:
-    """A decision for each cell of a night, in the order given.
+    """Decide each cell of a night, in the order given. Raises MissingDependency: scipy.
 
     Args:
         cells: evidence of all comparisons of the night, of whatever kind: with the baseline, and with the last release.
         alpha: chance that any one cell is called worse by mistake, and that any one is called better.
-
-    Raises:
-        MissingDependency: scipy is not installed.
     """
     worse = holm([cell.p_above(cell.alarm) for cell in cells])
     better = holm([cell.p_below(-cell.alarm) for cell in cells])
@@ -81,7 +74,7 @@ def decide(cells: Sequence[Evidence], *, alpha: float = ALPHA) -> list[CellDecis
 
 
 def confirm(first: CellDecision, second: CellDecision) -> CellDecision:
-    """The decision after a second run: the second's own, decided on its own times, and never an alarm by itself.
+    """Decide after a second run: the second's own decision, on its own times, and never an alarm by itself.
 
     An alarm is raised only if both say worse. Where one says worse and the other better, nothing is known.
     """
@@ -110,14 +103,13 @@ def _decision(cell: Evidence, worse: float, better: float, alpha: float, family:
 
 
 def holm(p: Sequence[float] | Array) -> Array:
-    """Adjusted p-values [m], in the order given: `holm([0.01, 0.04, 0.03])` is [0.03, 0.06, 0.06].
+    """Adjust p-values [m], in the order given: `holm([0.01, 0.04, 0.03])` is [0.03, 0.06, 0.06].
 
     With p₁ ≤ … ≤ p_m they are max over j ≤ i of min(1, (m − j + 1) · p_j). Whatever is called at adjusted p ≤ α, the
     chance of even one false call among all m is at most α, however the tests depend on each other. Source: Holm, A
     Simple Sequentially Rejective Multiple Test Procedure, Scandinavian Journal of Statistics 6 (1979).
 
-    Raises:
-        ValueError: one is not within 0 and 1.
+    Raises ValueError: one is not within 0 and 1.
     """
     values = np.asarray(p, dtype=np.float64)
     if values.ndim != 1 or not np.all((values >= 0) & (values <= 1)):

@@ -111,16 +111,12 @@ class Evidence(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
-    """An estimate with its bootstrap.
+    """An estimate with its bootstrap, as `Evidence`.
 
     Args:
-        effect: the estimate.
         draws: `[resamples]`, the estimate of each resample.
         groups: that were drawn from; two at least.
-        alarm: see `Evidence`.
-        margin: see `Evidence`.
         logarithm: effects are logarithms of a ratio, and told as ratio − 1.
-        doubt: see `Evidence`.
     """
 
     effect: float
@@ -184,10 +180,7 @@ _LARGEST = 700.0
 class MeasuredValue:
     """A value with its 95 % interval: of what is known exactly the value is both of its ends.
 
-    Args:
-        value: the estimate.
-        ci95: around it.
-        degrees: of the Student's t behind the interval; as many as there were groups, less one.
+    `degrees`: of the Student's t behind the interval; as many as there were groups, less one.
     """
 
     value: float
@@ -196,14 +189,9 @@ class MeasuredValue:
 
     @classmethod
     def ratio(cls, value: float, ci95: Interval, *, spread: float = 0.0, degrees: int = MANY) -> MeasuredValue:
-        """The logarithm of a ratio of times.
+        """Take the logarithm of a ratio of times; `spread`: the A/A spread, 0 where both sides were in one run.
 
-        Args:
-            value: the ratio, above zero.
-            spread: what two measurements of one thing differ by, as a share; 0 where both sides were in one run.
-
-        Raises:
-            InputError: `values-invalid`, a ratio that is not above zero.
+        Raises InputError `values-invalid`: a ratio that is not above zero.
         """
         if not 0 < ci95[0] <= ci95[1] or not value > 0 or not isfinite(value * ci95[1]):
             raise _invalid(f"a ratio of {value:g}, {ci95[0]:g} to {ci95[1]:g}", "ratios are above zero and finite")
@@ -217,17 +205,7 @@ KNOWN = MeasuredValue(0.0, (0.0, 0.0))
 
 @dataclass(frozen=True)
 class Apart:
-    """The difference of two measurements, as evidence; see `Evidence`.
-
-    Args:
-        effect: above zero is for the worse.
-        ci95: of it.
-        degrees: of the Student's t that the interval is of.
-        margin: see `Evidence`.
-        alarm: see `Evidence`.
-        logarithm: effects are logarithms of a ratio, and told as ratio − 1.
-        doubt: see `Evidence`.
-    """
+    """The difference of two measurements, as `Evidence`; `degrees`, `logarithm`: see `MeasuredValue`, `Resampled`."""
 
     effect: float
     ci95: Interval
@@ -281,18 +259,14 @@ def difference(
     logarithm: bool = False,
     doubt: Doubt = "",
 ) -> Apart:
-    """How much worse the candidate is.
+    """Tell how much worse the candidate is.
 
     Args:
         baseline: what it is set against; `KNOWN` where the candidate's value is the difference itself.
-        margin: see `Evidence`.
-        alarm: see `Evidence`.
-        lower_is_better: which way is better; of speed-ups (`Measured.ratio`), higher is.
-        logarithm: of `Measured.ratio`; `margin` and `alarm` are then shares, 0.05 for 5 % slower.
-        doubt: see `Evidence`.
+        lower_is_better: which way is better; of speed-ups (`MeasuredValue.ratio`), higher is.
+        logarithm: of `MeasuredValue.ratio`; `margin` and `alarm` are then shares, 0.05 for 5 % slower.
 
-    Raises:
-        InputError: `values-invalid`, a value that is NaN or infinite, or outside of its interval.
+    Raises InputError `values-invalid`: a value that is NaN or infinite, or outside of its interval.
     """
     for each in (candidate, baseline):
         if not each.ci95[0] <= each.value <= each.ci95[1] or not all(map(isfinite, each.ci95)):
@@ -321,9 +295,7 @@ class SpeedUp:
     """A ratio of times, above 1 where the subject is faster.
 
     Args:
-        ratio: above zero.
-        ci95: of it, from one run.
-        spread: the A/A spread of that run, as a share.
+        ci95: of it, from one run; `spread`: the A/A spread of that run, as a share.
         most: the largest ratio that bytes and operations allow; infinite where that is not known.
         noisy: whether the machine was busy (`stats.abba`).
     """
@@ -354,10 +326,8 @@ class SpeedUp:
 
 
 def is_hidden(effect: float, spread: float) -> bool:
-    """Whether two measurements of one side differ by as much as the two sides do.
+    """Tell whether two measurements of one side (A/A spread, a share) differ by as much as the two sides do.
 
-    Args:
-        effect: the logarithm of the ratio.
-        spread: the A/A spread, as a share.
+    `effect`: the logarithm of the ratio.
     """
     return spread > 0 and log1p(spread) >= abs(effect)

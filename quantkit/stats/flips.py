@@ -42,14 +42,11 @@ _DRAWS = 5_000_000
 
 @dataclass(frozen=True)
 class Flips:
-    """Flipped answers, each as one item however many items that stands for.
+    """Flipped answers, each as one item however many items that stands for; `Evidence`.
 
     Args:
-        lost: items that the baseline alone gets right.
-        gained: items that the candidate alone gets right.
+        lost: items that the baseline alone gets right; `gained`: the candidate alone.
         n: items that both answered.
-        margin: see `stats.evidence.Evidence`.
-        alarm: see there.
         design_effect: how many items count for one.
     """
 
@@ -120,19 +117,16 @@ def flips(
     items: tuple[Array, Array] | None = None,
     where: str = "",
 ) -> Flips:
-    """What flipped between two right-or-wrong answers to the same items.
+    """Count what flipped between two right-or-wrong answers to the same items.
 
     Args:
-        before: `[n]` bool, what the baseline gets right.
-        after: `[n]` bool, what the candidate gets right.
+        before, after: `[n]` bool, what the baseline and the candidate get right.
         margin: a loss of less is nobody's concern: 0.01 is one point.
         alarm: an alarm says that more than this was lost.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
         items: `[n]` of each side, what the items are: an id, a hash, the token that follows; refused where they differ.
 
-    Raises:
-        InputError: `items-differ`, `nothing-scored`.
-        MissingDependency: scipy is not installed.
+    Raises InputError: `items-differ`, `nothing-scored`; MissingDependency: scipy.
     """
     before, after = np.asarray(before, dtype=bool), np.asarray(after, dtype=bool)
     same_items(before, after, items, where)
@@ -147,11 +141,7 @@ def flips(
 
 
 def same_items(before: Array, after: Array, items: tuple[Array, Array] | None, where: str) -> None:
-    """Refuse sides that did not answer the same items.
-
-    Raises:
-        InputError: `items-differ`, `nothing-scored`.
-    """
+    """Refuse sides that did not answer the same items. Raises InputError: `items-differ`, `nothing-scored`."""
     sizes = sorted({len(side) for side in (before, after, *(items or ()))})
     if len(sizes) > 1:
         raise _differ(where, f"{' and '.join(map(str, sizes))} items")
@@ -190,19 +180,15 @@ def increase(
     resamples: int = 1999,
     seed: int = 0,
 ) -> Resampled:
-    """How much the mean has risen from `before` to `after`, both [n], in their unit.
+    """Tell how much the mean has risen from `before` to `after`, both [n], in their unit.
 
     Args:
-        before: `[n]`, of the baseline: KL against the original, or −log p of the token that follows, nats.
-        after: `[n]`, of the candidate.
-        margin: a rise of less is nobody's concern.
-        alarm: an alarm says that it rose by more than this.
-        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
-        items: `[n]` of each side, what the items are; refused where they differ.
+        before, after: of the baseline and the candidate: KL against the original, or −log p of what follows, nats.
+        margin: a rise of less is nobody's concern; `alarm`: an alarm says that it rose by more than this.
+        clusters, items: see `flips`.
 
-    Raises:
-        InputError: `items-differ`, `nothing-scored`; `values-invalid`, one that is NaN or infinite, or fewer than two
-            clusters.
+    Raises InputError: `items-differ`, `nothing-scored`; `values-invalid`, NaN or infinite ones, or fewer than two
+    clusters.
     """
     before, after = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     same_items(before, after, items, where)

@@ -41,8 +41,7 @@ Array = NDArray[Any]
 def wilson(successes: int, n: int, *, level: float = 0.95) -> tuple[float, float]:
     """Give low and high end for the share of successes among n items: `wilson(480, 480)` is (0.9921, 1.0).
 
-    Raises:
-        ValueError: no items, or not 0 ≤ successes ≤ n.
+    Raises ValueError: no items, or not 0 ≤ successes ≤ n.
     """
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"0 ≤ successes ≤ n with n > 0, got {successes} of {n}")
@@ -54,9 +53,7 @@ def wilson(successes: int, n: int, *, level: float = 0.95) -> tuple[float, float
 def clustered_share(right: Array, clusters: Array) -> tuple[float, float]:
     """Give the 95 % interval of the share of right [n] bool, whose clusters [n] (any labels) were drawn independently.
 
-    Raises:
-        ValueError: no items, or as many labels as items do not stand there.
-        MissingDependency: scipy is not installed.
+    Raises ValueError: no items, or other lengths; MissingDependency: scipy.
     """
     mean, items = clustered_mean(right, clusters), np.asarray(right).size
     if mean.standard_error is None:
@@ -76,12 +73,9 @@ def _wilson(share: float, n: float, z: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class McNemar:
-    """What the test found.
+    """What the test says; `only_first`: items that only the first model gets right.
 
-    Args:
-        only_first: items that only the first model gets right.
-        only_second: items that only the second gets right.
-        p: two-sided; exact of independent items; 1.0 where they never disagree.
+    `p`: two-sided; exact of independent items; 1.0 where they never disagree.
     """
 
     only_first: int
@@ -92,12 +86,9 @@ class McNemar:
 def mcnemar(first: Array, second: Array, clusters: Array | None = None) -> McNemar:
     """Compare two models' right-or-wrong on the same items, both bool [n].
 
-    Args:
-        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
+    `clusters`: `[n]`, items of one label were drawn together; None: each was drawn alone.
 
-    Raises:
-        ValueError: different lengths.
-        MissingDependency: with clusters, scipy is not installed.
+    Raises ValueError: different lengths; MissingDependency: with clusters, scipy.
     """
     first, second = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
     if first.shape != second.shape:
@@ -119,15 +110,11 @@ def from_counts(only_first: int, only_second: int) -> McNemar:
 
 
 def tango_score(lost: float, gained: float, n: float, loss: float) -> float:
-    """Give T(Δ), how many standard errors the observed loss lies above `loss`.
+    """Give T(Δ), how many standard errors the observed loss lies above `loss`, Δ within −1 and 1.
 
-    Args:
-        lost: items that the first side alone gets right.
-        gained: items that the second alone gets right.
-        loss: Δ, within −1 and 1.
+    `lost`: items that the first side alone gets right; `gained`: the second alone.
 
-    Raises:
-        ValueError: counts below zero or of more than n items.
+    Raises ValueError: counts below zero or of more than n items.
     """
     if min(lost, gained) < 0 or n <= 0 or lost + gained > n * (1 + 1e-9):
         raise ValueError(f"lost + gained ≤ n with n > 0, got {lost}, {gained} of {n}")
@@ -145,11 +132,7 @@ def tango_score(lost: float, gained: float, n: float, loss: float) -> float:
 
 
 def tango_interval(lost: float, gained: float, n: float, *, level: float = 0.95) -> tuple[float, float]:
-    """Give low and high end for the loss b/n − c/n: `tango_interval(7, 3, 100)` is (-0.026, 0.113).
-
-    Raises:
-        ValueError: as `tango_score`.
-    """
+    """Give low and high end for the loss b/n − c/n: `tango_interval(7, 3, 100)` is (-0.026, 0.113)."""
     z, middle = NormalDist().inv_cdf(0.5 + level / 2), (lost - gained) / n
 
     def crossing(level: float, low: float, high: float) -> float:

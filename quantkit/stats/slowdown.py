@@ -53,19 +53,16 @@ def slowdown(
     resamples: int = 1999,
     seed: int = 0,
 ) -> Resampled:
-    """How much slower the candidate is, from times that `abba.interleave` took.
+    """Tell how much slower the candidate is, from times that `interleave` took.
 
     Args:
-        candidate: `[blocks, 2, burst]` seconds, in the order in which they were taken.
-        baseline: the same blocks of the other side.
+        candidate, baseline: `[blocks, 2, burst]` seconds, in the order in which they were taken.
         rounds: blocks of each round, where they were taken in rounds with something else between them.
         margin: a slowdown of less is nobody's concern: 0.02 is 2 %.
         quantile: of the steps of a block that stands for them: 0 is the fastest, 0.5 the median.
 
-    Raises:
-        InputError: `times-invalid`, a time that is NaN, infinite or zero, too few blocks, sides that do not pair;
-            `clock-backwards`, a time below zero.
-        MissingDependency: scipy is not installed.
+    Raises InputError: `times-invalid`, a time that is NaN, infinite or zero, too few blocks, sides that do not pair;
+    `clock-backwards`, a time below zero; MissingDependency: scipy.
     """
     sides = {"candidate": np.asarray(candidate, np.float64), "baseline": np.asarray(baseline, np.float64)}
     for side, times in sides.items():

@@ -54,7 +54,7 @@ def front_of(
     uniform: Mapping[str, Any] | None,
     points: Sequence[FrontPoint],
 ) -> dict[str, Any]:
-    """`front.json`.
+    """Give `front.json`.
 
     Args:
         facts: model, base recipe, target, budget, candidates, texts, factor, decisions, notes.
@@ -110,7 +110,7 @@ def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence
 
 
 def comment(data: Mapping[str, Any]) -> list[str]:
-    """What stands above the recipe: what was measured."""
+    """Write what stands above the recipe: what was measured."""
     chosen, seen, check = data["chosen"], data["texts"]["harm"], data["texts"]["check"]
     limits = ", ".join(f"{kind}={value:g}" for kind, value in data["budget"].items())
     lines = [
@@ -137,7 +137,7 @@ def _held_out(scored: Mapping[str, Any]) -> str:
 
 
 def text_of(text: TokenSet) -> dict[str, Any]:
-    """A text as `front.json` names it."""
+    """Describe a text as `front.json` names it."""
     samples, tokens = text.ids.shape
     return {
         "set": text.name,
@@ -155,15 +155,12 @@ Assignment = Mapping[str, WeightScheme | None]
 
 
 def recipe_of(base: Recipe, assignment: Assignment, sizes: Mapping[str, int], *, name: str, summary: str) -> Recipe:
-    """The base recipe with these schemes.
+    """Give the base recipe with these schemes. Raises InputError: `recipe-invalid`.
 
     Args:
         base: passes, exports, gates, and overrides of layers that are not assigned here.
         assignment: every tuned layer.
         sizes: layer -> how many weights.
-
-    Raises:
-        InputError: `recipe-invalid`.
     """
     weights: Counter[WeightScheme] = Counter()
     for layer, scheme in assignment.items():
@@ -190,7 +187,7 @@ def recipe_of(base: Recipe, assignment: Assignment, sizes: Mapping[str, int], *,
 
 
 def fields(scheme: WeightScheme | None) -> dict[str, Any] | None:
-    """All fields of a scheme, as an override names them."""
+    """Give all fields of a scheme, as an override names them."""
     return None if scheme is None else scheme.model_dump(mode="json", exclude_none=True)
 
 
@@ -244,7 +241,7 @@ def _kind(layer: str) -> str:
 
 
 def recipe_text(recipe: Recipe, comment: Sequence[str]) -> str:
-    """The recipe as YAML: one line a key, one line an override, what was measured above it."""
+    """Write the recipe as YAML: one line a key, one line an override, what was measured above it."""
     data = recipe.as_dict()
     lines = [f"# {line}".rstrip() for line in comment]
     lines.append(f"schema: {data.pop('schema')}")
@@ -274,13 +271,13 @@ def _flow(value: Any) -> str:
 
 
 def harms_place(key: Mapping[str, Any]) -> Path:
-    """The file of the harms that depend on `key`."""
+    """Find the file of the harms that depend on `key`."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return content.cache_dir() / "tune" / f"{name}.jsonl"
 
 
 def read_harms(path: Path) -> list[UnitHarm]:
-    """What is known; nothing where the file is not there or was damaged."""
+    """Read what is known; nothing where the file is not there or was damaged."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [json.loads(line) for line in lines]
@@ -299,5 +296,5 @@ def keep_harms(path: Path, harms: Sequence[UnitHarm]) -> None:
 
 
 def harms_text(harms: Sequence[UnitHarm]) -> str:
-    """The lines."""
+    """Write the lines."""
     return "".join(json.dumps(asdict(harm)) + "\n" for harm in harms)

@@ -25,14 +25,7 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits by kind, at least one.
-
-    Args:
-        bits: bits a weight.
-        bytes: of all weights.
-        kl: nats a token.
-        latency: seconds.
-    """
+    """Limits by kind, at least one: bits a weight, bytes of all weights, nats a token, seconds."""
 
     bits: float | None = None
     bytes: float | None = None
@@ -41,11 +34,7 @@ class Budget:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Budget:
-        """`["bits=4.25", "latency=12ms"]`, or the same in one text with commas.
-
-        Raises:
-            InputError: `budget-invalid`.
-        """
+        """Read `["bits=4.25", "latency=12ms"]`, or one text with commas. Raises InputError: `budget-invalid`."""
         found: dict[str, float] = {}
         for text in (part.strip() for whole in texts for part in whole.split(",")):
             kind, equals, value = text.partition("=")
@@ -67,7 +56,7 @@ class Budget:
         return cls(**found)
 
     def as_dict(self) -> dict[str, float]:
-        """The limits that are set."""
+        """Give the limits that are set."""
         return {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) is not None}
 
     def __str__(self) -> str:

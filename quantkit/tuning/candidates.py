@@ -33,12 +33,9 @@ USUAL = ("int3", "int4", "int8", FLOAT)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to store a unit.
+    """One way to store a unit, such as `int4 g64`; `scheme` None leaves it in high precision.
 
-    Args:
-        name: such as `int4 g64`.
-        scheme: None leaves it in high precision.
-        layers: linear's full name -> its scheme, of all that are tuned; groups may be smaller where K asks for it.
+    `layers`: linear's full name -> its scheme, of all that are tuned; groups may be smaller where K asks for it.
     """
 
     name: str
@@ -48,10 +45,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choices:
-    """All candidates, and what is not up for choice.
+    """All candidates, two at least, and what is not up for choice.
 
     Args:
-        candidates: at least two.
         fixed: linear's full name -> scheme, of those that the recipe itself quantizes in its own way.
         kept: full names of those that the recipe leaves in high precision.
         shapes: full name -> [N, K], of every linear.
@@ -68,7 +64,7 @@ class Choices:
 
 
 def name_of(scheme: WeightScheme | None) -> str:
-    """`int4 g64`, `int8 channel`, `int4 g32 asymmetric`, `float`."""
+    """Name a scheme: `int4 g64`, `int8 channel`, `int4 g32 asymmetric`, `float`."""
     if scheme is None:
         return FLOAT
     span = f"{'b' if scheme.granularity == 'block' else 'g'}{scheme.group}" if scheme.group else scheme.granularity
@@ -78,16 +74,15 @@ def name_of(scheme: WeightScheme | None) -> str:
 def choices(
     prepared: Prepared, formats: Sequence[str] | None = None, schemes: Sequence[Mapping[str, Any]] = ()
 ) -> Choices:
-    """The candidates for a model.
+    """Find the candidates for a model.
 
     Args:
         prepared: a compile with the base recipe.
         formats: names of formats, and `float`; None tries `USUAL`, and drops what cannot be exported.
         schemes: fields to change in the recipe's scheme, each a candidate more: `{"format": "int4", "group": 32}`.
 
-    Raises:
-        InputError: `unknown-format`, `recipe-invalid`, of `lay_out`, of the exporters and the target for what was
-            named; `nothing-to-choose`.
+    Raises InputError: `unknown-format`, `recipe-invalid`, of `lay_out`, of the exporters and the target for what was
+    named; `nothing-to-choose`.
     """
     recipe = prepared.request.recipe
     base = recipe.scheme.weights
@@ -185,7 +180,7 @@ def _laid_out(prepared: Prepared, scheme: WeightScheme) -> Layers:
 
 
 def with_weights(recipe: Recipe, scheme: WeightScheme) -> Recipe:
-    """The recipe with another default scheme."""
+    """Give the recipe with another default scheme."""
     return recipe.model_copy(update={"scheme": recipe.scheme.model_copy(update={"weights": scheme})})
 
 

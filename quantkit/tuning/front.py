@@ -42,13 +42,7 @@ STEPS = 24
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears that share an input.
-
-    Args:
-        block: number of their block.
-        members: full names.
-        weights: how many, all together.
-    """
+    """Linears of a block that share an input; `weights`: how many, all together."""
 
     block: int
     members: tuple[str, ...]
@@ -57,11 +51,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Tables:
-    """Everything the solver is told.
+    """Everything the solver is told, of U units and C candidates.
 
     Args:
-        units: [U].
-        names: of the candidates, [C].
         harm: [U, C] nats a token; nan where a unit has no such candidate.
         bits: [U, C], all stored bits of a unit.
         fixed_bits: of the linears inside the blocks that are not up for choice.
@@ -80,19 +72,19 @@ class Tables:
     seconds: Mapping[int, Table]
 
     def mean_bits(self, choice: Choice) -> float:
-        """Bits a weight, over all linears inside the blocks."""
+        """Give bits a weight, over all linears inside the blocks."""
         return (total(self.bits, choice) + self.fixed_bits) / self.weights
 
     def bytes(self, choice: Choice) -> float:
-        """Of all weights of the model."""
+        """Count bytes of all weights of the model."""
         return (total(self.bits, choice) + self.fixed_bits) / 8 + self.rest_bytes
 
     def predicted(self, choice: Choice) -> float:
-        """The sum of harms, nats a token."""
+        """Sum the harms, nats a token."""
         return total(self.harm, choice)
 
     def uniform(self, name: str) -> Choice | None:
-        """Every unit in one candidate; None where one does not have it."""
+        """Store every unit in one candidate; None where one does not have it."""
         column = list(self.names).index(name)
         if np.isnan(self.harm[:, column]).any():
             return None
@@ -106,13 +98,7 @@ def tables(
     dtype_bits: int,
     total_bytes: float,
 ) -> Tables:
-    """The tables of a model.
-
-    Args:
-        found: candidates and what is fixed.
-        dtype_bits: of a weight in the source.
-        total_bytes: of the source's weights.
-    """
+    """Make the tables of a model; `dtype_bits`: of a weight in the source, `total_bytes`: of all of them."""
     members = list(dict.fromkeys((harm.block, harm.members) for harm in harms))
     shapes = found.shapes
     units = [Unit(block, names, sum(_count(shapes[name]) for name in names)) for block, names in members]
@@ -148,14 +134,7 @@ def _count(shape: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """One choice and what it comes to.
-
-    Args:
-        choice: [U], the candidate of each unit.
-        bits: a weight.
-        bytes: of all weights.
-        predicted: sum of harms, nats a token.
-    """
+    """One choice [U] and what it comes to: bits a weight, bytes of all weights, sum of harms in nats a token."""
 
     choice: Choice
     bits: float
@@ -163,7 +142,7 @@ class FrontPoint:
     predicted: float
 
     def as_dict(self, tables: Tables, factor: float = 1.0) -> dict[str, Any]:
-        """For `front.json`."""
+        """Give what `front.json` holds."""
         counts = Counter(tables.names[c] for c in self.choice)
         found = {
             "bits": self.bits,
@@ -178,18 +157,14 @@ class FrontPoint:
 
 
 def point(tables: Tables, choice: Choice) -> FrontPoint:
-    """A choice with its figures."""
+    """Give a choice with its figures."""
     return FrontPoint(choice, tables.mean_bits(choice), tables.bytes(choice), tables.predicted(choice))
 
 
 def best(tables: Tables, budget: Budget, factor: float = 1.0) -> FrontPoint:
-    """The least harm within a budget; with a limit on KL, the fewest bits.
+    """Find the least harm within a budget; with a limit on KL, the fewest bits; `factor`: measured KL over predicted.
 
-    Args:
-        factor: measured KL over predicted.
-
-    Raises:
-        InputError: `budget-unreachable`, with the nearest that can be reached; `timings-missing`.
+    Raises InputError: `budget-unreachable`, with the nearest that can be reached; `timings-missing`.
     """
     limits = []
     if budget.bits is not None:
@@ -249,7 +224,7 @@ def _upwards(value: float) -> str:
 
 
 def sweep(tables: Tables, steps: int = STEPS) -> list[FrontPoint]:
-    """The front: the best choice for budgets between the fewest bits and those of the largest quantized candidate."""
+    """Draw the front: the best choice for budgets from the fewest bits to those of the largest quantized candidate."""
     quantized = [c for c, _ in enumerate(tables.names) if (tables.harm[:, c] != 0).any()] or [0]
     columns = np.nanmax(np.where(np.isnan(tables.bits), -np.inf, tables.bits)[:, quantized], axis=1)
     low = tables.mean_bits(least(tables.bits))
@@ -278,14 +253,11 @@ _SLACK = 1e-9
 
 
 def choose(goal: Table, limits: Sequence[tuple[Table, float]]) -> Choice | None:
-    """The candidate of each unit.
+    """Choose the candidate of each unit, [U]; None where no choice keeps to the limits.
 
     Args:
         goal: [U, C], what to make small; nan where a unit has no such candidate.
         limits: tables [U, C], none negative, with the most that their sums may be.
-
-    Returns:
-        [U]; None where no choice keeps to the limits.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -312,12 +284,12 @@ def choose(goal: Table, limits: Sequence[tuple[Table, float]]) -> Choice | None:
 
 
 def total(table: Table, choice: Choice) -> float:
-    """What a choice sums up to."""
+    """Sum up a choice."""
     return float(np.take_along_axis(table, choice[:, None], axis=1).sum())
 
 
 def least(table: Table) -> Choice:
-    """The candidate with the least of each unit."""
+    """Choose the candidate with the least of each unit."""
     picked: Choice = np.nanargmin(table, axis=1)
     return picked
 
@@ -332,12 +304,11 @@ def unit_seconds(
     candidates: Sequence[Candidate],
     batches: Sequence[int] = (),
 ) -> tuple[dict[int, Table], list[str]]:
-    """Batch -> seconds [U, C] of every unit in every candidate, and what is missing, a sentence a batch.
+    """Give batch -> seconds [U, C] of every unit in every candidate, and what is missing, a sentence a batch.
 
     Args:
         rows: measurements; only `latency.op` counts.
         units: the shapes [N, K] of each unit's linears.
-        candidates: in the order of the table's columns.
         batches: wanted; all that were timed if empty.
     """
     times = _times(rows)

@@ -56,11 +56,9 @@ Schemes = Mapping[str, WeightScheme]
 
 @dataclass(frozen=True)
 class UnitHarm:
-    """One unit in one candidate.
+    """One unit, the linears `members` of a block, in one candidate.
 
     Args:
-        block: number of its block.
-        members: full names of its linears.
         kl: nats a token.
         error: the squared change of the block's output, as a share of its square.
         scaled: whether the KL follows from another candidate's, see the module.
@@ -103,12 +101,9 @@ class HarmSubject:
 def measure(
     subject: HarmSubject, start: int = 0, tell: Callable[[float], None] | None = None
 ) -> Iterator[list[UnitHarm]]:
-    """The harms of all units of blocks `start` and up, a wave at a time, in the order of the blocks.
+    """Measure the harms of all units of blocks `start` and up, a wave at a time, in the order of the blocks.
 
-    Args:
-        subject: what is measured.
-        start: the first block; earlier ones are known.
-        tell: gets the share done, 0..1.
+    `tell` gets the share done, 0..1.
     """
     return _Measurement(subject, start, tell or (lambda done: None)).waves()
 
@@ -329,7 +324,7 @@ class _OneBegin:
 
 @torch.no_grad()
 def divergences(head: Head, ids: Tensor, reference: Tensor, states: Sequence[Tensor]) -> list[float]:
-    """Mean KL from `reference` of each of `states`, all last hidden states [samples, tokens, width], nats a token.
+    """Average the KL from `reference` of each of `states`, last hidden states [samples, tokens, width], nats a token.
 
     Memory is a few positions of three models' logits.
     """
@@ -349,7 +344,7 @@ def divergences(head: Head, ids: Tensor, reference: Tensor, states: Sequence[Ten
 
 
 def kl(weights: Tensor, original: Tensor, changed: Tensor) -> Tensor:
-    """KL of each position [P] from softmaxed logits and both logits [P, V], by the formula above; >= 0.
+    """Give the KL of each position [P] from softmaxed logits and both logits [P, V], by the formula above; >= 0.
 
     A common shift of all logits changes nothing; it is taken off first, so that only what matters is rounded.
     """

@@ -48,13 +48,10 @@ MARGIN = 0.01
 
 @dataclass(frozen=True)
 class PlacementTime:
-    """One placement.
+    """One placement: seconds of a step (median), half the width of its interval as a share.
 
-    Args:
-        seconds: of a step, median.
-        spread: of that, as a share: half the width of its interval.
-        harm: how far it is from the network without any pair: KL in nats a token of a language model, one less the
-            mean cosine of what any other gives out.
+    `harm`: how far it is from the network without any pair: KL in nats a token of a language model, one less the mean
+    cosine of what any other gives out.
     """
 
     seconds: float
@@ -79,16 +76,16 @@ class FoundPlacement:
 
     @property
     def gain(self) -> float:
-        """How many times as fast."""
+        """Speed, how many times as fast."""
         return self.before.seconds / self.after.seconds
 
     def overrides(self, groups: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
-        """For a recipe: the inputs of these layers are left alone."""
+        """Give a recipe's overrides: the inputs of these layers are left alone."""
         kinds = dict.fromkeys(name.rpartition(".")[2] for group in self.off for name in groups[group])
         return [{"match": f"*.{kind}", "activations": None} for kind in kinds]
 
     def keep(self, groups: Mapping[str, Sequence[str]]) -> list[str]:
-        """For a recipe of a graph, whose products have both sides in 8 bits or none: these nodes stay in floats."""
+        """Give the nodes that stay in floats, of a graph, whose products have both sides in 8 bits or none."""
         return list(dict.fromkeys(name for group in self.off for name in groups[group]))
 
 
@@ -104,15 +101,12 @@ def search(
     journal: Path,
     progress: Report | None = None,
 ) -> FoundPlacement:
-    """Search.
+    """Search for the fastest placement. Raises InputError `nothing-to-tune`: no group.
 
     Args:
         measure: a placement, by the groups that are off; called once for each that the journal does not know.
         harm_max: what a placement may differ; the start is exempt, it is what was compiled.
         journal: file of what was measured so far.
-
-    Raises:
-        InputError: `nothing-to-tune`, no group.
     """
     if not groups:
         raise InputError(
@@ -199,11 +193,9 @@ def autotune(
         inputs: of a graph, `.npz`: an array for each of its inputs, of one batch; text is shipped.
 
     Returns:
-        (what was found, changes of the recipe: `overrides`, of a graph `keep`; empty where nothing gains).
+        (what came of it, changes of the recipe: `overrides`, of a graph `keep`; empty where nothing gains).
 
-    Raises:
-        InputError: `gpu-absent`, `engine-missing`, `inputs-missing`, `inputs-differ`, `nothing-to-tune`, those of a
-            build.
+    Raises InputError: `gpu-absent`, `engine-missing`, `inputs-missing`, `inputs-differ`, `nothing-to-tune`, of a build.
     """
     exporter = load_exporter(exporters_that_store("engine")[0])
     runtime = load_runtime(str(options.get("library", "tensorrt_rtx")))
@@ -257,7 +249,7 @@ def autotune(
 
 
 def tokens(folder: Path) -> Array:
-    """Text that may guide a choice, in a bundle's tokens, [1, n]."""
+    """Give text that may guide a choice, in a bundle's tokens, [1, n]."""
     from quantkit.runtimes.text import Tokenizer
 
     text = (content.folder("calibration") / "prose-en" / "tune.txt").read_text(encoding="utf-8")
@@ -269,7 +261,6 @@ class Placements:
 
     Args:
         folder: `engine/` of a bundle.
-        groups: of `_pairs.groups`.
         build: makes an engine of a folder that has `engine/network.onnx`, and opens it.
         feed: what they are compared on: ids [1, T], or the inputs of a graph.
         timed: seconds of repeated steps, or passes; None: the device's own. For tests.

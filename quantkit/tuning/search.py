@@ -66,13 +66,11 @@ class TuneQuestion:
 
     Args:
         request: the model, the base recipe, the target; its `out` is the folder of the answer.
-        formats: candidates by format; None tries the usual ones.
-        schemes: candidates by the fields they change in the recipe's scheme.
+        formats, schemes: candidates by format (None tries the usual ones), and by fields they change in the recipe's.
         samples: sequences that a harm is measured on.
         exact: measure every candidate at the output, not the recipe's own scheme alone.
         check: compile and score the choice, and the best single scheme within the budget beside it.
-        timings: measured rows with `latency.op`.
-        batches: of those, the wanted; all if empty.
+        timings: measured rows with `latency.op`; `batches`: of those, the wanted; all if empty.
     """
 
     request: Request
@@ -88,13 +86,7 @@ class TuneQuestion:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a search yields.
-
-    Args:
-        front: what `front.json` holds.
-        decisions: what was done otherwise than asked.
-        warnings: what a reader must know.
-    """
+    """What a search yields: `front` is what `front.json` holds."""
 
     out: Path
     front: dict[str, Any]
@@ -102,16 +94,12 @@ class Tuned:
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """`result` of the `--json` envelope."""
+        """Give `result` of the `--json` envelope."""
         return {"out": str(self.out), "recipe": str(self.out / RECIPE), **self.front}
 
 
 def asked(model: str, **how: Any) -> Request:
-    """`Request.of` what can be tuned.
-
-    Raises:
-        InputError: `model-graph`, those of `Request.of`.
-    """
+    """Make the `Request.of` what can be tuned. Raises InputError: `model-graph`, those of `Request.of`."""
     demand_no_graph(model, "int8-mixed")
     request = Request.of(model, **how)
     demand_model(model)
@@ -121,9 +109,8 @@ def asked(model: str, **how: Any) -> Request:
 def tune(question: TuneQuestion, progress: Progress | None = None) -> Tuned:
     """Choose a scheme for every unit of a model within a budget, and write it as a recipe.
 
-    Raises:
-        InputError: `nothing-to-choose`, `budget-unreachable`, `timings-missing`, `model-kind`, of a compile.
-        Stopped: disk full. Harms that were measured are kept, and the same command goes on with them.
+    Raises InputError: `nothing-to-choose`, `budget-unreachable`, `timings-missing`, `model-kind`, of a compile;
+    Stopped: disk full. Harms that were measured are kept, and the same command goes on with them.
     """
     return _Search(question, progress or Progress()).run()
 
@@ -397,12 +384,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class ScoredChoice:
-    """A compiled and scored choice.
-
-    Args:
-        kl: nats a token on the guiding text.
-        rows: of the compile: the held-out KL, size.
-    """
+    """A compiled and scored choice: nats a token on the guiding text, rows of the compile (the held-out KL, size)."""
 
     name: str
     bundle: Bundle
@@ -410,7 +392,7 @@ class ScoredChoice:
     rows: list[Row]
 
     def as_dict(self) -> dict[str, Any]:
-        """For `front.json`."""
+        """Give what `front.json` holds."""
         rows = {row.name: row for row in reversed(self.rows)}
         held_out, bits = rows.get("accuracy.kl"), rows.get("size.bits_per_weight")
         return {
@@ -426,13 +408,9 @@ class ScoredChoice:
 
 
 def scored_in(runtimes: Sequence[str], where: str) -> str:
-    """The runtime in which what is compiled is scored: the first that runs here.
+    """Name the runtime, of the exports', in which what is compiled is scored: the first that runs here.
 
-    Args:
-        runtimes: of the exports.
-
-    Raises:
-        InputError: `tune-unscored`, where none does.
+    Raises InputError `tune-unscored`, where none does.
     """
     from quantkit.pipeline.blocks.score import runs_here
 
@@ -452,8 +430,7 @@ def scored_in(runtimes: Sequence[str], where: str) -> str:
 def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSet, progress: Progress) -> ScoredChoice:
     """Compile a recipe as the request has it, and score it on `text`.
 
-    Raises:
-        GateError, InputError, Stopped: of the compile.
+    Raises GateError, InputError, Stopped: of the compile.
     """
     from dataclasses import replace
 

@@ -75,10 +75,8 @@ class Position(Closed):
     Args:
         sequence, position: where, counted from 0.
         kl: nats.
-        before: the text that ends there.
-        follows: what really comes next.
-        original, candidate: what each holds most likely to come next.
-        original_chance, candidate_chance: how likely.
+        before, follows: the text that ends there, and what really comes next.
+        original, candidate: what each holds most likely to come next, and `_chance`: how likely.
     """
 
     sequence: int
@@ -93,7 +91,7 @@ class Position(Closed):
 
 
 class Harm(Closed):
-    """All of it, as `harm.json` of a bundle holds it.
+    """Everything that `harm.json` of a bundle holds.
 
     Args:
         worst_share: part of all KL that lies in the worst hundredth of the positions.
@@ -116,7 +114,7 @@ def through_depth(
     layers: Sequence[str] = (),
     before: StreamedModel | None = None,
 ) -> Harm:
-    """Blocks, layers and inputs; two blocks are in memory, three with `before`.
+    """Measure blocks, layers and inputs; two blocks are in memory, three with `before`.
 
     Args:
         original: of the candidate's class, and in its basis: with the transforms that reach every block.
@@ -164,11 +162,7 @@ def through_depth(
 
 
 def worst(items: Items, ids: Tensor, decode: Callable[[list[int]], str]) -> Harm:
-    """The positions with the largest KL, and how much of all KL lies in the worst hundredth.
-
-    Args:
-        ids: [samples, tokens] that were scored.
-    """
+    """Find the positions of `ids` [samples, tokens] with the largest KL, and the share of KL in the worst hundredth."""
     import numpy as np
 
     each = items.n // ids.shape[0]
@@ -228,11 +222,7 @@ def _outliers(x: Tensor) -> float:
 
 
 class _Watch:
-    """Notes what the linears of a block are given, and what they return, while it runs.
-
-    Attributes:
-        inputs: linear -> [tokens, K], in the order they run.
-    """
+    """Notes what the linears of a block are given, [tokens, K] in the order they run, and what they return."""
 
     def __init__(self, block: nn.Module) -> None:
         from quantkit.model.structure.traced import is_linear

@@ -51,13 +51,9 @@ class About:
     """What was measured, on what, against what.
 
     Args:
-        subject: `content_sha256` of the candidate.
-        baseline: `content_sha256`, or another hash, of the original.
-        runtime: that the candidate ran in.
+        subject, baseline: `content_sha256` of the candidate, and it or another hash of the original.
+        runtime, settings: that the candidate ran in.
         data: what was scored.
-        device: that it ran on.
-        versions: package -> version.
-        settings: of the runtime.
     """
 
     subject: str
@@ -120,7 +116,6 @@ class Drawn:
     """How items were drawn.
 
     Args:
-        n: items.
         unit: what one is, `image`.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
     """
@@ -131,17 +126,17 @@ class Drawn:
 
     @property
     def by(self) -> str:
-        """What intervals are over."""
+        """Unit that intervals are over."""
         return self.unit if self.clusters is None else "cluster"
 
     @property
     def labels(self) -> Array:
-        """A label [n] for every draw."""
+        """Labels [n], one for every draw."""
         return np.arange(self.n) if self.clusters is None else np.asarray(self.clusters)
 
     @property
     def shape(self) -> dict[str, int]:
-        """What rows say of them beside `n`."""
+        """Sizes that rows have beside `n`."""
         return {} if self.clusters is None else {"clusters": int(np.unique(self.clusters).size)}
 
     def among(self, chosen: Array) -> Drawn:
@@ -152,10 +147,8 @@ class Drawn:
 def demand_alike(original: Array, candidate: Array, where: str, what: str) -> None:
     """Refuse sides that cannot be compared: no items, or a number that is none.
 
-    Raises:
-        ValueError: different shapes.
-        InputError: `nothing-scored`; `outputs-not-finite`, of the original.
-        GateError: `outputs-not-finite`, of the candidate.
+    Raises ValueError: different shapes; InputError: `nothing-scored`; `outputs-not-finite`, of the original; GateError:
+    `outputs-not-finite`, of the candidate.
     """
     if original.shape != candidate.shape:
         raise ValueError(f"both sides have one shape, got {original.shape} and {candidate.shape}")
@@ -219,7 +212,7 @@ def cosine_row(values: Array, drawn: Drawn, about: About, flags: Sequence[str] =
 
 
 def share_interval(right: Array, clusters: Array | None = None) -> Interval:
-    """The 95 % interval of the share of `right` [n] bool, within 0 and 1."""
+    """Give the 95 % interval of the share of `right` [n] bool, within 0 and 1."""
     if clusters is None:
         return wilson(int(np.sum(right)), right.size)
     return clustered_share(right, clusters)
@@ -228,7 +221,7 @@ def share_interval(right: Array, clusters: Array | None = None) -> Interval:
 def difference_interval(
     right: Array, before: Array, clusters: Array | None = None, *, seed: int = 0
 ) -> Interval | None:
-    """The 95 % interval of mean(right) − mean(before), both [n] bool, paired; None of a single item or cluster."""
+    """Give the 95 % interval of mean(right) − mean(before), [n] bool, paired; None of a single item or cluster."""
     moved = right.astype(np.float64) - before.astype(np.float64)
     draws = right.size if clusters is None else np.unique(clusters).size
     if draws < 2:
@@ -253,7 +246,7 @@ _ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class _Answers:
-    """What was found of n items: the most likely class of each side, how likely the original's is, the divergence."""
+    """Of n items: the most likely class of each side, how likely the original's is, the divergence."""
 
     best_original: Array
     best: Array
@@ -271,20 +264,17 @@ def classification(
     clusters: Array | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """`accuracy.top1` and, of more than five classes, `.top5`, where there are labels; `.top1_agreement` twice, of all
-    items and (`settings.surer_than`) of those that the original is sure of; `.kl`.
+    """Give `accuracy.top1`, `.top5` (of more than five classes), `.top1_agreement`, `.kl`; the first two with labels.
+
+    Agreement is of all items, and (`settings.surer_than`) of those that the original is sure of.
 
     Args:
-        float_logits: `[n, C]`, of the original.
-        logits: `[n, C]`, of the candidate.
+        float_logits, logits: `[n, C]`, of the original and of the candidate.
         labels: `[n]`, 0 to C − 1; None where there are none.
-        about: what the rows share.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
 
-    Raises:
-        ValueError: shapes that do not fit.
-        InputError: `nothing-scored`, `one-class`, `label-out-of-range`; `outputs-not-finite`, of the original.
-        GateError: `outputs-not-finite`, of the candidate.
+    Raises ValueError: shapes; InputError: `nothing-scored`, `one-class`, `label-out-of-range`; `outputs-not-finite` of
+    the original; GateError: `outputs-not-finite` of the candidate.
     """
     original, candidate = np.asarray(float_logits), np.asarray(logits)
     if original.ndim != 2:
@@ -328,16 +318,9 @@ def classification(
 
 
 def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str = "") -> tuple[Array | None, Array]:
-    """(whether each item's class is right [n], None without labels; its KL(p ‖ q) [n], nats).
+    """Tell whether each item's class is right [n], None without labels; and its KL(p ‖ q) [n], nats.
 
-    Args:
-        float_logits: `[n, C]`, of the original.
-        logits: `[n, C]`, of the candidate.
-        labels: `[n]`, 0 to C − 1.
-
-    Raises:
-        ValueError: shapes that do not fit.
-        InputError: `label-out-of-range`, `outputs-not-finite`, `nothing-scored`; GateError: `outputs-not-finite`.
+    Arguments and errors: see `classification`.
     """
     demand_alike(float_logits, logits, where, "logits")
     right = None
@@ -413,17 +396,14 @@ _ROWS = 512
 def retrieval(
     float_left: Array, float_right: Array, left: Array, right: Array, *, about: About, seed: int = 0
 ) -> list[Row]:
-    """`accuracy.recall_at_1`, `_5` and `_10` (of k < n), and `accuracy.cosine` to the original.
+    """Give `accuracy.recall_at_1`, `_5` and `_10` (of k < n), and `accuracy.cosine` to the original.
 
     Args:
         float_left, float_right: `[n, D]`, the original's embeddings; row i of both is one pair. Of any length.
         left, right: `[n, D]`, the candidate's.
-        about: what the rows share.
 
-    Raises:
-        ValueError: shapes that do not fit.
-        InputError: `nothing-scored`; `one-pair`; `outputs-not-finite`, of the original.
-        GateError: `outputs-not-finite`, of the candidate.
+    Raises ValueError: shapes; InputError: `nothing-scored`; `one-pair`; `outputs-not-finite` of the original;
+    GateError: `outputs-not-finite` of the candidate.
     """
     before, after = ([np.asarray(side) for side in sides] for sides in ((float_left, float_right), (left, right)))
     if len({side.shape for side in (*before, *after)}) != 1 or before[0].ndim != 2:
@@ -464,7 +444,7 @@ class _Pairs(Drawn):
 
 
 def found_first(left: Array, right: Array) -> Array:
-    """Whether each pair is found at first, [n], by embeddings `[n, D]` of any length."""
+    """Tell whether each pair is found at first, [n], by embeddings `[n, D]` of any length."""
     ranks, _ = _partners(_unit(np.asarray(left)), _unit(np.asarray(right)))
     first: Array = ranks < 1
     return first

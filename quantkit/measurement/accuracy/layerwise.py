@@ -66,9 +66,8 @@ def with_engine(floats: Path, network: Path, feed: Feed, library: Library) -> li
         floats, network, feed: as for `compared`.
         library: what builds the engine, for the GPU at hand.
 
-    Raises:
-        InputError: as `compared`; `cache-in-place`; `network-unrunnable`, if the child dies.
-        MissingDependency: polygraphy.
+    Raises InputError: as `compared`; `cache-in-place`; `network-unrunnable`, if the child dies; MissingDependency:
+    polygraphy.
     """
     with tempfile.TemporaryDirectory(prefix="quantkit-layers-") as place:
         np.savez(Path(place) / "feed.npz", **feed)  # type: ignore[arg-type]
@@ -108,9 +107,8 @@ def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None 
     Returns:
         layers in the order of the network.
 
-    Raises:
-        InputError: `networks-differ`, no layer has one name in both; `network-unrunnable`, with what the runtime says.
-        MissingDependency: polygraphy.
+    Raises InputError: `networks-differ`, no layer has one name in both; `network-unrunnable`, with what the runtime
+    says; MissingDependency: polygraphy.
     """
     try:
         from polygraphy.backend.onnxrt import OnnxrtRunner
@@ -198,8 +196,7 @@ def prepared(
         feed: whose shapes are the one profile.
         sm: "8.9", for a GPU that is not there; None: the one at hand.
 
-    Raises:
-        InputError: `cache-in-place`.
+    Raises InputError: `cache-in-place`.
     """
     import onnx_ir as ir
     from polygraphy.backend.tensorrt_rtx import CreateConfigRTX

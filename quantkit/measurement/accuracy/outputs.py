@@ -47,20 +47,16 @@ def outputs(
     seed: int = 0,
     chosen: Collection[str] = (),
 ) -> list[Row]:
-    """`accuracy.cosine` and `.relative_error` of each output of floats, `.same` of others and of sets; its name is in
-    `settings.output`.
+    """Give `accuracy.cosine` and `.relative_error` of each output of floats, `.same` of others and of sets.
 
     Args:
         float_outputs: name -> `[n, ...]`, of the original; of rows whose number differs an array [n] of arrays.
         own_outputs: the same names, of the candidate.
-        about: what the rows share.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
         chosen: names of outputs that are sets of rows, whatever their shapes.
 
-    Raises:
-        ValueError: names or shapes that do not fit.
-        InputError: `nothing-scored`; `outputs-not-finite`, of the original.
-        GateError: `outputs-not-finite`, of the candidate.
+    Raises ValueError: names or shapes; InputError: `nothing-scored`; `outputs-not-finite` of the
+    original; GateError: `outputs-not-finite` of the candidate.
     """
     if set(float_outputs) != set(own_outputs):
         raise ValueError(f"both sides have the same outputs, got {sorted(float_outputs)} and {sorted(own_outputs)}")
@@ -176,7 +172,7 @@ NOTHING = "nothing-chosen"
 
 
 def together(original: Side) -> list[list[str]]:
-    """Names of outputs that have as many rows in every sample."""
+    """Group names of outputs that have as many rows in every sample."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, values in original.items():
         groups.setdefault(tuple(len(each) for each in values), []).append(name)
@@ -184,7 +180,7 @@ def together(original: Side) -> list[list[str]]:
 
 
 def paired(original: Side, candidate: Side, names: Sequence[str]) -> dict[str, tuple[list[Pairs], str]]:
-    """Name -> (pairs of each sample, what they are paired by: `boxes`, `values`, `order`)."""
+    """Pair rows: name -> (pairs of each sample, what they are paired by: `boxes`, `values`, `order`)."""
     read = {name: _boxes([*original[name], *candidate[name]]) for name in names}
     boxes = next((name for name, found in read.items() if found is not None), None)
     whole = {name: [len(each) for each in candidate[name]] for name in names}

@@ -63,20 +63,16 @@ DTYPES: dict[str, type] = {
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """What was found at each of n scored positions, in order.
+    """What is known of each of n scored positions, in order; arrays `[n]` of `DTYPES`.
 
     Args:
-        sequence: `[n]` int32, the sequence that it lies in.
-        nll_original: `[n]` float64, nats.
-        nll_candidate: `[n]` float64, nats.
-        kl: `[n]` float64, nats, KL(original ‖ candidate).
-        agree: `[n]` bool, the same most likely token.
-        right_original: `[n]` bool, the most likely token is the one that follows.
-        right_candidate: `[n]` bool.
-        best_original: `[n]` int32, the most likely token.
-        best_candidate: `[n]` int32.
-        chance_original: `[n]` float32, how likely it is.
-        chance_candidate: `[n]` float32.
+        sequence: that it lies in.
+        nll_original, nll_candidate: nats.
+        kl: nats, KL(original ‖ candidate).
+        agree: the same most likely token.
+        right_original, right_candidate: the most likely token is the one that follows.
+        best_original, best_candidate: the most likely token.
+        chance_original, chance_candidate: how likely it is.
     """
 
     sequence: Array
@@ -97,18 +93,17 @@ class Items:
         return int(self.sequence.size)
 
     def clusters(self) -> tuple[Array, str]:
-        """A cluster label for every item, and what the clusters are: `sequence`, or `block` where those are few."""
+        """Give a cluster label for every item, and what clusters are: `sequence`, or `block` where those are few."""
         return clusters_of(self.sequence)
 
     def mean(self, values: Array) -> Estimate:
-        """The mean of some values [n], with its standard error and interval over the clusters."""
+        """Average some values [n], with standard error and interval over the clusters."""
         return clustered_mean(values, self.clusters()[0])
 
     def rows(self, about: About) -> list[Row]:
-        """`accuracy.perplexity`, `.kl`, `.top1_agreement` and `.next_word`, each with its interval.
+        """Give `accuracy.perplexity`, `.kl`, `.top1_agreement` and `.next_word`, each with its interval.
 
-        Raises:
-            InputError: `nothing-scored`.
+        Raises InputError: `nothing-scored`.
         """
         if self.n == 0:
             raise InputError(
@@ -151,11 +146,7 @@ class Items:
 
 
 def load_items(path: Path) -> Items:
-    """Read what `Items.save` wrote.
-
-    Raises:
-        InputError: `items-invalid`.
-    """
+    """Read what `Items.save` wrote. Raises InputError: `items-invalid`."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -170,7 +161,7 @@ def load_items(path: Path) -> Items:
 
 
 def standard_error(row: Row) -> float | None:
-    """The standard error behind an `accuracy.kl` row's interval: its half width over Student's t."""
+    """Give the standard error behind an `accuracy.kl` row's interval: its half width over Student's t."""
     sequences = (row.shape or {}).get("sequences", 0)
     if row.ci95 is None or row.name != "accuracy.kl" or not sequences:
         return None
@@ -181,18 +172,12 @@ def standard_error(row: Row) -> float | None:
 
 
 def data_of(tokens: TokenSet) -> Data:
-    """The `data` field of rows that were measured on a token set."""
+    """Give the `data` field of rows that were measured on a token set."""
     return Data(set=tokens.name, split=tokens.split, sha256=tokens.sha256, items=tokens.items, begins=tokens.begins)
 
 
 class Accuracy:
-    """Takes logits as they come, a sequence or a few positions at a time, and keeps a few numbers an item.
-
-    accuracy = Accuracy()
-    for ids, o, c in ...:               # [T], [T, V], [T, V]
-        accuracy.add(ids, o, c)
-    rows = accuracy.items().rows(about)
-    """
+    """Takes logits as they come, a sequence or a few positions at a time, and keeps a few numbers an item."""
 
     def __init__(self) -> None:
         """Nothing scored yet."""
@@ -203,10 +188,8 @@ class Accuracy:
     def add(self, ids: torch.Tensor, original: torch.Tensor, candidate: torch.Tensor) -> None:
         """Score one sequence: ids [T], logits [T, V] of both sides, any float dtype; the last position scores nothing.
 
-        Raises:
-            ValueError: shapes that do not fit.
-            InputError: `logits-not-finite`, of the original.
-            GateError: `logits-not-finite`, of the candidate.
+        Raises ValueError: shapes that do not fit; InputError: `logits-not-finite`, of the original; GateError:
+        `logits-not-finite`, of the candidate.
         """
         if original.shape != candidate.shape or original.ndim != 2 or ids.shape != original.shape[:1]:
             shapes = f"{tuple(ids.shape)}, {tuple(original.shape)}, {tuple(candidate.shape)}"
@@ -248,7 +231,7 @@ class Accuracy:
         return self._scratch
 
     def items(self) -> Items:
-        """All that was scored so far."""
+        """Give all that was scored so far."""
         empty: dict[str, Array] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
         return Items(**{name: np.concatenate([part[name] for part in (empty, *self._parts)]) for name in DTYPES})
 
@@ -329,14 +312,13 @@ _SAME_ORIGINAL = 0.1
 
 
 def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, where: str = "") -> dict[str, Evidence]:
-    """Evidence by the name of the rows that it is about, for `stats.decision`.
+    """Give evidence by the name of the rows that it is about, for `stats.decision`.
 
     Args:
         candidate: items of what is judged, at the same positions of the same text and against the same original.
         margins: by name, which are asked for: a share for `accuracy.next_word`, nats for the other two.
 
-    Raises:
-        InputError: `items-differ`, other positions, other text, or another original; `nothing-scored`.
+    Raises InputError: `items-differ`, other positions, other text, or another original; `nothing-scored`.
     """
     items = (baseline.sequence, candidate.sequence)
     same_items(baseline.kl, candidate.kl, items, where)
@@ -365,5 +347,5 @@ def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, 
 
 
 def flipped(baseline: Items, candidate: Items) -> Array:
-    """Positions [k] at which one side's next word is right and the other's is not."""
+    """Find positions [k] at which one side's next word is right and the other's is not."""
     return np.flatnonzero(baseline.right_candidate != candidate.right_candidate)

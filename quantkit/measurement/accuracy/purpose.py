@@ -102,16 +102,16 @@ class Purpose:
 
     @property
     def pooling(self) -> tuple[str, ...]:
-        """Return how the states of a text become a vector; of several ways the vectors stand side by side."""
+        """Ways in which the states of a text become a vector; of several the vectors stand side by side."""
         return modes_of(self.modules[0].config) if self.modules else ("mean",)
 
     def on_mean(self, why: str) -> Purpose:
-        """The same model, scored on the mean of its last hidden states."""
+        """Give the same model, scored on the mean of its last hidden states."""
         return replace(self, gives="vectors", modules=(), pairs=False, prompt="", doubt=why)
 
 
 def modes_of(config: dict[str, Any]) -> tuple[str, ...]:
-    """The ways to pool that a Pooling's config names."""
+    """List the ways to pool that a Pooling's config names."""
     stated = config.get("pooling_mode")
     if stated is None:
         return tuple(mode for key, mode in _MODES.items() if config.get(key)) or ("mean",)
@@ -119,11 +119,7 @@ def modes_of(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def purpose_of(source: Source) -> Purpose:
-    """Return what an encoder is for.
-
-    Raises:
-        InputError: `modules-invalid`.
-    """
+    """Return what an encoder is for. Raises InputError: `modules-invalid`."""
     modules, name = modules_of(source.path), source.architecture
     found = Purpose()
     if modules:
@@ -186,10 +182,9 @@ def _unknown(folder: Path, module: Module) -> str:
 
 
 def pooled(states: Array, modes: Sequence[str], skip: int = 0) -> Array:
-    """The states [m, T, width] of texts as vectors [m, width times modes], in NumPy alone.
+    """Pool the states [m, T, width] of texts: vectors [m, width times modes], in NumPy alone.
 
-    Args:
-        skip: tokens at the beginning, of a prompt, that are left out.
+    `skip`: tokens at the beginning, of a prompt, that are left out.
     """
     kept = states[:, min(skip, states.shape[1] - 1) :]
     places = np.arange(states.shape[1] - kept.shape[1], states.shape[1], dtype=np.float32) + 1
@@ -212,8 +207,7 @@ class TextResults:
         tokens: what is scored.
         vectors: whether nothing but vectors can be had, as from a device that has no torch.
 
-    Raises:
-        InputError: `modules-invalid`, weights of a module that do not fit.
+    Raises InputError: `modules-invalid`, weights of a module that do not fit.
     """
 
     def __init__(self, stream: StreamedModel, tokens: TokenSet, *, vectors: bool = False) -> None:
@@ -390,15 +384,9 @@ def result_rows(
     about: About,
     progress: Callable[[float], None] | None = None,
 ) -> list[Row]:
-    """Rows of a candidate beside its original.
+    """Give rows of a candidate beside its original, whose `result` is of these tokens.
 
-    Args:
-        result: of the original, and of these tokens.
-        about: what the rows share.
-        progress: told the share that is done.
-
-    Raises:
-        InputError, GateError: of `labelled`.
+    Raises InputError, GateError: of `labelled`.
     """
     tell = progress or (lambda done: None)
     _original(original, result)
@@ -413,8 +401,7 @@ def rows_of(
 ) -> list[Row]:
     """`result_rows` of a candidate whose results are there already, from another machine: of each text [N] or [T, N].
 
-    Raises:
-        InputError, GateError: of `labelled`. ValueError: results of another shape than the original's.
+    Raises InputError, GateError: of `labelled`. ValueError: results of another shape than the original's.
     """
     before, pairs = _original(original, result), tokens.pairs
     count = len(before) if pairs is None else len(pairs.left)
@@ -487,11 +474,7 @@ def _original(model: StreamedModel, result: TextResults) -> Sequence[Array]:
 
 
 def results(model: Scored, ids: Sequence[Sequence[int]], of: Callable[[Array, Array], Array]) -> list[Array]:
-    """Return what becomes of the last hidden states of texts, one after the other.
-
-    Args:
-        of: states [m, T, width] and ids [m, T] of texts of one length -> [m, ...].
-    """
+    """Run texts, those of one length together; `of`: states [m, T, width] and ids [m, T] -> [m, ...]."""
     by_length: dict[int, list[int]] = {}
     for place, text in enumerate(ids):
         by_length.setdefault(len(text), []).append(place)
@@ -508,7 +491,7 @@ def results(model: Scored, ids: Sequence[Sequence[int]], of: Callable[[Array, Ar
 
 
 def embeddings(model: Scored, ids: Sequence[Sequence[int]], pooling: Sequence[str] = ("mean",), skip: int = 0) -> Array:
-    """The pooled last hidden states of texts, [n, width] float32; no length is taken out."""
+    """Pool the last hidden states of texts, [n, width] float32; no length is taken out."""
     found = results(model, ids, lambda states, _: pooled(states, pooling, skip))
     return np.stack(found) if found else np.empty((0, 0), np.float32)
 

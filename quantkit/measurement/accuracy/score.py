@@ -35,10 +35,7 @@ _LOGITS, _ON_GPU = 1 << 23, 1 << 25
 
 
 def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
-    """What the original gives; its last hidden states are computed once and kept in the user's cache.
-
-    The cache key is all they depend on: source, token ids, versions, instruction set and threads.
-    """
+    """Give what the original says; its last hidden states are computed once and kept in the user's cache."""
     from quantkit.model.streaming.stream import Answers
 
     place = kept_at(model, tokens.sha256)
@@ -53,12 +50,12 @@ def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
 
 
 def vocabulary(model: nn.Module) -> int:
-    """How many logits a position has."""
+    """Count the logits of a position."""
     return int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
 
 
 def counted(original: StreamedModel, tokens: TokenSet) -> tuple[int, str]:
-    """How many items there are to score, and what one is; an encoder has no next word, so it is a sequence."""
+    """Count the items to score, and say what one is; an encoder has no next word, so it is a sequence."""
     if original.source.kind == "decoder" or tokens.pairs is not None:
         return tokens.items, tokens.unit
     return len(tokens.ids), "sequence"
@@ -72,12 +69,10 @@ def score(
     *,
     at_once: int | None = None,
 ) -> Items:
-    """Every position of `tokens` under both models.
+    """Score every position of `tokens` under both models.
 
-    Memory is one block, two heads and a few positions of logits; of a candidate in a session, the session.
-
-    Args:
-        at_once: tokens that such a candidate is fed at a time, at most; None: as many as fit.
+    Memory is one block, two heads and a few positions of logits; of a candidate in a session, the session. `at_once`:
+    tokens that such a candidate is fed at a time, at most; None: as many as fit.
     """
     tell = progress or (lambda done: None)
     before = original_answers(original, tokens)
@@ -107,7 +102,7 @@ def _part(tell: Callable[[float], None], number: int, count: int, done: float) -
 
 
 def flagged(rows: list[Row], was: str | None) -> list[Row]:
-    """Rows that say what the source was before it was converted, if it was."""
+    """Flag rows with what the source was before it was converted, if it was."""
     if was is None:
         return rows
     flag = f"source-was-{was.replace(' ', '-').lower()}"
@@ -123,7 +118,7 @@ def rows(
     runtime: str,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[list[Row], Items | None]:
-    """The accuracy rows of a candidate, and what was found at each position (None for encoders).
+    """Give the accuracy rows of a candidate, and its items (None for encoders).
 
     A graph that multiplies in two ways has rows for each, told apart by `settings.way`: first of whole sequences, as
     prompts are, whose positions are what is given back, then of a few tokens at a time, as steps are.
@@ -161,7 +156,7 @@ FLOAT = "float"
 
 
 def named(cache: CacheScheme | None) -> str:
-    """`settings.kv_cache` of a row: `fp8_e4m3, tensor`."""
+    """Name a cache as `settings.kv_cache` of a row does: `fp8_e4m3, tensor`."""
     return FLOAT if cache is None else f"{cache.format}, {cache.granularity}"
 
 
@@ -175,12 +170,7 @@ def long_rows(
     settings: Mapping[str, Any],
     progress: Callable[[float], None] | None = None,
 ) -> list[Row]:
-    """`accuracy.kl` of each candidate, cumulated over growing contexts.
-
-    Args:
-        candidates: `settings.kv_cache` -> the model with that cache.
-        subject: `content_sha256` of the bundle.
-    """
+    """Give `accuracy.kl` of each candidate (`settings.kv_cache` -> the model with that cache) over growing contexts."""
     tell = progress or (lambda done: None)
     found: list[Row] = []
     for number, (cache, candidate) in enumerate(candidates.items()):
@@ -212,13 +202,13 @@ def long_rows(
 
 
 def contexts(tokens: int) -> Sequence[int]:
-    """512, 1024, ... and the whole length."""
+    """List 512, 1024, ... and the whole length."""
     found = [_SHORTEST * 2**power for power in range(12) if _SHORTEST * 2**power < tokens]
     return [*found, tokens]
 
 
 def up_to(items: Items, context: int) -> Items:
-    """The items of the first `context` tokens of each sequence."""
+    """Keep the items of the first `context` tokens of each sequence."""
     starts = np.searchsorted(items.sequence, items.sequence)
     chosen = np.arange(items.n) - starts < context - 1
     return Items(**{name: getattr(items, name)[chosen] for name in Items.__dataclass_fields__})

@@ -93,9 +93,7 @@ def torch_own(
 ) -> Implementation:
     """Multiply by torch's operator for the format; `quantize` as for `ours`.
 
-    Raises:
-        NotImplementedError: it has none for this format.
-        RuntimeError: it cannot run here, with torch's reason.
+    Raises NotImplementedError: it has none for this format; RuntimeError: it cannot run here, with torch's reason.
     """
     if name := torch_product(held[0]):
         quantized = _quantized(x, variant.format, within=quantize)

@@ -334,8 +334,7 @@ def _product_graph(kind: str, size: int) -> bytes:
 def write_graphs(folder: Path, size: int = 1024) -> list[Path]:
     """Write what `measured` runs of this size, a few hundred bytes, for a machine without the package onnx.
 
-    Raises:
-        MissingDependency: onnx.
+    Raises MissingDependency: onnx.
     """
     with MissingDependency.unless_found("onnx", extra="compile", purpose="writing the graphs of the ceilings"):
         sizes = [(kind, side) for kind in ("MatMul", "MatMulInteger") for side in (size, _small(size))]

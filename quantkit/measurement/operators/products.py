@@ -179,9 +179,8 @@ def measure(
         Shape by shape, batch by batch, in the order of `variants`, the baseline itself first (compared with itself
         only in its A/A spread).
 
-    Raises:
-        InputError: what the bench says, if the baseline can be prepared for no shape at all.
-        MissingDependency: scipy is not installed.
+    Raises InputError: what the bench says, if the baseline can be prepared for no shape at all; MissingDependency:
+    scipy.
     """
     progress = progress or (lambda share, words: None)
     all_timed: list[TimedVariant] = []

@@ -92,9 +92,8 @@ def environment(threads: int) -> dict[str, str]:
 def run(job: SweepJob, progress: Report | None = None) -> list[Row]:
     """Time all products of one thread count, in a process of its own.
 
-    Raises:
-        InputError: what the child met, or `speed-failed`.
-        MissingDependency: onnxruntime, onnx, scipy or torch; on a GPU triton.
+    Raises InputError: what the child met, or `speed-failed`; MissingDependency: onnxruntime, onnx, scipy or torch; on a
+    GPU triton.
     """
     demand(job.threads)
     remedy, variables = "try fewer shapes, or smaller batches: --batch 1,2,4", environment(job.threads)

@@ -129,8 +129,7 @@ def gpu_slowed(clock: str, highest: str, reasons: str) -> bool:
         clock, highest: megahertz, as `nvidia-smi` says them.
         reasons: its `clocks_throttle_reasons.active`.
 
-    Raises:
-        ValueError: one of them is no number.
+    Raises ValueError: one of them is no number.
     """
     return bool(int(reasons, 16) & _SLOWED) and float(clock) < _NEAR * float(highest)
 

@@ -117,8 +117,7 @@ def run(
     Returns:
         (rows as of `latency.measure` and `memory.peak`, what no kernel takes, in a sentence, or "").
 
-    Raises:
-        InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
+    Raises InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
     """
     layers, subjects = bundle.manifest.layers, (bundle.manifest.content_sha256, source.sha256)
     form = _format_of(bundle)
@@ -145,8 +144,7 @@ def kernel_sides(
         subjects: of both, in rows.
         dtype: see `run`.
 
-    Raises:
-        InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
+    Raises InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
     """
     at = device.torch_device
     table, reason = _packed.recorded(place, device.identity()["name"])
@@ -178,8 +176,7 @@ def run_engine(
 ) -> list[Row]:
     """Time an engine, which multiplies as it was built, against the model that its bundle was made from, in bfloat16.
 
-    Raises:
-        InputError: `out-of-memory`, the two do not fit.
+    Raises InputError: `out-of-memory`, the two do not fit.
     """
     subjects, saved = (bundle.manifest.content_sha256, source.sha256), saved_bytes(bundle.manifest.layers)
     loaded = engine_sides(model, source, form=_format_of(bundle), saved=saved, subjects=subjects, device=device)
@@ -196,8 +193,7 @@ def engine_sides(
         saved: bytes that they take less than in 16 bits: see `measurement.size.saved_bytes`.
         subjects: of both, in rows.
 
-    Raises:
-        InputError: `out-of-memory`, the two do not fit.
+    Raises InputError: `out-of-memory`, the two do not fit.
     """
     with fitting("both models"):
         theirs = _floats(source, torch.bfloat16, device.torch_device)

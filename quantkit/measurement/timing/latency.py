@@ -124,9 +124,7 @@ def measure(
         `across` also `across.*`, the subject's steps against its, which `settings` name as `baseline_runtime` and
         `baseline_format`.
 
-    Raises:
-        InputError: whatever else a side raises.
-        MissingDependency: scipy is not installed.
+    Raises InputError: whatever else a side raises; MissingDependency: scipy.
     """
     plan = plan or TimingPlan()
     progress = progress or (lambda share, words: None)

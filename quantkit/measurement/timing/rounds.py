@@ -88,9 +88,8 @@ class TimedRound:
 def run(job: RoundsJob, progress: Report | None = None) -> list[Timing]:
     """Time both, in a process of their own.
 
-    Raises:
-        InputError: `out-of-memory`, the two do not fit; `onnx-unreadable`, `speed-failed`.
-        MissingDependency: onnxruntime or scipy.
+    Raises InputError: `out-of-memory`, the two do not fit; `onnx-unreadable`, `speed-failed`; MissingDependency:
+    onnxruntime or scipy.
     """
     demand(job.runtimes)
     demand_room([Path(side) for side in (job.candidate, job.baseline)])
@@ -231,8 +230,7 @@ def measure(task: Task, load: Callable[[str], Step], look: Callable[[], Clocks])
     Args:
         load: loads a side anew, and prepares its step.
 
-    Raises:
-        QuantkitError: what loading the candidate raises.
+    Raises QuantkitError: what loading the candidate raises.
     """
     generator = np.random.default_rng(task.seed)
     sides, visit = list(task.sides), None

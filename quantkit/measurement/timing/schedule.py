@@ -197,9 +197,7 @@ class Timing:
     def compared(self, subject: str, baseline: str, seed: int = 0) -> Comparison | None:
         """Compare two sides; None where there are no times.
 
-        Raises:
-            ValueError: fewer than two blocks.
-            MissingDependency: scipy is not installed.
+        Raises ValueError: fewer than two blocks; MissingDependency: scipy.
         """
         if self.skipped or subject not in self.seconds:
             return None

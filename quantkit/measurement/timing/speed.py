@@ -113,13 +113,9 @@ class SpeedJob:
 
 
 def demand(runtimes: Collection[str] = (RUNTIME,)) -> None:
-    """Refuse to begin what needs a package that is not there.
+    """Refuse to begin what needs a package that is not there; `runtimes`: that run the sides.
 
-    Args:
-        runtimes: that run the sides.
-
-    Raises:
-        MissingDependency: scipy; onnxruntime or llama-cpp-python.
+    Raises MissingDependency: scipy; onnxruntime or llama-cpp-python.
     """
     loaded = [load_runtime(name) for name in runtimes]
     needed = {"scipy": "onnx"} | {package: runtime.extra for runtime in loaded for package in runtime.imports}
@@ -131,8 +127,7 @@ def demand(runtimes: Collection[str] = (RUNTIME,)) -> None:
 def demand_room(models: Sequence[Path]) -> None:
     """Refuse to load what does not fit: folders with `model.onnx` or `model.gguf`, or graphs' files.
 
-    Raises:
-        InputError: `out-of-memory`.
+    Raises InputError: `out-of-memory`.
     """
     need, free = sum(2.2 * _bytes(model) for model in models), machine.memory_available()
     if need > free:
@@ -154,9 +149,8 @@ def _bytes(model: Path) -> int:
 def run(job: SpeedJob, progress: Report | None = None) -> list[Row]:
     """Time both, and weigh both unless they are graphs; see `latency.measure` for the rows; `memory.peak` besides.
 
-    Raises:
-        InputError: `out-of-memory`, they do not fit; `onnx-unreadable`, `gguf-unreadable`, `speed-failed`.
-        MissingDependency: onnxruntime, llama-cpp-python or scipy.
+    Raises InputError: `out-of-memory`, they do not fit; `onnx-unreadable`, `gguf-unreadable`, `speed-failed`;
+    MissingDependency: onnxruntime, llama-cpp-python or scipy.
     """
     demand({part.runtime for part in job.sides})
     weighed: list[dict[str, int]] = []
@@ -223,9 +217,7 @@ def compared(
         threads: of one operator.
         seconds: about how long it takes.
 
-    Raises:
-        InputError: `onnx-unreadable`.
-        MissingDependency: onnxruntime, scipy.
+    Raises InputError: `onnx-unreadable`; MissingDependency: onnxruntime, scipy.
     """
     steps: dict[str, Step] = {}
     with tempfile.TemporaryDirectory(prefix="quantkit-trial-") as place:
@@ -292,8 +284,7 @@ def stepped(path: Path, runtime: str, *, graph: bool) -> None:
     Args:
         graph: whether it is a graph's file, no transformer's folder.
 
-    Raises:
-        InputError: the runtime's.
+    Raises InputError: the runtime's.
     """
     if graph:
         opened_graph(path, machine.cores(), runtime)
@@ -305,8 +296,7 @@ def stepped(path: Path, runtime: str, *, graph: bool) -> None:
 def sides(job: SpeedJob) -> tuple[list[TimedSide], dict[str, Any]]:
     """Load what is judged, what it is set against and what is timed across; and give the settings of their rows.
 
-    Raises:
-        InputError: those of `open_graph`.
+    Raises InputError: those of `open_graph`.
     """
     samples = samples_of(job.samples.file if job.samples else None)
     loaded, noted = [], []
