@@ -42,10 +42,7 @@ def main() -> int:
                 size = ["--set", f"calibration.samples={samples}"]
                 result, done = compiled(options.model, recipe, out, "--no-speed", *change, *size)
                 scores = scored(options.model, {recipe: str(out / "model")}, texts)
-            row = {
-                "recipe": recipe,
-                "samples": samples,
-                "cpu_seconds": result["seconds"]["quantize_cpu"],
+            row = {"recipe": recipe, "samples": samples, "cpu_seconds": result["seconds"]["quantize_cpu"]} | {
                 "peak_megabytes": done.peak / 1e6,
                 "content_sha256": result["content_sha256"],
             }

@@ -199,15 +199,11 @@ def main() -> int:
 
     build = Target.load("cpu-x86").build["onnxruntime"]
     block, level = int(build["block"]), int(build["accuracy_level"])
-    settings = {
-        "threads": THREADS,
-        "last_level_cache": cache,
-        "seconds": options.seconds,
-        "onnx": onnx.__version__,
-        "onnxruntime": onnxruntime.__version__,
-        "chosen": {"block": block, "accuracy_level": level},
-        "note": options.note,
-    }
+    settings = (
+        {"threads": THREADS, "last_level_cache": cache, "seconds": options.seconds}
+        | {"onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__}
+        | {"chosen": {"block": block, "accuracy_level": level}, "note": options.note}
+    )
     name = Path(__file__).stem
     record(name, "the table by which cpu-x86 picks block and accuracy level", rows, settings)
     fast, lost = beaten(rows, block, 8), slower(rows, block)

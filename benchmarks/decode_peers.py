@@ -244,10 +244,7 @@ def compare(chosen: list[tuple[str, str, Path]], made: PeerFiles, options: argpa
         "a step at batch 1 takes at most 0.75 of llama.cpp's Q4_0 and 0.85 of onnxruntime-genai's int4, at a lower KL"
     )
     if options.out:
-        whole = {
-            "claim": claim,
-            "command": command(),
-            "machine": machine.describe(),
+        whole = {"claim": claim, "command": command(), "machine": machine.describe()} | {
             "settings": settings,
             "rows": rows,
         }

@@ -172,13 +172,11 @@ def compared(link: Reached, work: Path, path: Path) -> dict[str, Any]:
     subprocess.run([*here, graph, data, "-", x86], check=True)
     subprocess.run([*here, graph, data, "0", floats], check=True)
     ours, theirs = np.load(arm), np.load(x86)
-    found: dict[str, Any] = {
-        "bundle": path.name,
-        "outputs": list(theirs.shape),
-        "apart": apart(ours, theirs),
-        "rounding": apart(np.load(floats), theirs),
-        "same_best": float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
-    }
+    found: dict[str, Any] = (
+        {"bundle": path.name, "outputs": list(theirs.shape)}
+        | {"apart": apart(ours, theirs), "rounding": apart(np.load(floats), theirs)}
+        | {"same_best": float((ours.argmax(-1) == theirs.argmax(-1)).mean())}
+    )
     if not network:
         return found | scored(link, bundle, data)
     wanted = evaluated(graph, dict(np.load(data)))
@@ -217,15 +215,12 @@ def _conv(how: dict[str, Any], x: Any, weight: Any, bias: Any = None) -> torch.T
     return torch.nn.functional.conv2d(x, weight, bias, how["strides"], 0, how["dilations"], how["group"])
 
 
-_OPERATORS: dict[str, Any] = {
-    "QuantizeLinear": _quantize,
-    "DequantizeLinear": _dequantize,
-    "Conv": _conv,
-    "Add": lambda how, a, b: a + b,
-    "GlobalAveragePool": lambda how, x: x.mean((2, 3), keepdim=True),
-    "Squeeze": lambda how, x, axes: x.squeeze([int(axis) for axis in axes]),
-    "Gemm": lambda how, x, weight, bias: x @ (weight.T if how.get("transB") else weight) + bias,
-}
+_OPERATORS: dict[str, Any] = (
+    {"QuantizeLinear": _quantize, "DequantizeLinear": _dequantize, "Conv": _conv}
+    | {"Add": lambda how, a, b: a + b, "GlobalAveragePool": lambda how, x: x.mean((2, 3), keepdim=True)}
+    | {"Squeeze": lambda how, x, axes: x.squeeze([int(axis) for axis in axes])}
+    | {"Gemm": lambda how, x, weight, bias: x @ (weight.T if how.get("transB") else weight) + bias}
+)
 
 
 def apart(one: Any, other: Any) -> float:

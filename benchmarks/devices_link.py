@@ -42,13 +42,11 @@ from quantkit.pipeline import Request, compile_model
 from quantkit.recipe import Recipe
 
 DELAY, MOST_BYTES, MOST_SECONDS = 0.2, 150e6, 30.0
-RECIPE = {
-    "summary": "int4, for its size alone",
-    "calibration": {"set": "prose-en", "samples": 2, "tokens": 64},
-    "scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}},
-    "passes": ["rtn"],
-    "export": [{"onnx": {}}],
-}
+RECIPE = (
+    {"summary": "int4, for its size alone", "calibration": {"set": "prose-en", "samples": 2, "tokens": 64}}
+    | {"scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}}}
+    | {"passes": ["rtn"], "export": [{"onnx": {}}]}
+)
 TIMED = ("latency.decode_step", "latency.prefill")
 
 

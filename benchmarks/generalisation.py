@@ -83,14 +83,12 @@ def main() -> int:
         if recipe != AGAINST and AGAINST in folders:
             columns |= {f"{recipe} less": f"less {AGAINST}:+.4f", f"{recipe} less_se": "± se:.4f"}
     show(f"{options.model}, calibrated on {options.calibration or HOME}", table, columns)
-    settings = {
-        "model": options.model,
-        "threads": THREADS,
-        "calibration": Path(options.calibration).name if options.calibration else HOME,
-        "samples": options.samples,
-        "texts_sha256": hashes,
-        "code": {"python": platform.python_version(), "modules": MODULES},
-    }
+    settings = (
+        {"model": options.model, "threads": THREADS}
+        | {"calibration": Path(options.calibration).name if options.calibration else HOME}
+        | {"samples": options.samples, "texts_sha256": hashes}
+        | {"code": {"python": platform.python_version(), "modules": MODULES}}
+    )
     claim = f"on text of other kinds the KL of {SUBJECT} stays below that of {AGAINST}"
     label = "generalisation-ids" if options.calibration else "generalisation"
     record(label, claim, rows, settings)

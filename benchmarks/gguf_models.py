@@ -54,14 +54,10 @@ def compared(model: str, python: Path, place: Path) -> list[dict[str, Any]]:
             other = torch.from_numpy(theirs[f"arr_{number}"])
             p, q = ours.double().log_softmax(-1), other.double().log_softmax(-1)
             rows.append(
-                {
-                    "model": model,
-                    "tokens": len(ids),
-                    "same_ids": tokenizer(text)["input_ids"] == ids,
-                    "norm": float((ours - other).norm() / other.norm()),
-                    "kl": float((p.exp() * (p - q)).sum(-1).max()),
-                    "top1": float((ours.argmax(-1) == other.argmax(-1)).double().mean()),
-                }
+                {"model": model, "tokens": len(ids), "same_ids": tokenizer(text)["input_ids"] == ids}
+                | {"norm": float((ours - other).norm() / other.norm())}
+                | {"kl": float((p.exp() * (p - q)).sum(-1).max())}
+                | {"top1": float((ours.argmax(-1) == other.argmax(-1)).double().mean())}
             )
     return rows
 

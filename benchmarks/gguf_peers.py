@@ -184,9 +184,7 @@ def main() -> int:
     options = parser.parse_args()
     rows = []
     claim = "the same bytes, less harm than llama-quantize with an importance matrix of the same tokens, in llama.cpp"
-    settings = {
-        "samples": options.samples,
-        "generated": GENERATED,
+    settings = {"samples": options.samples, "generated": GENERATED} | {
         "scored": options.scored,
         "tokens": LENGTH,
         "threads": THREADS,

@@ -48,9 +48,7 @@ def weights(seed: int, rows: int, columns: int, group: int) -> tuple[Array, Arra
 
 
 def layers() -> list[dict[str, tuple[Array, Array, Array]]]:
-    shapes = {
-        "qkv": (HEADS, WIDTH, 64),
-        "o": (WIDTH, WIDTH, 64),
+    shapes = {"qkv": (HEADS, WIDTH, 64), "o": (WIDTH, WIDTH, 64)} | {
         "up": (2 * HIDDEN, WIDTH, 64),
         "down": (WIDTH, HIDDEN, 128),
     }
@@ -148,9 +146,7 @@ def openvino_side(blocks: list[dict[str, tuple[Array, Array, Array]]]) -> Any:
         middle = ops.add(x, product(cut, block["o"]))
         gate, lift = ops.split(product(middle, block["up"]), ops.constant(1), 2).outputs()
         x = ops.add(middle, product(ops.multiply(ops.swish(gate), lift), block["down"]))
-    settings = {
-        "INFERENCE_NUM_THREADS": THREADS,
-        "PERFORMANCE_HINT": "LATENCY",
+    settings = {"INFERENCE_NUM_THREADS": THREADS, "PERFORMANCE_HINT": "LATENCY"} | {
         "INFERENCE_PRECISION_HINT": "f32",
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 64,
     }

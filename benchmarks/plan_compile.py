@@ -175,14 +175,12 @@ def learn(options: argparse.Namespace) -> int:
     real = [row["compile"] for row in json.loads(measured.read_text())["rows"]] if measured else []
     graphs = max(RESULTS.glob(f"{TIMED}-*.json"), default=None)
     real += json.loads(graphs.read_text())["rows"] if graphs else []
-    source = {
-        "script": "benchmarks/plan_compile.py --fit",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": about["device"],
-        "versions": {name: version for name, version in about["packages"].items() if version},
-        "compiles": len(rows),
-        "compiles of real models": len(real),
-    }
+    source = (
+        {"script": "benchmarks/plan_compile.py --fit"}
+        | {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": about["device"]}
+        | {"versions": {name: version for name, version in about["packages"].items() if version}}
+        | {"compiles": len(rows), "compiles of real models": len(real)}
+    )
     MEMORY.write_text(json.dumps({"about": source, "memory": fitted(rows, real)}, indent=1) + "\n")
     print(f"{len(rows)} compiles, {len(real)} of real models")
     return 0

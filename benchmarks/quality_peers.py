@@ -37,13 +37,8 @@ ALONE = "export=[{checkpoint: {layout: pack-quantized}}]"
 CLOSE = ("gptq.shrink=auto", "gptq.ridge=1", "gptq.sweeps=2")
 # scheme -> recipes of ours, each with the changes that make it this scheme
 OURS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
-    "int4-g64": {
-        "int4-best": ("int4-best", (ALONE,)),
-        "int4-best, closer": ("int4-best", (ALONE, *CLOSE)),
-        "gptq-int4": ("gptq-int4", ()),
-        "awq-int4": ("awq-int4", (ALONE,)),
-        "int4-fast": ("int4-fast", ()),
-    },
+    "int4-g64": {"int4-best": ("int4-best", (ALONE,)), "int4-best, closer": ("int4-best", (ALONE, *CLOSE))}
+    | {"gptq-int4": ("gptq-int4", ()), "awq-int4": ("awq-int4", (ALONE,)), "int4-fast": ("int4-fast", ())},
     "int4-g64-symmetric": {"int4-symmetric": ("int4-symmetric", (ALONE,))},
     "int3-g64": {"int3": ("int3", (ALONE,))},
     "int4-channel": {
@@ -93,15 +88,12 @@ def ours(recipe: str, changes: tuple[str, ...], model: str, request: dict[str, A
     threads = request["threads"]
     result, done = compiled(model, recipe, out, *text, *arguments, "--no-speed", env=process.environment(threads))
     answer, _ = helper(SIDES / "quantkit_side.py", {**request, "out": str(out / "model")}, threads=threads)
-    return {
-        "peak_bytes": done.peak,
-        **answer,
-        "settings": {"recipe": recipe, "set": options},
-        "how": f"recipe `{recipe}`" + "".join(f", `{change}`" for change in changes if change != ALONE),
-        "calibrated": recipe not in DATA_FREE,
-        "cpu_seconds": result["seconds"]["quantize_cpu"],
-        "cpu_seconds_quantize": result["seconds"]["quantize_cpu"],
-    }
+    return (
+        {"peak_bytes": done.peak, **answer, "settings": {"recipe": recipe, "set": options}}
+        | {"how": f"recipe `{recipe}`" + "".join(f", `{change}`" for change in changes if change != ALONE)}
+        | {"calibrated": recipe not in DATA_FREE, "cpu_seconds": result["seconds"]["quantize_cpu"]}
+        | {"cpu_seconds_quantize": result["seconds"]["quantize_cpu"]}
+    )
 
 
 def tokenized(model: str, texts: list[tuple[Path, int]]) -> tuple[str, list[Any]]:

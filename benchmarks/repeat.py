@@ -48,13 +48,9 @@ def main() -> int:
         shares[kind] = sum(agreed) / len(agreed)
         table.append({"of": kind, "agree": sum(agreed), "pairs": len(agreed), "share": 100 * shares[kind]})
     measured = [
-        {
-            "row": " ".join(map(str, key)),
-            "values": [run[key].value for run in runs],
-            "ci95": [_value(run[key]) for run in runs],
-            "ratio_ci95": [_ratio(run[key]) for run in runs],
-            "aa_spread": [run[key].aa_spread for run in runs],
-        }
+        {"row": " ".join(map(str, key)), "values": [run[key].value for run in runs]}
+        | {"ci95": [_value(run[key]) for run in runs], "ratio_ci95": [_ratio(run[key]) for run in runs]}
+        | {"aa_spread": [run[key].aa_spread for run in runs]}
         for key in runs[0]
     ]
     columns = {"of": "interval of the", "agree": "agree:d", "pairs": "of:d", "share": "%:.0f"}

@@ -193,12 +193,10 @@ def main() -> int:
     record(name, claim, rows, settings)
     same = sum(row["same"] for row in rows)
     return verdicts(
-        {
-            "two undisturbed runs have the same content": second == expected,
-            f"{same} of {len(rows)} interrupted compiles ended with the same content": same == len(rows),
-            "every resumed bundle verifies": all(row["verify_exit"] == 0 for row in rows),
-            "nothing is left behind": not any(row["left_behind"] for row in rows),
-        }
+        {"two undisturbed runs have the same content": second == expected}
+        | {f"{same} of {len(rows)} interrupted compiles ended with the same content": same == len(rows)}
+        | {"every resumed bundle verifies": all(row["verify_exit"] == 0 for row in rows)}
+        | {"nothing is left behind": not any(row["left_behind"] for row in rows)}
     )
 
 

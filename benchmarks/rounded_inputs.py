@@ -19,9 +19,7 @@ from harness.process import compiled, helper
 from harness.record import parsing, record, show
 
 SHORT, LONG, SEQUENCES = 96, 512, 2
-COLUMNS = {
-    "recipe": "recipe",
-    "apart": f"KL of {LONG} from {SHORT}:.2e",
+COLUMNS = {"recipe": "recipe", "apart": f"KL of {LONG} from {SHORT}:.2e"} | {
     "kl_short": f"KL from the original, {SHORT}:.4f",
     "kl_long": f"{LONG}:.4f",
 }

@@ -59,10 +59,7 @@ def rounded(how: str, place: Path) -> dict[str, Any]:
     # of a layer it is relative to the layer
     error = sum(size * layer["error"] for size, layer in zip(sizes, layers, strict=True)) / sum(sizes)
     kl = next(row for row in result["measurements"] if row["name"] == "accuracy.kl")
-    return {
-        "grid": f"int4, whole zero points, {how}",
-        "error": error,
-        "kl": kl["value"],
+    return {"grid": f"int4, whole zero points, {how}", "error": error, "kl": kl["value"]} | {
         "ci95": kl["ci95"],
         "data": kl["data"],
         "exit": done.status,

@@ -118,12 +118,8 @@ def main() -> int:
         for each in verdicts_
     ]
     ends = [
-        {
-            "run": i,
-            "shape": f"{row.op.K}x{row.op.N}",
-            "variant": row.settings["variant"],
-            "threads": row.settings["threads"],
-        }
+        {"run": i, "shape": f"{row.op.K}x{row.op.N}"}
+        | {"variant": row.settings["variant"], "threads": row.settings["threads"]}
         | {"break_even": row.value, "ci95": row.ci95, "flags": row.flags}
         for i, found in enumerate(runs)
         for row in found.rows

@@ -31,9 +31,7 @@ TARGET = "rtx-4090"
 EXPORT = "export=[{tensorrt: {}}]"
 STATIC_FP8 = "scheme.activations={format: fp8_e4m3, granularity: tensor, dynamic: false}"
 KINDS = "models=[decoder, encoder, network]"
-FORMS: dict[str, tuple[str, list[str]]] = {
-    "float16": ("float", [KINDS]),
-    "int8": ("int8-tensorrt", [KINDS]),
+FORMS: dict[str, tuple[str, list[str]]] = {"float16": ("float", [KINDS]), "int8": ("int8-tensorrt", [KINDS])} | {
     "int4-symmetric": ("int4-symmetric", [KINDS]),
     "fp8": ("fp8", [KINDS, STATIC_FP8]),
 }
@@ -48,10 +46,7 @@ def transformer(folder: Path, name: str) -> Path:
 
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 256,
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256} | {
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "max_position_embeddings": 256,

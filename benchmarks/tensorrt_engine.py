@@ -49,12 +49,8 @@ def main() -> int:
             except QuantkitError as problem:
                 raise SystemExit(problem.line()) from None
             rows.append(
-                {
-                    "recipe": recipe,
-                    **_bytes(bundle.path / ENGINE),
-                    "seconds": round(time.perf_counter() - begun, 1),
-                    "cpu_seconds": round(_cpu() - cpu, 1),
-                }
+                {"recipe": recipe, **_bytes(bundle.path / ENGINE)}
+                | {"seconds": round(time.perf_counter() - begun, 1), "cpu_seconds": round(_cpu() - cpu, 1)}
             )
     ratio = rows[0]["less_head"] / rows[1]["less_head"]
     rows[0]["ratio"] = ratio

@@ -72,9 +72,7 @@ def main() -> int:
         "recipe": options.recipe,
         "formats": options.formats,
         "samples": options.samples,
-        "threads": THREADS,
-        "cpu_seconds": "of the first budget with the harms, of the others without",
-    }
+    } | {"threads": THREADS, "cpu_seconds": "of the first budget with the harms, of the others without"}
     claim = "at equal bits a tuned mixture has a lower KL than the best single scheme"
     record("tune-front", claim, rows, settings)
     checks = {}

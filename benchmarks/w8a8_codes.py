@@ -123,12 +123,10 @@ def compared(k: int, n: int, rows: Sequence[int], seconds: float) -> list[dict[s
         for way, taken in zip(ways, times, strict=True):
             result = compare(taken, theirs)
             found.append(
-                {
-                    **{"K": k, "N": n, "M": m, "inputs": way[0], "weights": way[1], "error": errors[way]},
-                    **{"ms": 1e3 * result.quantiles["p50"], "float32_ms": 1e3 * result.baseline["p50"]},
-                    **{"ratio": result.ratio, "ratio_ci95": list(result.ratio_ci95), "aa_spread": result.aa_spread},
-                    **{"n": result.n, "load_average": os.getloadavg()[0]},
-                }
+                {**{"K": k, "N": n, "M": m, "inputs": way[0], "weights": way[1], "error": errors[way]}}
+                | {**{"ms": 1e3 * result.quantiles["p50"], "float32_ms": 1e3 * result.baseline["p50"]}}
+                | {**{"ratio": result.ratio, "ratio_ci95": list(result.ratio_ci95), "aa_spread": result.aa_spread}}
+                | {**{"n": result.n, "load_average": os.getloadavg()[0]}}
             )
     return found
 

@@ -100,11 +100,7 @@ def candidate(
     known: dict[str, Any] = {
         "runtime": "vllm",
         "cells": [PlannedCell(form, f"{form} weights", "native", "vLLM documentation")],
-        "bits": None if form == "bf16" else BITS[form],
-        "bytes": weights,
-        "memory": memory,
-        "rows": rows,
-    }
+    } | {"bits": None if form == "bf16" else BITS[form], "bytes": weights, "memory": memory, "rows": rows}
     return PlannedRecipe(label, {"bf16": "float", "int4": "int4-best"}.get(label, label), **(known | more))
 
 

@@ -301,10 +301,7 @@ class Transformers:
         return found
 
 
-KINDS: dict[str, Any] = {
-    "quantkit": Quantkit,
-    "quantkit_cpu": QuantkitCpu,
-    "onnxruntime": OnnxRuntime,
+KINDS: dict[str, Any] = {"quantkit": Quantkit, "quantkit_cpu": QuantkitCpu, "onnxruntime": OnnxRuntime} | {
     "genai": GenAi,
     "llama.cpp": LlamaCpp,
     "transformers": Transformers,

@@ -26,14 +26,12 @@ from harness.photos import PEERS
 PACKAGE = "gcompris-qt-data"
 SMALLEST = 150
 # activity's folder of resources -> the folders in it that show photographs
-FOLDERS = {
-    "categorization": ("images/monuments", "images/tools", "images/others", "images/renewable"),
-    "erase": ("",),
-    "explore_farm_animals": ("animals",),
-    "explore_monuments": ("egypt", "france", "germany", "india", "usa", "wonders"),
-    "explore_world_animals": ("animals",),
-    "explore_world_music": ("music",),
-}
+FOLDERS = (
+    {"categorization": ("images/monuments", "images/tools", "images/others", "images/renewable")}
+    | {"erase": ("",), "explore_farm_animals": ("animals",)}
+    | {"explore_monuments": ("egypt", "france", "germany", "india", "usa", "wonders")}
+    | {"explore_world_animals": ("animals",), "explore_world_music": ("music",)}
+)
 # smaller copies of what `explore_monuments` has too
 COPIES = (
     "categorization/images/monuments/brandenburgGate",

@@ -144,10 +144,7 @@ def scored(
         samples: sequences of each text, at most.
         paired: a candidate that the others are compared with position by position; it comes first.
     """
-    request = {
-        "reference": reference,
-        "candidates": candidates,
-        "texts": texts,
+    request = {"reference": reference, "candidates": candidates, "texts": texts} | {
         "samples": samples,
         "tokens": 512,
         "paired": paired,

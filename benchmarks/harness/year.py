@@ -193,14 +193,12 @@ class _Year:
         return _table(StoredDecision, len(columns["cell"]), night=name, **columns)
 
 
-_SAID = {
-    "same": "the whole interval lies within the margin",
-    "worse": "beyond the margin in both runs",
-    "better": "shown to be better by more than the margin",
-    "inconclusive": "the interval reaches beyond the margin",
-    "failed": "out-of-memory: 41.2 GB asked for",
-    "missing": "no machine of its target answered",
-}
+_SAID = (
+    {"same": "the whole interval lies within the margin", "worse": "beyond the margin in both runs"}
+    | {"better": "shown to be better by more than the margin"}
+    | {"inconclusive": "the interval reaches beyond the margin"}
+    | {"failed": "out-of-memory: 41.2 GB asked for", "missing": "no machine of its target answered"}
+)
 
 
 def _table(kind: type[Record], count: int, **columns: Any) -> pa.Table:

@@ -40,15 +40,12 @@ class Scheme:
     activations: bool = False
 
 
-SCHEMES = {
-    "int4-g64": Scheme(4),
-    "int4-g64-symmetric": Scheme(4, symmetric=True),
-    "int3-g64": Scheme(3),
-    "int4-channel": Scheme(4, group=None, symmetric=True),
-    "nf4-b64": Scheme(4, format="nf4", symmetric=True),
-    "int8-w8a8": Scheme(8, group=None, symmetric=True, activations=True),
-    "fp8-w8a8": Scheme(8, format="float", group=None, symmetric=True, activations=True),
-}
+SCHEMES = (
+    {"int4-g64": Scheme(4), "int4-g64-symmetric": Scheme(4, symmetric=True), "int3-g64": Scheme(3)}
+    | {"int4-channel": Scheme(4, group=None, symmetric=True), "nf4-b64": Scheme(4, format="nf4", symmetric=True)}
+    | {"int8-w8a8": Scheme(8, group=None, symmetric=True, activations=True)}
+    | {"fp8-w8a8": Scheme(8, format="float", group=None, symmetric=True, activations=True)}
+)
 
 
 @dataclass

@@ -149,14 +149,11 @@ def vague() -> list[str]:
     ]
 
 
-LISTED: dict[str, Callable[[], list[str]]] = {
-    "modules in circles": in_circles,
-    "needs that run upward": climbs,
-    "files of an odd size": odd_files,
-    "summaries without a verb": no_verb,
-    "summaries with a relative pronoun": relative,
-    "values named vaguely": vague,
-}
+LISTED: dict[str, Callable[[], list[str]]] = (
+    {"modules in circles": in_circles, "needs that run upward": climbs}
+    | {"files of an odd size": odd_files, "summaries without a verb": no_verb}
+    | {"summaries with a relative pronoun": relative, "values named vaguely": vague}
+)
 
 
 def counted() -> dict[str, int]:

@@ -1,5 +1,7 @@
 """One file adds one thing: a pass, a format, an exporter and a runtime put into a copy of the package, and used.
 
+They inherit from nothing of ours; the runtime reads a file of its own suffix, the format packs in a way of its own.
+
 Nothing else of the copy is touched. What a machine can do with the new ones is content, so the target is a file.
 """
 
@@ -21,81 +23,8 @@ import zoo
 from house.source import PACKAGE
 from quantkit.pipeline.request import this_machine
 
-PLUG_INS = {
-    "formats/int6.py": '''"""6-bit integers, per tensor, channel or group."""
-
-from quantkit.formats import Format
-from quantkit.formats.base.integers import IntegerFormat
-
-FORMAT: Format = IntegerFormat("int6", 6)
-''',
-    "passes/plain.py": '''"""Round to nearest, once more."""
-
-from quantkit.passes.rtn import Rtn
-
-
-class Plain(Rtn):
-    """See the module."""
-
-    name = "plain"
-
-
-PASS = Plain()
-''',
-    "exporters/listing.py": '''"""The names of the quantized layers, a line each."""
-
-from quantkit.bundle import Check
-from quantkit.content import Closed
-from quantkit.exporters import Exporter
-
-
-class Listing(Exporter):
-    """See the module."""
-
-    name = "listing"
-    runtimes = ("slow",)
-    stores = "tensors"
-    place = "listing"
-    Options = Closed
-
-    def accepts(self, options, asked):
-        """Everything."""
-
-    def holds(self, options, runtime, asked):
-        """Nothing of it but the names."""
-        return "emulated"
-
-    def export(self, folder, values, options):
-        """One file."""
-        folder.mkdir()
-        (folder / "names.txt").write_text("\\n".join(sorted(values.schemes)))
-        return []
-
-    def check(self, bundle, values=None, options=None, *, inputs=None, blocks=None):
-        """As many names as there are layers."""
-        missing = len(values.schemes) - len((bundle / "listing" / "names.txt").read_text().split())
-        return [Check(name="listing.names", value=missing, limit=0, ok=missing == 0)]
-
-
-EXPORT = Listing()
-''',
-    "runtimes/slow.py": '''"""torch, by another name."""
-
-from quantkit.runtimes.torch.runtime import TorchRuntime
-
-
-class Slow(TorchRuntime):
-    """See the module."""
-
-    name = "slow"
-
-
-RUNTIME = Slow()
-''',
-}
-
 # of classes that inherit from nothing
-BARE = {
+PLUG_INS = {
     "formats/six.py": '''"""6-bit integers a row, of which four lie in three bytes, the most significant bits first."""
 
 from quantkit.formats import QuantTensor
@@ -437,59 +366,18 @@ RUNTIME = Toy()
 def test_one_file_adds_one_thing(tmp_path: Path, byte_tokenizer: Any) -> None:
     package = _house(tmp_path, byte_tokenizer, PLUG_INS)
     target = yaml.safe_load((PACKAGE.parent / "export" / "cpu-x86.yaml").read_text(encoding="utf-8"))
-    target["runtimes"].append("slow")
-    target["formats"]["int6"] = {name: {"state": "emulated", "source": "this test"} for name in ("torch", "slow")}
-    (tmp_path / "target.yaml").write_text(yaml.safe_dump(target), encoding="utf-8")
-    (tmp_path / "recipe.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "schema": 1,
-                "summary": "everything new at once",
-                "scheme": {"weights": {"format": "int6", "granularity": "channel"}},
-                "passes": ["plain"],
-                "export": [{"checkpoint": {"layout": "dense"}}, {"listing": {}}],
-            }
-        ),
-        encoding="utf-8",
-    )
-    words = ["compile", "./model", "--recipe", "./recipe.yaml", "--target", "./target.yaml", "--out", "out", "--json"]
-    new = {"formats": "int6", "passes": "plain", "exporters": "listing", "runtimes": "slow"}
-    # all in one process: the compile, then each list
-    asked = [words, *(["list", kind, "--json"] for kind in new)]
-    codes, (compiled, *lines), said = _run(tmp_path, package, asked)
-    assert codes == [0] * 5, said
-    result = json.loads(compiled)["result"]
-    checks = {check["name"]: check["ok"] for check in result["checks"]}
-    assert checks["listing.names"] and all(checks.values())
-    scored = {row["runtime"] for row in result["measurements"] if row["name"] == "accuracy.kl"}
-    assert scored == {"torch", "slow"}
-    layers = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))["layers"]
-    assert {layer["scheme"]["format"] for layer in layers} == {"int6"}
-    for name, line in zip(new.values(), lines, strict=True):
-        assert name in line
-
-
-@pytest.mark.slow
-def test_what_inherits_nothing_is_timed_compared_and_run_by_night(tmp_path: Path, byte_tokenizer: Any) -> None:
-    package = _house(tmp_path, byte_tokenizer, BARE)
-    target = yaml.safe_load((PACKAGE.parent / "export" / "cpu-x86.yaml").read_text(encoding="utf-8"))
     target["arch"]["vendor"] = "arm" if this_machine() == "cpu-arm" else "x86"
     target["runtimes"] = ["torch", "toy"]
     target["formats"]["six"] = {"toy": {"state": "native", "source": "this test"}}
-    recipe: dict[str, Any] = {
-        "schema": 1,
-        "summary": "a file of its own",
-        "scheme": {"weights": {"format": "six"}},
+    recipe: dict[str, Any] = {"schema": 1, "summary": "a file of its own", "scheme": {"weights": {"format": "six"}}} | {
         "passes": ["simple"],
         "export": [{"toy": {}}],
     }
-    night = {
-        "schema": 1,
-        "models": ["./model"],
-        "recipes": ["./recipe.yaml"],
+    night = {"schema": 1, "models": ["./model"], "recipes": ["./recipe.yaml"]} | {
         "targets": ["./target.yaml"],
         "budget": {"rounds": 2, "blocks": 2},
     }
+    new = {"formats": "six", "passes": "simple", "exporters": "toy", "runtimes": "toy"}
     fewer = {**recipe, "overrides": [{"match": "*.o_proj", "weights": None}]}
     written = {"target": target, "recipe": recipe, "fewer": fewer, "nightly": night}
     for name, content in written.items():
@@ -504,9 +392,11 @@ def test_what_inherits_nothing_is_timed_compared_and_run_by_night(tmp_path: Path
         ["generate", "b", "--prompt", "one", "--new-tokens", "2", "--json"],
         ["compare", "a", "b", "--measure", *timing],
         ["nightly", "run", "nightly.yaml", "--json"],
+        *(["list", kind, "--json"] for kind in new),
     ]
     codes, lines, said = _run(tmp_path, package, asked)
-    _, compiled, verified, measured, generated, compared, nightly = (json.loads(line)["result"] for line in lines)
+    _, compiled, verified, measured, generated, compared, nightly = (json.loads(line)["result"] for line in lines[:7])
+    assert all(name in line for name, line in zip(new.values(), lines[7:], strict=True))
     # compiled for: the file holds three bytes for four weights of a linear
     assert codes[:2] == [0, 0], said
     layers = json.loads((tmp_path / "b" / "manifest.json").read_text(encoding="utf-8"))["layers"]

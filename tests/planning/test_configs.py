@@ -15,11 +15,7 @@ from quantkit.errors import InputError
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.families import FAMILIES, TEXT, VISION
 
-BASE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
+BASE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4} | {
     "num_key_value_heads": 2,
     "vocab_size": 100,
     "pad_token_id": 0,
@@ -27,9 +23,7 @@ BASE = {
     "eos_token_id": 0,
 }
 LLAMA = {**BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "float16"}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
+_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16} | {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,

@@ -19,20 +19,14 @@ HERE = {"id": "cpu-1", "kind": "cpu", "name": "this one"}
 
 def row(batch: int = 4, *, subject: str = "a", **more: Any) -> dict[str, Any]:
     """A decode step whose bound is 10 ms and that takes 25; float32 took 40 for 30."""
-    return {
-        "schema": 1,
-        "name": "tax.total",
-        "value": 0.015,
-        "unit": "s",
-        "subject": subject,
-        "baseline": {"subject": "float", "value": 0.01},
-        "batch": batch,
-        "shape": {"new_tokens": 1, "context": 128},
-        "op": {"M": 1, "format": "int4", "bound_s": 0.01, "hp_bound_s": 0.03, "hp_s": 0.04, "K": None, "N": None},
-        "runtime": "onnxruntime",
-        "settings": {"threads": 2, "compute_type": "int8"},
-        "device": HERE,
-    } | more
+    return (
+        {"schema": 1, "name": "tax.total", "value": 0.015, "unit": "s", "subject": subject}
+        | {"baseline": {"subject": "float", "value": 0.01}, "batch": batch}
+        | {"shape": {"new_tokens": 1, "context": 128}}
+        | {"op": {"M": 1, "format": "int4", "bound_s": 0.01, "hp_bound_s": 0.03, "hp_s": 0.04, "K": None, "N": None}}
+        | {"runtime": "onnxruntime", "settings": {"threads": 2, "compute_type": "int8"}, "device": HERE}
+        | more
+    )
 
 
 def near(measured: list[dict[str, Any]], **more: Any) -> efficiency.Efficiency | None:
@@ -148,9 +142,7 @@ def test_shipped_samples_can_be_read() -> None:
 # --- whole steps -----------------------------------------------------------------------------------------------------
 
 # seconds are those at the ceilings, times these
-TRUE = {
-    ("int4 in int8", "read"): 1.6,
-    ("int4 in int8", "compute"): 3.5,
+TRUE = {("int4 in int8", "read"): 1.6, ("int4 in int8", "compute"): 3.5} | {
     ("float32", "read"): 1.2,
     ("float32", "compute"): 1.0,
     ("attention", "read"): 2.0,

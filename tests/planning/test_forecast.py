@@ -61,10 +61,7 @@ def step(slower: float, **more: Any) -> Sample:
 
 def sample(efficiency: float, **more: Any) -> Sample:
     known: dict[str, Any] = {"device": "here", "name": "a machine", "kind": "cpu", "runtime": "onnxruntime"}
-    known |= {
-        "format": "int4",
-        "compute": "int8",
-        "phase": "decode",
+    known |= {"format": "int4", "compute": "int8", "phase": "decode"} | {
         "rows": 4,
         "bound": 1e-3,
         "read": None,

@@ -21,15 +21,12 @@ def footprint(model: str | Architecture, recipe: str = "float", runtime: str = "
     architecture = configs.read(model) if isinstance(model, str) else model
     found = storage(architecture, Recipe.load(recipe))
     linears = [each for each in [*found.linears, found.head] if each is not None]
-    settings: dict[str, Any] = {
-        "products": [RooflineProduct(each.matrix, each.bytes - each.bias, each.format, "fp16") for each in linears],
-        "cache": cache_of(None, "float16"),
-        "width": 2,
-        "shared": found.shared,
-        "runtime": taken_by(runtime, "gpu"),
-        "capacity": CARD,
-        "groups": {each.matrix.name: each.scheme.group for each in linears if each.scheme and each.scheme.group},
-    }
+    settings: dict[str, Any] = (
+        {"products": [RooflineProduct(each.matrix, each.bytes - each.bias, each.format, "fp16") for each in linears]}
+        | {"cache": cache_of(None, "float16"), "width": 2, "shared": found.shared}
+        | {"runtime": taken_by(runtime, "gpu"), "capacity": CARD}
+        | {"groups": {each.matrix.name: each.scheme.group for each in linears if each.scheme and each.scheme.group}}
+    )
     return Footprint(architecture, **{**settings, **changes})
 
 
@@ -61,10 +58,6 @@ PER_TOKEN = {
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_a_token_of_cache_takes_what_was_derived_by_hand(name: str) -> None:
     assert footprint(name).cache_per_token == PER_TOKEN[name]
-
-
-def test_llama_3_8b_takes_128_kib_a_token() -> None:
-    assert footprint("llama-3-8b").cache_per_token == 128 * 1024
 
 
 def test_the_table_has_every_shipped_model() -> None:

@@ -20,15 +20,11 @@ from quantkit.scheme import MIXTURES, Scheme
 # types in files that llama.cpp made with an importance matrix (llama-cpp-python 0.3.36), layer by layer:
 # model -> file type -> tensor -> [type, times], ...
 WRITTEN = json.loads((Path(__file__).parents[1] / "reference/llama_cpp_types.json").read_text())
-TENSORS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+TENSORS = (
+    {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k"}
+    | {"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"}
+    | {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+)
 
 
 def recipe(mixture: str, **changes: object) -> Recipe:

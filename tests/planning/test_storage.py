@@ -23,25 +23,14 @@ from quantkit.scheme import WeightScheme
 
 # wide enough for groups of 128, large enough for half a percent to be more than rounding
 CHANGES: dict[str, object] = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 512, "num_hidden_layers": 2}
-LAYOUTS = {
-    "rtn-int4": [],
-    "int3": [],
-    "int4-symmetric": [],
-    "int8-weights": [],
-    "int8-dynamic": [],
-    "int8": [],
-    "fp8": [],
-    "fp8-block": [],
-    "nf4": [],
-    "nvfp4": [],
-    "mxfp4": [],
-    "float": [],
-    "int4-symmetric, gptq": ["export=[{checkpoint: {layout: gptq}}]"],
-    "rtn-int4, gptq-v2": ["export=[{checkpoint: {layout: gptq-v2}}]"],
-    "rtn-int4, dense": ["export=[{checkpoint: {layout: dense}}]"],
-    "int4-symmetric, head": ["keep=[embeddings]"],
-    "nf4, undoubled": ["scheme.weights.scale=float32"],
-}
+LAYOUTS = (
+    {"rtn-int4": [], "int3": [], "int4-symmetric": [], "int8-weights": [], "int8-dynamic": [], "int8": []}
+    | {"fp8": [], "fp8-block": [], "nf4": [], "nvfp4": [], "mxfp4": [], "float": []}
+    | {"int4-symmetric, gptq": ["export=[{checkpoint: {layout: gptq}}]"]}
+    | {"rtn-int4, gptq-v2": ["export=[{checkpoint: {layout: gptq-v2}}]"]}
+    | {"rtn-int4, dense": ["export=[{checkpoint: {layout: dense}}]"]}
+    | {"int4-symmetric, head": ["keep=[embeddings]"], "nf4, undoubled": ["scheme.weights.scale=float32"]}
+)
 
 
 def recipe(label: str) -> Recipe:

@@ -14,10 +14,7 @@ def log_softmax(row: Any) -> Any:
 
 
 def score(ids: Any, original: Any, candidate: Any) -> dict[str, Any]:
-    found: dict[str, list[Any]] = {
-        "nll_original": [],
-        "nll_candidate": [],
-        "kl": [],
+    found: dict[str, list[Any]] = {"nll_original": [], "nll_candidate": [], "kl": []} | {
         "agree": [],
         "right_original": [],
         "right_candidate": [],

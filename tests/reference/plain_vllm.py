@@ -159,9 +159,7 @@ def _gptq(config: dict[str, Any], name: str, shape: tuple[int, int], dtype: str)
     return "GPTQMarlinLinearMethod", {
         "qweight": ("I32", (columns * bits // 32, rows)),
         "g_idx": ("I32", (columns,)),
-        "qzeros": ("I32", (groups, rows * bits // 32)),
-        "scales": (dtype, (groups, rows)),
-    }
+    } | {"qzeros": ("I32", (groups, rows * bits // 32)), "scales": (dtype, (groups, rows))}
 
 
 def _bitsandbytes(config: dict[str, Any], name: str, shape: tuple[int, int], dtype: str) -> tuple[str, Parameters]:

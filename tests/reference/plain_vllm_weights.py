@@ -217,16 +217,12 @@ def _bitsandbytes(parts: Sequence[Stored], group: Mapping[str, Any], expert: boo
     return found
 
 
-_READERS: dict[str, Callable[[Sequence[Stored], Mapping[str, Any], bool], list[Held]]] = {
-    "CompressedTensorsWNA16": _wna16,
-    "CompressedTensorsW8A8Int8": _int8,
-    "CompressedTensorsW8A8Fp8": _fp8,
-    "CompressedTensorsW8A16Fp8": _fp8,
-    "CompressedTensorsW4A16Fp4": _nvfp4,
-    "CompressedTensorsW4A16Mxfp4": _mxfp4,
-    "GPTQMarlinLinearMethod": _gptq,
-    "BitsAndBytesLinearMethod": _bitsandbytes,
-}
+_READERS: dict[str, Callable[[Sequence[Stored], Mapping[str, Any], bool], list[Held]]] = (
+    {"CompressedTensorsWNA16": _wna16, "CompressedTensorsW8A8Int8": _int8}
+    | {"CompressedTensorsW8A8Fp8": _fp8, "CompressedTensorsW8A16Fp8": _fp8}
+    | {"CompressedTensorsW4A16Fp4": _nvfp4, "CompressedTensorsW4A16Mxfp4": _mxfp4}
+    | {"GPTQMarlinLinearMethod": _gptq, "BitsAndBytesLinearMethod": _bitsandbytes}
+)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

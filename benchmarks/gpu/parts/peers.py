@@ -91,13 +91,11 @@ def _vllm(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
 
 
 # module -> variants it is compared in, and how a weight and its step are made
-_MADE: dict[str, tuple[Sequence[str], Callable[[FormatVariant, torch.Tensor, torch.Tensor], Made]]] = {
-    "bitsandbytes": (("nf4.g64.double",), _bitsandbytes),
-    "gemlite": (("int4.g128.zeros",), _gemlite),
-    "torchao": (("int4.g128.zeros",), _torchao),
-    "humming": (("int4.g128", "int4.g128.zeros", "int8"), _humming),
-    "vllm": (("int4.g128",), _vllm),
-}
+_MADE: dict[str, tuple[Sequence[str], Callable[[FormatVariant, torch.Tensor, torch.Tensor], Made]]] = (
+    {"bitsandbytes": (("nf4.g64.double",), _bitsandbytes)}
+    | {"gemlite": (("int4.g128.zeros",), _gemlite), "torchao": (("int4.g128.zeros",), _torchao)}
+    | {"humming": (("int4.g128", "int4.g128.zeros", "int8"), _humming), "vllm": (("int4.g128",), _vllm)}
+)
 PEERS = tuple(_MADE)
 
 

@@ -179,10 +179,7 @@ _OF: dict[str, Callable[[str, int | None], Iterable[Launch]]] = {
     "race": _race,
     "sweep": _sweep,
     "whole": _whole,
-    "profile": _profile,
-    "solvers": _solvers,
-    "model": _model,
-}
+} | {"profile": _profile, "solvers": _solvers, "model": _model}
 
 
 def compiled(wanted: Sequence[Launch], sm: int, deadline: float) -> tuple[int, list[dict[str, Any]]]:

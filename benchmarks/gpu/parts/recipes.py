@@ -33,9 +33,7 @@ LAYERS, NATS = 0.01, 0.002
 LINES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "block-agrees": (("gptq-int4",), "layers"),
     "passes-agree": (("awq-int4", "int4-best", "hqq"), "layers"),
-    "folds-shared": (("awq-int4",), "kl"),
-    "scales-agree": (("int8", "gptq-int4+kv-fp8"), "kl"),
-}
+} | {"folds-shared": (("awq-int4",), "kl"), "scales-agree": (("int8", "gptq-int4+kv-fp8"), "kl")}
 # what is asked of bundles that the GPU has compiled: (name, recipe, words)
 _ASKED = (
     ("measure", "int4-best", ("--runtime", "torch", "--batch", "1,16", "--seconds", "15")),

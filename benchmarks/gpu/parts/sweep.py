@@ -310,13 +310,11 @@ class Sweep:
             if value is not None:
                 self.give(
                     "rows",
-                    {
-                        **{"schema": 1, "name": name, "value": value, "unit": "s", "stat": "median", "better": "lower"},
-                        **{"subject": f"random {variant.name}", "batch": batch, "op": op, "runtime": "quantkit"},
-                        "settings": {"variant": variant.name, "dtype": str(self.dtype), **ours.settings},
-                        **{"resident_bytes": ours.resident_bytes, "device": self.device.identity()},
-                        **{"versions": self.versions, "flags": ["negative"] if value < 0 else []},
-                    },
+                    {**{"schema": 1, "name": name, "value": value, "unit": "s", "stat": "median", "better": "lower"}}
+                    | {**{"subject": f"random {variant.name}", "batch": batch, "op": op, "runtime": "quantkit"}}
+                    | {"settings": {"variant": variant.name, "dtype": str(self.dtype), **ours.settings}}
+                    | {**{"resident_bytes": ours.resident_bytes, "device": self.device.identity()}}
+                    | {**{"versions": self.versions, "flags": ["negative"] if value < 0 else []}},
                 )
 
     def _bound(self, shape: tuple[int, int], batch: int, variant: FormatVariant | None) -> float | None:
