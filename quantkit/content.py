@@ -51,7 +51,7 @@ class Closed(Bounded):
 
 
 def demand_bounded(data: Any) -> None:
-    """Raises Unbounded for a number in a document that is not finite, or a whole one beyond 64 bits."""
+    """Raise Unbounded for a number in a document that is not finite, or a whole one beyond 64 bits."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), data)]
     met = set()
     while waiting:
@@ -68,34 +68,27 @@ def demand_bounded(data: Any) -> None:
 
 @cache
 def folder(kind: Kind) -> Path:
-    """The folder of that kind: the packaged copy, else the one beside `quantkit/`.
-
-    Raises:
-        InputError: `content-missing`, a broken installation.
-    """
+    """Find the folder of that kind: the packaged copy, else the one beside `quantkit/`. Raises `content-missing`."""
     here = Path(__file__).parent
     for candidate in (here / "content" / kind, here.parent / kind):
         if candidate.is_dir():
             return candidate
-    raise InputError(
-        "content-missing", where=kind, value="not found in the package or beside it", remedy="reinstall quantkit"
-    )
+    value = "not found in the package or beside it"
+    raise InputError("content-missing", where=kind, value=value, remedy="reinstall quantkit")
 
 
 def cache_dir() -> Path:
-    """The user's folder for what can be made again (converted models, hashes, measured figures); not created here.
+    """Name the user's folder for what can be made again (converted models, hashes, figures); it is not created here.
 
     `$QUANTKIT_CACHE`, else `$XDG_CACHE_HOME/quantkit`, else `~/.cache/quantkit`.
     """
     if own := os.environ.get("QUANTKIT_CACHE"):
         return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "quantkit"
-    return Path.home() / ".cache" / "quantkit"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quantkit"
 
 
 def names(kind: Kind) -> list[str]:
-    """Shipped names, sorted: YAML stems for recipes and targets, folders with a card for calibration sets."""
+    """List shipped names, sorted: YAML stems for recipes and targets, folders with a card for calibration sets."""
     root = folder(kind)
     if kind == "calibration":
         return sorted(path.parent.name for path in root.glob("*/card.yaml"))
@@ -103,18 +96,18 @@ def names(kind: Kind) -> list[str]:
 
 
 def is_path(reference: str) -> bool:
-    """Whether a reference means a user's own file rather than a shipped name. (`qwen2.5-7b` has no suffix.)"""
+    """Tell whether a reference means a user's own file, not a shipped name. (`qwen2.5-7b` has no suffix.)"""
     return reference.startswith(("/", "./", "../", "~")) or Path(reference).suffix[1:2].isalpha()
 
 
 def as_reference(reference: str | Path) -> str:
-    """What is given as a `Path` is a path, however it is spelt; a string stays what it is."""
+    """Spell a `Path` so that it is a path; a string stays what it is."""
     text = str(reference)
     return f"./{text}" if isinstance(reference, Path) and not is_path(text) else text
 
 
 def find(kind: Kind, reference: str) -> Path:
-    """The file (recipe, target) or the card or data path (calibration set) that a reference means.
+    """Find the file (recipe, target) or the card or data path (calibration set) that a reference means.
 
     Raises:
         InputError: `unknown-recipe|target|calibration` with a did-you-mean, or `file-missing`.
@@ -132,12 +125,12 @@ def find(kind: Kind, reference: str) -> Path:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
-    """Dotted location -> the keys allowed there, through nested documents."""
-    found = {prefix.rstrip("."): [field.alias or name for name, field in model.model_fields.items()]}
+    """Map dotted location -> the keys allowed there, through nested documents."""
+    keys = {prefix.rstrip("."): [field.alias or name for name, field in model.model_fields.items()]}
     for name, field in model.model_fields.items():
         for inner in _models_in(field.annotation):
-            found.update(known_keys(inner, f"{prefix}{field.alias or name}."))
-    return found
+            keys.update(known_keys(inner, f"{prefix}{field.alias or name}."))
+    return keys
 
 
 def validated(
@@ -151,7 +144,7 @@ def validated(
     context: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Document:
-    """Data as a document, with what `more` says beside it.
+    """Validate data as a document, with what `more` says beside it.
 
     Args:
         rule: where only a mapping will do: `a card is a YAML mapping`.
@@ -225,7 +218,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _values(value: Any, known: dict[int, float]) -> float:
-    """How many values a document has; an alias counts wherever it stands, and is endless where it holds itself."""
+    """Count the values of a document; an alias counts wherever it stands, and is endless where it holds itself."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:
@@ -238,9 +231,9 @@ def _values(value: Any, known: dict[int, float]) -> float:
 def parse_yaml(text: str, *, where: str) -> Any:
     """Parse YAML safely. Raises InputError (`yaml-invalid` with the line)."""
     try:
-        found = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
-        limits.VALUES.demand(_values(found, {}), where)
-        return found
+        data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+        limits.VALUES.demand(_values(data, {}), where)
+        return data
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark is not None else where

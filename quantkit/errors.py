@@ -23,7 +23,7 @@ _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 
 def printable(text: str) -> str:
-    """A text that may be a stranger's, for a terminal: what a terminal would obey is a picture of one column.
+    """Make a text that may be a stranger's fit for a terminal: what it would obey is a picture of one column.
 
     >>> printable("a\\x1b[2Jb\\x9b")
     'a␛[2Jb�'
@@ -32,7 +32,7 @@ def printable(text: str) -> str:
 
 
 def in_line(text: str) -> str:
-    """The same in one line: nobody's note looks like a line of ours.
+    """Make the same one line: nobody's note looks like a line of ours.
 
     >>> in_line("a\\n✓ all checks hold")
     'a␊✓ all checks hold'
@@ -40,14 +40,14 @@ def in_line(text: str) -> str:
     return printable(text).replace("\n", "␊")
 
 
-def _picture(found: re.Match[str]) -> str:
-    number = ord(found[0])
+def _picture(match: re.Match[str]) -> str:
+    number = ord(match[0])
     return chr(0x2400 + number) if number < 0x20 else "␡" if number == 0x7F else "�"
 
 
 def escaped(text: str) -> str:
-    """JSON in which what a terminal would obey is escaped: the same document."""
-    return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], text)
+    """Escape in JSON what a terminal would obey: the same document."""
+    return _OBEYED.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 class QuantkitError(Exception):
@@ -64,28 +64,19 @@ class QuantkitError(Exception):
     exit: ClassVar[int] = 2
 
     def __init__(self, code: str, *, where: str = "", value: object = "", rule: str = "", remedy: str = "") -> None:
-        self.code = code
-        self.where = where
+        self.code, self.where, self.rule, self.remedy = code, where, rule, remedy
         self.value = _COLOUR.sub("", str(value))
-        self.rule = rule
-        self.remedy = remedy
         super().__init__(self.line())
 
     def line(self) -> str:
-        """The whole error on one line: `[code] where: value; rule; remedy`."""
+        """Write the whole error on one line: `[code] where: value; rule; remedy`."""
         parts = [part for part in (self.value, self.rule, self.remedy) if part]
         head = f"{self.where}: " if self.where else ""
         return printable(" ".join(f"[{self.code}] {head}{'; '.join(parts)}".split()))
 
     def as_dict(self) -> dict[str, str]:
-        """The `error` object of the `--json` envelope."""
-        return {
-            "code": self.code,
-            "where": self.where,
-            "value": self.value,
-            "rule": self.rule,
-            "remedy": self.remedy,
-        }
+        """Return the `error` object of the `--json` envelope."""
+        return {name: getattr(self, name) for name in ("code", "where", "value", "rule", "remedy")}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.as_dict()))
@@ -93,7 +84,7 @@ class QuantkitError(Exception):
 
 @contextmanager
 def reading(refused: Callable[[str], QuantkitError]) -> Iterator[None]:
-    """Whatever a damaged file makes a library raise in the body is one error of ours.
+    """Turn whatever a damaged file makes a library raise in the body into one error of ours.
 
     Our own errors and a lack of memory pass. A panic of a library in Rust is no `Exception`, and counts as one.
 
@@ -163,7 +154,7 @@ class MissingDependency(QuantkitError):
     @classmethod
     @contextmanager
     def unless_found(cls, package: str, *, extra: str | None, purpose: str) -> Iterator[None]:
-        """Makes this error of an import within it that fails."""
+        """Make this error of an import within it that fails."""
         try:
             yield
         except ImportError:
@@ -178,12 +169,12 @@ def _rebuild_missing(fields: dict[str, Any]) -> MissingDependency:
 
 
 def one(kind: str) -> str:
-    """One of a kind or of a type, in a sentence: `a decoder`, `an encoder`, `an int`."""
+    """Name one of a kind or of a type in a sentence: `a decoder`, `an encoder`, `an int`."""
     return f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A remedy for a misspelt name: the closest known one, then all of them.
+    """Write the remedy for a misspelt name: the closest known one, then all of them.
 
     >>> did_you_mean("awq-int5", ["awq-int4", "float"])
     "did you mean 'awq-int4'? known: awq-int4, float"
@@ -198,7 +189,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "", more: str = "") -> InputError:
-    """The error for a name that nothing goes by.
+    """Make the error for a name that nothing goes by.
 
     Args:
         more: what else helps, behind the known names.
@@ -234,7 +225,7 @@ def _shown(value: Any) -> str:
 def from_validation(
     error: Any, *, where: str, code: str, known: Mapping[str, Iterable[str]] | None = None
 ) -> InputError:
-    """One line out of a pydantic ValidationError: the first problem, and how many more there are.
+    """Make one line of a pydantic ValidationError: the first problem, and how many more there are.
 
     Args:
         known: dotted location (without list indices) -> the keys allowed there, for a did-you-mean.
@@ -247,17 +238,13 @@ def from_validation(
         parts, value = [*parts, *within.place], within.value
     place = ".".join(parts)
     remedy = ""
-    if first["type"] == "extra_forbidden" and known is not None:
-        parent = ".".join(part for part in parts[:-1] if not part.isdigit())
-        if parent in known:
-            remedy = did_you_mean(parts[-1], known[parent])
     if first["type"] == "extra_forbidden":
-        got = "unknown key"
+        got, parent = "unknown key", ".".join(part for part in parts[:-1] if not part.isdigit())
+        remedy = did_you_mean(parts[-1], known[parent]) if known is not None and parent in known else ""
     else:
         # what a rule about the whole document was given is the document: nobody wants to read it in one line
         got = f"got {_shown(value)}" if place and first["type"] != "missing" else ""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     rule = first["msg"].removeprefix("Value error, ")
-    return InputError(
-        code, where=f"{where}: {place}" if place else where, value=got, rule=f"{rule}{more}", remedy=remedy
-    )
+    where = f"{where}: {place}" if place else where
+    return InputError(code, where=where, value=got, rule=f"{rule}{more}", remedy=remedy)

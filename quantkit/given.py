@@ -11,40 +11,40 @@ from quantkit.errors import InputError
 
 
 def model(value: Any, where: str = "model") -> str:
-    """A model or a bundle by name or path; a `Path` is a path, however it is spelt. Raises InputError `usage`."""
+    """Take a model or a bundle by name or path; a `Path` is a path, however it is spelt. Raises InputError `usage`."""
     return as_reference(demand(where, value, (str, Path), "a name or a path"))
 
 
 def path(value: Any, where: str) -> Path | None:
-    """A file or a folder; None stays None. Raises InputError `usage`."""
+    """Take a file or a folder; None stays None. Raises InputError `usage`."""
     return None if value is None else Path(demand(where, value, (str, Path), "a path"))
 
 
 def texts(value: Any, where: str) -> list[str]:
-    """Several texts, or one. Raises InputError `usage`."""
-    given = [value] if isinstance(value, str | Path) else value
-    if not isinstance(given, Sequence) or not all(isinstance(each, str | Path) for each in given):
+    """Take several texts, or one. Raises InputError `usage`."""
+    several = [value] if isinstance(value, str | Path) else value
+    if not isinstance(several, Sequence) or not all(isinstance(text, str | Path) for text in several):
         raise wrong(where, value, "a text or several")
-    return [as_reference(each) for each in given]
+    return [as_reference(text) for text in several]
 
 
 def batches(value: Any, where: str = "batches") -> list[int]:
-    """Sequences at once, as `--batch` takes them. Raises InputError `usage`."""
+    """Take sequences at once, as `--batch` takes them. Raises InputError `usage`."""
     sizes = value if isinstance(value, Sequence) and not isinstance(value, str) else [None]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in sizes):
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise wrong(where, value, "numbers from 1 up: [1, 2, 4]")
     return list(sizes)
 
 
 def mappings(value: Any, where: str) -> list[dict[str, Any]]:
-    """Several mappings. Raises InputError `usage`."""
-    if not isinstance(value, Sequence) or not all(isinstance(each, Mapping) for each in value):
+    """Take several mappings. Raises InputError `usage`."""
+    if not isinstance(value, Sequence) or not all(isinstance(one, Mapping) for one in value):
         raise wrong(where, value, "several mappings: [{'format': 'int4'}]")
-    return [dict(each) for each in value]
+    return [dict(one) for one in value]
 
 
 def word(value: Any, where: str, rule: str) -> str | None:
-    """A name; None stays None. Raises InputError `usage`."""
+    """Take a name; None stays None. Raises InputError `usage`."""
     return None if value is None else str(demand(where, value, (str,), rule))
 
 
@@ -62,12 +62,12 @@ def numbers(**values: Any) -> None:
 
 
 def demand(where: str, value: Any, kinds: tuple[type, ...], rule: str) -> Any:
-    """What is of one of these types. Raises InputError `usage`."""
+    """Take a value of one of these types. Raises InputError `usage`."""
     if not isinstance(value, kinds):
         raise wrong(where, value, rule)
     return value
 
 
 def wrong(where: str, value: Any, rule: str) -> InputError:
-    """The error `usage`."""
+    """Make the error `usage`."""
     return InputError("usage", where=where, value=f"got {value!r:.80}", rule=rule)

@@ -23,14 +23,7 @@ from quantkit.errors import InputError
 
 @dataclass(frozen=True)
 class Limit:
-    """The most of one thing.
-
-    Args:
-        name: of the variable, lower case.
-        default: the most, where nobody says otherwise.
-        unit: of it, in a sentence.
-        rule: what it limits.
-    """
+    """The most of one thing: `name` is that of the variable, `unit` and `rule` say what it limits."""
 
     name: str
     default: float
@@ -39,29 +32,29 @@ class Limit:
 
     @property
     def most(self) -> float:
-        """The most there may be. Raises InputError `limit-invalid`."""
+        """Amount that there may be. Raises InputError `limit-invalid`."""
         text = os.environ.get(self._variable)
         if text is None:
             return self.default
         try:
-            found = float(text)
+            most = float(text)
         except ValueError:
-            found = math.nan
-        if not found > 0:
+            most = math.nan
+        if not most > 0:
             raise InputError("limit-invalid", where=self._variable, value=text, rule="a number above 0, or inf")
-        return found
+        return most
 
-    def demand(self, found: float, where: str) -> None:
+    def demand(self, amount: float, where: str) -> None:
         """Refuse what is more. Raises InputError `over-limit`."""
-        if found > self.most:
-            raise self.exceeded(where, found)
+        if amount > self.most:
+            raise self.exceeded(where, amount)
 
-    def exceeded(self, where: str, found: float = math.inf) -> InputError:
-        """The error `over-limit`."""
+    def exceeded(self, where: str, amount: float = math.inf) -> InputError:
+        """Make the error `over-limit`."""
         return InputError(
             "over-limit",
             where=where,
-            value=f"{_short(found)} {self.unit}",
+            value=f"{_short(amount)} {self.unit}",
             rule=f"{self.rule}: at most {_short(self.most)}",
             remedy=f"{self._variable}=… raises it, for a file that you trust",
         )
@@ -88,7 +81,7 @@ _AGAIN = 1.0
 
 
 def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
-    """The bytes of a regular file.
+    """Read the bytes of a regular file.
 
     Raises:
         InputError: `over-limit`; `not-a-file` for a pipe, a device or a folder.
@@ -117,7 +110,7 @@ def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
 
 @contextmanager
 def guarded(where: str) -> Iterator[None]:
-    """Runs a stranger's program (a chat template) in the body with the limits `SECONDS` and `MEMORY`.
+    """Run a stranger's program (a chat template) in the body with the limits `SECONDS` and `MEMORY`.
 
     The time is watched where a signal can be: in the main thread, between two instructions of Python; one that does not
     come back is ended with the process, a minute later. The memory is a limit of the whole process, for as long as the

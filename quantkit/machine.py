@@ -28,12 +28,7 @@ _X86 = (
     ("avx", {"avx"}),
     ("sse4_2", {"sse4_2"}),
 )
-_ARM = (
-    ("sve", {"sve"}),
-    ("neon_i8mm", {"i8mm"}),
-    ("neon_dotprod", {"asimddp"}),
-    ("neon", {"asimd"}),
-)
+_ARM = (("sve", {"sve"}), ("neon_i8mm", {"i8mm"}), ("neon_dotprod", {"asimddp"}), ("neon", {"asimd"}))
 # apart from quantkit's own, what decides which runtimes and exporters work, and what a result depends on
 PACKAGES = (
     *("numpy", "pydantic", "safetensors"),
@@ -46,24 +41,24 @@ _NO_LIMIT = 1 << 60
 
 
 def isa() -> str:
-    """The best instruction set that this CPU has for quantized kernels: `avx512_vnni`, `avx2`, `neon_dotprod`, ..."""
+    """Return the best instruction set of this CPU for quantized kernels: `avx512_vnni`, `neon_dotprod`, ..."""
     return isa_features()[0]
 
 
 def isa_features() -> list[str]:
-    """All of them, best first: `["avx512_vnni", "avx512", "avx2", "avx", "sse4_2"]`; `["generic"]` if none is known."""
+    """List all of them, best first: `["avx512_vnni", "avx512", "avx2"]`; `["generic"]` if none is known."""
     return classify(cpu_flags())
 
 
 def classify(flags: Iterable[str]) -> list[str]:
-    """The instruction sets that CPU flags, as Linux spells them, amount to, best first."""
+    """List the instruction sets that CPU flags, as Linux spells them, amount to, best first."""
     have = set(flags)
     return [name for name, needed in (*_X86, *_ARM) if needed <= have] or ["generic"]
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """CPU flags as Linux spells them; on macOS translated into those; empty elsewhere."""
+    """Read CPU flags as Linux spells them; on macOS translated into those; empty elsewhere."""
     if sys.platform == "darwin":
         features = {"asimd": "AdvSIMD", "asimddp": "arm.FEAT_DotProd", "i8mm": "arm.FEAT_I8MM"}
         return frozenset(flag for flag, name in features.items() if _sysctl(f"hw.optional.{name}") == "1")
@@ -76,7 +71,7 @@ def cpu_flags() -> frozenset[str]:
 
 @cache
 def cpu_name() -> str:
-    """The CPU's name: "AMD EPYC 7B13"; the architecture where there is none."""
+    """Read the CPU's name: "AMD EPYC 7B13"; the architecture where there is none."""
     if sys.platform == "darwin" and (name := _sysctl("machdep.cpu.brand_string")):
         return name
     for line in _text(Path("/proc/cpuinfo")).splitlines():
@@ -87,7 +82,7 @@ def cpu_name() -> str:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Cores that this process may keep busy: its affinity, and the container's share of time, rounded up."""
+    """Count the cores that this process may keep busy: its affinity, and the container's share of time, rounded up."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders(root):
         quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
@@ -97,20 +92,17 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def last_level_cache() -> int | None:
-    """Bytes of the largest cache before memory, as the operating system reports it."""
+    """Read the bytes of the largest cache before memory, as the operating system reports it."""
     if sys.platform == "darwin":
         sizes = [_sysctl(f"hw.{name}") for name in ("l3cachesize", "perflevel0.l2cachesize", "l2cachesize")]
         return next((int(size) for size in sizes if size.isdigit() and int(size)), None)
-    found = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = _text(path).strip()
-        if text[:-1].isdigit() and text[-1] in "KM":
-            found.append(int(text[:-1]) * (1024 if text[-1] == "K" else 1024**2))
-    return max(found, default=None)
+    texts = [_text(path).strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    units = {"K": 1024, "M": 1024**2}
+    return max((int(t[:-1]) * units[t[-1]] for t in texts if t[:-1].isdigit() and t[-1] in units), default=None)
 
 
 def physical_memory() -> int:
-    """Bytes of memory that the machine has."""
+    """Count the bytes of memory that the machine has."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a POSIX system
@@ -120,7 +112,7 @@ def physical_memory() -> int:
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Bytes that this process may use: the least of physical memory, its container's limit and its own (RLIMIT).
+    """Count the bytes that this process may use: the least of physical memory, its container's limit and its own.
 
     Args:
         root: where `/proc` and `/sys` stand, for tests.
@@ -143,11 +135,7 @@ def memory_limit(root: Path = Path("/")) -> int:
 
 
 def memory_available(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: what the machine has free, within what the process may use at all.
-
-    Args:
-        root: where `/proc` and `/sys` stand, for tests.
-    """
+    """Count the bytes that this process may still take: free ones, within what it may use at all."""
     limit = memory_limit(root)
     free = limit
     for line in _text(root / "proc/meminfo").splitlines():
@@ -160,24 +148,21 @@ def memory_available(root: Path = Path("/")) -> int:
 
 
 def peak_bytes() -> int:
-    """The most that this process has had resident.
+    """Read the most bytes that this process has had resident.
 
     `ru_maxrss` would also count what the parent had when it started this process: a notebook with a model in it.
     """
     import resource
 
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:  # not Linux
-        pass
+    for line in _text(Path("/proc/self/status")).splitlines():  # none but on Linux
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _cgroup_folders(root: Path) -> list[Path]:
-    """The control groups this process is in, from its own up to the top, of version 2 and of version 1's memory."""
+    """Control groups of this process, from its own up to the top, of version 2 and of version 1's memory."""
     folders = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -205,8 +190,7 @@ def trim_heap() -> None:
 
 
 def let_go() -> None:
-    """Free models that nothing needs any more: what a library hooks into one holds it and is held by it, and glibc's
-    heap holds what was between."""
+    """Free models that nothing needs any more: hooks hold one in a circle, glibc's heap what was between."""
     import gc
 
     gc.collect()
@@ -214,7 +198,7 @@ def let_go() -> None:
 
 
 def has(package: str) -> bool:
-    """Whether a package can be found, without importing it; False too where looking for it fails."""
+    """Tell whether a package can be found, without importing it; False too where looking for it fails."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -222,13 +206,13 @@ def has(package: str) -> bool:
 
 
 def packages() -> dict[str, str | None]:
-    """Package -> installed version, None for what is absent."""
+    """Map package -> installed version, None for what is absent."""
     return {name: installed(name) for name in PACKAGES}
 
 
 @cache
 def installed(package: str) -> str | None:
-    """The version of a package that is installed."""
+    """Read the version of a package that is installed."""
     # parses the package's metadata, and a compile asks five times for each
     try:
         return importlib.metadata.version(package)
@@ -237,24 +221,21 @@ def installed(package: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """The `versions` of manifests and measurements: Python and every package that is there."""
+    """Return the `versions` of manifests and measurements: Python and every package that is there."""
     return {"python": platform.python_version(), **{name: here for name, here in packages().items() if here}}
 
 
 def device() -> dict[str, str]:
-    """The `device` of manifests and measurements for this CPU; `id` is equal on machines of the same kind."""
+    """Return the `device` of manifests and measurements for this CPU; `id` is equal on machines of the same kind."""
     name = cpu_name()
     kind = f"{name}|{platform.machine()}|{cores()}|{isa()}"
     return {"id": f"cpu-{hashlib.sha256(kind.encode()).hexdigest()[:12]}", "kind": "cpu", "name": name}
 
 
 def emulated(root: Path = Path("/")) -> bool:
-    """Whether the processor is a program (`qemu-user`, QEMU without KVM): its times say nothing of any machine.
+    """Tell whether the processor is a program (`qemu-user`, QEMU without KVM): its times say nothing of any machine.
 
     The kernel knows the machine that it runs on, whatever a process is told.
-
-    Args:
-        root: where `/proc` and `/sys` stand, for tests.
     """
     told = {"aarch64": "aarch64", "arm64": "aarch64", "x86_64": "x86", "amd64": "x86"}.get(platform.machine().lower())
     alias = _text(root / "sys/devices/system/cpu/modalias").removeprefix("cpu:type:")
@@ -265,12 +246,12 @@ def emulated(root: Path = Path("/")) -> bool:
 
 
 def gpu(name: str) -> dict[str, str]:
-    """The `device` of measurements for a GPU, by the driver's name for it."""
+    """Return the `device` of measurements for a GPU, by the driver's name for it."""
     return {"id": f"gpu-{name.lower().replace(' ', '-')}", "kind": "gpu", "name": name}
 
 
 def gpus() -> tuple[list[dict[str, Any]], str]:
-    """NVIDIA GPUs as the driver describes them, and why there are none.
+    """List NVIDIA GPUs as the driver describes them, and why there are none.
 
     Returns:
         `[{"name", "sm", "memory", "driver"}]` with bytes of memory, and "" or the reason for an empty list.
@@ -284,19 +265,13 @@ def gpus() -> tuple[list[dict[str, Any]], str]:
     except pynvml.NVMLError as error:
         return [], f"no NVIDIA driver: {error}"
     try:
-        found = []
+        gpus, driver = [], str(pynvml.nvmlSystemGetDriverVersion())
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-            found.append(
-                {
-                    "name": str(pynvml.nvmlDeviceGetName(handle)),
-                    "sm": f"{major}.{minor}",
-                    "memory": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-                    "driver": str(pynvml.nvmlSystemGetDriverVersion()),
-                }
-            )
-        return found, "" if found else "the driver sees no GPU"
+            sm = "{}.{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+            memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+            gpus.append({"name": str(pynvml.nvmlDeviceGetName(handle)), "sm": sm, "memory": memory, "driver": driver})
+        return gpus, "" if gpus else "the driver sees no GPU"
     except pynvml.NVMLError as error:
         return [], f"the NVIDIA driver fails: {error}"
     finally:
@@ -304,12 +279,12 @@ def gpus() -> tuple[list[dict[str, Any]], str]:
 
 
 def python(*arguments: str) -> list[str]:
-    """The command that runs this Python, without importing files of the current folder that are called like modules."""
+    """Return the command that runs this Python, without importing files of the current folder named like modules."""
     return [sys.executable, "-P", *arguments]
 
 
 def describe() -> dict[str, Any]:
-    """All of it, for `quantkit doctor`."""
+    """Describe all of it, for `quantkit doctor`."""
     graphics, reason = gpus()
     return {
         "device": device(),

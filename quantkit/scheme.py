@@ -86,13 +86,13 @@ class WeightScheme(Closed):
 
     @property
     def multiple(self) -> int:
-        """What K is a multiple of: a group, or several that are stored together."""
+        """Divisor of K: a group, or several that are stored together."""
         if self.granularity != "group" or self.group is None:
             return 1
         return plugins.FORMATS.load(self.format).rules.multiple or self.group
 
     def padding(self, columns: int) -> int:
-        """Columns that fill up the last group of K = `columns`; blocks are cut off at the edge instead."""
+        """Count the columns that fill up the last group of K = `columns`; blocks are cut off at the edge instead."""
         return -columns % self.multiple
 
     @property
@@ -141,10 +141,8 @@ class ActivationScheme(Closed):
         if (self.granularity == "group") != (self.group is not None):
             raise ValueError("`group` goes with `granularity: group`, and only with it")
         if not self.dynamic and self.granularity != "tensor":
-            raise ValueError(
-                f"a fixed scale is one for the whole tensor, not for each {self.granularity}; "
-                "use `granularity: tensor`, or `dynamic: true`"
-            )
+            rule = f"a fixed scale is one for the whole tensor, not for each {self.granularity}"
+            raise ValueError(f"{rule}; use `granularity: tensor`, or `dynamic: true`")
         if self.dynamic and self.range != "minmax":
             raise ValueError("`range` is of fixed scales; it goes with `dynamic: false`")
         _check_zero_point(self.format, self.symmetric)

@@ -35,12 +35,12 @@ _RUNTIMES = ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx", "vllm", "llama_
 
 
 def known_formats() -> list[str]:
-    """Formats that a target may speak of."""
+    """List the formats that a target may speak of."""
     return sorted({*_FLOATS, *_INTEGERS, *plugins.FORMATS.names()})
 
 
 def known_runtimes() -> list[str]:
-    """Runtimes that a target may speak of."""
+    """List the runtimes that a target may speak of."""
     return sorted({*_RUNTIMES, *plugins.RUNTIMES.names()})
 
 
@@ -61,23 +61,21 @@ class Figure(Closed):
 
     @property
     def number(self) -> float | None:
-        """The value, or None while it is unmeasured."""
+        """Value, or None while it is unmeasured."""
         return None if self.value == "auto" else self.value
 
     @property
     def state(self) -> Literal["stated", "measured", "unmeasured"]:
         """Stated in the target's file, measured on this user's machine, or not measured yet."""
-        if self.value == "auto":
-            return "unmeasured"
-        return "measured" if self._measured else "stated"
+        return "unmeasured" if self.value == "auto" else "measured" if self._measured else "stated"
 
     def demand(self, name: str, unit: str) -> None:
-        """Raises ValueError where it is in another unit."""
+        """Raise ValueError where it is in another unit."""
         if self.unit != unit:
             raise ValueError(f"{name} is in {unit}, not {self.unit}")
 
     def measured(self, value: float, source: str) -> Figure:
-        """The same figure with the value that was measured for it."""
+        """Fill in the value that was measured for it."""
         figure = Figure(value=value, unit=self.unit, source=source)
         figure._measured = True
         return figure
@@ -137,7 +135,7 @@ class Cell(Closed):
     kv_cache: Use | None = None
 
     def of(self, part: Part) -> Use | None:
-        """What is known of weights, inputs, or keys and values."""
+        """Return what is known of weights, inputs, or keys and values."""
         return Use(state=self.state, source=self.source) if part == "weights" else getattr(self, part)
 
 
@@ -261,51 +259,44 @@ class Target(Closed):
         return validated(cls, data, where=where, code="target-invalid", rule=rule, keys=keys, name=name)
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract's form, which `from_dict` reads back; for the manifest."""
-        data = self.model_dump(mode="json", by_alias=True, exclude={"schema_"})
-        return {"schema": 1, **data}
+        """Return the contract's form, which `from_dict` reads back; for the manifest."""
+        return {"schema": 1, **self.model_dump(mode="json", by_alias=True, exclude={"schema_"})}
 
     def figures(self) -> dict[str, Figure]:
-        """Every figure by its dotted place: `memory.read_bandwidth`, `compute.int8`, ..."""
+        """Map every figure by its dotted place: `memory.read_bandwidth`, `compute.int8`, ..."""
         memory = {f"memory.{name}": getattr(self.memory, name) for name in Memory.model_fields}
         power = {} if self.power is None else {"power": self.power}
         return {**memory, **power, **{f"compute.{name}": figure for name, figure in self.compute.items()}}
 
     def unmeasured(self) -> list[str]:
-        """The places that still wait for `quantkit doctor --write`."""
+        """List the places that still wait for `quantkit doctor --write`."""
         return [place for place, figure in self.figures().items() if figure.state == "unmeasured"]
 
     def resolve(self, measured: Mapping[str, Any]) -> Target:
-        """A copy with `auto` figures filled in.
-
-        Args:
-            measured: what `read_measured` returns; an empty mapping leaves every `auto` as it is.
-        """
+        """Copy it with `auto` figures filled in from what `read_measured` returns."""
         values, source = measured.get("figures", {}), str(measured.get("source", "measured"))
         new = {
             place: figure.measured(float(values[place]), source)
             for place, figure in self.figures().items()
             if figure.value == "auto" and values.get(place) is not None
         }
-        memory = self.memory.model_copy(
-            update={place.removeprefix("memory."): new[place] for place in new if place.startswith("memory.")}
-        )
+        changes = {place.removeprefix("memory."): new[place] for place in new if place.startswith("memory.")}
+        memory = self.memory.model_copy(update=changes)
         compute = {name: new.get(f"compute.{name}", figure) for name, figure in self.compute.items()}
         isa = measured.get("isa") if self.arch.isa == "auto" else None
         arch = self.arch.model_copy(update={"isa": isa}) if isa else self.arch
         return self.model_copy(update={"memory": memory, "compute": compute, "arch": arch})
 
     def supports(self, format: str, runtime: str | None = None) -> Cell:  # noqa: A002 (the word of the contract)
-        """The cell of a format and a runtime (default: the target's first); what is not in the table is absent."""
+        """Look up the cell of a format and a runtime (default: the first); what is not in the table is absent."""
         runtime = runtime or self.runtimes[0]
         cell = self.formats.get(format, {}).get(runtime)
         return cell or Cell(state="absent", source=f"the table of {self.name or 'the target'} has no such cell")
 
     def use(self, stored: Stored, runtime: str | None = None) -> Use:
-        """What a runtime makes of something that is stored; what is not in the table is absent."""
-        found = self.supports(stored.format, runtime).of(stored.part)
+        """Look up what a runtime makes of something that is stored; what is not in the table is absent."""
         missing = f"the table of {self.name or 'the target'} says nothing of {stored.words}"
-        return found or Use(state="absent", source=missing)
+        return self.supports(stored.format, runtime).of(stored.part) or Use(state="absent", source=missing)
 
     def check(self, formats: Iterable[Stored | tuple[str, bool]], runtime: str | None = None) -> list[Stored]:
         """Refuse what this target cannot run.
@@ -315,7 +306,7 @@ class Target(Closed):
             runtime: default: the target's first.
 
         Returns:
-            what the runtime only emulates: stored so, computed in floats.
+            What the runtime only emulates: stored so, computed in floats.
 
         Raises:
             InputError: `target-cannot-run`, with the cell's source and the formats that do run.
@@ -329,8 +320,7 @@ class Target(Closed):
             remedy = did_you_mean(runtime, self.runtimes)
             raise refused(f"runtime {runtime}", "a target runs the runtimes it lists", remedy)
         emulated = []
-        for each in formats:
-            stored = Stored(*each)
+        for stored in (Stored(*form) for form in formats):
             use = self.use(stored, runtime)
             what = f"{stored.words} do not run in {runtime}"
             if use.state == "absent":
@@ -362,12 +352,12 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def measured_path(name: str) -> Path:
-    """Where the doctor's figures for a target of that name stand: `<cache>/doctor/<name>.json`."""
+    """Name the file of the doctor's figures for a target of that name: `<cache>/doctor/<name>.json`."""
     return content.cache_dir() / "doctor" / f"{name}.json"
 
 
 def read_measured(name: str) -> dict[str, Any]:
-    """What `write_measured` wrote: `figures` (place -> value), `isa`, `source`; empty when nothing was measured.
+    """Read what `write_measured` wrote: `figures` (place -> value), `isa`, `source`; empty when nothing was measured.
 
     A file that cannot be read counts as not measured: the doctor will write it anew.
     """
@@ -396,7 +386,6 @@ def write_measured(name: str, data: Mapping[str, Any]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps({"schema": 1, **data}, indent=1, allow_nan=False).encode())
     except OSError as error:
-        raise InputError(
-            "cache-unwritable", where=str(path), value=str(error), remedy="set QUANTKIT_CACHE to a writable folder"
-        ) from None
+        remedy = "set QUANTKIT_CACHE to a writable folder"
+        raise InputError("cache-unwritable", where=str(path), value=str(error), remedy=remedy) from None
     return path

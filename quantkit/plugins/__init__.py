@@ -47,62 +47,62 @@ class Kind(Generic[Plugin_co]):
 
     @property
     def constant(self) -> str:
-        """What a module of this kind defines: `PASS`."""
+        """Name that a module of this kind defines: `PASS`."""
         return _WORDS[self.folder][0]
 
     @property
     def singular(self) -> str:
-        """One of this kind: `pass`."""
+        """Word for one of this kind: `pass`."""
         return _WORDS[self.folder][1]
 
     def summaries(self) -> dict[str, str]:
-        """Name -> one-line summary of all that ship, sorted."""
+        """Map name -> one-line summary of all that ship, sorted."""
         return dict(_summaries(self.folder, self.constant))
 
     def shipped(self) -> list[str]:
-        """The names of those that ship, sorted: what may be imported without being asked for."""
+        """List those that ship, sorted: what may be imported without being asked for."""
         return list(self.summaries())
 
     def about(self) -> dict[str, str]:
-        """Name -> one-line summary of all there are, with the package that brings it; nothing is imported."""
-        found = self.summaries()
+        """Map name -> one-line summary of all there are, with the package that brings it; nothing is imported."""
+        about = self.summaries()
         for name, offered in self.offers().items():
-            packages = " and ".join(sorted(each.origin for each in offered))
+            packages = " and ".join(sorted(offer.origin for offer in offered))
             if name in self.summaries():
-                found[name] += f" (refused: one of this name that {packages} offers)"
+                about[name] += f" (refused: one of this name that {packages} offers)"
             elif len(offered) > 1:
-                found[name] = f"refused: {packages} offer one of this name each"
+                about[name] = f"refused: {packages} offer one of this name each"
             else:
-                found[name] = f"{offered[0].summary} ({packages})"
-        return dict(sorted(found.items()))
+                about[name] = f"{offered[0].summary} ({packages})"
+        return dict(sorted(about.items()))
 
     def offers(self) -> dict[str, list[outside.OfferedPlugin]]:
-        """Name -> the installed packages that offer one of that name."""
+        """Map name -> the installed packages that offer one of that name."""
         return outside.offers(f"quantkit.{self.folder}")
 
     def names(self) -> list[str]:
-        """The names that exist, sorted."""
+        """List the names that exist, sorted."""
         return sorted({*self.summaries(), *self.offers()})
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is one of that name."""
+        """Tell whether there is one of that name."""
         return isinstance(name, str) and (name in self.summaries() or name in self.offers())
 
     def load(self, name: str, *, where: str = "") -> Plugin_co:
-        """The plug-in of that name; a near miss gets a did-you-mean.
+        """Load the plug-in of that name; a near miss gets a did-you-mean.
 
         Raises:
             InputError: none of that name (`unknown-pass`, `unknown-format`, ...); `plugin-broken`, `plugin-clash`.
         """
         if name in self.summaries():
-            found: Plugin_co = getattr(importlib.import_module(f"quantkit.{self.folder}.{name}"), self.constant)
-            return found
+            module = importlib.import_module(f"quantkit.{self.folder}.{name}")
+            return getattr(module, self.constant)  # type: ignore[no-any-return]
         offered = self.offers().get(name, [])
         if len(offered) > 1:
             raise InputError(
                 "plugin-clash",
                 where=where or f"{self.singular} {name}",
-                value=" and ".join(sorted(each.origin for each in offered)),
+                value=" and ".join(sorted(offer.origin for offer in offered)),
                 rule=f"one package offers a {self.singular} of that name",
                 remedy=f"pip uninstall {offered[0].package}, or {offered[1].package}",
             )
@@ -111,7 +111,7 @@ class Kind(Generic[Plugin_co]):
         return self._whole(offered[0].load(self.constant), name, offered[0].origin)
 
     def run(self, path: Path) -> outside.CodeFile:
-        """The plug-in of a user's own file, whose name is its stem; its code runs.
+        """Run a user's own file: the plug-in in it is called like its stem.
 
         Raises:
             InputError: `plugin-clash`, a shipped one's name; those of `outside.run_file`.
@@ -129,40 +129,38 @@ class Kind(Generic[Plugin_co]):
         return code
 
     def of(self, step: Step) -> Plugin_co:
-        """The plug-in of a recipe's step: the one of its own file, else the one of its name."""
+        """Return the plug-in of a recipe's step: the one of its own file, else the one of its name."""
         return self.load(step.name) if step.code is None else step.code.plugin
 
-    def _whole(self, found: Any, name: str, origin: str) -> Plugin_co:
+    def _whole(self, plugin: Any, name: str, origin: str) -> Plugin_co:
         home = importlib.import_module(f"quantkit.{self.folder}")
         unkept = getattr(home, "unkept", lambda _: "")
-        outside.demand_whole(found, name, origin, getattr(home, self.singular.title()), self.singular, unkept)
-        plugin: Plugin_co = found
-        return plugin
+        outside.demand_whole(plugin, name, origin, getattr(home, self.singular.title()), self.singular, unkept)
+        return plugin  # type: ignore[no-any-return]
 
 
 @cache
 def _summaries(kind: str, constant: str) -> dict[str, str]:
     folder = Path(__file__).parents[1].joinpath(*kind.split("."))
-    found = {}
+    summaries = {}
     for path in sorted({*folder.glob("*.py"), *folder.glob("*/__init__.py")}):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if constant in _defined(tree):
             name = path.parent.name if path.name == "__init__.py" else path.stem
-            found[name] = (ast.get_docstring(tree) or "").split("\n", 1)[0].strip()
-    return dict(sorted(found.items()))
+            summaries[name] = outside.summary_of(tree)
+    return dict(sorted(summaries.items()))
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """The names that a module assigns or imports at its top."""
-    found: set[str] = set()
+    """Names that a module assigns or imports at its top."""
+    names: set[str] = set()
     for node in tree.body:
-        if isinstance(node, ast.Assign):
-            found |= {each.id for each in node.targets if isinstance(each, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.ImportFrom):
-            found |= {each.asname or each.name for each in node.names}
-    return found
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
 
 
 @dataclass(frozen=True)
@@ -190,17 +188,15 @@ class Rules:
 
 
 class Step(Protocol):
-    """What names a plug-in."""
+    """Step of a recipe, which names a plug-in."""
 
     @property
     def name(self) -> str:
-        """The file's stem, or the folder's; recipes write `-` for the `_` of a layout."""
-        ...
+        """Stem of the file, or name of the folder; recipes write `-` for the `_` of a layout."""
 
     @property
     def code(self) -> outside.CodeFile | None:
         """The user's own file that it stands in."""
-        ...
 
 
 # what becomes of a model: a checkpoint's tensors, one file with everything, an ONNX graph, or a network with an engine
@@ -209,7 +205,7 @@ Stores = Literal["tensors", "file", "graph", "engine"]
 
 
 def exporters_that_store(stores: Stores) -> list[str]:
-    """The shipped exporters of one kind, by name."""
+    """List the shipped exporters of one kind, by name."""
     return [name for name in EXPORTERS.shipped() if EXPORTERS.load(name).stores == stores]
 
 

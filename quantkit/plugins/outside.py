@@ -47,12 +47,12 @@ class CodeFile:
 
     @property
     def public(self) -> str:
-        """As a bundle may name it, which holds no path of a machine: beside its recipe."""
+        """Name in a bundle, which holds no path of a machine: beside its recipe."""
         return f"./{self.path.name}"
 
 
 def run_file(path: Path, constant: str) -> CodeFile:
-    """What a file of Python defines as `constant`; what was run already is not run again.
+    """Run a file of Python, once, and return what it defines as `constant`.
 
     Raises:
         InputError: `file-missing`, `file-unreadable`, `over-limit`, `plugin-broken`.
@@ -61,9 +61,8 @@ def run_file(path: Path, constant: str) -> CodeFile:
     try:
         source = limits.read(path)
     except FileNotFoundError:
-        raise InputError(
-            "file-missing", where=str(path), value="no such file", remedy="a path begins at the recipe that names it"
-        ) from None
+        remedy = "a path begins at the recipe that names it"
+        raise InputError("file-missing", where=str(path), value="no such file", remedy=remedy) from None
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise InputError("file-unreadable", where=str(path), value=reason, remedy="check the file") from None
@@ -79,8 +78,8 @@ def run_file(path: Path, constant: str) -> CodeFile:
             except BaseException:
                 del sys.modules[name]
                 raise
-        found = _constant(sys.modules[name], constant)
-    return CodeFile(path, digest, found)
+        plugin = _constant(sys.modules[name], constant)
+    return CodeFile(path, digest, plugin)
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,12 @@ class OfferedPlugin:
 
     @property
     def origin(self) -> str:
-        """For people: `package acme-quant 1.0`."""
+        """`package acme-quant 1.0`."""
         return f"package {self.package} {self.version}"
 
     @property
     def summary(self) -> str:
-        """The first line of its module's docstring, read without importing it; else the package's own summary."""
+        """First line of its module's docstring, read without importing it; else the package's own summary."""
         dist = self.entry.dist
         if dist is None:
             return ""
@@ -114,44 +113,45 @@ class OfferedPlugin:
                 tree = ast.parse(limits.read(Path(str(dist.locate_file(place)))))
             except (OSError, SyntaxError, ValueError):
                 continue
-            return (ast.get_docstring(tree) or "").split("\n", 1)[0].strip()
+            return summary_of(tree)
         return str(dist.metadata["Summary"] or "")
 
     def load(self, constant: str) -> Any:
-        """The plug-in, its module imported. Raises InputError `plugin-broken`."""
+        """Import its module and return the plug-in. Raises InputError `plugin-broken`."""
         with _blaming(self.origin):
-            found = self.entry.load()
+            loaded = self.entry.load()
             _imported_sha256(_home(self.entry.module))  # as it is now: an edit made later is not what runs
-            return _constant(found, constant) if isinstance(found, ModuleType) else found
+            return _constant(loaded, constant) if isinstance(loaded, ModuleType) else loaded
 
     @property
     def sha256(self) -> str:
-        """Of the source that runs: all files of Python of its top-level package, which is imported where it was not."""
+        """Hash of the source that runs: all Python of its top-level package, which is imported where it was not."""
         importlib.import_module(self.entry.module)
         return _imported_sha256(_home(self.entry.module))
 
 
-def offers(group: str) -> dict[str, list[OfferedPlugin]]:
-    """Name -> who offers a plug-in of that name: one, where packages agree.
+def summary_of(tree: ast.Module) -> str:
+    """Return the first line of a module's docstring."""
+    return (ast.get_docstring(tree) or "").split("\n", 1)[0].strip()
 
-    Args:
-        group: of entry points; one of `GROUPS`, any other is empty.
-    """
+
+def offers(group: str) -> dict[str, list[OfferedPlugin]]:
+    """Map name -> who offers a plug-in of that name, of a group of entry points: one, where packages agree."""
     return _offers(group, tuple(sys.path)) if group in GROUPS else {}
 
 
 @cache
 def _offers(group: str, path: tuple[str, ...]) -> dict[str, list[OfferedPlugin]]:
     """Of the packages on a search path, which are looked through once."""
-    found: dict[str, list[OfferedPlugin]] = {}
+    offered: dict[str, list[OfferedPlugin]] = {}
     for entry in metadata.entry_points(group=group):
         if entry.dist is not None:
-            found.setdefault(entry.name, []).append(OfferedPlugin(entry, entry.dist.name, entry.dist.version))
-    return found
+            offered.setdefault(entry.name, []).append(OfferedPlugin(entry, entry.dist.name, entry.dist.version))
+    return offered
 
 
 def demand_whole(
-    found: Any, name: str, origin: str, protocol: type, singular: str, unkept: Callable[[Any], str] = lambda _: ""
+    plugin: Any, name: str, origin: str, protocol: type, singular: str, unkept: Callable[[Any], str] = lambda _: ""
 ) -> None:
     """Refuse a plug-in that has not what its kind promises, or what it promises itself.
 
@@ -161,21 +161,16 @@ def demand_whole(
     Raises:
         InputError: `plugin-broken`.
     """
-    members = {
-        each
-        for base in protocol.__mro__
-        if getattr(base, "_is_protocol", False)
-        for each in (*vars(base), *getattr(base, "__annotations__", ()))
-        if not each.startswith("_")
-    }
-    missing = sorted(each for each in members if not hasattr(found, each))
+    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False)]
+    members = {member for base in bases for member in (*vars(base), *getattr(base, "__annotations__", ()))}
+    missing = sorted(member for member in members if not member.startswith("_") and not hasattr(plugin, member))
     value = ""
     if missing:
-        value = f"{one(type(found).__name__)} without {missing[0]}"
-    elif found.name != name:
-        value = f"its name is {found.name!r}"
-    elif broken := unkept(found):
-        value = f"{one(type(found).__name__)} without {broken}"
+        value = f"{one(type(plugin).__name__)} without {missing[0]}"
+    elif plugin.name != name:
+        value = f"its name is {plugin.name!r}"
+    elif broken := unkept(plugin):
+        value = f"{one(type(plugin).__name__)} without {broken}"
     if value:
         raise InputError(
             "plugin-broken",
@@ -186,25 +181,21 @@ def demand_whole(
         )
 
 
-def demand_returned(found: Any, kind: type[Returned], plugin: Any, method: str) -> Returned:
-    """What a plug-in's method has to return; code from outside may have forgotten to.
-
-    Raises:
-        InputError: `plugin-failed`.
-    """
-    if isinstance(found, kind):
-        return found
+def demand_returned(answer: Any, kind: type[Returned], plugin: Any, method: str) -> Returned:
+    """Refuse an answer of a plug-in's method that is of another kind. Raises InputError `plugin-failed`."""
+    if isinstance(answer, kind):
+        return answer
     raise InputError(
         "plugin-failed",
         where=origin(type(plugin).__module__) or plugin.name,
-        value=f"{method} of {plugin.name} returned {'None' if found is None else one(type(found).__name__)}",
+        value=f"{method} of {plugin.name} returned {'None' if answer is None else one(type(answer).__name__)}",
         rule=f"it returns {kind.__module__}.{kind.__name__}(…)",
         remedy="mend it, or tell its author; docs/plugins.md has an example",
     )
 
 
 def origin(name: str) -> str | None:
-    """The file or the package from outside that a module of that name is of; None where of none."""
+    """Name the file or the package from outside that a module of that name is of; None where of none."""
     if name.startswith(_FILE):
         return str(sys.modules[name].__file__)
     every = (offer for group in GROUPS for offered in offers(group).values() for offer in offered)
@@ -213,17 +204,17 @@ def origin(name: str) -> str | None:
 
 
 def culprit(problem: BaseException) -> str | None:
-    """The file or the package from outside whose code an exception came up in, or came through; None where in none."""
-    frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
-    found = (origin(str(frame.f_globals.get("__name__", ""))) for frame in frames)
-    return next((each for each in found if each is not None), None)
+    """Name the file or package from outside whose code an exception came up in, or through; None where in none."""
+    frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__))
+    origins = (origin(str(frame.f_globals.get("__name__", ""))) for frame in frames)
+    return next((place for place in origins if place is not None), None)
 
 
 def _home(name: str) -> ModuleType:
     """The package or module that an imported module belongs to: the uppermost that has a file of its own."""
     parts = name.split(".")
     above = [sys.modules[".".join(parts[: count + 1])] for count in range(len(parts))]
-    return next((each for each in above if getattr(each, "__file__", None)), above[-1])
+    return next((module for module in above if getattr(module, "__file__", None)), above[-1])
 
 
 @cache
@@ -243,7 +234,7 @@ def _constant(module: ModuleType, name: str) -> Any:
 
 @contextmanager
 def _blaming(origin: str) -> Iterator[None]:
-    """Whatever goes wrong as code from outside is imported is an error that names where it is from."""
+    """Turn whatever goes wrong as code from outside is imported into an error that names where it is from."""
     try:
         yield
     except (KeyboardInterrupt, MemoryError):
