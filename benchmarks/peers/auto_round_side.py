@@ -19,11 +19,13 @@ HOW = {
     "light": "`auto-round-light`: 50 iterations of 8 sequences, learning rate 5e-3",
     "opt-rtn": "`auto-round-opt-rtn`: rounded, ranges searched",
 }
-SCHEMES = (
-    {"int4-g64": ["200 iterations", "light", "opt-rtn"], "int4-g64-symmetric": ["200 iterations", "light"]}
-    | {"int3-g64": ["200 iterations", "light", "opt-rtn"], "int4-channel": ["200 iterations", "light"]}
-    | {"int8-w8a8": ["200 iterations"]}
-)
+SCHEMES = {
+    "int4-g64": ["200 iterations", "light", "opt-rtn"],
+    "int4-g64-symmetric": ["200 iterations", "light"],
+    "int3-g64": ["200 iterations", "light", "opt-rtn"],
+    "int4-channel": ["200 iterations", "light"],
+    "int8-w8a8": ["200 iterations"],
+}
 
 
 def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:

@@ -14,7 +14,10 @@ HOW = {
     "rtn": "`QuantizationModifier`: rounded",
     "smoothquant+gptq": "`SmoothQuantModifier(smoothing_strength=0.8)`, `GPTQModifier`, as documented",
 }
-SCHEMES = {"int4-g64": ["gptq", "awq", "rtn"], "int4-g64-symmetric": ["gptq", "awq"], "int3-g64": ["gptq", "awq"]} | {
+SCHEMES = {
+    "int4-g64": ["gptq", "awq", "rtn"],
+    "int4-g64-symmetric": ["gptq", "awq"],
+    "int3-g64": ["gptq", "awq"],
     "int4-channel": ["gptq"],
     "int8-w8a8": ["smoothquant+gptq"],
     "fp8-w8a8": ["rtn"],

@@ -11,7 +11,9 @@ HOW = {
     "hqq scales": "`IntxWeightOnlyConfig`, `hqq_scale_only`",
     "dynamic": "its dynamic configuration, one scale a row",
 }
-SCHEMES = {"int4-g64": ["rtn"], "int4-g64-symmetric": ["hqq scales"]} | {
+SCHEMES = {
+    "int4-g64": ["rtn"],
+    "int4-g64-symmetric": ["hqq scales"],
     "int3-g64": ["rtn"],
     "int8-w8a8": ["dynamic"],
     "fp8-w8a8": ["dynamic"],
