@@ -22,7 +22,7 @@ from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.measurement.timing.rounds import CANDIDATE, Task
-from quantkit.nightly import items, there, timing
+from quantkit.nightly import items, timing
 from quantkit.nightly.bundles import Bundles
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.evidence import UNLOADABLE
@@ -30,7 +30,6 @@ from quantkit.nightly.items import Answered
 from quantkit.nightly.jobs import BuildJob
 from quantkit.nightly.records import BaselineKind, Item, NightCell, Result, Side
 from quantkit.nightly.store import Store
-from quantkit.nightly.timing import CellTimes
 from quantkit.pipeline.graphs.bundles import holds_graph
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, runs_here
@@ -56,15 +55,14 @@ def build(job: BuildJob, progress: Progress) -> None:
     request = request_of(config, cells[0])
     if job.on:
         on = NamedDevice.read(job.device, where=job.on)
-        with there.reached(on, request.target, progress, job.limit) as device:
-            Measuring(config, store, job, request, progress, device).run(cells)
-        return
-    if (why := why_not_here(request.target)) is not None:
+        with timing.reached(on, request.target, progress, job.limit) as device:
+            _Measuring(config, store, job, request, progress, device).run(cells)
+    elif (why := why_not_here(request.target)) is not None:
         for cell in cells:
             own = {"attempt": job.attempt, "error": why.as_dict(), **machine_now()}
             store.commit(Result.of(job.night, cell, "missing", **own))
-        return
-    Measuring(config, store, job, request, progress).run(cells)
+    else:
+        _Measuring(config, store, job, request, progress).run(cells)
 
 
 def prepare(job: BuildJob, progress: Progress) -> None:
@@ -74,62 +72,41 @@ def prepare(job: BuildJob, progress: Progress) -> None:
 
 
 def request_of(config: Nightly, cell: NightCell) -> Request:
-    """The compile of a build. Raises InputError."""
-    return Request.of(
-        config.reference(cell.model),
-        recipe=config.reference(cell.recipe),
-        target=config.reference(cell.target),
-        calibration=None if config.calibration is None else config.reference(config.calibration),
-        changes=config.set_,
-        speed=False,
-    )
+    """Make the compile of a build. Raises InputError."""
+    return config.request(cell.model, cell.recipe, cell.target, speed=False)
 
 
 def why_not_here(target: Target) -> InputError | None:
-    """Why cells of a target cannot be measured on this machine; None where they can."""
-    here = machine.device()["name"]
+    """Tell why cells of a target cannot be measured on this machine; None where they can."""
     if target.kind == "cpu":
         if runs_here(target):
             return None
-        value = f"{here}, {machine.isa()}"
+        value = f"{machine.device()['name']}, {machine.isa()}"
     else:
         graphics, reason = machine.gpus()
-        if any(target.arch.sm in (None, each["sm"]) for each in graphics):
+        if any(target.arch.sm in (None, gpu["sm"]) for gpu in graphics):
             return None
-        value = reason or ", ".join(f"{each['name']} (sm {each['sm']})" for each in graphics)
-    return InputError(
-        "no-machine",
-        where=target.name,
-        value=value,
-        rule="a cell is measured on its target",
-        remedy="run it there with --only, or on a cluster with --executor ray",
-    )
+        value = reason or ", ".join(f"{gpu['name']} (sm {gpu['sm']})" for gpu in graphics)
+    remedy = "run it there with --only, or on a cluster with --executor ray"
+    rule = "a cell is measured on its target"
+    return InputError("no-machine", where=target.name, value=value, rule=rule, remedy=remedy)
 
 
-class Measuring:
+@dataclass
+class _Measuring:
     """The cells of one build, one after another; see the module."""
 
-    def __init__(
-        self,
-        config: Nightly,
-        store: Store,
-        job: BuildJob,
-        request: Request,
-        progress: Progress,
-        device: there.Timer | None = None,
-    ) -> None:
-        self.config = config
-        self.store = store
-        self.job = job
-        self.request = request
-        self.progress = progress
-        self.device = device
-        self.bundles = Bundles(config.at(config.bundles))
-        self._since = time.monotonic()
+    config: Nightly
+    store: Store
+    job: BuildJob
+    request: Request
+    progress: Progress
+    device: timing.Timer | None = None
 
     def run(self, cells: Sequence[NightCell]) -> None:
-        """All of them."""
+        since = time.monotonic()
         self.progress.plan(_SHARES)
+        self.bundles = Bundles(self.config.at(self.config.bundles))
         compiling = Overall(lambda share, words: self.progress.at("compile", share, words), self.progress.note)
         bundle, reused = self.bundles.make(self.request, compiling)
         flags = ["reused"] if reused else []
@@ -146,51 +123,61 @@ class Measuring:
             for number, cell in enumerate(cells):
                 self.progress.at("timing", number / len(cells), f"batch {cell.batch}")
                 others = against(self.config, cell, bundle, accepted, self.bundles)
+                rows: timing.Taken = []
+                answered = Answered([])
                 try:
-                    result, found, answered = self._measured(cell, bundle, others, samples)
+                    result, rows, answered = self._measured(cell, bundle, others, samples)
                 except Stopped:
                     raise
                 except QuantkitError as problem:
-                    result, found, answered = {"state": "failed", "error": problem.as_dict()}, CellTimes(), Answered([])
+                    result = {"state": "failed", "error": problem.as_dict()}
                 said = [*flags, *result.pop("flags", ()), *answered.flags]
-                if answered.items and cell.on:
-                    said.append(f"scored here, not on {cell.on}")
-                self._commit(cell, {**result, "flags": tuple(said)}, bundle, found, answered)
+                said += [f"scored here, not on {cell.on}"] if answered.items and cell.on else []
+                now = machine_now(self.request.target) if self.device is None else self.device.now()
+                seconds, since = time.monotonic() - since, time.monotonic()
+                own: dict[str, Any] = {"night": self.job.night, "attempt": self.job.attempt}
+                result |= {"content_sha256": bundle.manifest.content_sha256, "seconds": seconds, **now}
+                self.store.commit(
+                    Result.of(cell=cell, **own, **result, flags=tuple(said)),
+                    timing.times(rows, self.job.night, cell.key, self.job.attempt),
+                    [Item(build=cell.build, **own, **item) for item in answered.items],
+                )
 
     def _measured(
         self, cell: NightCell, bundle: Bundle, others: Against, samples: Path | None
-    ) -> tuple[dict[str, Any], CellTimes, Answered]:
-        """What a cell's result says, its times, and its build's items where no other cell has brought them.
+    ) -> tuple[dict[str, Any], timing.Taken, Answered]:
+        """Measure a cell: its result, its times, and its build's items where no other cell has brought them.
 
         The items of a build are set against the baseline of the first of its cells.
         """
         sides: dict[Side, Bundle] = {CANDIDATE: bundle, **others.bundles}
-        found = self._timed(cell, sides, samples)
-        missing = {**others.missing, **{side: InputError(**error).line() for side, error in found.unloadable.items()}}
+        rows = self._timed(cell, sides, samples)
+        lost = {side: InputError(**error).line() for side, error in timing.unloadable(rows).items()}
+        missing = {**others.missing, **lost}
         here = {side: each for side, each in sides.items() if side not in missing}
         answered = Answered([])
         if self.job.attempt == 1 and not self._has_items(cell.build):
             self.progress.at("items", 0.0)
             answered = items.answered(here, cell.program, self.request)
-        baseline, release = here.get("baseline"), here.get("release")
+        hashes = {side: each.manifest.content_sha256 for side, each in here.items()}
         result = {
             "state": "done",
-            "baseline_sha256": None if baseline is None else baseline.manifest.content_sha256,
+            "baseline_sha256": hashes.get("baseline"),
             "baseline_kind": others.kind,
-            "release_sha256": None if release is None else release.manifest.content_sha256,
+            "release_sha256": hashes.get("release"),
             "bytes": _bytes(bundle, cell.program),
-            "baseline_bytes": None if baseline is None else _bytes(baseline, cell.program),
+            "baseline_bytes": _bytes(here["baseline"], cell.program) if "baseline" in here else None,
             "flags": [f"{UNLOADABLE[side]}: {why}" for side, why in missing.items()],
         }
-        return result, found, answered
+        return result, rows, answered
 
-    def _timed(self, cell: NightCell, sides: Mapping[Side, Bundle], samples: Path | None) -> CellTimes:
+    def _timed(self, cell: NightCell, sides: Mapping[Side, Bundle], samples: Path | None) -> timing.Taken:
         budget = self.config.budget
         task = Task(
             rounds=budget.rounds,
             blocks=budget.most,
             seconds=budget.seconds,
-            sides={side: str(each.path) for side, each in sides.items()},
+            sides={side: str(bundle.path) for side, bundle in sides.items()},
             runtime=cell.program,
             batch=cell.batch,
             # another order in each night and attempt, the same where one is looked into again
@@ -207,55 +194,32 @@ class Measuring:
     def _has_items(self, build: str) -> bool:
         """Whether a cell of the build that is done has brought its items."""
         before = self.store.results(self.job.night)
-        return any((each.build, each.attempt, each.state) == (build, 1, "done") for each in before)
-
-    def _commit(
-        self, cell: NightCell, values: dict[str, Any], bundle: Bundle, found: CellTimes, answered: Answered
-    ) -> None:
-        now = time.monotonic()
-        seconds, self._since = now - self._since, now
-        own: dict[str, Any] = {"night": self.job.night, "attempt": self.job.attempt}
-        self.store.commit(
-            Result.of(
-                cell=cell,
-                **own,
-                **values,
-                content_sha256=bundle.manifest.content_sha256,
-                seconds=seconds,
-                **(machine_now(self.request.target) if self.device is None else self.device.now()),
-            ),
-            found.times(self.job.night, cell.key, self.job.attempt),
-            [Item(build=cell.build, **own, **each) for each in answered.items],
-        )
+        return any((result.build, result.attempt, result.state) == (build, 1, "done") for result in before)
 
 
 def machine_now(target: Target | None = None) -> dict[str, Any]:
-    """`device` and `versions` of a result that was measured here."""
+    """Make `device` and `versions` of a result that was measured here."""
     versions = {"quantkit": __version__, **machine.versions()}
     device: dict[str, Any] = {**machine.device(), "isa": machine.isa(), "threads": machine.cores()}
     if target is not None and target.kind == "gpu":
-        for each in machine.gpus()[0][:1]:
-            device = {**machine.gpu(each["name"]), "sm": each["sm"]}
-            versions["driver"] = each["driver"]
+        for gpu in machine.gpus()[0][:1]:
+            device = {**machine.gpu(gpu["name"]), "sm": gpu["sm"]}
+            versions["driver"] = gpu["driver"]
     return {"device": device, "versions": versions}
 
 
 def _bytes(bundle: Bundle, runtime: str) -> int | None:
-    """Of the weights that a runtime loads."""
+    """Count the bytes of the weights that a runtime loads."""
     return weight_bytes(bundle.manifest.files, folder=folder_of(export_of(runtime))) or None
 
 
 def _config(job: BuildJob) -> Nightly:
-    """As it was when the night began: what it names was there then, on that machine."""
+    """Read it as it was when the night began: what it names was there then, on that machine."""
     config = Nightly.load(job.config, look=False)
     if config.sha256 != job.config_sha256:
-        raise InputError(
-            "nightly-changed",
-            where=job.config,
-            value=f"the file has the hash {config.sha256[:12]}",
-            rule=f"the night {job.night} began with {job.config_sha256[:12]}",
-            remedy="begin another night, or restore the file",
-        )
+        value, remedy = f"the file has the hash {config.sha256[:12]}", "begin another night, or restore the file"
+        rule = f"the night {job.night} began with {job.config_sha256[:12]}"
+        raise InputError("nightly-changed", where=job.config, value=value, rule=rule, remedy=remedy)
     return config
 
 
@@ -277,46 +241,45 @@ class Against:
 def against(
     config: Nightly, cell: NightCell, candidate: Bundle, accepted: Mapping[str, Result], bundles: Bundles
 ) -> Against:
-    """Find and open them.
+    """Find and open what one cell is set against.
 
     Args:
         accepted: cell -> its result of the last night that passed.
         bundles: where those lie.
     """
-    found: dict[Side, Bundle] = {}
+    opened: dict[Side, Bundle] = {}
     missing: dict[Side, str] = {}
-    baseline = config.baseline_of(cell)
-    last = accepted.get(cell.key)
-    places: dict[Side, Path | None] = {}
-    try:
-        if baseline.bundle is not None:
-            places["baseline"] = config.at(baseline.bundle)
-        elif baseline.kind == "release":
-            places["baseline"] = _release(config, candidate.manifest)
-        elif last is not None and last.content_sha256 is not None:
-            places["baseline"] = bundles.holding(last.content_sha256, besides=candidate.path)
-            if places["baseline"] is None:
-                missing["baseline"] = f"the bundle {last.content_sha256[:12]} of night {last.night} is gone"
-    except InputError as problem:
-        missing["baseline"] = problem.line()
-    if config.release is not None and baseline.kind != "release":
-        try:
-            places["release"] = _release(config, candidate.manifest)
-        except InputError as problem:
-            missing["release"] = problem.line()
-    for side, path in places.items():
+    choice, last = config.baseline_of(cell), accepted.get(cell.key)
+    manifest = candidate.manifest
+
+    def baseline() -> Path | None:
+        if choice.bundle is not None:
+            return config.at(choice.bundle)
+        if choice.kind == "release":
+            return _release(config, manifest)
+        if last is None or last.content_sha256 is None:
+            return None
+        path = bundles.holding(last.content_sha256, besides=candidate.path)
         if path is None:
-            continue
+            missing["baseline"] = f"the bundle {last.content_sha256[:12]} of night {last.night} is gone"
+        return path
+
+    def release() -> Path | None:
+        return _release(config, manifest) if config.release is not None and choice.kind != "release" else None
+
+    sides: dict[Side, Any] = {"baseline": baseline, "release": release}
+    for side, find in sides.items():
         try:
-            found[side] = _opened(path, candidate.manifest)
+            if (path := find()) is not None:
+                opened[side] = _opened(path, manifest)
         except QuantkitError as problem:
             missing[side] = problem.line()
-    kind = baseline.kind if "baseline" in found or "baseline" in missing else None
-    return Against(found, kind, missing)
+    kind = choice.kind if "baseline" in opened or "baseline" in missing else None
+    return Against(opened, kind, missing)
 
 
 def _opened(path: Path, candidate: Manifest) -> Bundle:
-    """A bundle whose files are whole, of the candidate's model.
+    """Open a bundle whose files are whole, of the candidate's model.
 
     Raises:
         InputError: those of `Bundle.load`, `hash-mismatch`, `models-differ`.
@@ -331,26 +294,24 @@ def _opened(path: Path, candidate: Manifest) -> Bundle:
 
 
 def _release(config: Nightly, candidate: Manifest) -> Path:
-    """The bundle of the last release that was made by the candidate's recipe for its target.
+    """Find the bundle of the last release that was made by the candidate's recipe for its target.
 
     Raises:
         InputError: `release-missing`; those of `Bundle.load`.
     """
     assert config.release is not None
-    place = config.at(config.release)
+    place, asked = config.at(config.release), _made_by(candidate)
     if (place / MANIFEST).is_file():
         return place
-    asked = _made_by(candidate)
     for path in sorted(place.glob(f"*/{MANIFEST}")):
         if _made_by(Manifest.read(path)) == asked:
             return path.parent
-    raise InputError(
-        "release-missing",
-        where=str(place),
-        value=f"no bundle of {' | '.join(map(str, asked))}",
-        rule="the release holds a bundle of each build, by model, recipe and target",
-        remedy="compile it there from the release, or leave `release` out",
+    value, rule = (
+        f"no bundle of {' | '.join(map(str, asked))}",
+        "it holds a bundle of each build, by model, recipe and target",
     )
+    remedy = "compile it there from the release, or leave `release` out"
+    raise InputError("release-missing", where=str(place), value=value, rule=rule, remedy=remedy)
 
 
 def _made_by(manifest: Manifest) -> tuple[str, object, object]:

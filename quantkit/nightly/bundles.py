@@ -39,16 +39,12 @@ _YOUNG = 2 * 86400.0
 
 @dataclass(frozen=True)
 class Bundles:
-    """See the module.
-
-    Args:
-        root: the folder.
-    """
+    """The folder; see the module."""
 
     root: Path
 
     def make(self, request: Request, progress: Progress) -> tuple[Bundle, bool]:
-        """The bundle of a request, and whether it was there; one process makes it, others wait.
+        """Make or find the bundle of a request, and tell whether it was there; one process makes it, others wait.
 
         Raises:
             InputError, GateError, Stopped: those of `compile_model`.
@@ -64,15 +60,12 @@ class Bundles:
             return self._made(request, inputs, progress), False
 
     def holding(self, content_sha256: str, *, besides: Path | None = None) -> Path | None:
-        """A bundle of that content, the newest; `besides` only if there is no other."""
+        """Find a bundle of that content, the newest; `besides` only if there is no other."""
         found = self._named(f"{content_sha256[:_DIGITS]}-*")
         return next((path for path in found if path != besides), found[0] if found else None)
 
     def prune(self, keep: Collection[str]) -> list[Path]:
-        """Delete the bundles whose content is none of those, and what killed nights left; young ones stay.
-
-        Those that were deleted.
-        """
+        """Delete the bundles whose content is none of those, and what killed nights left; young ones stay."""
         kept = {each[:_DIGITS] for each in keep}
         old = time.time() - _YOUNG
         gone = [path for path in self._named("*-*") if path.name[:_DIGITS] not in kept and path.stat().st_mtime < old]
@@ -108,11 +101,7 @@ class Bundles:
 
 
 def inputs_sha256(request: Request) -> str:
-    """The hash of all that decides what a compile makes.
-
-    Raises:
-        InputError: what opening the model and the calibration set raise.
-    """
+    """Hash all that decides what a compile makes. Raises InputError: as opening the model and the set."""
     recipe = request.recipe.as_dict()
     chosen = recipe["calibration"].pop("set")
     known = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +24,7 @@ from quantkit.model.source.alias import ALIASES, unknown_model
 from quantkit.nightly.records import HERE, ON, SEPARATOR, BaselineKind, NightCell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
 from quantkit.planning import support
+from quantkit.report.kit import words
 from quantkit.stats.decision import ALPHA
 from quantkit.stats.slowdown import BLOCKS, MARGIN, ROUNDS
 
@@ -33,25 +34,19 @@ Batch = Annotated[int, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class Match(Closed):
-    """Cells by their parts: all that are named have to fit; globs, `*-int4`.
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, int) else value
 
-    Args:
-        on: a device; `here` is this machine.
-        batch: one or several.
-    """
+
+class Match(Closed):
+    """Cells by their parts: all that are named have to fit; globs, `*-int4`. `on` is a device, or `here`."""
 
     model: str | None = None
     recipe: str | None = None
     target: str | None = None
     runtime: str | None = None
     on: str | None = None
-    batch: list[Batch] | None = None
-
-    @field_validator("batch", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
-        return [value] if isinstance(value, int) else value
+    batch: Annotated[list[Batch] | None, BeforeValidator(_listed)] = None
 
     @model_validator(mode="after")
     def _names_something(self) -> Self:
@@ -61,9 +56,9 @@ class Match(Closed):
 
     def fits(self, cell: NightCell) -> bool:
         """Whether a cell is meant."""
-        parts = {"model": cell.model, "recipe": cell.recipe, "target": cell.target, "runtime": cell.program}
-        globs = ((getattr(self, name), value) for name, value in {**parts, "on": cell.on or HERE}.items())
-        fitting = all(glob is None or fnmatchcase(value, glob) for glob, value in globs)
+        globs = (self.model, self.recipe, self.target, self.runtime, self.on)
+        parts = (cell.model, cell.recipe, cell.target, cell.program, cell.on or HERE)
+        fitting = all(glob is None or fnmatchcase(part, glob) for glob, part in zip(globs, parts, strict=True))
         return fitting and (self.batch is None or cell.batch in self.batch)
 
 
@@ -119,14 +114,10 @@ class NightGates(NightMargins):
     overrides: list[MarginOverride] = Field(default=[])
 
     def of(self, cell: NightCell) -> NightMargins:
-        """The margins of a cell."""
-        found = {name: getattr(self, name) for name in NightMargins.model_fields}
-        for each in self.overrides:
-            if each.fits(cell):
-                found |= {
-                    name: value for name in NightMargins.model_fields if (value := getattr(each, name)) is not None
-                }
-        return NightMargins(**found)
+        """Find the margins of a cell."""
+        fitting = [override.model_dump(exclude_none=True) for override in self.overrides if override.fits(cell)]
+        margins = self.model_dump() | {name: value for override in fitting for name, value in override.items()}
+        return NightMargins(**{name: margins[name] for name in NightMargins.model_fields})
 
 
 @dataclass(frozen=True)
@@ -135,8 +126,7 @@ class BaselineChoice:
 
     Args:
         kind: `accepted`, its own bundle of the last night that passed; `release`, its build's bundle of the last
-            release; or `bundle`.
-        bundle: its path, as the file has it.
+            release; or `bundle`, whose path stands there as the file has it.
     """
 
     kind: BaselineKind = "accepted"
@@ -144,7 +134,7 @@ class BaselineChoice:
 
     @classmethod
     def read(cls, value: Any) -> BaselineChoice:
-        """Out of `last-accepted`, `release` or `{bundle: PATH}`. Raises ValueError."""
+        """Read `last-accepted`, `release` or `{bundle: PATH}`. Raises ValueError."""
         words: dict[str, BaselineKind] = {"last-accepted": "accepted", "release": "release"}
         if isinstance(value, str) and value in words:
             return cls(words[value])
@@ -248,7 +238,7 @@ class Nightly(Closed):
         return self
 
     def all_models(self) -> list[str]:
-        """Each model once, of the product and besides."""
+        """List each model once, of the product and besides."""
         return list(dict.fromkeys([*self.models, *(each.model for each in self.include)]))
 
     @classmethod
@@ -284,11 +274,11 @@ class Nightly(Closed):
         return found
 
     def cells(self) -> tuple[NightCell, ...]:
-        """All cells, by model, recipe, target, runtime and batch, in the file's order."""
+        """List all cells, by model, recipe, target, runtime and batch, in the file's order."""
         return self._cells
 
     def chosen(self, only: str | None) -> tuple[NightCell, ...]:
-        """The cells whose keys fit a glob; all of them where it is None. Raises InputError `no-such-cells`."""
+        """Choose the cells whose keys fit a glob; all of them where it is None. Raises InputError `no-such-cells`."""
         found = tuple(cell for cell in self._cells if only is None or fnmatchcase(cell.key, only))
         if not found:
             rule = "a glob of cells as the store calls them: model|recipe|target|runtime|batch"
@@ -302,30 +292,27 @@ class Nightly(Closed):
         return self._sha256
 
     def at(self, place: str) -> Path:
-        """The path that a relative one in the file means."""
+        """Find the path that a relative one in the file means."""
         return self._folder / Path(place).expanduser()
 
     def reference(self, name: str) -> str:
-        """A model, recipe, target or set as `quantkit compile` takes it, wherever that is called."""
-        plain = not is_path(name) or name.startswith("hf:")
-        return name if plain else str(self.at(name))
+        """Write a model, recipe, target or set as `quantkit compile` takes it, wherever that is called."""
+        return name if not is_path(name) or name.startswith("hf:") else str(self.at(name))
 
     def baseline_of(self, cell: NightCell) -> BaselineChoice:
-        """What a cell is set against."""
+        """Find what a cell is set against."""
         return self.baselines.get(cell.model, self.baseline)
 
-    def product(self) -> Iterator[tuple[str, str, str, str | None]]:
-        """(model, recipe, target, runtime) of the product, before anything is excluded."""
-        runtimes: list[str | None] = [*self.runtimes] or [None]
-        yield from itertools.product(self.models, self.recipes, self.targets, runtimes)
+    def request(self, model: str, recipe: str, target: str, **others: Any) -> Request:
+        """Make the compile of a build. Raises InputError."""
+        calibration = None if self.calibration is None else self.reference(self.calibration)
+        how: dict[str, Any] = {"recipe": self.reference(recipe), "target": self.reference(target), **others}
+        return Request.of(self.reference(model), calibration=calibration, changes=self.set_, **how)
 
 
 def builds(cells: Iterable[NightCell]) -> dict[str, list[NightCell]]:
-    """Build -> its cells, in order."""
-    found: dict[str, list[NightCell]] = {}
-    for cell in cells:
-        found.setdefault(cell.build, []).append(cell)
-    return found
+    """Group cells by their builds, in order."""
+    return words.by(cells, lambda cell: cell.build)
 
 
 # --- the matrix, checked ---
@@ -337,7 +324,7 @@ _PACKAGE = "nightly runs what installed packages offer: make the file one, as do
 
 
 def _checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
-    """The cells of a matrix.
+    """Make the cells of a matrix.
 
     Raises:
         InputError: something named that is not there; a cell whose target cannot run it; an entry that fits no cell,
@@ -353,11 +340,9 @@ def _checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
     cells = _product(config, where, runtime_of)
     for number, added in enumerate(config.include):
         runtime = runtime_of(added.model, added.recipe, added.target, added.runtime)
-        batches = added.batches or config.batches
-        more = [
-            NightCell(added.model, added.recipe, added.target, _on(runtime, device), batch)
-            for device, batch in itertools.product(config.on, batches)
-        ]
+        parts = added.model, added.recipe, added.target
+        places = itertools.product(config.on, added.batches or config.batches)
+        more = [NightCell(*parts, _on(runtime, device), batch) for device, batch in places]
         if set(more) <= cells.keys():
             raise _idle(f"{where}: include.{number}", "adds no cell")
         cells.update(dict.fromkeys(more))
@@ -370,16 +355,17 @@ def _checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
 
 
 def _product(config: Nightly, where: str, runtime_of: RuntimeOf) -> dict[NightCell, None]:
-    """The cells of the product that are not left out, in order."""
+    """Make the cells of the product that are not left out, in order."""
     used: set[int] = set()
 
     def left_out(cell: NightCell) -> bool:
-        fitting = {number for number, each in enumerate(config.exclude) if each.fits(cell)}
+        fitting = {number for number, match in enumerate(config.exclude) if match.fits(cell)}
         used.update(fitting)
         return bool(fitting)
 
     cells: dict[NightCell, None] = {}
-    for model, recipe, target, asked in config.product():
+    runtimes: list[str | None] = [*config.runtimes] or [None]
+    for model, recipe, target, asked in itertools.product(config.models, config.recipes, config.targets, runtimes):
         # what is left out need not run, so it is not asked which runtime would
         places = [
             (device, batch)
@@ -388,8 +374,8 @@ def _product(config: Nightly, where: str, runtime_of: RuntimeOf) -> dict[NightCe
         ]
         if places:
             runtime = runtime_of(model, recipe, target, asked)
-            found = [NightCell(model, recipe, target, _on(runtime, device), batch) for device, batch in places]
-            cells.update(dict.fromkeys(cell for cell in found if not left_out(cell)))
+            kept = [NightCell(model, recipe, target, _on(runtime, device), batch) for device, batch in places]
+            cells.update(dict.fromkeys(cell for cell in kept if not left_out(cell)))
     for number in range(len(config.exclude)):
         if number not in used:
             raise _idle(f"{where}: exclude.{number}", "fits no cell of the product")
@@ -401,19 +387,11 @@ def _on(runtime: str, device: str) -> str:
 
 
 def _runtimes(config: Nightly, where: str) -> RuntimeOf:
-    """Which runtime a build runs in; InputError where it cannot, or cannot in the one that is asked for."""
+    """Tell which runtime a build runs in; InputError where it cannot, or cannot in the one that is asked for."""
 
-    def found(model: str, recipe: str, target: str, asked: str | None) -> str:
-        kind = kind_of(model)
-        request = Request.of(
-            model,
-            recipe=config.reference(recipe),
-            target=config.reference(target),
-            calibration=None if config.calibration is None else config.reference(config.calibration),
-            changes=config.set_,
-        )
-        if kind is not None:
-            request = with_own_runtime(request, kind)
+    def chosen(model: str, recipe: str, target: str, asked: str | None) -> str:
+        kind, request = kind_of(model), config.request(model, recipe, target)
+        request = request if kind is None else with_own_runtime(request, kind)
         aimed = request.target
         if asked is not None:
             if asked not in aimed.runtimes:
@@ -428,18 +406,13 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
         key = (kind_of(model), recipe, target, asked)
         try:
             if key not in alike:
-                alike[key] = found(model, recipe, target, asked)
+                alike[key] = chosen(model, recipe, target, asked)
         except InputError as error:
-            place = f"{where}: {recipe} on {target}" + (f" in {asked}" if asked else "")
+            place = f"{where}: {recipe} on {target}{f' in {asked}' if asked else ''}"
             instead = f"exclude: [{{recipe: {recipe}, target: {target}{f', runtime: {asked}' if asked else ''}}}]"
-            remedy = _PACKAGE if error.code == "code-not-allowed" else error.remedy
-            raise InputError(
-                error.code,
-                where=f"{place}: {error.where}" if error.where else place,
-                value=error.value,
-                rule=error.rule,
-                remedy="; or: ".join(part for part in (remedy, instead) if part),
-            ) from None
+            remedy = words.joined(_PACKAGE if error.code == "code-not-allowed" else error.remedy, instead, by="; or: ")
+            place = f"{place}: {error.where}" if error.where else place
+            raise InputError(error.code, where=place, value=error.value, rule=error.rule, remedy=remedy) from None
         return alike[key]
 
     return runtime_of
@@ -452,21 +425,16 @@ def _demand_model(config: Nightly, model: str, where: str) -> None:
     if not is_path(model):
         raise unknown_model(model, where=f"{where}: models")
     if not config.at(model).exists():
-        raise InputError(
-            "file-missing",
-            where=f"{where}: models",
-            value=f"{config.at(model)} does not exist",
-            rule="relative paths begin at the folder of the file",
-            remedy="check the path",
-        )
+        value, rule = f"{config.at(model)} does not exist", "relative paths begin at the folder of the file"
+        raise InputError("file-missing", where=f"{where}: models", value=value, rule=rule, remedy="check the path")
 
 
 def _demand_bundles(config: Nightly, where: str) -> None:
     """Refuse a bundle to compare with that is none."""
-    named = {"baseline": config.baseline, **{f"baselines.{name}": each for name, each in config.baselines.items()}}
-    for key, baseline in named.items():
-        if baseline.bundle is not None and not (config.at(baseline.bundle) / MANIFEST).is_file():
-            raise _no_bundle(f"{where}: {key}", config.at(baseline.bundle), "a bundle's folder")
+    choices = {"baseline": config.baseline, **{f"baselines.{name}": each for name, each in config.baselines.items()}}
+    for key, choice in choices.items():
+        if choice.bundle is not None and not (config.at(choice.bundle) / MANIFEST).is_file():
+            raise _no_bundle(f"{where}: {key}", config.at(choice.bundle), "a bundle's folder")
     if config.release is not None:
         place = config.at(config.release)
         if not (place / MANIFEST).is_file() and not any(place.glob(f"*/{MANIFEST}")):

@@ -55,6 +55,8 @@ class Judged:
 
 @dataclass(frozen=True)
 class _Decided:
+    """A comparison and its answer; `repeat` where its time alarmed and has no second run yet."""
+
     asked: NightComparison
     answer: Answer
     because: str
@@ -134,13 +136,13 @@ def _undone(cell: NightCell, result: Result | None) -> NightComparison:
 
 
 def _by_margins(config: Nightly, cells: Sequence[NightCell]) -> dict[NightMargins, list[NightCell]]:
-    """Cells of one build that ask the same of what they share: mostly all of them."""
-    found: dict[NightMargins, list[NightCell]] = {}
-    for cell in cells:
+    """Group cells of one build that ask the same of what they share: mostly all of them."""
+
+    def shared(cell: NightCell) -> NightMargins:
         margins = config.gates.of(cell)
-        shared = NightMargins(accuracy=margins.accuracy, kl=margins.kl, latency=config.gates.latency)
-        found.setdefault(shared, []).append(cell)
-    return found
+        return NightMargins(accuracy=margins.accuracy, kl=margins.kl, latency=config.gates.latency)
+
+    return words.by(cells, shared)
 
 
 def _attempt(rows: Sequence[Taken], number: int) -> list[Taken]:
@@ -207,48 +209,33 @@ def _repeated(
 
 
 def _rows(night: str, decided: Sequence[_Decided]) -> list[StoredDecision]:
-    """One row a cell and column: the gravest of what shares it."""
+    """Make one row a cell and column: the gravest of what shares it."""
     gravest: dict[tuple[str, What], _Decided] = {}
-    for each in decided:
-        for cell in each.asked.cells:
-            key = cell, each.asked.what
-            if key not in gravest or each.gravity < gravest[key].gravity:
-                gravest[key] = each
-    return [_row(night, cell, what, each) for (cell, what), each in gravest.items()]
+    for made in decided:
+        for cell in made.asked.cells:
+            key = cell, made.asked.what
+            if key not in gravest or made.gravity < gravest[key].gravity:
+                gravest[key] = made
+    return [_row(night, cell, what, made) for (cell, what), made in gravest.items()]
 
 
-def _row(night: str, cell: str, what: What, found: _Decided) -> StoredDecision:
-    known = found.decision
-    if known is None:
-        return StoredDecision(night, cell, what, found.answer, n=found.asked.n, because=found.because)
-    counted = found.asked.thing == "size"
-    return StoredDecision(
-        night,
-        cell,
-        what,
-        found.answer,
-        value=known.effect,
-        low=known.ci95[0],
-        high=known.ci95[1],
-        p=None if counted else found.p,
-        p_adjusted=None if counted else known.p_better if found.answer == "better" else known.p_worse,
-        margin=known.margin,
-        smallest=known.detectable,
-        n=found.asked.n,
-        confirmed=found.confirmed,
-        because=found.because,
-    )
+def _row(night: str, cell: str, what: What, made: _Decided) -> StoredDecision:
+    row = StoredDecision(night, cell, what, made.answer, n=made.asked.n, because=made.because)
+    if (known := made.decision) is None:
+        return row
+    low, high = known.ci95
+    row = replace(row, value=known.effect, low=low, high=high, margin=known.margin, smallest=known.detectable)
+    if made.asked.thing == "size":
+        return row
+    adjusted = known.p_better if made.answer == "better" else known.p_worse
+    return replace(row, p=made.p, p_adjusted=adjusted, confirmed=made.confirmed)
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
 
 
 def _because(asked: NightComparison, decision: stats.CellDecision, confirmed: bool | None) -> str:
-    """One sentence.
-
-    Args:
-        confirmed: whether a second run said the same; None where there was none.
-    """
+    """Say it in one sentence; `confirmed` is whether a second run said the same, None where there was none."""
     told = f"{_HEADS[asked.thing]} {_amount(asked.thing, decision.effect)}"
     if asked.thing != "size":
         low, high = (_amount(asked.thing, end) for end in decision.ci95)

@@ -45,11 +45,8 @@ class NightComparison:
     Args:
         cells: keys; those of a build share what is measured once.
         what: column of its decision.
-        thing: what is compared.
-        evidence: None where there is an answer without any.
+        evidence: None where there is an answer without any; `because` says why, else what else a reader must know.
         n: items, or timed steps of the candidate.
-        answer: where there is no evidence.
-        because: why, then; else what else a reader must know.
     """
 
     cells: tuple[str, ...]
@@ -67,32 +64,21 @@ def is_first(result: Result) -> bool:
 
 
 def of_times(result: Result, times: Sequence[Time], margins: NightMargins) -> list[NightComparison]:
-    """Latency, and drift of latency where there is a release.
-
-    Args:
-        result: one attempt at a cell.
-        times: of that attempt.
-    """
-    found = [_timed(result, times, "baseline", margins)]
-    if _has_release(result):
-        found.append(_timed(result, times, "release", margins))
-    return found
+    """Compare latency, and drift of latency where there is a release; `times` are of the result's attempt."""
+    sides: list[Side] = ["baseline", *(["release"] if _has_release(result) else [])]  # type: ignore[list-item]
+    return [_timed(result, times, side, margins) for side in sides]
 
 
 def of_items(results: Sequence[Result], items: Sequence[Item], margins: NightMargins) -> list[NightComparison]:
-    """Accuracy and KL, and drift of accuracy where there is a release.
-
-    Args:
-        results: of cells of one build that share margins.
-    """
-    found = _scored(results, items, "baseline", margins)
-    if _has_release(results[0]) and any(each.side == "release" for each in items):
-        found += _scored(results, items, "release", margins)
-    return found
+    """Compare accuracy and KL of cells of one build that share margins, and drift where there is a release."""
+    compared = _scored(results, items, "baseline", margins)
+    if _has_release(results[0]) and any(item.side == "release" for item in items):
+        compared += _scored(results, items, "release", margins)
+    return compared
 
 
 def of_size(result: Result, margins: NightMargins) -> NightComparison:
-    """Bytes of the candidate's weights: counted, so nothing about them is uncertain."""
+    """Compare the bytes of the weights: counted, so nothing about them is uncertain."""
     cells = (result.cell,)
     if not result.bytes or not result.baseline_bytes:
         answer, why = _nothing(result, "baseline", there=bool(result.bytes))
@@ -121,7 +107,7 @@ def _timed(result: Result, times: Sequence[Time], other: Side, margins: NightMar
 
 
 def paired(times: Sequence[Time], other: Side, where: str) -> tuple[Array, Array, list[int]]:
-    """(candidate, other side) [blocks, 2, burst] in seconds, and how many blocks each round has.
+    """Pair (candidate, other side) [blocks, 2, burst] in seconds, and count the blocks of each round.
 
     Blocks that only one of the two is in are left out: those are against somebody else.
 
@@ -201,7 +187,7 @@ def _all_have(name: str, *sides: Sequence[Item]) -> bool:
 def _asked(
     cells: tuple[str, ...], what: What, thing: Thing, n: int, evidence: Callable[[], Evidence], because: str = ""
 ) -> NightComparison:
-    """A comparison; where what was measured is unusable, a failure of this cell alone."""
+    """Make a comparison; where what was measured is unusable, a failure of this cell alone."""
     try:
         return NightComparison(cells, what, thing, evidence(), n, because=because)
     except InputError as error:
@@ -209,7 +195,7 @@ def _asked(
 
 
 def _nothing(result: Result, other: Side, *, there: bool) -> tuple[Answer, str]:
-    """What is answered, and why, where one side has no data."""
+    """Give the answer, and why, where one side has no data."""
     if not there:
         return "missing", "nothing of the candidate was measured"
     if reason := _flag(result, UNLOADABLE[other]):

@@ -40,11 +40,7 @@ _LOOK = 5.0
 
 @dataclass(frozen=True)
 class Local:
-    """See the module.
-
-    Args:
-        prepare: compiles what a device will measure.
-    """
+    """This machine; `prepare` compiles what a device will measure."""
 
     prepare: Work = prepare
 
@@ -96,10 +92,10 @@ def _side_by_side(queues: Sequence[Sequence[BuildJob]], work: Work, progress: Pr
 
 @dataclass(frozen=True)
 class Ray:
-    """See the module.
+    """A Ray cluster.
 
     Args:
-        address: of the cluster's head; `auto` is the one that this machine belongs to.
+        address: of its head; `auto` is the one that this machine belongs to.
         retries: how often a build begins anew because its node died.
         patience: seconds that a build waits for a node of its target to come, or to come back.
     """
@@ -109,21 +105,11 @@ class Ray:
     patience: float = 60.0
 
     def ready(self) -> None:
-        """See `jobs.Executor`.
-
-        Raises:
-            MissingDependency: ray.
-            InputError: `ray-unreachable`.
-        """
+        """See `jobs.Executor`. Raises MissingDependency: ray; InputError: `ray-unreachable`."""
         _connected(self.address).shutdown()
 
     def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
-        """See `jobs.Executor`.
-
-        Raises:
-            MissingDependency: ray.
-            InputError: `ray-unreachable`.
-        """
+        """See `jobs.Executor`. Raises as `ready`."""
         ray = _connected(self.address)
         try:
             yield from self._run(ray, jobs, work, progress)
@@ -167,13 +153,8 @@ def _outcome(ray: Any, reference: Any, job: BuildJob) -> JobOutcome:
             raise problem.cause from None
         return JobOutcome.of(job, InputError("internal-error", where=job.build, value=_first_line(problem.cause)))
     except ray.exceptions.RayError as problem:
-        lost = InputError(
-            "node-died",
-            where=job.build,
-            value=_first_line(problem),
-            rule="a build whose node dies begins anew, but not for ever",
-            remedy="see `ray status`",
-        )
+        value, rule = _first_line(problem), "a build whose node dies begins anew, but not for ever"
+        lost = InputError("node-died", where=job.build, value=value, rule=rule, remedy="see `ray status`")
         return JobOutcome.of(job, lost)
     return found
 
@@ -183,13 +164,12 @@ def _first_line(problem: BaseException) -> str:
 
 
 def _nowhere(job: BuildJob) -> InputError:
-    return InputError(
-        "no-machine",
-        where=job.build,
-        value=f"no node of the cluster offers {job.place!r}",
-        rule="a build runs on a node whose resources name its target",
-        remedy=f"ray start --resources='{{\"{job.place}\": 1}}'",
+    value, rule = (
+        f"no node of the cluster offers {job.place!r}",
+        "a build runs on a node whose resources name its target",
     )
+    remedy = f"ray start --resources='{{\"{job.place}\": 1}}'"
+    return InputError("no-machine", where=job.build, value=value, rule=rule, remedy=remedy)
 
 
 def _connected(address: str) -> Any:

@@ -42,22 +42,16 @@ _Answers = Mapping[str, Array | None]
 
 @dataclass(frozen=True)
 class Answered:
-    """Items of all sides that were scored on the same data.
-
-    Args:
-        items: without night, build and attempt.
-        flags: of the result.
-    """
+    """Items of all sides that were scored on the same data, without night, build and attempt; flags of the result."""
 
     items: Sequence[Mapping[str, Any]]
     flags: Sequence[str] = ()
 
 
 def answered(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> Answered:
-    """What all sides answered; what prevents it is a flag, not the end of the build.
+    """Collect what all sides answered; what prevents it is a flag, not the end of the build.
 
     Args:
-        bundles: the candidate's, and those that it is set against.
         request: what the candidate was compiled by.
     """
     candidate = bundles[CANDIDATE]
@@ -116,12 +110,8 @@ def _side(bundle: Bundle) -> Compared:
 
 
 def _of_words(items: positions.Items) -> _Answers:
-    return {
-        "correct": items.right_candidate,
-        "kl": items.kl,
-        "logp": -items.nll_candidate,
-        "sequence": items.sequence,
-    }
+    right, logp = items.right_candidate, -items.nll_candidate
+    return {"correct": right, "kl": items.kl, "logp": logp, "sequence": items.sequence}
 
 
 def _words(flip: WordFlip) -> str:

@@ -37,7 +37,6 @@ class BuildJob:
     """A build whose cells are to be measured. Plain data, for other processes and other machines.
 
     Args:
-        night: its name.
         config: path of the `nightly.yaml`.
         config_sha256: of that file when the night began.
         cells: keys, all of one build.
@@ -60,14 +59,9 @@ class BuildJob:
         return NightCell.of(self.cells[0]).build
 
     @property
-    def target(self) -> str:
-        """Where it has to run."""
-        return NightCell.of(self.cells[0]).target
-
-    @property
     def place(self) -> str:
         """What a node of a cluster offers that it can run on."""
-        return self.on or self.target
+        return self.on or NightCell.of(self.cells[0]).target
 
     @property
     def on(self) -> str:
@@ -77,13 +71,7 @@ class BuildJob:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended.
-
-    Args:
-        job: which.
-        state: `missing`: there is no machine for it.
-        error: the five fields, unless it is done.
-    """
+    """How a job ended: `missing` where there is no machine for it; the five fields of the error unless it is done."""
 
     job: BuildJob
     state: Literal["done", "failed", "missing"]
@@ -91,7 +79,7 @@ class JobOutcome:
 
     @classmethod
     def of(cls, job: BuildJob, problem: QuantkitError, state: Literal["failed", "missing"] = "failed") -> JobOutcome:
-        """The outcome of what went wrong."""
+        """Make the outcome of what went wrong."""
         return cls(job, state, problem.as_dict())
 
 
@@ -107,7 +95,7 @@ class Executor(Protocol):
         ...
 
     def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
-        """Every job once, its outcome as it ends.
+        """Run every job once, and give its outcome as it ends.
 
         Raises:
             Stopped: the disk is full. On an interrupt nothing of the jobs is left running.
@@ -172,13 +160,9 @@ def _run(data: Mapping[str, Any], caller: child.Caller) -> None:
 
 def _unexpected(job: BuildJob, problem: Exception) -> InputError:
     last = traceback.extract_tb(problem.__traceback__)[-1]
-    return InputError(
-        "internal-error",
-        where=job.build,
-        value=f"{type(problem).__name__}: {problem}",
-        rule=f"raised in {last.name}, {Path(last.filename).name}:{last.lineno}",
-        remedy="the log has the traceback; please report it",
-    )
+    value, remedy = f"{type(problem).__name__}: {problem}", "the log has the traceback; please report it"
+    rule = f"raised in {last.name}, {Path(last.filename).name}:{last.lineno}"
+    return InputError("internal-error", where=job.build, value=value, rule=rule, remedy=remedy)
 
 
 def _interrupt(*_: object) -> None:

@@ -38,7 +38,7 @@ RowKind = TypeVar("RowKind", bound="Record")
 
 
 def night_id(started: datetime) -> str:
-    """A new night's name: its start in UTC, so that names sort by time, and what tells two that start at once apart.
+    """Name a new night: its start in UTC, so that names sort by time, and what tells two that start at once apart.
 
     `20260102T030405Z-3f2a81`
     """
@@ -72,12 +72,12 @@ class NightCell:
 
     @property
     def key(self) -> str:
-        """What it is called in the store."""
+        """Its name in the store."""
         return f"{self.build}{SEPARATOR}{self.batch}"
 
     @classmethod
     def of(cls, key: str) -> NightCell:
-        """The cell of a key. Raises ValueError for what is none."""
+        """Read a key. Raises ValueError for what is none."""
         try:
             model, recipe, target, runtime, batch = key.split(SEPARATOR)
             return cls(model, recipe, target, runtime, int(batch))
@@ -86,7 +86,7 @@ class NightCell:
 
 
 class Record:
-    """What every table's rows share."""
+    """A row of a table."""
 
     table: ClassVar[str]
 
@@ -97,10 +97,8 @@ class Night(Record):
 
     Args:
         night: its name, see `night_id`.
-        started: in UTC.
         commit: of the repository that the matrix belongs to; None outside of one.
         config_sha256: of the configuration's file.
-        host: the machine's name.
         matrix: keys of the cells that are to be measured.
     """
 
@@ -123,13 +121,10 @@ class Result(Record):
         error: the five fields of the error, of a cell that failed.
         content_sha256: of the candidate's bundle.
         baseline_sha256: of the bundle it was set against; None where there was none yet.
-        baseline_kind: which that is.
         release_sha256: of the last release's bundle, where drift was measured too.
         bytes: of the candidate's weights.
-        baseline_bytes: of the baseline's.
         seconds: that the cell took, compile included.
         attempt: 1, and 2 for the repetition that an alarm asks for.
-        device: that it ran on.
         versions: package -> version, the driver among them.
         flags: what a reader must know before trusting it; a word, or `word: reason`. `reused`: the bundle was;
             `baseline-unloadable`, `release-unloadable`; `accuracy-unscored`.
@@ -161,23 +156,19 @@ class Result(Record):
 
     @classmethod
     def of(cls, night: str, cell: NightCell, state: State, **others: Any) -> Self:
-        """The row of a cell, whose own columns follow from it."""
+        """Make the row of a cell, whose own columns follow from it."""
         return cls(night=night, cell=cell.key, build=cell.build, **dataclasses.asdict(cell), state=state, **others)
 
 
 @dataclass(frozen=True)
 class Time(Record):
-    """One timed iteration, as it was taken.
+    """One timed iteration, as it was taken; clock, temperature and throttling of the device where known.
 
     Args:
         round: rounds have something else between them.
         block: of the round, ABBA or BAAB.
         position: of the iteration in the block, from 0.
-        seconds: that it took.
-        began: when it did, in seconds since 1970 (UTC).
-        clock_hz: of the device, where known.
-        temperature_c: of the device, where known.
-        throttled: whether the device had lowered its clock, where known.
+        began: in seconds since 1970 (UTC).
     """
 
     table: ClassVar[str] = "times"
@@ -202,7 +193,6 @@ class Item(Record):
 
     Args:
         item: its number in the data.
-        correct: whether the answer was right.
         kl: divergence from the float model, in nats.
         logp: logarithm of the probability of what is right.
         sequence: that a next word belongs to, or another cluster (the photograph of a crop); items of one are not
@@ -232,9 +222,7 @@ class StoredDecision(Record):
         what: latency, accuracy, size: against the baseline. kl: the KL from the float model, or the log-perplexity
             where its answer is graver. drift: latency against the last release, or accuracy, likewise.
         value: the effect; above zero is worse. A share of latency, drift and size (0.05 is 5 % more) and of items
-            lost (0.01 is one in a hundred), nats of KL.
-        low: end of its 95 % interval.
-        high: end of its 95 % interval.
+            lost (0.01 is one in a hundred), nats of KL. `low` and `high` are the ends of its 95 % interval.
         p: one-sided, that it is worse (where it is better: that it is better) than the alarm, see `stats.decision`;
             None of what was counted.
         p_adjusted: the same by Holm, across the matrix.
@@ -264,20 +252,16 @@ class StoredDecision(Record):
 
 
 TABLES: tuple[type[Record], ...] = (Night, Result, Time, Item, StoredDecision)
-# table -> column -> `str`, `tuple`, `Mapping`, ..., in order
-_COLUMNS: dict[str, dict[str, Any]] = {}
 
 
-def _columns(kind: type[Record]) -> dict[str, Any]:
-    if kind.table not in _COLUMNS:
-        hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name != "table"}
-        _COLUMNS[kind.table] = {name: _core(hint) for name, hint in hints.items()}
-    return _COLUMNS[kind.table]
+def _columns(kind: Any) -> dict[str, Any]:
+    """Map columns -> `str`, `tuple`, `Mapping`, ..., in order."""
+    return {name: _core(hint) for name, hint in typing.get_type_hints(kind).items() if name != "table"}
 
 
 def _core(annotation: Any) -> Any:
-    parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
-    if types.NoneType in typing.get_args(annotation):
+    parts = typing.get_args(annotation)
+    if types.NoneType in parts:
         return _core(parts[0])
     origin = typing.get_origin(annotation)
     return str if origin is Literal else origin or annotation
@@ -296,25 +280,25 @@ def to_table(kind: type[RowKind], rows: Iterable[RowKind]) -> Any:
     """Make a `pyarrow.Table` of rows. Raises `pyarrow.ArrowInvalid` for a value of another type."""
     import pyarrow as pa
 
+    def stored(value: Any, core: Any) -> Any:
+        if core is not Mapping or value is None:
+            return value
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, default=str)
+
     columns = list(_columns(kind).items())
-    stored = [{name: _stored(getattr(row, name), core) for name, core in columns} for row in rows]
-    return pa.Table.from_pylist(stored, schema=schema(kind))
+    return pa.Table.from_pylist(
+        [{name: stored(getattr(row, name), core) for name, core in columns} for row in rows], schema=schema(kind)
+    )
 
 
 def from_table(kind: type[RowKind], table: Any) -> list[RowKind]:
     """Read the rows of a `pyarrow.Table`, in order."""
-    rows = zip(*(table.column(name).to_pylist() for name in _columns(kind)), strict=True)
-    cores = list(_columns(kind).values())
-    return [kind(*(_loaded(value, core) for value, core in zip(row, cores, strict=True))) for row in rows]
 
+    def loaded(value: Any, core: Any) -> Any:
+        if value is None:
+            return None
+        return tuple(value) if core is tuple else json.loads(value) if core is Mapping else value
 
-def _stored(value: Any, core: Any) -> Any:
-    if core is not Mapping or value is None:
-        return value
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, default=str)
-
-
-def _loaded(value: Any, core: Any) -> Any:
-    if value is None:
-        return None
-    return tuple(value) if core is tuple else json.loads(value) if core is Mapping else value
+    cores = _columns(kind)
+    rows = zip(*(table.column(name).to_pylist() for name in cores), strict=True)
+    return [kind(*(loaded(value, core) for value, core in zip(row, cores.values(), strict=True))) for row in rows]

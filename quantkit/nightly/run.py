@@ -37,17 +37,7 @@ KEPT = 7
 
 @dataclass(frozen=True)
 class Summary:
-    """A night that has ended.
-
-    Args:
-        night: its name.
-        store: its folder.
-        seconds: that this run took.
-        results: of the night, the last attempt of each cell.
-        decisions: of the night.
-        repeated: cells that were measured twice.
-        warnings: of the store.
-    """
+    """A night that has ended: the last attempt of each cell, what was decided, which cells were measured twice."""
 
     night: str
     store: Path
@@ -56,10 +46,6 @@ class Summary:
     decisions: Sequence[StoredDecision]
     repeated: Sequence[str]
     warnings: Sequence[str]
-
-    def counts(self) -> dict[str, int]:
-        """How many decisions there are of each kind."""
-        return dict(Counter(each.answer for each in self.decisions))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has neither NaN nor infinity: they are null."""
@@ -72,7 +58,7 @@ class Summary:
             "store": str(self.store),
             "seconds": self.seconds,
             "cells": cells,
-            "answers": self.counts(),
+            "answers": dict(Counter(decision.answer for decision in self.decisions)),
             "decisions": [plain(asdict(each)) for each in self.decisions],
             "repeated": list(self.repeated),
         }
@@ -91,7 +77,6 @@ def run_night(
 
     Args:
         path: of the `nightly.yaml`.
-        executor: where its builds run.
         resume: go on with the last night of the same file that has cells without a result, or no decisions.
         only: a glob of the keys of cells: the night has these alone.
         work: what each job runs.
@@ -209,9 +194,8 @@ def _resumed(store: Store, config: Nightly, place: Path) -> Night:
             break
     same = [night.night for night in nights if night.config_sha256 == config.sha256]
     value = f"{same[-1]}, the last of this file, is finished" if same else "no night of this file, as it is now"
-    raise InputError(
-        "nothing-to-resume", where=str(place), value=value, remedy="begin one: the same command without --resume"
-    )
+    remedy = "begin one: the same command without --resume"
+    raise InputError("nothing-to-resume", where=str(place), value=value, remedy=remedy)
 
 
 def _stopped(problem: BaseException, store: Store, night: Night, place: Path) -> Stopped:

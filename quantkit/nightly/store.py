@@ -49,12 +49,7 @@ Got = TypeVar("Got")
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The answer of a query.
-
-    Args:
-        columns: their names, in order; a name that comes twice is numbered.
-        rows: their values, as Python's.
-    """
+    """The answer of a query; a column's name that comes twice is numbered."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -69,12 +64,7 @@ class QueryRows:
 
 
 class Store:
-    """Open one with `Store.open`.
-
-    Args:
-        path: its folder.
-        warnings: what is odd, once each.
-    """
+    """A store in its folder; `warnings` say what is odd, once each. Open one with `Store.open`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,13 +85,9 @@ class Store:
         """
         store = cls(Path(path).expanduser())
         if (store.path / _OLD).exists():
-            raise InputError(
-                "store-invalid",
-                where=str(store.path),
-                value=f"a folder of Parquet files ({_OLD}), as earlier versions wrote it",
-                rule=f"a store is one DuckDB file, {FILE}",
-                remedy=f"`mv {store.path} {store.path}.parquet && quantkit nightly run {config}` makes a new one",
-            )
+            value = f"a folder of Parquet files ({_OLD}), as earlier versions wrote it"
+            remedy = f"`mv {store.path} {store.path}.parquet && quantkit nightly run {config}` makes a new one"
+            raise _invalid(store.path, value, f"a store is one DuckDB file, {FILE}", remedy)
         if create and not store.file.exists():
             store._create()
         if not store.file.exists():
@@ -119,8 +105,7 @@ class Store:
             raise InputError("file-unwritable", where=str(self.path), value=reason, remedy="check the path") from None
         if others := [name for name in names if not is_left_over(name) and FILE not in name]:
             value, rule = f"holds {others[0]}, but no {FILE}", "a store has a folder of its own"
-            remedy = "choose an empty folder"
-            raise InputError("store-invalid", where=str(self.path), value=value, rule=rule, remedy=remedy)
+            raise _invalid(self.path, value, rule, "choose an empty folder")
         with self._writing() as database:
             if database.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = 'about'").fetchone():
                 return
@@ -133,13 +118,10 @@ class Store:
         """Refuse a store of another schema."""
         rows = self._reading("FROM about", {}, lambda batches: [row for batch in batches for row in batch.to_pylist()])
         if rows[0]["schema"] > SCHEMA:
-            raise InputError(
-                "store-newer",
-                where=str(self.path),
-                value=f"schema {rows[0]['schema']}, of quantkit {rows[0]['quantkit']}",
-                rule=f"this quantkit {__version__} reads schemas up to {SCHEMA}",
-                remedy="install that version; the store is as it was",
-            )
+            value = f"schema {rows[0]['schema']}, of quantkit {rows[0]['quantkit']}"
+            rule, remedy = f"this quantkit {__version__} reads schemas up to {SCHEMA}", "install that version"
+            remedy += "; the store is as it was"
+            raise InputError("store-newer", where=str(self.path), value=value, rule=rule, remedy=remedy)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -154,10 +136,8 @@ class Store:
             if night.night not in known:
                 _insert(database, Night, [night])
         if later := [name for name in known if name > night.night]:
-            warning = (
-                f"the clock says {night.night}, but {max(later)} is in the store; nights sort by the time they state, "
-                "so this one comes before it"
-            )
+            warning = f"the clock says {night.night}, but {max(later)} is in the store"
+            warning += "; nights sort by the time they state, so this one comes before it"
             self.warnings += [] if warning in self.warnings else [warning]
         return next(row for row in self.nights() if row.night == night.night)
 
@@ -343,13 +323,11 @@ class Store:
                 if "Could not set lock" not in str(error) and not isinstance(error, duckdb.ConnectionException):
                     raise
                 if time.monotonic() > until:
-                    raise InputError(
-                        "store-locked",
-                        where=str(self.path),
-                        value=f"another process has had it for {_WAIT_SECONDS:.0f} s",
-                        rule="one process writes at a time, and alone",
-                        remedy="wait for it or end it; the lock goes with the process",
-                    ) from None
+                    value = f"another process has had it for {_WAIT_SECONDS:.0f} s"
+                    rule, remedy = "one process writes at a time, and alone", "wait for it or end it"
+                    remedy += "; the lock goes with the process"
+                    where = str(self.path)
+                    raise InputError("store-locked", where=where, value=value, rule=rule, remedy=remedy) from None
                 time.sleep(0.02)
         try:
             database.execute("SET GLOBAL timezone = 'UTC'")
@@ -361,8 +339,8 @@ class Store:
             database.close()
 
     def _damaged(self, value: str) -> InputError:
-        rule, remedy = "it is a whole DuckDB file", "restore it from a copy, or move it away and begin anew"
-        return InputError("store-invalid", where=str(self.file), value=value, rule=rule, remedy=remedy)
+        remedy = "restore it from a copy, or move it away and begin anew"
+        return _invalid(self.file, value, "it is a whole DuckDB file", remedy)
 
 
 # of a cell's last night whose decisions let it pass the last attempt
@@ -379,6 +357,10 @@ SELECT results.* FROM results JOIN last ON results.cell = last.cell AND results.
     AND results.attempt = last.which.attempt ORDER BY results.cell
 """
 _TABLES = f"tables: {', '.join(kind.table for kind in TABLES)}"
+
+
+def _invalid(where: Path, value: str, rule: str, remedy: str) -> InputError:
+    return InputError("store-invalid", where=str(where), value=value, rule=rule, remedy=remedy)
 
 
 def _of(night: str | None) -> str:

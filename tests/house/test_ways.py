@@ -19,7 +19,7 @@ OURS = {
     *("quantkit.bundle.build", "quantkit.bundle.bundle", "quantkit.bundle.cached", "quantkit.model.source.hashes"),
     *("quantkit.exporters.tensorrt.timings", "quantkit.runtimes.tensorrt.engine", "quantkit.runtimes.tensorrt.file"),
     *("quantkit.measurement.timing.clocks", "quantkit.measurement.timing.speed", "quantkit.nightly.config"),
-    *("quantkit.nightly.page.site", "quantkit.nightly.bundles", "quantkit.pipeline.engines"),
+    *("quantkit.nightly.page", "quantkit.nightly.bundles", "quantkit.pipeline.engines"),
     *("quantkit.pipeline.reload", "quantkit.pipeline.measure", "quantkit.planning.support"),
     *("quantkit.planning.compiling", "quantkit.report.catalog"),
     *("quantkit.report.kit.html", "quantkit.runtimes.onnxruntime.session", "quantkit.tuning.answer"),

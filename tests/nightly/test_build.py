@@ -111,11 +111,11 @@ def home(made: Path, tmp_path: Path) -> Home:
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that nothing was started for, where a test is about something else."""
 
-    def planted(task: rounds.Task, progress: Any) -> timing.CellTimes:
+    def planted(task: rounds.Task, progress: Any) -> timing.Taken:
         state = {"clock_hz": None, "temperature_c": None, "throttled": None}
         taken = {side: [[[1e-3] * 2] * 2] for side in task.sides}
         turns = {"seconds": taken, "began": taken, "order": [list(task.sides)], "rounds": [1]}
-        return timing.CellTimes([{"round": turn, "state": state, "turns": turns} for turn in (0, 1)])
+        return [{"round": turn, "state": state, "turns": turns} for turn in (0, 1)]
 
     monkeypatch.setattr(timing, "run", planted)
 
@@ -219,7 +219,7 @@ def test_the_last_release_is_a_third_side(home: Home) -> None:
 def test_a_cell_that_fails_is_a_result_and_the_next_goes_on(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     real = timing.run
 
-    def failing(task: rounds.Task, progress: Any) -> timing.CellTimes:
+    def failing(task: rounds.Task, progress: Any) -> timing.Taken:
         if task.batch == 1:
             raise InputError("out-of-memory", where="batch 1", value="2 GB", rule="1 GB is free", remedy="less")
         return real(task, progress)

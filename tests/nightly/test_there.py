@@ -18,11 +18,10 @@ from quantkit.devices.openssh import Lost
 from quantkit.devices.probed import Probed
 from quantkit.errors import InputError, Stopped
 from quantkit.measurement.timing.rounds import Task
-from quantkit.nightly import there
+from quantkit.nightly import timing
 from quantkit.nightly.build import build
 from quantkit.nightly.jobs import BuildJob, JobOutcome, Work
 from quantkit.nightly.run import run_night
-from quantkit.nightly.timing import CellTimes
 from quantkit.pipeline.progress import Progress
 
 TURNS = {
@@ -35,12 +34,12 @@ STATE = {"clock_hz": None, "temperature_c": 40.0, "throttled": False}
 TASK = Task({"candidate": "a", "baseline": "b"}, "onnxruntime", 1, 1, 1, None, 0)
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, link: Planted) -> tuple[there.Timer, CellTimes]:
-    monkeypatch.setattr(there, "_files", lambda bundle, runtime: ("", {}))
-    monkeypatch.setattr(there.Bundle, "load", lambda path: path)
+def timed(monkeypatch: pytest.MonkeyPatch, link: Planted) -> tuple[timing.Timer, timing.Taken]:
+    monkeypatch.setattr(timing, "_files", lambda bundle, runtime: ("", {}))
+    monkeypatch.setattr(timing.Bundle, "load", lambda path: path)
     board: dict[str, Any] = {"machine": "aarch64", "processor": "Cortex", "isa": ["neon"], "cores": 4}
     probed = Probed.model_construct(**board, python="3.12.1", memory=1 << 40, memory_free=1 << 40)
-    timer = there.Timer(reached(link, probed), 10.0)
+    timer = timing.Timer(reached(link, probed), 10.0)
     return timer, timer.run(TASK, lambda share, words: None)
 
 
@@ -50,7 +49,9 @@ def row(**changes: Any) -> tuple[str, list[dict[str, Any]]]:
 
 def test_times_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     timer, found = timed(monkeypatch, Planted(about(), row()))
-    seconds = {side: [each.seconds for each in found.times("n", "c", 1) if each.side == side] for side in TASK.sides}
+    seconds = {
+        side: [each.seconds for each in timing.times(found, "n", "c", 1) if each.side == side] for side in TASK.sides
+    }
     assert seconds == {"candidate": [0.1, 0.2], "baseline": [0.1, 0.2]}
     assert timer.now()["versions"]["numpy"] == "2"
 
@@ -111,7 +112,7 @@ def test_a_device_travels_with_its_job_and_one_that_is_lost_at_once_fails_it(
         raise Lost("device-gone", where=on.name)
         yield
 
-    monkeypatch.setattr(there, "reach", reach)
+    monkeypatch.setattr(timing, "reach", reach)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     known = NamedDevice(name="pi5", address="ssh://pi@pi5:2222", python="/opt/python", workdir="~/here")
     known.save()

@@ -16,7 +16,7 @@ from quantkit.measurement.timing.rounds import Task, measure
 from quantkit.nightly.config import TimeBudget
 from quantkit.nightly.evidence import paired
 from quantkit.nightly.records import Time
-from quantkit.nightly.timing import CellTimes
+from quantkit.nightly.timing import times
 from quantkit.stats.slowdown import BURST, SETTLE
 
 from .conftest import CELLS, FIRST
@@ -53,8 +53,8 @@ def loading(loads: Loads, fails: dict[str, int] | None = None) -> Callable[[str]
 def taken(given: Task, load: Any, look: Callable[[], Clocks] = Clocks) -> tuple[list[Time], list[dict[str, Any]]]:
     # as the parent reads it
     rows = [json.loads(json.dumps(row)) for row in measure(given, load, look)]
-    whole = CellTimes([row for row in rows if "turns" in row])
-    return whole.times(FIRST, CELLS[0].key, 1), [row for row in rows if "turns" not in row]
+    kept = [row for row in rows if "turns" in row]
+    return times(kept, FIRST, CELLS[0].key, 1), [row for row in rows if "turns" not in row]
 
 
 def test_rounds_load_all_sides_anew_and_blocks_pair_them() -> None:

@@ -11,36 +11,34 @@ import numpy as np
 from quantkit.nightly.page import charts, say
 from quantkit.nightly.page.charts import Chart
 from quantkit.nightly.page.data import ANSWERS, SAME, WHATS, Detail, Environment, History, parts
-from quantkit.nightly.records import Result, StoredDecision
+from quantkit.nightly.records import StoredDecision
 from quantkit.report.kit import words
 from quantkit.stats.changes import changes
 
 Array = Any
 # nights that the table lists whatever they were, and of those before as many that were not `same`
 _LATELY, _OTHERS = 30, 30
+_KINDS = {"accepted": "its last night that passed", "release": "the last release", "bundle": "a named bundle"}
 
 
 def page(history: History, at: int, detail: Detail) -> dict[str, Any]:
-    """What the template is filled with."""
+    """Make what the template is filled with."""
     key, nights = history.cells[at], history.of(at)
-    cell = parts(key)
     night = history.nights[int(nights[-1])] if nights.size else None
     code = int(history.answer[at, nights[-1]]) if nights.size else 2
     tone, answer, because = _verdict(history, at, nights, code, detail)
-    result = detail.results[-1] if detail.results else None
     drawn, said = _history(history, at, nights, detail)
+    environments = detail.environments
     return {
-        "cell": cell,
-        "key": key,
-        "title": say.cell(cell),
+        "title": say.cell(parts(key)),
         "tone": tone,
         "answer": answer,
         "because": because,
         "night": night,
         "started": say.when(night) if night else "",
-        "decisions": [_decision(each) for each in sorted(detail.decisions, key=lambda d: WHATS.index(d.what))],
+        "decisions": [_decision(row) for row in sorted(detail.decisions, key=lambda row: WHATS.index(row.what))],
         "days": [say.when(history.nights[i]) for i in nights],
-        "reasons": _reasons([each for each in detail.decisions if each.answer not in ("same", ANSWERS[code])]),
+        "reasons": _reasons([row for row in detail.decisions if row.answer not in ("same", ANSWERS[code])]),
         "charts": drawn,
         "changes": said,
         "strip": charts.answers(history.answer[at, nights]),
@@ -48,107 +46,100 @@ def page(history: History, at: int, detail: Detail) -> dict[str, Any]:
         "flips": detail.flips,
         "flipped": detail.flipped,
         "scores": _scores(detail),
-        "sizes": _sizes(result),
-        "environment": _environment(detail.environments),
-        "updates": _updates(detail.environments),
-        "same_since": detail.environments[-1].night if detail.environments else "",
+        "sizes": _sizes(detail),
+        "environment": _environment(environments),
+        "updates": [(now.night, _difference(old.names, now.names)) for old, now in itertools.pairwise(environments)][
+            ::-1
+        ],
+        "same_since": environments[-1].night if environments else "",
         "errors": detail.errors,
         "failed": detail.failed,
         "table": _table(history, at, nights),
-        "flags": sorted({flag for each in detail.results for flag in each.flags}),
-        "facts": _facts(history, key, night, detail),
+        "flags": sorted({flag for result in detail.results for flag in result.flags}),
+        "facts": _facts(key, night, detail),
     }
 
 
 def _verdict(history: History, at: int, nights: Array, code: int, detail: Detail) -> tuple[str, str, list[str]]:
-    """(tone, sentence, reasons)."""
+    """Give (tone, sentence, reasons)."""
     if not nights.size:
         return "open", "Never measured", ["No night has had this cell yet."]
     name = ANSWERS[code]
     tone = {"worse": "bad", "failed": "bad", "better": "good", "same": "good"}.get(name, "open")
-    of = [each for each in detail.decisions if each.answer == name]
-    told = [f"{say.TITLES[each.what]} {say.value(each.what, each.value)}" for each in of if each.value is not None]
+    of = [row for row in detail.decisions if row.answer == name]
+    told = [f"{say.TITLES[row.what]} {say.value(row.what, row.value)}" for row in of if row.value is not None]
     answer = words.sentence(name) if name == "same" or not told else f"{words.sentence(name)}: {told[0]}"
     reasons = [] if name == "same" else _reasons(of)
     if history.waits[at, int(nights[-1])]:
         reasons.append("It was measured, and nothing was decided of it yet.")
     elif not detail.results:
         reasons.append("The night has no result of this cell: it was not reached, or the night was cut off.")
-    codes = history.answer[at, nights]
-    other = np.flatnonzero(codes != code)
-    row = len(codes) - 1 - int(other[-1]) if other.size else len(codes)
-    if row > 1:
+    if (row := history.in_a_row(at)) > 1:
         reasons.append(f"So for {words.plural(row, 'night')} in a row.")
     return tone, answer, reasons
 
 
 def _reasons(of: Sequence[StoredDecision]) -> list[str]:
-    """Why each was decided as it was; the respects that share a reason in one line, all of them without their names."""
-    found: dict[str, list[str]] = {}
-    for each in of:
-        if each.because:
-            found.setdefault(each.because.rstrip("."), []).append(say.TITLES[each.what])
-    alone = len(found) == 1 and len(of) > 1
-    return [f"{words.sentence(why)}." if alone else f"{', '.join(names)}: {why}." for why, names in found.items()]
+    """Say why each was decided so; the respects that share a reason in one line, all of them without their names."""
+    told = words.by((row for row in of if row.because), lambda row: row.because.rstrip("."))
+    if len(told) == 1 and len(of) > 1:
+        return [f"{words.sentence(why)}." for why in told]
+    return [f"{', '.join(say.TITLES[row.what] for row in rows)}: {why}." for why, rows in told.items()]
 
 
-def _decision(each: StoredDecision) -> dict[str, Any]:
-    confirmed = {True: "yes", False: "no", None: ""}[each.confirmed]
+def _decision(row: StoredDecision) -> dict[str, Any]:
+    known = row.p_adjusted is not None and np.isfinite(row.p_adjusted)
     return {
-        "title": say.TITLES[each.what],
-        "answer": each.answer,
-        "value": say.value(each.what, each.value),
-        "interval": say.interval(each.what, each.low, each.high),
-        "drawn": charts.between(each.low, each.value, each.high, each.margin),
-        "p": words.chance(each.p_adjusted) if each.p_adjusted is not None and np.isfinite(each.p_adjusted) else "–",
-        "margin": say.margin(each.what, each.margin),
-        "smallest": say.margin(each.what, each.smallest),
-        "n": f"{each.n:,}" if each.n is not None else "–",
-        "confirmed": confirmed,
+        "title": say.TITLES[row.what],
+        "answer": row.answer,
+        "value": say.value(row.what, row.value),
+        "interval": say.interval(row.what, row.low, row.high),
+        "drawn": charts.between(row.low, row.value, row.high, row.margin),
+        "p": words.chance(row.p_adjusted or 0.0) if known else "–",
+        "margin": say.margin(row.what, row.margin),
+        "smallest": say.margin(row.what, row.smallest),
+        "n": f"{row.n:,}" if row.n is not None else "–",
+        "confirmed": {True: "yes", False: "no", None: ""}[row.confirmed],
     }
 
 
 def _history(
     history: History, at: int, nights: Array, detail: Detail
 ) -> tuple[list[tuple[str, str, Chart]], list[str]]:
-    """((title, unit, chart) of each respect, what changed in a sentence each)."""
+    """Draw ((title, unit, chart) of each respect, what changed in a sentence each)."""
     days = [say.when(history.nights[i]) for i in nights]
     places = {history.nights[i].night: n for n, i in enumerate(nights.tolist())}
-    updates = [places[each.night] for each in detail.environments[1:] if each.night in places]
+    updates = [places[later.night] for later in detail.environments[1:] if later.night in places]
     drawn: list[tuple[str, str, Chart]] = []
     said: list[str] = []
-    for what in WHATS:
-        decided = history.decided.get(what)
-        if decided is None:
-            continue
-        values, low, high = (each[at, nights] for each in (decided.value, decided.low, decided.high))
+    for what, decided in history.decided.items():
+        values, low, high, margins = (
+            column[at, nights] for column in (decided.value, decided.low, decided.high, decided.margin)
+        )
         if not np.isfinite(values).any():
             continue
-        margins = decided.margin[at, nights]
         margin = float(margins[np.isfinite(margins)][-1]) if np.isfinite(margins).any() else 0.0
         # levels of a ratio, which is never zero; of what is a difference, as it is
         ratio = what in ("latency", "size", "drift")
-        found = changes(1 + values if ratio else values)
-        found = [type(c)(c.index, c.before - ratio, c.after - ratio, c.p) for c in found]
+        levels = changes(1 + values if ratio else values)
+        levels = [type(c)(c.index, c.before - ratio, c.after - ratio, c.p) for c in levels]
         codes = decided.answer[at, nights]
-        chart = charts.respect(what, days, codes, values, low, high, margin, found, updates, len(said) + 1)
+        chart = charts.respect(what, days, codes, values, low, high, margin, levels, updates, len(said) + 1)
         drawn.append((say.TITLES[what], say.UNITS[what], chart))
-        said += [
-            f"{say.TITLES[what]}: from {say.value(what, each.before)} to {say.value(what, each.after)} "
-            f"on {days[each.index][:10]}"
-            for each in found
-        ]
+        for level in levels:
+            ends = f"from {say.value(what, level.before)} to {say.value(what, level.after)}"
+            said.append(f"{say.TITLES[what]}: {ends} on {days[level.index][:10]}")
     return drawn, said
 
 
 def _raw(detail: Detail) -> dict[str, Any] | None:
-    """Drawings of the last night's times."""
+    """Draw the last night's times."""
     raw = detail.raw
     if raw is None or not len(raw.seconds):
         return {"times": None, "notes": [f"All {raw.dropped:,} times are broken"]} if raw and raw.dropped else None
     starts = [0, *(np.flatnonzero(np.diff(raw.round)) + 1).tolist()]
-    found = raw.ratios()
-    margins = [each.margin for each in detail.decisions if each.what == "latency" and each.margin]
+    ratios, sides = raw.ratios(), raw.sides()
+    margins = [row.margin for row in detail.decisions if row.what == "latency" and row.margin]
     notes = []
     if raw.again is not None:
         notes.append(f"From round {raw.again + 1} on it is the second run, which an alarm asks for")
@@ -159,88 +150,66 @@ def _raw(detail: Detail) -> dict[str, Any] | None:
     if raw.temperature:
         notes.append(f"between {raw.temperature[0]:.0f} and {raw.temperature[1]:.0f} °C")
     return {
-        "times": charts.raw(raw.sides(), starts, len(raw.seconds)),
-        "unit": words.time_unit(float(np.median(raw.seconds)))[1],
-        "sides": list(raw.sides()),
-        "medians": [(side, words.moment(float(np.median(seconds)))) for side, (_, seconds) in raw.sides().items()],
-        "ratios": charts.ratios(found, margins[0] if margins else 0.0) if len(found) > 1 else None,
+        "times": charts.raw(sides, starts, len(raw.seconds)),
+        "medians": [(side, words.moment(float(np.median(seconds)))) for side, (_, seconds) in sides.items()],
+        "ratios": charts.ratios(ratios, margins[0] if margins else 0.0) if len(ratios) > 1 else None,
         "notes": notes,
     }
 
 
-def _scores(detail: Detail) -> list[tuple[str, str, str, str, str]]:
-    return [
-        (
-            score.side,
-            f"{score.items:,}",
-            words.or_dash(score.right, lambda v: words.percent(v, 2)),
-            words.or_dash(score.kl, lambda v: words.figure(v, 4)),
-            words.or_dash(score.nll, lambda v: words.figure(v, 4)),
-        )
-        for score in sorted(detail.scores, key=lambda score: score.side != "candidate")
-    ]
+def _scores(detail: Detail) -> list[tuple[str, ...]]:
+    def line(side: str, items: int, right: float | None, *losses: float | None) -> tuple[str, ...]:
+        share = words.or_dash(right, lambda value: words.percent(value, 2))
+        return side, f"{items:,}", share, *(words.or_dash(loss, words.figure) for loss in losses)
+
+    return [line(*score) for score in sorted(detail.scores, key=lambda score: score[0] != "candidate")]
 
 
-def _sizes(result: Result | None) -> list[tuple[str, str]]:
-    if result is None:
-        return []
-    given = (("candidate", result.bytes), ("baseline", result.baseline_bytes))
-    return [(name, f"{words.size(count)} ({count:,} bytes)") for name, count in given if count is not None]
+def _sizes(detail: Detail) -> list[tuple[str, str]]:
+    last = detail.results[-1] if detail.results else None
+    sizes = {} if last is None else {"candidate": last.bytes, "baseline": last.baseline_bytes}
+    return [(name, f"{words.size(count)} ({count:,} bytes)") for name, count in sizes.items() if count is not None]
 
 
 def _difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(name, before, now) of what is another; a dash for what is not there."""
+    """List (name, before, now) of what is another; a dash for what is not there."""
     names = sorted({*before, *now})
     return [(n, before.get(n, "–"), now.get(n, "–")) for n in names if before.get(n) != now.get(n)]
 
 
-def _environment(found: Sequence[Environment]) -> list[tuple[str, str]]:
-    return (
-        sorted(found[-1].names.items(), key=lambda each: (not each[0].startswith("device."), each[0])) if found else []
-    )
-
-
-def _updates(found: Sequence[Environment]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """(night, what changed in it), the last first."""
-    pairs = itertools.pairwise(found)
-    return [(after.night, _difference(before.names, after.names)) for before, after in pairs][::-1]
+def _environment(known: Sequence[Environment]) -> list[tuple[str, str]]:
+    names = known[-1].names if known else {}
+    return sorted(names.items(), key=lambda entry: (not entry[0].startswith("device."), entry[0]))
 
 
 def _table(history: History, at: int, nights: Array) -> dict[str, Any]:
-    """Nights as rows: the last ones, and those before that were not `same`."""
-    whats = [what for what in WHATS if what in history.decided and np.isfinite(history.decided[what].value[at]).any()]
+    """List nights as rows: the last ones, and those before that were not `same`."""
+    shown = {what: row for what, row in history.decided.items() if np.isfinite(row.value[at]).any()}
     codes = history.answer[at, nights]
     older = [n for n in range(len(nights) - _LATELY) if codes[n] != SAME]
     rows = []
     for n in [*range(max(0, len(nights) - _LATELY), len(nights))][::-1] + older[::-1][:_OTHERS]:
         i = int(nights[n])
-        figures = []
-        for what in whats:
-            decided = history.decided[what]
-            between = say.interval(what, decided.low[at, i], decided.high[at, i])
-            figures.append((say.value(what, decided.value[at, i]), between))
+        figures = [
+            (say.value(what, row.value[at, i]), say.interval(what, row.low[at, i], row.high[at, i]))
+            for what, row in shown.items()
+        ]
         rows.append((say.when(history.nights[i]), ANSWERS[codes[n]], figures))
-    return {
-        "head": [say.TITLES[what] for what in whats],
-        "rows": rows,
-        "lately": min(_LATELY, len(nights)),
-        "left": len(nights) - len(rows),
-    }
+    head, lately = [say.TITLES[what] for what in shown], min(_LATELY, len(nights))
+    return {"head": head, "rows": rows, "lately": lately, "left": len(nights) - len(rows)}
 
 
-def _facts(history: History, key: str, night: Any, detail: Detail) -> list[tuple[str, str]]:
-    found = [("cell", key)]
+def _facts(key: str, night: Any, detail: Detail) -> list[tuple[str, str]]:
+    facts = [("cell", key)]
     if night is not None:
-        found += [("night", night.night), ("host", night.host), ("commit", night.commit or "none")]
-        found.append(("sha256 of nightly.yaml", night.config_sha256))
+        facts += [("night", night.night), ("host", night.host), ("commit", night.commit or "none")]
+        facts.append(("sha256 of nightly.yaml", night.config_sha256))
     for result in detail.results[-1:]:
-        kinds = {"accepted": "its last night that passed", "release": "the last release", "bundle": "a named bundle"}
         if result.state == "done":
-            found.append(("set against", kinds.get(result.baseline_kind or "", "nothing yet")))
-        for name in ("content_sha256", "baseline_sha256", "release_sha256"):
-            if value := getattr(result, name):
-                found.append((name, value))
+            facts.append(("set against", _KINDS.get(result.baseline_kind or "", "nothing yet")))
+        hashes = ("content_sha256", "baseline_sha256", "release_sha256")
+        facts += [(name, value) for name in hashes if (value := getattr(result, name))]
         if result.seconds is not None and np.isfinite(result.seconds):
-            found.append(("took", words.duration(result.seconds)))
-        found.append(("attempts", str(len(detail.results))))
-    return found
+            facts.append(("took", words.duration(result.seconds)))
+        facts.append(("attempts", str(len(detail.results))))
+    return facts

@@ -9,9 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -33,8 +32,7 @@ TALL = 100.0
 _FAR = 4.0
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """Words at a place: `left` and `top` in percent of the drawing."""
 
     text: str
@@ -43,16 +41,11 @@ class Label:
     kind: str = ""
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A drawing with what stands around it.
+class Chart(NamedTuple):
+    """A drawing with labels at its left (`ticks`), within it and under it.
 
     Args:
-        svg: the drawing.
         alt: what it shows, in a sentence.
-        ticks: at its left.
-        marks: within it.
-        below: under it.
         readout: what is told of every place across it, as the script wants it.
         tall: its class of height.
     """
@@ -66,75 +59,68 @@ class Chart:
     tall: str = ""
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The upright axis of a drawing.
-
-    Args:
-        low: at the lower edge.
-        high: at the upper edge.
-        height: of the drawing, in its own units.
-    """
+class Scale(NamedTuple):
+    """The upright axis of a drawing, from its lower edge to its upper, in the drawing's own units."""
 
     low: float
     high: float
     height: float = TALL
 
     def places(self, values: Any) -> Array:
-        """Heights from the top, NaN for what is not finite; what lies beyond the axis stands at its end."""
+        """Place heights from the top, NaN for what is not finite; what lies beyond the axis stands at its end."""
         values = np.asarray(values, float)
         found = np.clip(self.height * (self.high - values) / (self.high - self.low), 0.0, self.height)
         return np.where(np.isfinite(values), found, np.nan)
 
     def rule(self, value: float, width: float, kind: str) -> str:
-        """A line across the drawing."""
+        """Draw a line across the drawing."""
         return path(f"M0 {number(float(self.places(value)))}H{width}", kind)
 
     def band(self, margin: float, width: float) -> str:
-        """The effects that are within the margin."""
+        """Draw the effects within the margin."""
         top, bottom = self.places([margin, -margin])
         size = f'width="{width}" height="{number(bottom - top)}"'
         return f'<rect class="band" x="0" y="{number(top)}" {size}/>'
 
     def labels(self, form: Callable[[float], str]) -> list[Label]:
-        """Round numbers beside it."""
+        """Label it with round numbers."""
         return [Label(form(tick), 0, float(self.places(tick))) for tick in ticks(self.low, self.high)]
 
     def beyond(self, values: Array) -> int:
-        """How many values lie outside of it."""
+        """Count how many values lie outside of it."""
         return int((np.isfinite(values) & ((values > self.high) | (values < self.low))).sum())
 
 
 def svg(width: float, height: float, *shapes: str, kind: str = "") -> Markup:
-    """A drawing of shapes. They are made of numbers and this package's own words alone."""
+    """Make a drawing of shapes. They are made of numbers and this package's own words alone."""
     size = f"0 0 {number(width)} {number(height)}"
     body = "".join(shapes)
     return Markup(f'<svg class="{kind}" viewBox="{size}" preserveAspectRatio="none" aria-hidden="true">{body}</svg>')  # noqa: S704
 
 
 def number(value: float) -> str:
-    """As short as a coordinate may be."""
+    """Write it as short as a coordinate may be."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def merged(labels: Sequence[Label], apart: float) -> list[Label]:
-    """Labels in order, those that would stand on each other in one."""
+    """Merge labels in order, those that would stand on each other in one."""
     found: list[Label] = []
     for label in labels:
         if found and label.left - found[-1].left < apart:
-            found[-1] = replace(found[-1], text=f"{found[-1].text}, {label.text}")
+            found[-1] = found[-1]._replace(text=f"{found[-1].text}, {label.text}")
         else:
             found.append(label)
     return found
 
 
 def path(d: str, kind: str) -> str:
-    """A path, if there is anything on it."""
+    """Draw a path, if there is anything on it."""
     return f'<path class="{kind}" d="{d}"/>' if d else ""
 
 
 def line(x: Iterable[float], y: Iterable[float]) -> str:
-    """The `d` of a line with a gap wherever a value is NaN; a value with gaps at both sides is a point."""
+    """Write the `d` of a line with a gap wherever a value is NaN; a value with gaps at both sides is a point."""
     found, drawn = [], False
     for at, value in zip(x, y, strict=True):
         if not math.isfinite(value):
@@ -148,23 +134,18 @@ def line(x: Iterable[float], y: Iterable[float]) -> str:
 
 
 def dots(x: Iterable[float], y: Iterable[float]) -> str:
-    """The `d` of points."""
-    return "".join(
-        f"M{number(a)} {number(b)}h0" for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)
-    )
+    """Write the `d` of points."""
+    return "".join(f"M{number(a)} {number(b)}h0" for a, b in zip(x, y, strict=True) if math.isfinite(a + b))
 
 
 def bars(x: Iterable[float], low: Iterable[float], high: Iterable[float]) -> str:
-    """The `d` of upright lines."""
-    return "".join(
-        f"M{number(at)} {number(a)}V{number(b)}"
-        for at, a, b in zip(x, low, high, strict=True)
-        if math.isfinite(a) and math.isfinite(b)
-    )
+    """Write the `d` of upright lines."""
+    ends = zip(x, low, high, strict=True)
+    return "".join(f"M{number(at)} {number(a)}V{number(b)}" for at, a, b in ends if math.isfinite(a + b))
 
 
 def strip(codes: Array, bottom: float, height: float) -> str:
-    """What was answered, night by night: a bar of its own height and colour each, neighbours that are alike in one."""
+    """Draw what was answered, night by night: a bar of its own height and colour each, like neighbours in one."""
     found: dict[int, list[str]] = {}
     edges = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
     for start, end in itertools.pairwise(edges):
@@ -185,10 +166,8 @@ def reach(values: Sequence[Array], least: float) -> tuple[float, float]:
     low, high = min(low, -least), max(high, least)
     last = [float(each[-1]) for each in values if len(each) and np.isfinite(each[-1])]
     far = _FAR * (high - low)
-    low, high = (
-        min([low, *(max(each, low - far) for each in last)]),
-        max([high, *(min(each, high + far) for each in last)]),
-    )
+    lower, upper = (max(each, low - far) for each in last), (min(each, high + far) for each in last)
+    low, high = min([low, *lower]), max([high, *upper])
     room = 0.08 * (high - low) or abs(high) or 1.0
     return float(low - room), float(high + room)
 
@@ -204,7 +183,7 @@ def ticks(low: float, high: float, least: int = 3) -> list[float]:
 
 
 def months(days: Sequence[str], most: int = 7) -> list[Label]:
-    """Where months begin among days `2026-01-02 03:04`, or days where there are few; as many as there is room for."""
+    """Label where months begin among days `2026-01-02 03:04`, or days where there are few; as many as fit."""
     every = len(days)
     starts = [i for i in range(every) if i == 0 or days[i][:7] != days[i - 1][:7]]
     if every <= 45:
@@ -218,7 +197,7 @@ def months(days: Sequence[str], most: int = 7) -> list[Label]:
 
 
 def spark(values: Array, codes: Array, margin: float) -> Markup:
-    """A cell in the grid: its effect over the last nights within the margin, and below it what was answered."""
+    """Draw a cell in the grid: its effect over the last nights within the margin, and below it what was answered."""
     values, codes = values[-SHORT:], codes[-SHORT:]
     width = max(len(codes), 2)
     far = np.nanmax(np.abs(values)) if np.isfinite(values).any() else 0.0
@@ -232,11 +211,7 @@ def spark(values: Array, codes: Array, margin: float) -> Markup:
 
 
 def lanes(days: Sequence[str], counts: Mapping[str, Array], alt: str) -> Chart:
-    """Counts over nights, a lane a name, each to its own height.
-
-    Args:
-        counts: name -> how many, `[nights]`.
-    """
+    """Draw counts over nights (name -> how many, `[nights]`), a lane a name, each to its own height."""
     shapes, labels, height = [], [], 20.0
     for i, (name, values) in enumerate(counts.items()):
         bottom, most = (i + 1) * height - 1, max(int(values.max()), 1)
@@ -254,7 +229,7 @@ def lanes(days: Sequence[str], counts: Mapping[str, Array], alt: str) -> Chart:
 def spread(
     days: Sequence[str], low: Array, middle: Array, high: Array, called: Array, measured: Array, wrong: Array
 ) -> Chart:
-    """How far ratios of things to themselves were spread, night by night, and on which nights one was called."""
+    """Draw how far ratios of things to themselves were spread, night by night, and on which nights one was called."""
     scale = Scale(*reach([low, high], 0.005))
     x = np.arange(len(days)) + 0.5
     a, b, c = map(scale.places, (low, middle, high))
@@ -285,7 +260,7 @@ def respect(
     updates: Sequence[int] = (),
     first: int = 1,
 ) -> Chart:
-    """One respect of a cell over its nights: effects with their intervals, the margin, levels, what was answered.
+    """Draw one respect of a cell over its nights: effects with their intervals, the margin, levels, what was answered.
 
     Args:
         codes: numbers of their answers.
@@ -338,15 +313,15 @@ def _interval(count: int) -> str:
 
 
 def answers(codes: Array) -> Markup:
-    """What a cell was answered, over all of its nights."""
+    """Draw what a cell was answered, over all of its nights."""
     return svg(max(len(codes), 1), 12, strip(codes, 12, 12), kind="strip")
 
 
 def between(low: float | None, value: float | None, high: float | None, margin: float | None) -> Markup | None:
-    """One interval against its margin, small enough for a table."""
-    given = (low, value, high, margin)
-    low, value, high, margin = (each if each is not None and np.isfinite(each) else None for each in given)
-    known = [each for each in (low, value, high) if each is not None]
+    """Draw one interval against its margin, small enough for a table."""
+    ends = (low, value, high, margin)
+    low, value, high, margin = (end if end is not None and np.isfinite(end) else None for end in ends)
+    known = [end for end in (low, value, high) if end is not None]
     if not known:
         return None
     most = max(*(abs(each) for each in known), 1.6 * (margin or 0.0), 1e-9) * 1.05
@@ -367,10 +342,9 @@ def between(low: float | None, value: float | None, high: float | None, margin: 
 
 
 def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: int) -> Chart:
-    """The times of one night as they were taken.
+    """Draw the times of one night as they were taken: side -> (places in the night's order, seconds).
 
     Args:
-        sides: side -> (places in the order of the night, seconds).
         rounds: places at which a round begins.
     """
     every = np.concatenate([seconds for _, seconds in sides.values()])
@@ -394,7 +368,7 @@ def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: 
 
 
 def ratios(found: Array, margin: float) -> Chart:
-    """The candidate's fastest step of each block over the baseline's fastest, in the order of the blocks."""
+    """Draw the candidate's fastest step of each block over the baseline's fastest, in the order of the blocks."""
     values = found - 1
     first, third = np.quantile(values, (0.25, 0.75))
     far = 5 * (third - first) + margin

@@ -35,13 +35,11 @@ WHATS: tuple[What, ...] = get_args(What)
 
 @dataclass(frozen=True)
 class NightAnswers:
-    """What was decided in one respect.
+    """What was decided in one respect, each `[cells, nights]`.
 
     Args:
-        answer: numbers of `ANSWERS`, `[cells, nights]`.
+        answer: numbers of `ANSWERS`.
         value: the effects, above zero is worse; NaN where there is none.
-        low: end of their intervals.
-        high: end of their intervals.
         margin: the least effect that counts.
     """
 
@@ -76,22 +74,19 @@ class History:
     waits: Array
     notes: list[str]
 
-    @property
-    def last(self) -> Array:
-        """The number of each cell's last night; -1 for a cell that no night has had."""
-        planned = self.answer != NONE
-        count = planned.shape[1]
-        if not count:
-            return np.full(len(self.cells), -1)
-        return np.where(planned.any(axis=1), count - 1 - np.argmax(planned[:, ::-1], axis=1), -1)
-
     def of(self, cell: int) -> Array:
-        """The numbers of a cell's nights, in order."""
+        """Number a cell's nights, in order."""
         return np.flatnonzero(self.answer[cell] != NONE)
+
+    def in_a_row(self, cell: int) -> int:
+        """Count the last nights on which a cell was answered alike."""
+        codes = self.answer[cell, self.of(cell)]
+        other = np.flatnonzero(codes != codes[-1]) if codes.size else codes
+        return len(codes) - 1 - int(other[-1]) if other.size else len(codes)
 
 
 def parts(key: str) -> NightCell:
-    """The cell of a key; of a key that is none, one whose model is called like it."""
+    """Read a key; of a key that is none, a cell whose model is called like it."""
     try:
         return NightCell.of(key)
     except ValueError:
@@ -156,8 +151,7 @@ def read(store: Store, *, now: datetime | None = None) -> History:
     ((broken,),) = store.query(_BROKEN).rows
     if broken:
         notes.append(f"{words.plural(broken, 'decision')} with a figure that is NaN or infinite: it is left out")
-    current = np.flatnonzero(answer[:, -1] != NONE) if nights else ()
-    shown = [cells[i] for i in current]
+    shown = [cells[i] for i in np.flatnonzero(answer[:, -1] != NONE)] if nights else []
     return History(nights, cells, shown, answer, decided, itself, waits & (worst == NONE), notes)
 
 
@@ -170,18 +164,16 @@ WHERE NOT (isfinite(coalesce(value, 0)) AND isfinite(coalesce(low, 0)) AND isfin
 
 
 def _nights(store: Store, notes: list[str]) -> list[Night]:
-    """All nights; of one whose own row is gone what its name tells, for what was measured in it is there."""
+    """Read all nights; of one whose own row is gone what its name tells, for what was measured in it is there."""
     known = {night.night: night for night in store.nights()}
     there = store.query("SELECT DISTINCT night FROM results UNION SELECT DISTINCT night FROM decisions").rows
     for (name,) in sorted(there):
-        if name in known:
-            continue
-        if not NIGHT_ID.fullmatch(name):
+        if name not in known and not NIGHT_ID.fullmatch(name):
             notes.append(f"{name} is no name of a night; its rows are left out")
-            continue
-        started = datetime.strptime(name[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
-        known[name] = Night(name, started, None, "", "", ())
-        notes.append(f"{name} has results, but the row that says what it was to measure is gone")
+        elif name not in known:
+            started = datetime.strptime(name[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+            known[name] = Night(name, started, None, "", "", ())
+            notes.append(f"{name} has results, but the row that says what it was to measure is gone")
     return [known[name] for name in sorted(known)]
 
 
@@ -189,17 +181,11 @@ def _clocks(nights: Sequence[Night], now: datetime | None) -> list[str]:
     notes = []
     for before, after in itertools.pairwise(nights):
         if after.started < before.started:
-            notes.append(
-                f"{after.night} states {after.started.astimezone(UTC):%Y-%m-%d %H:%M}, which is before "
-                f"{before.night}: a clock was wrong; nights stand in the order of their names"
-            )
-    if now is not None:
-        notes += [
-            f"{night.night} lies in the future: a clock was wrong, and it stands last until then"
-            for night in nights
-            if night.started > now
-        ]
-    return notes
+            states = f"{after.night} states {after.started.astimezone(UTC):%Y-%m-%d %H:%M}"
+            order = "a clock was wrong; nights stand in the order of their names"
+            notes.append(f"{states}, which is before {before.night}: {order}")
+    late = [night.night for night in nights if now is not None and night.started > now]
+    return notes + [f"{name} lies in the future: a clock was wrong, and it stands last until then" for name in late]
 
 
 # --- a cell ---
@@ -220,15 +206,8 @@ class ItemFlip:
     texts: Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Score:
-    """How one side answered: its items, the share that is right, mean KL and mean of −log p, None where not known."""
-
-    side: str
-    items: int
-    right: float | None
-    kl: float | None
-    nll: float | None
+# how one side answered: its name, items, share that is right, mean KL, mean of −log p; None where not known
+Score = tuple[str, int, float | None, float | None, float | None]
 
 
 @dataclass(frozen=True)
@@ -256,12 +235,12 @@ class Raw:
     again: int | None = None
 
     def sides(self) -> dict[str, tuple[Array, Array]]:
-        """Side -> (places in the order, seconds)."""
+        """Map side -> (places in the order, seconds)."""
         names = [name for name in ("baseline", "candidate", "release") if (self.side == name).any()]
         return {name: (np.flatnonzero(self.side == name), self.seconds[self.side == name]) for name in names}
 
     def ratios(self) -> Array:
-        """The candidate's fastest step over the baseline's, of the blocks that have both."""
+        """Divide the candidate's fastest step by the baseline's, of the blocks that have both."""
         fastest = []
         for name in ("candidate", "baseline"):
             best = np.full(int(self.block.max(initial=-1)) + 1, np.inf)
@@ -282,15 +261,10 @@ class Environment:
 
 @dataclass
 class Detail:
-    """Of one cell.
+    """Of one cell: results (an attempt each), decisions, times, flips and scores of its last night.
 
     Args:
-        results: of its last night, an attempt each.
-        decisions: of its last night.
-        raw: times of its last night; None where there are none.
-        flips: of its build in its last night.
-        flipped: how many there are in all: lost, won.
-        scores: of its build in its last night.
+        flipped: how many flips there are in all: lost, won.
         environments: each that differs from the one before, in the order of the nights.
         errors: (night, attempt, error), the last first.
         failed: how many errors there are in all.
@@ -308,27 +282,26 @@ class Detail:
 
 
 def details(store: Store, history: History) -> dict[str, Detail]:
-    """Cell -> what its page tells of it."""
-    found = {key: Detail() for key in history.cells}
+    """Read cell -> what its page tells of it."""
+    made = {key: Detail() for key in history.cells}
     for night, cell, attempt, error in store.query(
         "SELECT night, cell, attempt, error FROM results WHERE error IS NOT NULL ORDER BY night DESC, attempt DESC"
     ).rows:
-        detail = found[cell]
+        detail = made[cell]
         detail.failed += 1
         if len(detail.errors) < ERRORS:
             detail.errors.append((night, attempt, {str(k): str(v) for k, v in json.loads(error).items()}))
     for night, cell, versions, device in store.query(_ENVIRONMENTS).rows:
-        environments = found[cell].environments
+        environments = made[cell].environments
         # a night that failed early does not tell all; what it is silent on is as it was
         before = environments[-1].names if environments else {}
         names = {**before, **_names(versions, device)}
         if names != before:
             environments.append(Environment(night, names))
-    last = history.last
-    for at in sorted(set(last.tolist()) - {-1}):
-        members = [key for i, key in enumerate(history.cells) if last[i] == at]
-        _night(store, history.nights[at].night, {key: found[key] for key in members})
-    return found
+    last = {key: nights[-1] for i, key in enumerate(history.cells) if (nights := history.of(i)).size}
+    for at, keys in words.by(last, lambda key: int(last[key])).items():
+        _night(store, history.nights[at].night, {key: made[key] for key in keys})
+    return made
 
 
 # of each cell the nights on which something is another than on the night before
@@ -368,36 +341,30 @@ def _night(store: Store, night: str, members: Mapping[str, Detail]) -> None:
             detail.decisions.append(decision)
     for cell, raw in _times(store, night, members).items():
         members[cell].raw = raw
-    scores: dict[str, list[Score]] = defaultdict(list)
-    for build, *score in store.query(_SCORES, night=night).rows:
-        scores[build].append(Score(*score))
+    scores = words.by(store.query(_SCORES, night=night).rows, lambda row: row[0])
     counts = {build: (lost, won) for build, lost, won in store.query(_COUNTS, night=night).rows}
     flips = _flips(store.query(_FLIPPED, night=night).rows)
     for cell, build in builds.items():
         detail = members[cell]
-        detail.scores = scores.get(build, [])
-        every = flips.get(build, [])
-        lost, won = [each for each in every if each.lost], [each for each in every if not each.lost]
+        detail.scores = [row[1:] for row in scores.get(build, [])]
+        lost, won = ([flip for flip in flips.get(build, []) if flip.lost == side] for side in (True, False))
         detail.flips = lost[:EXAMPLES] + won[:EXAMPLES]
         detail.flipped = counts.get(build, (len(lost), len(won)))
 
 
 def _flips(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[ItemFlip]]:
-    """Build -> the items that flipped and have a text."""
-    sides: dict[tuple[str, int], dict[str, tuple[bool | None, str]]] = defaultdict(dict)
-    for build, item, side, correct, text in rows:
-        sides[build, item][side] = correct, text
-    found: dict[str, list[ItemFlip]] = defaultdict(list)
-    for (build, item), given in sides.items():
-        right = {side: correct for side, (correct, _) in given.items()}
+    """Find build -> the items that flipped and have a text."""
+    flips: dict[str, list[ItemFlip]] = defaultdict(list)
+    for (build, item), of_item in words.by(rows, lambda row: row[:2]).items():
+        right = {side: correct for _, _, side, correct, _ in of_item}
         mine = right.get("candidate", None if "baseline" not in right else not right["baseline"])
         if mine is None or right.get("baseline", not mine) == mine:
             continue
-        texts = [(side, text) for side, (_, text) in sorted(given.items())]
+        texts = sorted((side, text) for _, _, side, _, text in of_item)
         if len({text for _, text in texts}) == 1:
             texts = [("", texts[0][1])]
-        found[build].append(ItemFlip(item, not mine, texts))
-    return found
+        flips[build].append(ItemFlip(item, not mine, texts))
+    return flips
 
 
 # rounds and blocks of all attempts are numbered through
@@ -410,7 +377,7 @@ FROM times WHERE night = $night ORDER BY cell, attempt, times.round, times.block
 
 
 def _times(store: Store, night: str, members: Mapping[str, Detail]) -> dict[str, Raw]:
-    """The iterations of a night by cell."""
+    """Read the iterations of a night by cell."""
     table = store.arrow(_TIMES, night=night)
     cells = table.column("cell").combine_chunks().dictionary_encode()
     codes = cells.indices.to_numpy()
@@ -426,10 +393,7 @@ def _times(store: Store, night: str, members: Mapping[str, Detail]) -> dict[str,
         degrees = warm[np.isfinite(warm)]
         later = np.flatnonzero(here["attempt"] > 1)
         taken[cell] = Raw(
-            side=here["side"][sound],
-            block=here["block"][sound],
-            round=here["round"][sound],
-            seconds=here["seconds"][sound],
+            **{name: here[name][sound] for name in ("side", "block", "round", "seconds")},
             dropped=int((~sound).sum()),
             throttled=int(here["throttled"].sum()),
             temperature=(float(degrees.min()), float(degrees.max())) if degrees.size else None,
@@ -439,10 +403,7 @@ def _times(store: Store, night: str, members: Mapping[str, Detail]) -> dict[str,
 
 
 def _names(versions: str, device: str) -> dict[str, str]:
-    """Packages and what is known of the device in one list."""
-    found = {f"device.{name}": _plain(value) for name, value in json.loads(device or "{}").items()}
-    return found | {name: _plain(value) for name, value in json.loads(versions or "{}").items()}
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """List packages and what is known of the device together."""
+    known = {f"device.{name}": value for name, value in json.loads(device or "{}").items()}
+    known |= json.loads(versions or "{}")
+    return {name: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for name, v in known.items()}

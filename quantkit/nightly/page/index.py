@@ -22,7 +22,6 @@ from quantkit.nightly.page.data import (
     MISSING,
     NONE,
     SAME,
-    WHATS,
     WORSE,
     Detail,
     History,
@@ -44,9 +43,6 @@ class CellTile:
     """One cell in the grid.
 
     Args:
-        cell: what it is.
-        key: in the store.
-        href: of its page.
         answer: the last one.
         what: the respect that the answer is from, where that is not latency.
         effect: in that respect, as text.
@@ -163,7 +159,6 @@ def _tile(history: History, at: int, key: str) -> CellTile:
     known = latency.value[at, nights] if latency else empty
     margins = latency.margin[at, nights] if latency else empty
     margins = margins[np.isfinite(margins)]
-    other = np.flatnonzero(codes != code)
     return CellTile(
         parts(key),
         key,
@@ -171,7 +166,7 @@ def _tile(history: History, at: int, key: str) -> CellTile:
         ANSWERS[code],
         "" if what == "latency" else what,
         say.value(what, effect) if effect is not None else "–",
-        len(codes) - 1 - int(other[-1]) if other.size else len(codes),
+        history.in_a_row(at),
         charts.spark(known, codes, float(margins[-1]) if margins.size else 0.02),
         (float(code), -excess),
     )
@@ -180,11 +175,9 @@ def _tile(history: History, at: int, key: str) -> CellTile:
 def _reason(history: History, at: int, night: int, code: int) -> tuple[What, float | None, float]:
     """(the respect that an answer is from, its effect, effect over margin): the one farthest beyond its margin."""
     found: list[tuple[float, What, float | None]] = []
-    for what in WHATS:
-        decided = history.decided.get(what)
-        if decided is None or night < 0 or decided.answer[at, night] == NONE:
-            continue
-        if code != SAME and decided.answer[at, night] != code:
+    for what, decided in history.decided.items() if night >= 0 else ():
+        own = decided.answer[at, night]
+        if own == NONE or code not in (SAME, own):
             continue
         value, margin = float(decided.value[at, night]), float(decided.margin[at, night])
         excess = value / margin if np.isfinite(value) and margin > 0 else 0.0
@@ -237,11 +230,8 @@ def _options(tiles: Sequence[CellTile], name: str) -> list[str]:
 
 def _groups(tiles: Sequence[CellTile]) -> list[TargetGroup]:
     """Targets, in each the rows, the worst first: a row is as bad as its worst cell."""
-    by_target: dict[str, list[CellTile]] = {}
-    for tile in tiles:
-        by_target.setdefault(tile.cell.target, []).append(tile)
     found = []
-    for target, members in by_target.items():
+    for target, members in words.by(tiles, lambda tile: tile.cell.target).items():
         columns = sorted({(tile.cell.runtime, tile.cell.batch) for tile in members})
         several = len({runtime for runtime, _ in columns}) > 1
         names = [f"{runtime} · {batch}" if several else f"batch {batch}" for runtime, batch in columns]

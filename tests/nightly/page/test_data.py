@@ -36,7 +36,7 @@ def test_the_worst_answer_of_each_night_in_the_order_of_their_names(story: Store
     assert answers(found, AWAY.key) == [None, "missing", "missing"]
     assert answers(found, HOSTILE.key) == [None, "better", "inconclusive"]
     assert answers(found, RETIRED.key) == ["same", None, None]
-    assert found.last[found.cells.index(RETIRED.key)] == 0
+    assert found.of(found.cells.index(RETIRED.key)).tolist() == [0]
     assert sorted(found.current) == sorted(cell.key for cell in NOW)
 
 
@@ -140,7 +140,7 @@ def test_flips_are_what_one_side_has_right_and_the_other_wrong(store: Store) -> 
         (2, False, [("", "same words")]),
     ]
     assert found.flipped == (2, 1)  # one has no text
-    assert [(each.side, each.items, each.right) for each in found.scores] == [
+    assert [score[:3] for score in found.scores] == [
         ("baseline", 4, 0.75),
         ("candidate", 5, 0.5),
     ]
