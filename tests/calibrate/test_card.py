@@ -103,9 +103,8 @@ def test_missing_split_and_missing_file(tmp_path):
         card.read("tune")
     assert caught.value.code == "calibration-split"
     (tmp_path / "eval.txt").unlink()
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"\[file-missing\]"):
         card.read("eval")
-    assert caught.value.code == "file-missing"
 
 
 @pytest.mark.parametrize("name", content.names("calibration"))

@@ -189,12 +189,6 @@ def test_what_cannot_be_read(tmp_path, own_text, byte_tokenizer):
     refused("calibration-split", tmp_path / "changed", "tune", tokenizer=byte_tokenizer)
 
 
-def test_the_shipped_set(byte_tokenizer):
-    first, again = (load("prose-en", "eval", tokenizer=byte_tokenizer, samples=12, tokens=512) for _ in range(2))
-    assert first.sha256 == again.sha256
-    assert first.items == 6132
-
-
 def test_random_tokens_are_drawn_from_the_vocabulary_by_seed_and_score_nothing():
     found = load("random-tokens", samples=8, tokens=64, vocab_size=1000)
     assert found.ids.shape == (8, 64)
@@ -202,9 +196,8 @@ def test_random_tokens_are_drawn_from_the_vocabulary_by_seed_and_score_nothing()
     assert 950 < int(found.ids.max()) < 1000
     assert found.sha256 == load("random-tokens", samples=8, tokens=64, vocab_size=1000).sha256
     assert found.sha256 != load("random-tokens", samples=8, tokens=64, vocab_size=1000, seed=1).sha256
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"\[calibration-random\]"):
         load("random-tokens", "eval")
-    assert caught.value.code == "calibration-random"
 
 
 # --- what sequences begin with ----------------------------------------------------------------------------------------

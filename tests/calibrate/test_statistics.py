@@ -130,13 +130,6 @@ def test_changing_a_weight_in_a_visit_changes_what_later_stages_see(name: str) -
         assert relative(results[2][group], hessian) < 1e-5
 
 
-@pytest.mark.parametrize("chunk", [5, 2])
-def test_the_same_bits_twice(chunk: int) -> None:
-    first, second = collected(stats("llama", chunk)), collected(stats("llama", chunk))
-    for group, seen in first.items():
-        assert torch.equal(seen.hessian, second[group].hessian)
-
-
 def test_the_number_of_threads_changes_no_sum() -> None:
     x = torch.randn(300, 16, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()

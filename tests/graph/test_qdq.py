@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from small_graph import Small
 
 from quantkit.errors import InputError
 from quantkit.graph import integer
@@ -204,8 +205,8 @@ def test_ranges_hold_zero_and_what_was_seen(model: ir.Model) -> None:
     x = networks.images(8)
     assert ranges["images"].low <= x.min() + ranges["images"].scale
     assert ranges["images"].high >= x.max() - ranges["images"].scale
-    for end, before in place.bounds.items():
-        assert ranges[end].low == 0.0, f"{before} is clipped at 0"
+    for end, clipped in place.bounds.items():
+        assert ranges[end].low == 0.0, f"{clipped} is clipped at 0"
     rounded = solve.rounded(x, ranges["images"])
     assert np.abs(rounded - x).max() <= 0.51 * ranges["images"].scale + 1e-6
 
@@ -295,3 +296,37 @@ def test_a_bound_that_was_meant_to_be_none_is_none() -> None:
     low = "l = Constant <value_float = -3.4028234663852886e38> () h = Constant <value_float = 0.5> () "
     body = low + conv("a", "x", "w0") + "c = Clip (a, l, h) " + conv("y", "c", "w1")
     assert made_of(graph(body, weights=2))[1] < 0.03
+
+
+def test_products_and_skip_connections() -> None:
+    small = Small()
+    x = small.input("x", "n", 4, 6, 6)
+    skip = small.op("Relu", x)
+    conv = small.op("Conv", skip, small.normal(4, 4, 1, 1))
+    summed = small.op("Add", conv, skip)
+    pooled = small.op("Flatten", small.op("GlobalAveragePool", summed))
+    model = small.model(small.op("Gemm", pooled, small.normal(4, 3)))
+    placed = placement.before(model, sites(model))
+    # the sum's other input is read by the convolution already; what is pooled has none, what Gemm reads has
+    assert placed.tensors == (skip.name, pooled.name)
+    assert (placed.same, placed.bounds) == ({}, {})
+
+
+def test_one_of_two_convolutions_that_are_summed() -> None:
+    small = Small()
+    x = small.input("x", "n", 4, 6, 6)
+    left, right = (small.op("Conv", x, small.normal(4, 4, 1, 1)) for _ in range(2))
+    model = small.model(small.op("Add", left, right))
+    assert placement.before(model, sites(model)).tensors == ("x", left.name)
+
+
+def test_sums_of_what_is_kept_and_of_constants_have_none() -> None:
+    small = Small()
+    x = small.input("x", "n", 4, 6, 6)
+    kept = small.op("Conv", x, small.normal(4, 4, 1, 1))
+    summed = small.op("Add", kept, small.op("Relu", x))
+    last = small.op("Conv", small.op("Add", summed, small.normal(1, 4, 1, 1)), small.normal(2, 4, 1, 1))
+    model = small.model(last)
+    found = sites(model)
+    chosen = [site for site in found if site.output == last.name]
+    assert placement.before(model, chosen).tensors == (chosen[0].input,)

@@ -7,8 +7,7 @@ import torch
 import zoo
 from planted_pass import run
 
-from quantkit.formats import QuantTensor, load_format
-from quantkit.formats import joined as fuse
+from quantkit.formats import QuantTensor, joined, load_format
 from quantkit.passes import load_pass
 from quantkit.scheme import WeightScheme
 
@@ -28,16 +27,10 @@ def test_one_product_gives_what_three_gave(name: str, granularity: str, symmetri
     group = 16 if granularity == "group" else None
     scheme = WeightScheme(format=name, granularity=granularity, group=group, symmetric=symmetric)  # type: ignore[arg-type]
     parts = [quantized(scheme, rows, rows) for rows in (64, 32, 1)]
-    whole = fuse(parts)
+    whole = joined(parts)
     form = load_format(name)
-    assert whole.shape == (97, 64)
-    assert whole.scheme == scheme
+    assert (whole.shape, whole.scheme) == ((97, 64), scheme)
     assert torch.equal(form.dequantize(whole), torch.cat([form.dequantize(part) for part in parts]))
-    x = torch.randn(5, 64, dtype=torch.float64)
-    apart = torch.cat([x @ form.dequantize(part).double().T for part in parts], dim=1)
-    assert torch.equal(x @ form.dequantize(whole).double().T, apart) or torch.allclose(
-        x @ form.dequantize(whole).double().T, apart, rtol=1e-12
-    )
     # bytes add up, too
     assert torch.equal(form.pack(whole.codes), torch.cat([form.pack(part.codes) for part in parts]))
 
@@ -45,10 +38,10 @@ def test_one_product_gives_what_three_gave(name: str, granularity: str, symmetri
 def test_what_cannot_be_one_is_refused() -> None:
     four, eight = WeightScheme(format="int4"), WeightScheme(format="int8")
     with pytest.raises(ValueError, match="one scheme"):
-        fuse([quantized(four, 3, 0), quantized(eight, 3, 1)])
+        joined([quantized(four, 3, 0), quantized(eight, 3, 1)])
     whole = WeightScheme(format="int8", granularity="tensor")
     with pytest.raises(ValueError, match="scales for every row"):
-        fuse([quantized(whole, 3, 0), quantized(whole, 3, 1)])
+        joined([quantized(whole, 3, 0), quantized(whole, 3, 1)])
 
 
 def test_marked_where_a_destination_gains() -> None:
@@ -60,17 +53,14 @@ def test_marked_where_a_destination_gains() -> None:
             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             ("mlp.gate_proj", "mlp.up_proj"),
         ]
-        fuse([block.tensors[name] for name in block.fusions[0]])
+        joined([block.tensors[name] for name in block.fusions[0]])
 
 
-def test_declined_where_none_gains() -> None:
+def test_declined_where_none_gains_or_all_is_fused_already() -> None:
     blocks, outcomes = run(zoo.tiny("llama"), zoo.ids(2, 8), RTN, FUSE)
     assert not any(block.fusions for block in blocks)
     assert [[each.code for each in outcome.decisions] for outcome in outcomes] == [["nothing-to-do"]] * 3
     assert "loads q_proj, k_proj, v_proj apart" in outcomes[0].decisions[0].reason
-
-
-def test_declined_where_all_is_fused_already() -> None:
     _, outcomes = run(zoo.tiny("phi3"), zoo.ids(2, 8), RTN, FUSE, fuses=True)
     assert outcomes[0].decisions[0].reason == "no two quantized linears share an input"
 

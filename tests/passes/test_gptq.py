@@ -110,27 +110,6 @@ def test_damping_that_had_to_be_raised_is_recorded() -> None:
     assert not enough.decisions
 
 
-def test_inputs_that_are_always_zero_get_the_nearest_codes() -> None:
-    x = correlated()
-    x[:, :5] = 0.0
-    original = Correlated()
-    pipeline = Pipeline([{"gptq": {"range": "minmax"}}], weights=GROUPED)
-    model = pipeline.apply(Correlated(), x)
-    tensor = pipeline.tensors["up"]
-    form = load_format("int4")
-    nearest = form.nearest(original.up.weight.detach(), tensor.scale, tensor.zero, tensor.scheme)
-    assert torch.equal(tensor.codes[:, :5], nearest.codes[:, :5])
-    assert not torch.equal(tensor.codes, nearest.codes)
-    assert torch.isfinite(model(x)).all()
-
-
-def test_nothing_but_zeros_is_plain_rounding() -> None:
-    pipeline = Pipeline([{"gptq": {"range": "minmax"}}], weights=GROUPED)
-    pipeline.apply(Correlated(), torch.zeros(16, 32))
-    expected = load_format("int4").quantize(Correlated().up.weight.detach(), pipeline.tensors["up"].scheme)
-    assert torch.equal(pipeline.tensors["up"].codes, expected.codes)
-
-
 def test_padded_columns_are_zero_and_cost_nothing() -> None:
     hessian = torch.eye(3)
     assert filled(hessian, 3, 3) is hessian
@@ -147,15 +126,6 @@ def test_padded_columns_are_zero_and_cost_nothing() -> None:
     values = load_format("int4").dequantize(pipeline.tensors["up"])
     assert not values[:, 32:].any()
     assert torch.equal(model.up.weight, values[:, :32])
-
-
-def test_two_runs_choose_the_same_codes() -> None:
-    found = []
-    for _ in range(2):
-        pipeline = Pipeline(["gptq"], weights=GROUPED)
-        pipeline.apply(zoo.tiny("phi3"), zoo.ids(3, 16))
-        found.append(pipeline.tensors)
-    assert all(torch.equal(tensor.codes, found[1][name].codes) for name, tensor in found[0].items())
 
 
 def test_correcting_for_the_drift_of_inputs_brings_outputs_closer() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import zoo
@@ -10,6 +13,7 @@ from quantkit import Pipeline
 from quantkit.formats import load_format
 from quantkit.model.structure.traced import weight_of
 from quantkit.passes import load_pass
+from quantkit.passes.solvers.hqq import half_quadratic
 from quantkit.scheme import WeightScheme
 
 GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
@@ -128,3 +132,32 @@ def test_integers_keep_a_scale_for_each_linear() -> None:
     pipeline = Pipeline(["rtn"], weights={"format": "int8", "granularity": "tensor", "scale": "float32"})
     pipeline.apply(zoo.tiny("llama"), zoo.ids(2, 8))
     assert len({float(tensor.scale) for tensor in pipeline.tensors.values()}) == 21
+
+
+def test_codes_lie_on_the_fitted_grids() -> None:
+    original = zoo.tiny("llama")
+    pipeline = Pipeline([{"hqq": {"iterations": 4, "norm": 0.8}}], weights=GROUPED)
+    model = pipeline.apply(zoo.tiny("llama"), zoo.ids(2, 8))
+    scheme = WeightScheme.model_validate(GROUPED)
+    form = load_format("int4")
+    assert len(pipeline.tensors) == 21
+    for linear, tensor in pipeline.tensors.items():
+        weight = weight_of(original.get_submodule(linear))
+        scale, zero = half_quadratic(weight, scheme, iterations=4, norm=0.8)
+        assert torch.equal(tensor.scale, scale)
+        assert torch.equal(tensor.codes, form.nearest(weight, scale, zero, scheme).codes)
+        assert torch.equal(weight_of(model.get_submodule(linear)), form.dequantize(tensor))
+    assert not pipeline.decisions
+    assert not load_pass("hqq").needs
+
+
+MIXED = load_pass("mixed")
+
+
+def test_a_transformers_block_is_declined() -> None:
+    block: Any = SimpleNamespace(name="model.layers.0")
+    outcome = MIXED.run(block, None, MIXED.Settings())
+    assert not outcome.changed
+    (decision,) = outcome.decisions
+    assert (decision.code, decision.where) == ("nothing-to-do", "model.layers.0")
+    assert "quantkit tune" in decision.reason

@@ -9,8 +9,8 @@ import onnx_ir as ir
 import pytest
 from small_graph import Small, operators
 
-from quantkit.graph.fuse import fuse
-from quantkit.graph.fuse.pad_conv import PadConv
+from quantkit.graph.fuse import Fused, fuse
+from quantkit.graph.fuse.pad_conv import MeanPool, PadConv
 
 X = (1, 3, 6, 5)
 
@@ -67,3 +67,28 @@ def test_computed_widths_stay() -> None:
     model = small.model(small.op("Conv", small.op("Pad", small.input("x", *X), widths), small.normal(2, 3, 3, 3)))
     feeds = [{"x": small.normal(*X), "widths": np.zeros(8, np.int64)}]
     assert [place.reason for place in fuse(model, feeds, chosen=[PadConv()])[0]] == ["its widths are not constants"]
+
+
+IMAGES = (2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("opset", [12, 17, 21])
+def test_a_mean_over_all_positions_is_a_pooling(opset: int, keep: int) -> None:
+    small = Small(opset)
+    x = small.input("x", "batch", 3, 4, 5)
+    axes = [np.array([-1, 2])] if opset >= 18 else []
+    y = small.op("ReduceMean", x, *axes, keepdims=keep, **({} if axes else {"axes": [2, 3]}))
+    model = small.model(y)
+    places, error = fuse(model, small.feeds(x=IMAGES), chosen=[MeanPool()])
+    assert places == [Fused("ReduceMean_0", "mean_pool", True)]
+    assert operators(model) == ["GlobalAveragePool"] + ["Squeeze"] * (1 - keep)
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize(("shape", "axes"), [(IMAGES, [1]), (IMAGES, [3]), (IMAGES, [1, 2, 3]), ((2, 3, 4), [2])])
+def test_a_mean_over_anything_else_stays(shape: tuple[int, ...], axes: list[int]) -> None:
+    small = Small()
+    model = small.model(small.op("ReduceMean", small.input("x", *shape), np.array(axes)))
+    assert fuse(model, small.feeds(x=shape), chosen=[MeanPool()]) == ([], 0.0)
+    assert operators(model) == ["ReduceMean"]

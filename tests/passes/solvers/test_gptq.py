@@ -1,6 +1,8 @@
+from __future__ import annotations
+
 import pytest
 import torch
-from reference.gptq_oracle import cost, wanted
+from reference.gptq_oracle import aimed, cost, wanted
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
@@ -9,7 +11,7 @@ from quantkit.formats.base.integers import IntegerFormat
 from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
 from quantkit.passes.solvers.factor import factor
-from quantkit.passes.solvers.gptq import gptq, gptq_shared
+from quantkit.passes.solvers.gptq import corrected, gptq, gptq_rows, gptq_shared
 from quantkit.scheme import WeightScheme
 
 INT4 = load_format("int4")
@@ -108,6 +110,7 @@ def test_weights_that_share_an_input_are_solved_as_if_alone():
 
 def test_the_same_twice_and_on_any_number_of_threads():
     weight, hessian = problem(64, 128)
+    copies = weight.clone(), hessian.clone()
     before = torch.get_num_threads()
     try:
         results = []
@@ -119,14 +122,7 @@ def test_the_same_twice_and_on_any_number_of_threads():
         torch.set_num_threads(before)
     assert torch.equal(results[0].tensor.codes, results[1].tensor.codes)
     assert results[0].error == results[1].error
-
-
-def test_inputs_are_not_modified():
-    weight, hessian = problem(6, 32)
-    copies = weight.clone(), hessian.clone()
-    gptq(weight, hessian, scheme())
-    assert torch.equal(weight, copies[0])
-    assert torch.equal(hessian, copies[1])
+    assert torch.equal(weight, copies[0]) and torch.equal(hessian, copies[1]), "inputs are not modified"
 
 
 def test_dead_inputs_keep_their_nearest_code():
@@ -151,25 +147,23 @@ def test_damping_is_raised_and_said_when_the_factor_fails():
     assert gptq(weight, torch.eye(32), scheme(), damping=0.001).raised == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_hessian_that_is_not_finite_is_an_error(bad):
-    weight, hessian = problem(4, 32)
-    hessian[2, 2] = bad
-    with pytest.raises(InputError) as caught:
-        gptq(weight, hessian, scheme())
-    assert caught.value.code == "hessian-nonfinite"
+NAN, INFINITE, NEGATIVE = torch.eye(32), torch.eye(32), torch.eye(32) - 1e6 * (torch.ones(32, 32) - torch.eye(32))
+NAN[2, 2], INFINITE[2, 2] = float("nan"), float("inf")
 
 
-def test_a_hessian_that_no_damping_saves_is_an_error():
-    with pytest.raises(InputError) as caught:
-        gptq(torch.randn(4, 32), torch.eye(32) - 1e6 * (torch.ones(32, 32) - torch.eye(32)), scheme())
-    assert caught.value.code == "hessian-not-positive"
-
-
-def test_formats_without_a_scale_are_refused():
-    with pytest.raises(InputError) as caught:
-        gptq(torch.randn(4, 32), torch.eye(32), WeightScheme(format="float16"))
-    assert caught.value.code == "format-without-scale"
+@pytest.mark.parametrize(
+    ("hessian", "choice", "code"),
+    [
+        (NAN, scheme(), "hessian-nonfinite"),
+        (INFINITE, scheme(), "hessian-nonfinite"),
+        (NEGATIVE, scheme(), "hessian-not-positive"),
+        (torch.eye(32), WeightScheme(format="float16"), "format-without-scale"),
+    ],
+    ids=["nan", "infinite", "negative", "float"],
+)
+def test_what_cannot_be_solved_is_refused(hessian, choice, code):
+    with pytest.raises(InputError, match=rf"\[{code}\]"):
+        gptq(torch.randn(4, 32), hessian, choice)
 
 
 def test_one_thread_restores_the_count_after_an_error():
@@ -291,3 +285,166 @@ def test_any_grid_makes_up_for_errors(name, sweeps):
 
 def effective_scale(tensor):
     return tensor.scale.float() if tensor.global_scale is None else tensor.scale.float() * tensor.global_scale
+
+
+def hessian(columns, tokens=200, seed=0):
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed)) * torch.linspace(0.1, 3, columns)
+    return x.T @ x
+
+
+@pytest.mark.parametrize("columns", [1, 3, 65])
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("shrink", [0.0, 0.4, 1.0])
+def test_the_factor_is_one_of_the_shrunk_and_damped_hessian(columns, act_order, shrink):
+    h = hessian(columns)
+    solved = factor(h, damping=0.02, shrink=shrink, act_order=act_order)
+    expected = (1 - shrink) * h + shrink * torch.diag(h.diagonal()) + 0.02 * h.diagonal().mean() * torch.eye(columns)
+    assert float((solved.hessian - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    root = solved.unit * solved.pivots.sqrt()
+    assert torch.equal(root, root.triu())
+    assert torch.equal(solved.unit.diagonal(), torch.ones(columns))
+    permuted = expected[solved.order][:, solved.order]
+    assert float((root @ root.T - permuted).abs().max()) < 1e-5 * float(permuted.abs().max())
+    assert (
+        solved.order.tolist()
+        == (h.diagonal().argsort(descending=True) if act_order else torch.arange(columns)).tolist()
+    )
+    assert torch.equal(solved.importance[solved.order], solved.pivots)
+    assert (solved.damping, solved.raised) == (0.02, 0)
+
+
+def test_what_is_left_of_an_error_is_what_a_least_squares_fit_leaves():
+    """The pivot of a column: its energy less what the columns before it, which are chosen later, explain."""
+    h = hessian(12).double()
+    solved = factor(h.float(), damping=0.0, shrink=0.0, act_order=False)
+    for column in range(12):
+        later = slice(column + 1, 12)
+        rest = h[column, column] - h[column, later] @ torch.linalg.solve(h[later, later], h[later, column])
+        assert float(solved.pivots[column]) == pytest.approx(float(rest), rel=1e-3)
+
+
+def rows_scheme(name: str) -> WeightScheme:
+    return WeightScheme(format=name, granularity="channel", symmetric=True, scale="float32")
+
+
+def rows_problem(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(rows, 4 * columns, columns, generator=generator)
+    inputs = inputs * torch.rand(rows, 1, columns, generator=generator) + torch.rand(
+        rows, 4 * columns, 1, generator=generator
+    )
+    return torch.randn(rows, columns, generator=generator), inputs.transpose(1, 2) @ inputs
+
+
+@pytest.mark.parametrize("name", ["int8", "int7"])
+def test_as_good_as_one_by_one(name: str) -> None:
+    weight, hessian = rows_problem(24, 9)
+    codes, scale = gptq_rows(weight, hessian, rows_scheme(name), shrink=0.5)
+    assert codes.dtype == torch.int8
+
+    def error(values: torch.Tensor) -> float:
+        return float(torch.einsum("nk,nkl,nl->", values - weight, hessian, values - weight))
+
+    ones = [
+        gptq(row[None], own, rows_scheme(name), shrink=0.5).tensor for row, own in zip(weight, hessian, strict=True)
+    ]
+    alone = torch.cat([one.codes.float() * one.scale.float() for one in ones])
+    nearest = torch.round(weight / scale[:, None]) * scale[:, None]
+    assert error(codes.float() * scale[:, None]) < min(1.1 * error(alone), error(nearest))
+
+
+def test_a_row_that_saw_nothing_is_rounded() -> None:
+    weight, hessian = rows_problem(3, 4)
+    hessian[1] = 0
+    hessian[2, 3] = 0
+    hessian[2, :, 3] = 0
+    codes, scale = gptq_rows(weight, hessian, rows_scheme("int8"))
+    assert bool(torch.isfinite(scale).all())
+    assert codes[1].tolist() == torch.round(weight[1] / scale[1]).clamp(-128, 127).tolist()
+
+
+def drifted(columns, tokens=400, seed=0, mixed=0.2):
+    """Inputs, and what they were before they drifted, in part by what the others hold."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.eye(columns) + mixed * torch.randn(columns, columns, generator=generator)
+    seen = torch.randn(tokens, columns, generator=generator) @ mix
+    noise = torch.randn(tokens, columns, generator=generator)
+    return seen, seen + 0.1 * seen.roll(1, dims=1) + 0.05 * noise
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (17, 48), (5, 1)])
+@pytest.mark.parametrize("ridge", [0.0, 0.4, 9.0])
+def test_corrected_weights_are_what_the_oracle_aims_at(shape, ridge):
+    rows, columns = shape
+    seen, original = drifted(columns)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    other = 2 * torch.randn(4, columns, generator=torch.Generator().manual_seed(2))
+    lag = torch.randn(len(seen), 4, generator=torch.Generator().manual_seed(3))
+    hessian, drift = seen.T @ seen, (original - seen).T @ seen
+    damped = 0.02 * hessian.diagonal().mean() * torch.eye(columns)
+    ridged = hessian + ridge * torch.diag(hessian.diagonal()) + (1 + ridge) * damped
+    copies = weight.clone(), drift.clone(), hessian.clone()
+    for share in (1.0, 0.4):
+        found = corrected([weight, other], hessian, drift, [None, lag.T @ seen], ridge=ridge, share=share, damping=0.02)
+        for before, after, more in zip((weight, other), found, (0.0, lag), strict=True):
+            expected = before + share * (aimed(before, seen, original, ridged, more) - before)
+            assert float((after - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    assert all(torch.equal(*pair) for pair in zip((weight, drift, hessian), copies, strict=True))
+
+
+def test_corrected_weights_put_out_what_the_original_did():
+    seen, original = drifted(32, mixed=0.05)  # well conditioned, or float32 alone would miss the best by more
+    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+    (better,) = corrected([weight], seen.T @ seen, (original - seen).T @ seen, ridge=0.0, damping=0.0)
+    missed = [float((seen @ each.T - original @ weight.T).square().sum()) for each in (weight, better)]
+    best = torch.linalg.lstsq(seen, original @ weight.T).solution
+    assert missed[1] < 0.5 * missed[0]
+    assert missed[1] == pytest.approx(float((seen @ best - original @ weight.T).square().sum()), rel=1e-4)
+
+
+def test_a_ridge_never_corrects_too_much():
+    """Inputs that are nearly one: the inverse of a Hessian with small entries beside its diagonal is far too large."""
+    generator = torch.Generator().manual_seed(0)
+    seen = torch.randn(500, 1, generator=generator) + 0.05 * torch.randn(500, 32, generator=generator)
+    original = 1.3 * seen
+    weight = torch.ones(1, 32)
+    missed = []
+    for ridge in (0.0, 0.5, 2.0, 20.0):
+        (better,) = corrected([weight], seen.T @ seen, (original - seen).T @ seen, ridge=ridge, damping=0.0)
+        wanted, found = (original @ weight.T).squeeze(), (seen @ better.T).squeeze()
+        assert float((found / wanted).median()) < 1.01
+        missed.append(float((found - wanted).square().sum()))
+    assert missed == sorted(missed)
+    assert missed[-1] < float((seen @ weight.T - original @ weight.T).square().sum())
+
+
+def test_a_ridge_serves_text_that_was_not_seen():
+    generator = torch.Generator().manual_seed(4)
+    mix = torch.eye(96) + 0.1 * torch.randn(96, 96, generator=generator)
+    seen, unseen = (torch.randn(tokens, 96, generator=generator) @ mix for tokens in (128, 4096))
+    # what the inputs were before is not to be foretold from them in full
+    then, now = (x + 0.02 * x.roll(1, 1) + 0.2 * torch.randn(x.shape, generator=generator) for x in (seen, unseen))
+    weight = torch.randn(32, 96, generator=generator)
+    missed = []
+    for ridge in (0.0, 2.0):
+        (better,) = corrected([weight], seen.T @ seen, (then - seen).T @ seen, ridge=ridge)
+        missed.append(float((unseen @ better.T - now @ weight.T).square().sum()))
+    assert missed[1] < missed[0]
+
+
+def test_inputs_never_seen_are_left_as_they_are():
+    seen, original = drifted(16)
+    seen[:, 3] = original[:, 3] = 0
+    weight = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    (found,) = corrected([weight], seen.T @ seen, (original - seen).T @ seen, ridge=0.0)
+    assert torch.equal(found[:, 3], weight[:, 3])
+    (nothing,) = corrected([weight], torch.zeros(16, 16), torch.zeros(16, 16))
+    assert torch.equal(nothing, weight)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_drift_that_is_not_finite_is_an_error(bad):
+    drift = torch.zeros(8, 8)
+    drift[1, 2] = bad
+    with pytest.raises(InputError, match=r"\[drift-nonfinite\]"):
+        corrected([torch.ones(2, 8)], torch.eye(8), drift)
