@@ -14,28 +14,15 @@ def demand_changes(changes: Any) -> Sequence[str]:
     """Changes to a recipe, as given in Python. Raises InputError `set-invalid`."""
     if isinstance(changes, Sequence) and not isinstance(changes, str) and all(isinstance(x, str) for x in changes):
         return changes
-    raise InputError(
-        "set-invalid",
-        where="changes",
-        value=f"got {changes!r:.80}",
-        rule="a list of PATH=YAML",
-        remedy='e.g. changes=["awq.grid=40"]',
-    )
+    rule, remedy = "a list of PATH=YAML", 'e.g. changes=["awq.grid=40"]'
+    raise InputError("set-invalid", where="changes", value=f"got {changes!r:.80}", rule=rule, remedy=remedy)
 
 
 def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> dict[str, Any]:
     """A copy of a recipe's mapping with one `PATH=YAML` applied.
 
-    PATH begins with a top-level key (`scheme.weights.group=64`), or with the name of a pass or an export in it
-    (`awq.grid=40`, `tensorrt.engine=false`).
-
-    Args:
-        data: the mapping, left as it is.
-        change: `PATH=YAML`.
-        keys: the top-level keys that a recipe can have.
-
-    Raises:
-        InputError: `set-invalid`, `over-limit`.
+    PATH begins with one of the top-level `keys` (`scheme.weights.group=64`), or with the name of a pass or an export in
+    it (`awq.grid=40`, `tensorrt.engine=false`). Raises InputError (`set-invalid`, `over-limit`).
     """
     path, equals, text = change.partition("=")
     if not equals or not path:
@@ -55,27 +42,17 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
             continue  # validation, which follows, says what is wrong with them
         names += [_called(name) for name, _ in steps]
         if first in names and inner:
-            made = [
-                {name: _with(settings, inner, value) if _called(name) == first else settings}
-                for name, settings in steps
-            ]
-            return {**data, key: made}
+            changed = [(name, _with(old, inner, value) if _called(name) == first else old) for name, old in steps]
+            return {**data, key: [{name: settings} for name, settings in changed]}
         if first in names:
-            raise InputError(
-                "set-invalid",
-                where=f"--set {path}",
-                value=text,
-                rule=f"one setting of {'a pass' if key == 'passes' else 'an export'} at a time",
-                remedy=f"{path}.SETTING=VALUE",
-            )
+            rule = f"one setting of {'a pass' if key == 'passes' else 'an export'} at a time"
+            remedy = f"{path}.SETTING=VALUE"
+            raise InputError("set-invalid", where=f"--set {path}", value=text, rule=rule, remedy=remedy)
     if first in keys:
         return _with(data, [first, *inner], value)
-    raise InputError(
-        "set-invalid",
-        where=f"--set {path}",
-        value=f"{first!r} is neither a key of the recipe nor one of its passes or exports",
-        remedy=did_you_mean(first, [*keys, *names]),
-    )
+    wrong = f"{first!r} is neither a key of the recipe nor one of its passes or exports"
+    remedy = did_you_mean(first, [*keys, *names])
+    raise InputError("set-invalid", where=f"--set {path}", value=wrong, remedy=remedy)
 
 
 def _called(name: str) -> str:
@@ -91,8 +68,7 @@ def _with(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
 def steps_of(value: Any) -> list[tuple[str, dict[str, Any]]]:
     """The passes or exports of a recipe: `[{awq: {grid: 20}}, "rtn"]` -> `[("awq", {"grid": 20}), ("rtn", {})]`.
 
-    Raises:
-        ValueError: it is no such list.
+    Raises ValueError where it is no such list.
     """
     if not isinstance(value, list):
         raise ValueError("must be a list of {name: settings}")

@@ -1,7 +1,7 @@
 """A recipe: what to do to a model. One flat YAML, validated whole before torch is imported.
 
-The schema is closed: an unknown key, pass, format or setting is an error that names the known ones, so a typo never
-yields an empty recipe. `Recipe.load` also validates the settings of every pass, because pass modules are torch-free.
+The schema is closed: an unknown key, pass, format or setting is an error that names the known ones. `Recipe.load` also
+validates the settings of every pass, because pass modules are torch-free.
 """
 
 from __future__ import annotations
@@ -124,12 +124,7 @@ def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
 
 
 class PassStep(Closed):
-    """One pass with its validated settings.
-
-    Args:
-        name: the pass's.
-        code: the user's own file that it stands in.
-    """
+    """One pass with its validated settings; `code`: the user's own file that it stands in."""
 
     name: str
     settings: Any = None
@@ -269,14 +264,10 @@ class Recipe(Closed):
         return self
 
     @model_validator(mode="after")
-    def _overrides_are_schemes(self) -> Self:
+    def _schemes_go_together(self) -> Self:
         for override in self.overrides:
             override.over(self.scheme.weights, WeightScheme)
             override.over(self.scheme.activations, ActivationScheme)
-        return self
-
-    @model_validator(mode="after")
-    def _activations_have_weights(self) -> Self:
         if self.scheme.activations is not None and self.scheme.weights is None:
             raise ValueError(
                 "activations are quantized for a product with quantized weights; add `scheme: {weights: …}`"
@@ -294,8 +285,7 @@ class Recipe(Closed):
             allow_code: run the files that its passes name (`./my_pass.py`, which begins at the recipe's own folder).
 
         Raises:
-            InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean; an
-                add-on that has passes; `code-not-allowed`, `plugin-broken`, `plugin-clash`.
+            InputError: one line, with a did-you-mean; `code-not-allowed`, `plugin-broken`, `plugin-clash`.
         """
         given.demand("recipe", reference, (str, Path), "a name or a path")
         first, *others = [reference] if isinstance(reference, Path) else reference.split(ADDED)
@@ -318,11 +308,7 @@ class Recipe(Closed):
         base: Path | None = None,
         allow_code: bool = False,
     ) -> Recipe:
-        """Validate a mapping as a recipe.
-
-        Args:
-            base: where the paths of its passes begin; None is the present folder.
-            allow_code: run the files that its passes name.
+        """Validate a mapping as a recipe, whose passes' paths begin at `base`, by default the present folder.
 
         Raises:
             InputError: `recipe-invalid`, `set-invalid`, and those of code from outside, as `load`.
@@ -339,10 +325,7 @@ class Recipe(Closed):
     def done(cls, data: Mapping[str, Any]) -> Recipe:
         """The recipe of a finished bundle, as its manifest has it: what it is measured on, and held to.
 
-        What made it is left out: it was done, perhaps by code that is not here.
-
-        Raises:
-            InputError: `recipe-invalid`.
+        What made it is left out: it was done, perhaps by code that is not here. Raises InputError `recipe-invalid`.
         """
         left = {key: value for key, value in data.items() if key not in ("passes", "scheme", "overrides", "export")}
         return cls.from_dict(left, name=str(data.get("name", "")), where="the bundle's recipe")
@@ -389,7 +372,6 @@ class Recipe(Closed):
         """The weight scheme of a layer by its full name; the last override that matches wins; None keeps it.
 
         Args:
-            layer: its name.
             role: another name that overrides may call it by: `lm_head`.
             mixed: what a mixture gives it; None is the default of the recipe.
 
@@ -399,11 +381,7 @@ class Recipe(Closed):
         return self._overridden(mixed or self.scheme.weights, WeightScheme, layer, role)
 
     def activations_for(self, layer: str) -> ActivationScheme | None:
-        """How the input of a layer, by its full name, is quantized; the last override that matches wins.
-
-        Raises:
-            InputError: `recipe-invalid`, overrides that each make sense, but not one upon the other.
-        """
+        """How the input of a layer, by its full name, is quantized; as `weights_for`."""
         return self._overridden(self.scheme.activations, ActivationScheme, layer)
 
     def _overridden(
@@ -421,13 +399,9 @@ class Recipe(Closed):
 def _own(reference: str, *, where: str = "recipe", base: Path = Path(), allowed: bool = False) -> PassStep:
     """A pass in the user's own file, run where that is allowed."""
     if not allowed:
-        raise InputError(
-            "code-not-allowed",
-            where=where,
-            value=f"the pass {reference} is a file of code",
-            rule="code of a recipe runs only where that is asked for",
-            remedy="read it, then --allow-code, or allow_code=True in Python",
-        )
+        value, rule = f"the pass {reference} is a file of code", "code of a recipe runs only where that is asked for"
+        remedy = "read it, then --allow-code, or allow_code=True in Python"
+        raise InputError("code-not-allowed", where=where, value=value, rule=rule, remedy=remedy)
     code = plugins.PASSES.run(base / Path(reference).expanduser())
     return PassStep(name=code.path.stem, code=code)
 
@@ -441,28 +415,21 @@ def _read(reference: str | Path) -> tuple[Any, str]:
     path = content.find("recipes", content.as_reference(reference))
     data = read_yaml(path)
     if isinstance(data, dict) and data.get("name", path.stem) != path.stem:
-        raise InputError(
-            "recipe-invalid",
-            where=f"{reference}: name",
-            value=data["name"],
-            rule="a recipe's name is its file's stem",
-            remedy="rename the file, or leave `name` out",
-        )
+        rule, remedy = "a recipe's name is its file's stem", "rename the file, or leave `name` out"
+        place = f"{reference}: name"
+        raise InputError("recipe-invalid", where=place, value=data["name"], rule=rule, remedy=remedy)
     return data, path.stem
 
 
 def _laid_over(data: Any, addition: Any, name: str) -> Any:
-    """A recipe with an add-on: a recipe without passes, whose scheme and gates are laid over the first one's."""
+    """A recipe with an add-on, which has no passes: its scheme and gates are laid over, and the models are those of
+    both.
+    """
     if not isinstance(data, dict):
         return data  # validation, which follows, says so
     if isinstance(addition, dict) and addition.get("passes"):
-        raise InputError(
-            "recipe-invalid",
-            where=name,
-            value="has passes",
-            rule="what is added to a recipe with + has a scheme and gates alone",
-            remedy="use it by itself",
-        )
+        rule = "what is added to a recipe with + has a scheme and gates alone"
+        raise InputError("recipe-invalid", where=name, value="has passes", rule=rule, remedy="use it by itself")
     Recipe.from_dict(addition, name=name, where=name)  # among others, that it is a mapping
     found = dict(data)
     for key in ("scheme", "gates"):

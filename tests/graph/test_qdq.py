@@ -203,10 +203,11 @@ def test_ranges_hold_zero_and_what_was_seen(model: ir.Model) -> None:
     place = placement.place(model, found, [site.name for site in found])
     ranges = solve.ranges(model, place, [{"images": networks.images(8)}], ACTIVATIONS)
     x = networks.images(8)
-    assert ranges["images"].low <= x.min() + ranges["images"].scale
-    assert ranges["images"].high >= x.max() - ranges["images"].scale
+    own = ranges["images"]
+    low, high = (own.scale * (end - own.zero) for end in (0, 255))
+    assert low <= x.min() + own.scale and high >= x.max() - own.scale
     for end, clipped in place.bounds.items():
-        assert ranges[end].low == 0.0, f"{clipped} is clipped at 0"
+        assert ranges[end].zero == 0, f"{clipped} is clipped at 0"
     rounded = solve.rounded(x, ranges["images"])
     assert np.abs(rounded - x).max() <= 0.51 * ranges["images"].scale + 1e-6
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,8 @@ from quantkit.model.structure.traced import SharedInput
 from quantkit.scheme import ActivationScheme, CacheScheme
 
 
-@dataclass(frozen=True)
-class Saturation:
-    """Values of a linear, or of `keys` or `values`, that calibration saw beyond the reach of a fixed scale: `beyond` of
-    `total`.
-    """
+class Saturation(NamedTuple):
+    """Values of a linear, or of `keys` or `values`, that calibration saw beyond the reach of a fixed scale."""
 
     name: str
     beyond: int
@@ -32,11 +30,9 @@ class Saturation:
 
 @dataclass
 class Scales:
-    """What quantizes the inputs and the cache of one block.
+    """What quantizes the inputs (linear -> hook) and the cache of one block.
 
     Args:
-        inputs: linear -> the hook that quantizes its input.
-        cache: the hook that quantizes keys and values.
         dtype: what fixed scales are stored in.
         saturated: what lies beyond one of them.
         unsettled: on a GPU, what will be `saturated` (name, [2] int64), until somebody asks (`look`).

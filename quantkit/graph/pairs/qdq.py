@@ -37,16 +37,6 @@ class Range:
     zero: int
     signed: bool = False
 
-    @property
-    def low(self) -> float:
-        """The least value."""
-        return ((-128 if self.signed else 0) - self.zero) * self.scale
-
-    @property
-    def high(self) -> float:
-        """The largest value."""
-        return ((127 if self.signed else 255) - self.zero) * self.scale
-
 
 @dataclass(frozen=True)
 class Codes:

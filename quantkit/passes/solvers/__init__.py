@@ -8,9 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Scaling(NamedTuple):
+    """What a search for scales of a shared input yields.
+
+    Args:
+        scales: [K] float32, positive: multiply the columns of weights, divide inputs; ones where nothing is gained.
+        alpha: the exponent that won, and the costs with these scales and (`plain`) without, [] float64.
+    """
+
+    scales: Tensor
+    alpha: Tensor
+    cost: Tensor
+    plain: Tensor
 
 
 @contextmanager

@@ -14,7 +14,6 @@ On a device all α go through at once, as far as memory allows, and the best is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import load_grid
 from quantkit.formats.base.layout import groups_of
-from quantkit.passes.solvers import device, one_thread, ranges
+from quantkit.passes.solvers import Scaling, device, one_thread, ranges
 from quantkit.passes.solvers.factor import check_finite
 from quantkit.scheme import WeightScheme
 
@@ -30,18 +29,6 @@ from quantkit.scheme import WeightScheme
 _CHUNK = 1 << 17
 # bytes of errors and of their products with the Hessian on a device at a time
 _MEMORY = 3_000_000_000
-
-
-@dataclass(frozen=True)
-class AwqScales:
-    """What a search yields: scales [K] float32 that multiply the columns of the weights and divide the inputs, the
-    exponent that won, and the cost [] float64 with them and without.
-    """
-
-    scales: Tensor
-    alpha: Tensor
-    cost: Tensor
-    plain: Tensor
 
 
 def search_scales(
@@ -54,7 +41,7 @@ def search_scales(
     channels: int | None = None,
     tied: bool = True,
     importance: Tensor | None = None,
-) -> AwqScales:
+) -> Scaling:
     """The scales, among powers of the inputs' magnitude, with which rounding to nearest costs least; ones if none
     helps.
 
@@ -86,14 +73,14 @@ def search_scales(
             powered = powers(squares if producers is None or not tied else sizes(squares, producers), grid + 1)
             target = torch.cat([weight.float().T for weight in weights], dim=1).contiguous()
             scales, figures = cheapest(_costs(target, rows, powered, costs, scheme), powered)
-            return AwqScales(scales, *figures.unbind())
+            return Scaling(scales, *figures.unbind())
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers, channels)
         exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
         tried = [torch.ones_like(size), *(_power(size, alpha) for alpha in exponents[1:].tolist())]
         lost = torch.tensor([_cost(target, rows, scales, costs, scheme) for scales in tried], dtype=torch.float64)
         best = int(lost.argmin())  # the first of equals
-        return AwqScales(tried[best], exponents[best], lost[best], lost[0])
+        return Scaling(tried[best], exponents[best], lost[best], lost[0])
 
 
 def transformed(hessian: Tensor, scales: Tensor) -> Tensor:

@@ -60,13 +60,10 @@ class Factor:
 def check_finite(hessian: Tensor, where: str = "") -> None:
     """Refuse a Hessian that holds NaN or infinity. Raises InputError (`hessian-nonfinite`)."""
     if not bool(torch.isfinite(hessian).all()):
-        raise InputError(
-            "hessian-nonfinite",
-            where=where,
-            value=f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite",
-            rule="the activations of the calibration text have to be finite",
-            remedy="compute in float32, or leave this layer in high precision with an override",
-        )
+        value = f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite"
+        rule = "the activations of the calibration text have to be finite"
+        remedy = "compute in float32, or leave this layer in high precision with an override"
+        raise InputError("hessian-nonfinite", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def raised_damping(damping: float, times: int) -> float:
@@ -78,13 +75,9 @@ def raised_damping(damping: float, times: int) -> float:
 
 def no_factor(damping: str, where: str = "") -> InputError:
     """The error for a Hessian that has no factor, however much damping was added."""
-    return InputError(
-        "hessian-not-positive",
-        where=where,
-        value=f"no Cholesky factor with damping {damping}",
-        rule="a Hessian is a sum of squares",
-        remedy="use more calibration text, or leave this layer in high precision with an override",
-    )
+    value, rule = f"no Cholesky factor with damping {damping}", "a Hessian is a sum of squares"
+    remedy = "use more calibration text, or leave this layer in high precision with an override"
+    return InputError("hessian-not-positive", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def factor(

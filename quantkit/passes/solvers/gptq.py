@@ -345,12 +345,9 @@ def corrected(
         InputError: `drift-nonfinite`, `hessian-nonfinite`, `hessian-not-positive`.
     """
     if not device.launched(drift) and not bool(torch.isfinite(drift).all()):
-        raise InputError(
-            "drift-nonfinite",
-            value=f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite",
-            rule="the original activations of the calibration text have to be finite",
-            remedy="compute in float32, or set correction: 0",
-        )
+        value = f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite"
+        rule = "the original activations of the calibration text have to be finite"
+        raise InputError("drift-nonfinite", value=value, rule=rule, remedy="compute in float32, or set correction: 0")
     with one_thread(hessian):
         # (H + ridge D) = (1 + ridge) times H with ridge / (1 + ridge) of its entries beside the diagonal taken off
         solved = factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)

@@ -45,20 +45,16 @@ class Search:
 
 def integer_format(scheme: WeightScheme) -> IntegerFormat:
     """The scheme's format, which has to be a uniform integer one. Raises InputError (`format-not-integer`)."""
-    found = load_format(scheme.format)
-    if not isinstance(found, IntegerFormat):
-        raise InputError(
-            "format-not-integer",
-            value=f"format {scheme.format}",
-            rule="this solver assigns codes of uniform integer formats",
-            remedy="use an int format, or another assigner",
-        )
-    return found
+    form = load_format(scheme.format)
+    if isinstance(form, IntegerFormat):
+        return form
+    rule, remedy = "this solver assigns codes of uniform integer formats", "use an int format, or another assigner"
+    raise InputError("format-not-integer", value=f"format {scheme.format}", rule=rule, remedy=remedy)
 
 
 def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
     """Ranges from the smallest to the largest weight of each group; the rest as of `searched`."""
-    return _by_rows(weight, scheme, None, Search(steps=0, refinements=0))
+    return searched(weight, scheme, None, Search(steps=0, refinements=0))
 
 
 def searched(
@@ -77,7 +73,20 @@ def searched(
     Raises:
         InputError: `group-indivisible`, `format-without-scale`.
     """
-    return _by_rows(weight, scheme, importance, search or Search())
+    target, costs = weight.float(), None if importance is None else importance.float()
+    if scheme.granularity == "block":
+        # tiles over the same inputs side by side, each as one column; zeros that fill up a tile cost nothing
+        size = scheme.group or max(weight.shape)
+        if costs is not None:
+            costs = torch.nn.functional.pad(costs, (0, -len(costs) % size)).reshape(-1, size).repeat(1, size).flatten()
+        target, length = tiles(target, scheme).permute(2, 1, 3, 0).flatten(0, 2), size * size
+    elif scheme.granularity == "tensor":  # one long column
+        target, length = target.T.reshape(-1, 1), weight.numel()
+        costs = None if costs is None else costs.repeat_interleave(weight.shape[0])
+    else:
+        target, length = target.T, weight.shape[1] // groups_of(weight.shape[1], scheme)
+    scale, zero = transposed(target, length, scheme, costs, search or Search())
+    return scale.T.contiguous(), None if zero is None else zero.T.contiguous()
 
 
 def for_output(
@@ -99,34 +108,6 @@ def blocks(hessian: Tensor, length: int) -> Tensor:
     return torch.stack(
         [hessian[at : at + length, at : at + length].float() for at in range(0, hessian.shape[0], length)]
     )
-
-
-def _by_rows(
-    weight: Tensor, scheme: WeightScheme, importance: Tensor | None, search: Search
-) -> tuple[Tensor, Tensor | None]:
-    weight, costs = weight.float(), None if importance is None else importance.float()
-    if scheme.granularity == "block":
-        return _by_blocks(weight, scheme, costs, search)
-    rows, columns = weight.shape
-    length = columns // groups_of(columns, scheme)
-    target = weight.T
-    if scheme.granularity == "tensor":  # one long column
-        target, length = target.reshape(-1, 1), rows * columns
-        costs = None if costs is None else costs.repeat_interleave(rows)
-    scale, zero = transposed(target, length, scheme, costs, search)
-    return scale.T.contiguous(), None if zero is None else zero.T.contiguous()
-
-
-def _by_blocks(
-    weight: Tensor, scheme: WeightScheme, costs: Tensor | None, search: Search
-) -> tuple[Tensor, Tensor | None]:
-    """The tiles over the same inputs side by side, each as one column; zeros that fill up a tile cost nothing."""
-    size = scheme.group or max(weight.shape)
-    if costs is not None:
-        costs = torch.nn.functional.pad(costs, (0, -len(costs) % size)).reshape(-1, size).repeat(1, size).flatten()
-    columns = tiles(weight, scheme).permute(2, 1, 3, 0).flatten(0, 2)
-    scale, zero = transposed(columns, size * size, scheme, costs, search)
-    return scale.T.contiguous(), None if zero is None else zero.T.contiguous()
 
 
 def transposed(

@@ -11,27 +11,14 @@ arXiv 2211.10438, equation 4.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantkit.passes.solvers import one_thread
+from quantkit.passes.solvers import Scaling, one_thread
 
 # a scale further from 1 than this is a dead channel's
 _EXTREME = 1e5
-
-
-@dataclass(frozen=True)
-class Smoothing:
-    """What a search yields: scales [K] float32, all ones where no α costs less than doing nothing; the exponent that
-    won, NaN for ones; and the squared error at the output with them and without, [] float64.
-    """
-
-    scales: Tensor
-    alpha: Tensor
-    cost: Tensor
-    plain: Tensor
 
 
 def scales(
@@ -64,7 +51,7 @@ def search(
     grid: int = 10,
     producers: Tensor | None = None,
     channels: int | None = None,
-) -> Smoothing:
+) -> Scaling:
     """The α of a grid on [0, 1] with the least error at the output, weights and inputs both quantized.
 
         cost(s) = sum over the weights of ||Q(X / s) Q(W s)ᵀ - X Wᵀ||²
@@ -87,12 +74,12 @@ def search(
             return total
 
         plain = cost(None)
-        best = Smoothing(torch.ones_like(reach), torch.full_like(plain, torch.nan), plain, plain)
+        best = Scaling(torch.ones_like(reach), torch.full_like(plain, torch.nan), plain, plain)
         for number in range(grid + 1):
             found = scales(reach, weights, number / grid, producers, channels)
             error = cost(found)
             better = error < best.cost
-            best = Smoothing(
+            best = Scaling(
                 torch.where(better, found, best.scales),
                 torch.where(better, number / grid, best.alpha),
                 torch.where(better, error, best.cost),
