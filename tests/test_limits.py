@@ -26,9 +26,9 @@ from quantkit import content, limits
 from quantkit.calibrate.sets import images as image_sources
 from quantkit.calibrate.tokens import sources
 from quantkit.errors import InputError
-from quantkit.model.preprocess import Preprocess
 from quantkit.model.sizes import configs
 from quantkit.model.source.open import open_model
+from quantkit.model.source.packaged import Preprocess
 from quantkit.recipe import Recipe
 from quantkit.runtimes.text import Tokenizer
 

@@ -36,7 +36,7 @@ from quantkit.cli.commands.tax import tax
 from quantkit.cli.commands.tune import tune
 from quantkit.cli.commands.verify import verify
 from quantkit.errors import InputError, MissingDependency, QuantkitError, Rebuilt, Stopped, escaped, printable
-from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.plugins import outside
 
 SCHEMA = "quantkit/1"

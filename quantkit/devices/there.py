@@ -47,7 +47,7 @@ from quantkit.measurement.timing.latency import LoadedSides
 from quantkit.measurement.timing.rounds import Task
 from quantkit.measurement.timing.rounds import measure as anew
 from quantkit.measurement.timing.schedule import BASELINE, SUBJECT, Shape, Step, TimingPlan
-from quantkit.model.full_memory import is_out_of_memory
+from quantkit.model.device import is_out_of_memory
 from quantkit.model.sizes.shapes import LinearShape
 from quantkit.runtimes import child, load_runtime
 from quantkit.runtimes.torch import RUNTIME as TORCH

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quantkit.exporters.values import Values
     from quantkit.model.sizes.storage import LaidOver, Storage
     from quantkit.model.source.open import Source
-    from quantkit.model.source.unloadable import Obstacle
+    from quantkit.model.structure.names import Obstacle
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
     from quantkit.stats.abba import Comparison
     from quantkit.target import State, Target

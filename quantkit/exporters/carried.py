@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
 from quantkit.errors import InputError
-from quantkit.model.source import code as own_code
-from quantkit.model.source.modules import files_of_modules
+from quantkit.model.source import pretrained
+from quantkit.model.source.files import files_of_modules
 from quantkit.model.source.weights import INDEX, checked_file, strict_json, write_atomic, write_json
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
     if config is None:
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     trusted = source.trust_remote_code
-    write_json(folder / "config.json", own_code.settled(dict(config), source.path, trusted=trusted))
+    write_json(folder / "config.json", pretrained.settled(dict(config), source.path, trusted=trusted))
     for path, name in list(carried(source.path, code=trusted)):  # the result may lie below the source
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         data = limits.read(path, limits.DATA)
-        if name in own_code.NAMING and b'"auto_map"' in data:
+        if name in pretrained.NAMING and b'"auto_map"' in data:
             stated = strict_json(data, name, "config-invalid")
-            write_json(folder / name, own_code.settled(stated, source.path, trusted=trusted))
+            write_json(folder / name, pretrained.settled(stated, source.path, trusted=trusted))
         else:
             write_atomic(folder / name, [data])
 
@@ -60,7 +60,7 @@ def carried(folder: Path, *, code: bool = False) -> Iterator[tuple[Path, str]]:
         code: whether the model's own goes along, since the user trusts it.
     """
     if code:
-        yield from ((path, path.name) for path in own_code.files(folder))
+        yield from ((path, path.name) for path in pretrained.code_files(folder))
     modules = {name: path for path, name in files_of_modules(folder)}
     templates = folder / _TEMPLATES
     for place in [folder] if templates.is_symlink() else [folder, templates]:

@@ -21,9 +21,8 @@ from quantkit.model import run_time
 from quantkit.model.finished import DenseWeights, Finished
 from quantkit.model.run_time import RunTime
 from quantkit.model.source.open import Source
-from quantkit.model.streaming.cache import QuantizedCaches
-from quantkit.model.streaming.inputs import QuantizedInputs
 from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.streaming.transforms import QuantizedCaches, QuantizedInputs
 from quantkit.model.structure.traced import is_linear, is_transposed
 from quantkit.runtimes.torch.reloaded import reloaded
 from quantkit.scheme import WeightScheme

@@ -18,7 +18,7 @@ from quantkit.bundle.disk import sha256
 from quantkit.errors import InputError, MissingDependency, reading
 from quantkit.graph.protobuf import demand_attributes
 from quantkit.kinds import Kind
-from quantkit.model.source.hashes import source_changed
+from quantkit.model.source.files import source_changed
 
 if TYPE_CHECKING:
     import onnx_ir as ir

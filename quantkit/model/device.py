@@ -6,6 +6,7 @@ thread and a stream of its own (`Lane`), which waits for itself alone.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,13 +33,9 @@ T = TypeVar("T")
 def demand_name(name: str) -> str:
     """A device by its name: `cpu`, `cuda`, `cuda:1`, `auto`. Raises InputError (`unknown-device`)."""
     if not _NAME.fullmatch(name):
-        raise InputError(
-            "unknown-device",
-            where="--device",
-            value=name,
-            rule="cpu, cuda, cuda:N (the GPU of that number), or auto",
-            remedy="--device auto takes the GPU if there is one, and a block fits on it",
-        )
+        rule = "cpu, cuda, cuda:N (the GPU of that number), or auto"
+        remedy = "--device auto takes the GPU if there is one, and a block fits on it"
+        raise InputError("unknown-device", "--device", name, rule, remedy)
     return name
 
 
@@ -68,12 +65,12 @@ class ComputeDevice:
     @property
     def torch(self) -> TorchDevice:
         """As torch names it."""
-        return _torch_device(self.name)
+        return torch.device(self.name)
 
     @property
     def place(self) -> TorchDevice:
         """Where hidden states lie."""
-        return _torch_device(self.name if self.resident else CPU)
+        return torch.device(self.name if self.resident else CPU)
 
     @property
     def strict(self) -> ComputeDevice:
@@ -129,28 +126,20 @@ def filled(count: int, fill: Callable[[Tensor], object], device: TorchDevice) ->
     Args:
         fill: writes the next bytes into a piece, uint8.
     """
-    found = torch.empty(count, dtype=torch.uint8, device=device)
-    for there in found.split(_PIECE):
+    whole = torch.empty(count, dtype=torch.uint8, device=device)
+    for there in whole.split(_PIECE):
         # torch hands out no page-locked memory that a copy still reads from
         piece = torch.empty(there.shape, dtype=torch.uint8, pin_memory=True)
         fill(piece)
         there.copy_(piece, non_blocking=True)
-    return found
-
-
-def _torch_device(name: str) -> TorchDevice:
-    return torch.device(name)
+    return whole
 
 
 def absent(name: str, value: str) -> InputError:
     """The error for a GPU that is not here."""
-    return InputError(
-        "device-absent",
-        where=f"--device {name}",
-        value=value,
-        rule="a GPU that torch sees, counted from 0",
-        remedy="--device cpu; or install a torch build with CUDA (`quantkit doctor` says what is seen)",
-    )
+    rule = "a GPU that torch sees, counted from 0"
+    remedy = "--device cpu; or install a torch build with CUDA (`quantkit doctor` says what is seen)"
+    return InputError("device-absent", f"--device {name}", value, rule, remedy)
 
 
 def present(name: str) -> tuple[str, str, int]:
@@ -212,3 +201,26 @@ class Lane:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+# torch's allocator of the CPU raises a plain RuntimeError; libraries written in Rust and C pass on the system's words
+_NO_MEMORY = re.compile(r"DefaultCPUAllocator|Cannot allocate memory|\(os error 12\)")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error, or one it was raised from, means that there was no more memory."""
+    while error is not None:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        if isinstance(error, RuntimeError | OSError) and _NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def out_of_memory(where: str, error: BaseException) -> InputError:
+    """Make the error for it: `out-of-memory`."""
+    value = " ".join(str(error).split())[:160] or "there is no more memory"
+    return InputError("out-of-memory", where, value, remedy="a larger machine, or less beside it here")

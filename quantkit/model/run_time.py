@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from quantkit.formats.base.activation import InputScale
     from quantkit.model.finished import Finished
-    from quantkit.model.streaming.stream import Transform
+    from quantkit.model.streaming.transforms import Transform
 
 INPUT_SCALE, INPUT_ZERO = ".input_scale", ".input_zero_point"
 KEY_SCALE, VALUE_SCALE = ".k_scale", ".v_scale"
@@ -56,8 +56,7 @@ class RunTime:
 
     def transforms(self, block_names: Sequence[str], dtype: torch.dtype) -> list[Transform]:
         """What puts it into the blocks of a model whose stored dtype is `dtype`."""
-        from quantkit.model.streaming.cache import QuantizedCaches
-        from quantkit.model.streaming.inputs import QuantizedInputs
+        from quantkit.model.streaming.transforms import QuantizedCaches, QuantizedInputs
 
         found: list[Transform] = []
         if self.activations:

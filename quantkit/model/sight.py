@@ -28,10 +28,7 @@ _FILES = {
     ".tflite": ("is a model of LiteRT", "export the model that it was made from to ONNX, and compile that file"),
     **dict.fromkeys((".mlmodel", ".mlpackage"), ("is a model of Core ML", "compile the model that it was made from")),
     **dict.fromkeys((".engine", ".plan"), ("is an engine, made for one GPU", "compile the graph it was built from")),
-    ".safetensors": (
-        "is weights alone",
-        "put it into a folder with its config.json and tokenizer",
-    ),
+    ".safetensors": ("is weights alone", "put it into a folder with its config.json and tokenizer"),
     **dict.fromkeys((".csv", ".json", ".jsonl", ".txt", ".parquet", ".npz"), ("is data", "")),
 }
 
@@ -58,13 +55,9 @@ def demand_possible(ref: str) -> None:
     for place in ("model_index.json", "config.json"):
         stated = _json(path / place)
         if "_class_name" in stated:
-            raise InputError(
-                "architecture-unsupported",
-                where=ref,
-                value=f"{stated['_class_name']!r:.60}, of diffusers",
-                rule="a decoder, an encoder or an image model",
-                remedy=f"each part by itself, {by_python('part')}",
-            )
+            value, remedy = f"{stated['_class_name']!r:.60}, of diffusers", f"each part by itself, {by_python('part')}"
+            rule = "a decoder, an encoder or an image model"
+            raise InputError("architecture-unsupported", ref, value, rule, remedy)
     if not (path / "config.json").exists():
         raise no_config(path, f"path:{path.name}")
     _demand_kind(_json(path / "config.json"), f"path:{path.name}")
@@ -73,7 +66,7 @@ def demand_possible(ref: str) -> None:
 
 
 def not_a_folder(path: Path, ref: str) -> InputError:
-    """The error for a file that is no model, by what its suffix says of it."""
+    """Make the error for a file that is no model, by what its suffix says of it."""
     value, remedy = _FILES.get(path.suffix.lower(), ("is a file", ""))
     if (path.parent / "config.json").is_file():
         remedy = f"give its folder: {_as_typed(path.parent)}"
@@ -82,19 +75,15 @@ def not_a_folder(path: Path, ref: str) -> InputError:
 
 
 def no_config(path: Path, ref: str) -> InputError:
-    """The error for a folder that is no model; files of other kinds in it are named, since they can be compiled."""
+    """Make the error for a folder that is no model; other files in it that can be compiled are named."""
     others = [each for suffix in (".gguf", ".onnx") for each in sorted(path.glob(f"*{suffix}"))]
-    return InputError(
-        "config-missing",
-        where=ref,
-        value=f"no config.json in {path.name}",
-        rule="a model folder has config.json, safetensors and tokenizer files",
-        remedy=f"give the file: {_as_typed(others[0])}" if others else "model.save_pretrained(folder) writes all of it",
-    )
+    rule = "a model folder has config.json, safetensors and tokenizer files"
+    remedy = f"give the file: {_as_typed(others[0])}" if others else "model.save_pretrained(folder) writes all of it"
+    return InputError("config-missing", ref, f"no config.json in {path.name}", rule, remedy)
 
 
 def _as_typed(path: Path) -> str:
-    """As a user may type it, from where they are."""
+    """Return a path as a user may type it, from where they are."""
     return f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -116,7 +105,7 @@ def _demand_kind(config: Mapping[str, Any], where: str) -> None:
 
 
 def _classes(model_type: str) -> dict[str, ast.ClassDef]:
-    """Classes in the source text of a type of model; none where it is not there."""
+    """Parse the classes in the source text of a type of model; none where it is not there."""
     found = importlib.util.find_spec("transformers")
     folder = model_type.replace("-", "_")
     if found is None or found.origin is None or not folder.isidentifier():
@@ -129,7 +118,7 @@ def _classes(model_type: str) -> dict[str, ast.ClassDef]:
 
 
 def _bases(name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """A class and those that it inherits from, as far as they stand in the same file, nearest first."""
+    """List a class and those that it inherits from, as far as they stand in the same file, nearest first."""
     if name not in classes:
         return []
     own = classes[name]
@@ -138,7 +127,7 @@ def _bases(name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]
 
 
 def _forward(name: str, classes: Mapping[str, ast.ClassDef]) -> list[str] | None:
-    """Arguments of a class's forward; None: it stands elsewhere."""
+    """List the arguments of a class's forward; None: it stands elsewhere."""
     for node in _bases(name, classes):
         for item in node.body:
             if isinstance(item, ast.FunctionDef) and item.name == "forward":
@@ -159,9 +148,59 @@ def _claimed(name: str, classes: Mapping[str, ast.ClassDef]) -> set[str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """An object; empty where it is none, which the opening of the model says."""
+    """Read an object; empty where it is none, which the opening of the model says."""
     try:
         found = json.loads(limits.read(path)) if path.is_file() else {}
     except (InputError, ValueError, RecursionError, OSError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+# --- adapters -----------------------------------------------------------------------------------------------------
+
+ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model*"
+# peft's kinds that are tokens or keys in front of a text, and no change of a weight
+_PROMPTS = ("PROMPT", "PREFIX", "P_TUNING", "CPT", "ADAPTION")
+_AUTO = {
+    **{"SEQ_CLS": "SequenceClassification", "TOKEN_CLS": "TokenClassification"},
+    **{"QUESTION_ANS": "QuestionAnswering", "FEATURE_EXTRACTION": "FeatureExtraction"},
+}
+
+
+def demand_no_adapter(folder: Path, ref: str) -> None:
+    """Refuse a folder with an adapter in it: `adapter-unmerged`. Looks at names, and reads the adapter's config alone.
+
+    A folder that holds one (LoRA and its kin) beside a model may be the base and what was trained on it, or what both
+    make together and the adapter that is left over: the files do not tell. Where peft is installed, transformers goes
+    by `adapter_config.json` alone and loads the base that it names, whatever weights lie beside it.
+
+    Args:
+        ref: the model as the user gave it.
+    """
+    if not (folder / ADAPTER).is_file():
+        return
+    weights = sorted(path.name for path in folder.glob(_ADAPTER_WEIGHTS))
+    keys, stated = ("peft_type", "task_type", "base_model_name_or_path"), _json(folder / ADAPTER)
+    kind, task, base = (str(stated.get(key) or "") for key in keys)
+    kind = kind or "of no known kind"
+    alone = not (folder / "config.json").is_file()
+    name, _, revision = ref.removeprefix("hf:").partition("@")
+    where = name if ref.startswith("hf:") else ref
+    left_out = f"delete or move {' and '.join([ADAPTER, *weights])} out of the folder"
+    if ref.startswith("hf:"):
+        place = f"./{name.rpartition('/')[2]}"
+        chosen = f"{name!r}, revision={revision or 'main'!r}, ignore_patterns='adapter_*', local_dir={place!r}"
+        left_out = f"huggingface_hub.snapshot_download({chosen}), and compile {place}"
+    ways = [] if alone else [f"without it, where the weights hold it already: {left_out}"]
+    if weights and not any(word in kind for word in _PROMPTS):
+        tokens = where if any(folder.glob("tokenizer*")) else base or "BASE"
+        model = f"peft.AutoPeftModelFor{_AUTO.get(task, 'CausalLM')}.from_pretrained({where!r})"
+        tokenizer = f"transformers.AutoTokenizer.from_pretrained({tokens!r})"
+        merged = f"{model}.merge_and_unload().save_pretrained('./merged'); {tokenizer}.save_pretrained('./merged')"
+        ways.append(f"merged, in Python: import peft, transformers; {merged}")
+    elif alone:
+        ways.append(f"the model that it belongs to: {base or 'see its card'}")
+    beside = "alone" if alone else f"beside a model{'' if weights else ', without its weights'}"
+    value = f"an adapter ({kind}{f' of {base}' if base else ''}) {beside}"
+    rule = "weights are quantized as they lie there, of which an adapter is no part"
+    raise InputError("adapter-unmerged", f"{ref}: {ADAPTER}", value, rule, "; or ".join(ways))

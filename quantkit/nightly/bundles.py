@@ -25,7 +25,7 @@ from quantkit.bundle import Bundle
 from quantkit.bundle.disk import alone
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
-from quantkit.model.source.hashes import file_sha256
+from quantkit.model.source.files import file_sha256
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 from quantkit import content
 from quantkit.bundle import disk
 from quantkit.errors import InputError, QuantkitError, Stopped
-from quantkit.model.full_memory import is_out_of_memory
+from quantkit.model.device import is_out_of_memory
 from quantkit.nightly.records import NightCell
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.runtimes import child

@@ -37,7 +37,7 @@ from quantkit.measurement.timing import clocks
 from quantkit.measurement.timing.rounds import CANDIDATE, Task, measure
 from quantkit.measurement.timing.schedule import Step, Timing
 from quantkit.measurement.timing.speed import opened, samples_of
-from quantkit.model.structure.sizes import positions
+from quantkit.model.structure.kinds import positions
 from quantkit.nightly.records import Side, Time
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph, is_network
 from quantkit.pipeline.measure import config_of

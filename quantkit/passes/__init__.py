@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # the words of a pass's signatures: passes take them from her
     from quantkit.calibrate.statistics.collected import Stats as Stats
     from quantkit.calibrate.statistics.sums import InputStats as InputStats
     from quantkit.formats import QuantTensor as QuantTensor
-    from quantkit.model.streaming.stream import Transform, Whole
+    from quantkit.model.streaming.stream import Whole
+    from quantkit.model.streaming.transforms import Transform
     from quantkit.model.structure.block import Block as Block
     from quantkit.model.structure.traced import SharedInput as SharedInput
     from quantkit.passes.solvers.moments import Moments as Moments

@@ -25,10 +25,9 @@ from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.graph.open import is_graph
 from quantkit.kinds import Kind
 from quantkit.model.device import CPU, demand_name
-from quantkit.model.sight import demand_possible
-from quantkit.model.source import adapter
+from quantkit.model.sight import demand_no_adapter, demand_possible
 from quantkit.model.source.alias import ALIASES, Alias, materialize
-from quantkit.model.source.hashes import file_sha256
+from quantkit.model.source.files import file_sha256
 from quantkit.model.source.weights import disk_errors
 from quantkit.planning import support
 from quantkit.planning.support import Support
@@ -200,7 +199,7 @@ def demand_model(model: str) -> None:
         InputError: `adapter-unmerged`, those of `model.sight`.
     """
     if content.is_path(model):
-        adapter.demand_none(Path(model), model)
+        demand_no_adapter(Path(model), model)
         demand_possible(model)
 
 

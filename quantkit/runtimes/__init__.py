@@ -173,7 +173,7 @@ class Runtime(Protocol):
 
     def context(self, folder: Path) -> int:
         """Count the tokens of the longest sequence, for the model in a folder; by default as `config.json` says."""
-        from quantkit.model.structure.sizes import positions
+        from quantkit.model.structure.kinds import positions
 
         return positions(json.loads(limits.read(folder / "config.json"))) or 4096
 

@@ -245,7 +245,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def main(function: str, where: str) -> None:
     """What the child does."""
-    from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+    from quantkit.model.device import is_out_of_memory, out_of_memory
 
     caller = Caller(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)  # whatever a library prints is no answer

@@ -19,7 +19,7 @@ from quantkit import content
 from quantkit.calibrate.sets.card import Card
 from quantkit.calibrate.sets.images import PREPROCESS, ImageSet, load_images
 from quantkit.errors import InputError
-from quantkit.model.preprocess import Preprocess
+from quantkit.model.source.packaged import Preprocess
 
 HOW = {"resize": 12, "crop": 8, "mean": [0.5], "std": [0.25], "layout": "NCHW"}
 

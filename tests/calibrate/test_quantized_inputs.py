@@ -14,9 +14,8 @@ from quantkit.calibrate.statistics.collected import Stats
 from quantkit.calibrate.statistics.scales import Scales
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.formats.base import activation
-from quantkit.model.streaming import cache as caches
-from quantkit.model.streaming import inputs
 from quantkit.model.streaming.stream import LoadedModel
+from quantkit.model.streaming.transforms import attach_cache, attach_inputs
 from quantkit.model.structure.traced import SharedInput, trace
 from quantkit.scheme import ActivationScheme, CacheScheme
 
@@ -29,8 +28,8 @@ def stats(chunk: int, scheme: ActivationScheme | None, cache: CacheScheme | None
     calls = loaded.begin(zoo.ids(5, 12), chunk)
     module = loaded.load(0)
     structure = trace(module, lambda: calls.run(module, 0, calls.hidden[:chunk]))
-    hooks = inputs.attach(module, dict.fromkeys(structure.linears, scheme) if scheme else {})
-    hook = caches.attach(module, cache) if cache is not None else None
+    hooks = attach_inputs(module, dict.fromkeys(structure.linears, scheme) if scheme else {})
+    hook = attach_cache(module, cache) if cache is not None else None
     return Stats(module, structure.groups, calls, 0, calls.hidden, scales=Scales(hooks, hook))
 
 
@@ -151,7 +150,7 @@ def test_the_hook_hands_on_to_the_cache_that_was_there() -> None:
     with torch.no_grad():
         plain = model(input_ids=ids, use_cache=True)
     for block in model.model.layers:  # type: ignore[union-attr]
-        caches.attach(block, CacheScheme(format="int8", granularity="token")).on = True
+        attach_cache(block, CacheScheme(format="int8", granularity="token")).on = True
     with torch.no_grad():
         first = model(input_ids=ids[:, :7], use_cache=True)
         second = model(input_ids=ids[:, 7:], past_key_values=first.past_key_values, use_cache=True)

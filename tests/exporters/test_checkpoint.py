@@ -19,8 +19,8 @@ from quantkit.exporters.checkpoint.exporter import EXPORT
 from quantkit.formats import load_format
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
-from quantkit.model.source.unloadable import Obstacle
 from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure.names import Obstacle
 from quantkit.scheme import WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")

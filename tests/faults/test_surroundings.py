@@ -14,7 +14,7 @@ import pytest
 
 from faults.work import WORK
 from quantkit.bundle import Bundle
-from quantkit.model.source.hashes import file_sha256
+from quantkit.model.source.files import file_sha256
 
 TESTS = Path(__file__).parents[1]
 

@@ -411,7 +411,7 @@ def _arrays(kind: str) -> Callable[[Path], Path]:
 def _images(kind: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
         from quantkit.calibrate.sets import images as image_sources
-        from quantkit.model.preprocess import Preprocess
+        from quantkit.model.source.packaged import Preprocess
 
         how = Preprocess(resize=8, crop=8, mean=[0.5] * 3, std=[0.5] * 3)
         found = image_sources.parse(folder / f"image.{kind}", suffix=f".{kind}", where="image")

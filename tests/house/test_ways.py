@@ -16,7 +16,7 @@ from house.source import PACKAGE, files, nodes
 # what they read is the package's own, the cache's, the system's, or was hashed
 OURS = {
     *("quantkit.limits", "quantkit.machine", "quantkit.plugins", "quantkit.pipeline.baseline", "quantkit.target"),
-    *("quantkit.bundle.build", "quantkit.bundle.bundle", "quantkit.bundle.cached", "quantkit.model.source.hashes"),
+    *("quantkit.bundle.build", "quantkit.bundle.bundle", "quantkit.bundle.cached", "quantkit.model.source.files"),
     *("quantkit.exporters.tensorrt.timings", "quantkit.runtimes.tensorrt.engine", "quantkit.runtimes.tensorrt.file"),
     *("quantkit.measurement.timing.clocks", "quantkit.measurement.timing.speed", "quantkit.nightly.config"),
     *("quantkit.nightly.page", "quantkit.nightly.bundles", "quantkit.pipeline.engines"),

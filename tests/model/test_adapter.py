@@ -12,7 +12,7 @@ import pytest
 import zoo
 
 from quantkit.errors import InputError
-from quantkit.model.source.adapter import demand_none
+from quantkit.model.sight import demand_no_adapter
 from quantkit.model.source.open import open_model
 
 LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "somebody/base"}
@@ -65,13 +65,13 @@ def test_what_is_no_adapter_of_the_model_is_left_alone(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, LORA, "adapter_model.safetensors", model=True)
     (folder / "checkpoint-10").mkdir()
     (folder / "adapter_config.json").rename(folder / "checkpoint-10" / "adapter_config.json")
-    demand_none(folder, "./model")
+    demand_no_adapter(folder, "./model")
 
 
 def test_of_the_hub_the_model_is_fetched_without_it(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, LORA, "adapter_model.safetensors", model=True)
     with pytest.raises(InputError) as refused:
-        demand_none(folder, "hf:org/name@v1")
+        demand_no_adapter(folder, "hf:org/name@v1")
     call = "snapshot_download('org/name', revision='v1', ignore_patterns='adapter_*', local_dir='./name')"
     assert call in refused.value.remedy
     assert "from_pretrained('org/name')" in refused.value.remedy

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from quantkit.errors import InputError
 from quantkit.exporters.carried import carry
 from quantkit.exporters.checkpoint import reload
-from quantkit.model.source import code, pretrained
+from quantkit.model.source import pretrained
 from quantkit.model.source.open import open_model, open_written
 
 CONFIG = "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = {!r}\n"
@@ -90,7 +90,7 @@ def test_other_code_is_not_trusted(change: str, tmp_path: Path) -> None:
         stated = json.loads((out / "config.json").read_text())
         stated["auto_map"]["AutoConfig"] = "sub/evil.OwnConfig"
         (out / "config.json").write_text(json.dumps(stated))
-    assert not code.is_trusted(out)
+    assert not pretrained.is_trusted(out)
     with pytest.raises(InputError, match="remote-code"):
         open_written(out)
 

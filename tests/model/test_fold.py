@@ -252,9 +252,7 @@ def test_the_weaker_form_of_a_gemma_norm_is_rejected() -> None:
     assert fold.prove(block, structure, planted, call) > 1e-3
 
 
-def test_a_fold_that_forgets_one_member_is_rejected(
-    llama: tuple[nn.Module, Structure, Call, dict[str, Fold]],
-) -> None:
+def test_a_fold_that_forgets_one_member_is_rejected(llama: tuple[nn.Module, Structure, Call, dict[str, Fold]]) -> None:
     block, structure, call, folds = llama
     fewer = tuple(SharedInput(group.members[:-1] or group.members, group.features) for group in structure.groups)
     assert fold.prove(block, replace(structure, groups=fewer), folds["self_attn.q_proj"], call) > 1e-3

@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 
-from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.device import is_out_of_memory, out_of_memory
 
 
 def test_torchs_own_error_is_known() -> None:

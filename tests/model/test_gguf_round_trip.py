@@ -25,7 +25,7 @@ from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
-from quantkit.model.source.gguf.convert import note_on, stored_as
+from quantkit.model.source.gguf import note_on, stored_as
 from quantkit.model.source.gguf.rules import llama3
 from quantkit.model.source.gguf.tokenizer import PRE, SAME, tokenizer_json
 from quantkit.model.source.open import open_model

@@ -117,13 +117,7 @@ def test_qwen2_splits_as_transformers_own_class() -> None:
     assert ours.token_to_id("[PAD0]") is None
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tokenizer.ggml.model": "bert"},
-        {"tokenizer.ggml.add_eos_token": True},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"tokenizer.ggml.model": "bert"}, {"tokenizer.ggml.add_eos_token": True}])
 def test_what_would_be_another_tokenizer_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InputError) as caught:
         tokenizer_json({**sentencepiece(), **changes}, "tiny.gguf")

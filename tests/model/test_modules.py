@@ -12,7 +12,7 @@ import zoo
 
 from quantkit.errors import InputError
 from quantkit.exporters.carried import carried
-from quantkit.model.source.modules import modules_of
+from quantkit.model.source.files import modules_of
 from quantkit.model.source.open import open_model
 
 OWN = "sentence_transformers.models."

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from zoo import ARCHITECTURES, ids, tiny
 
 from quantkit.errors import InputError
-from quantkit.model.source.open import Source, open_model, parameter_names, untied
+from quantkit.model.source.open import Source, open_model, untied
 from quantkit.model.structure.names import match_names
 
 
@@ -46,7 +46,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[
 def filled(source: Source) -> Any:
     """The skeleton with every tensor in its place."""
     skeleton = source.skeleton()
-    for name, file in parameter_names(source, skeleton).items():
+    for name, file in match_names(source.weights, skeleton).items():
         owner = skeleton.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         value = source.weights.read(file).float()
@@ -60,7 +60,7 @@ def filled(source: Source) -> Any:
 def refused(folder: Path | str, **options: Any) -> InputError:
     with pytest.raises(InputError) as caught:
         source = open_model(str(folder), **options)
-        parameter_names(source, source.skeleton())
+        match_names(source.weights, source.skeleton())
     assert "\n" not in caught.value.line()
     return caught.value
 
@@ -115,7 +115,7 @@ def test_a_config_without_architectures_means_the_usual_class(name: str, tmp_pat
     edit_config(folder, architectures=None)
     source = open_model(str(folder))
     assert source.architecture == ARCHITECTURES[name][0]
-    assert parameter_names(source, source.skeleton())
+    assert match_names(source.weights, source.skeleton())
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -126,11 +126,11 @@ def test_an_untied_model_has_a_head_of_its_own(twice: bool, tmp_path: Path) -> N
             folder, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
         )
     source = open_model(str(folder))
-    files = parameter_names(source, source.skeleton())
+    files = match_names(source.weights, source.skeleton())
     assert files["lm_head.weight"] == files["model.embed_tokens.weight"]
     apart = untied(source, files)
     assert (apart.untied, apart.config["tie_word_embeddings"], apart.sha256) == (True, False, source.sha256)
-    found = parameter_names(apart, apart.skeleton())
+    found = match_names(apart.weights, apart.skeleton())
     assert (found["lm_head.weight"], found["model.embed_tokens.weight"]) == (
         "lm_head.weight",
         "model.embed_tokens.weight",
@@ -145,7 +145,7 @@ def test_an_untied_model_has_a_head_of_its_own(twice: bool, tmp_path: Path) -> N
 
 def test_what_ties_nothing_is_untied_already(tmp_path: Path) -> None:
     source = open_model(str(saved(tmp_path / "model", "llama")))
-    assert untied(source, parameter_names(source, source.skeleton())) is source
+    assert untied(source, match_names(source.weights, source.skeleton())) is source
 
 
 # names ----------------------------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def test_a_file_with_a_prefix_that_the_class_lacks(tmp_path: Path) -> None:
     edit_weights(folder, lambda tensors: {f"bert.{key}": value for key, value in tensors.items()} | head)
     source = open_model(str(folder))
     names = match_names(source.weights, source.skeleton())
-    assert names.unused == ["cls.predictions.bias"]
-    assert names.files["embeddings.word_embeddings.weight"] == "bert.embeddings.word_embeddings.weight"
+    assert source.weights.entries.keys() - names.values() == {"cls.predictions.bias"}
+    assert names["embeddings.word_embeddings.weight"] == "bert.embeddings.word_embeddings.weight"
     with torch.no_grad():
         assert torch.equal(filled(source)(ids())[0], tiny("bert")(ids())[0])
 
@@ -179,14 +179,14 @@ def test_names_from_before_a_renaming(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "bert")
     edit_weights(folder, lambda tensors: {old(key): value for key, value in tensors.items()})
     source = open_model(str(folder))
-    assert parameter_names(source, source.skeleton())["embeddings.LayerNorm.weight"] == "embeddings.LayerNorm.gamma"
+    assert match_names(source.weights, source.skeleton())["embeddings.LayerNorm.weight"] == "embeddings.LayerNorm.gamma"
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama-tied")
     source = open_model(str(folder))
     assert "lm_head.weight" not in source.weights.entries
-    assert parameter_names(source, source.skeleton())["lm_head.weight"] == "model.embed_tokens.weight"
+    assert match_names(source.weights, source.skeleton())["lm_head.weight"] == "model.embed_tokens.weight"
 
     def other_way(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -194,7 +194,7 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
 
     edit_weights(folder, other_way)
     source = open_model(str(folder))
-    names = parameter_names(source, source.skeleton())
+    names = match_names(source.weights, source.skeleton())
     assert names["lm_head.weight"] == names["model.embed_tokens.weight"] == "lm_head.weight"
 
 
@@ -205,7 +205,7 @@ def test_a_tied_head_stored_twice_is_one_or_an_error(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama-tied")
     edit_weights(folder, twice)
     source = open_model(str(folder))
-    names = parameter_names(source, source.skeleton())
+    names = match_names(source.weights, source.skeleton())
     assert names["lm_head.weight"] == names["model.embed_tokens.weight"]
 
     edit_weights(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"] * 2})
@@ -217,12 +217,13 @@ def test_stored_rotary_tables_and_masks_are_not_missed_nor_used(tmp_path: Path) 
     extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(3)}
     edit_weights(folder, lambda tensors: tensors | extra)
     source = open_model(str(folder))
-    assert match_names(source.weights, source.skeleton()).unused == sorted(extra)
+    assert source.weights.entries.keys() - match_names(source.weights, source.skeleton()).values() == extra.keys()
 
     folder = saved(tmp_path / "gpt2", "gpt2")
     edit_weights(folder, lambda tensors: tensors | {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)})
     source = open_model(str(folder))
-    assert match_names(source.weights, source.skeleton()).unused == ["transformer.h.0.attn.bias"]
+    unused = source.weights.entries.keys() - match_names(source.weights, source.skeleton()).values()
+    assert unused == {"transformer.h.0.attn.bias"}
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from test_cnn import PLAIN, built
 
 from quantkit.errors import InputError
 from quantkit.model import cnn
-from quantkit.model.preprocess import Preprocess
 from quantkit.model.source import packaged
 from quantkit.model.source.alias import ALIASES
 from quantkit.model.source.gguf import PROVENANCE
+from quantkit.model.source.packaged import Preprocess
 
 HOW = Preprocess(resize=11, crop=11, mean=[0.5, 0.5], std=[0.25, 0.25])
 convert = partial(packaged.convert_network, network="tiny", licence="MIT", preprocess=HOW)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from quantkit.model.streaming import calls as calling
 from quantkit.model.streaming import stream as streaming
-from quantkit.model.streaming.calls import Calls
+from quantkit.model.streaming.calls import Calls, Shelf, held
 from quantkit.model.streaming.live import LiveCalls
-from quantkit.model.streaming.shelf import Shelf, held
 from quantkit.model.streaming.stream import Answers, LoadedModel
 
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel
 
-from quantkit.model.structure.sizes import positions
+from quantkit.model.structure.kinds import positions
 
 SIZES = {
     **{"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},

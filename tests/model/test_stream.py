@@ -13,7 +13,8 @@ from zoo import shrink
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.calls import primary
-from quantkit.model.streaming.stream import Head, LoadedModel, StreamedModel, find_blocks, set_tensor
+from quantkit.model.streaming.stream import Head, LoadedModel, StreamedModel, set_tensor
+from quantkit.model.structure.traced import find_blocks
 
 
 @pytest.fixture(scope="module", params=zoo.ARCHITECTURES)
@@ -57,7 +58,7 @@ def test_a_head_alone_needs_no_run(saved: tuple[str, nn.Module, Path]) -> None:
     ids = zoo.ids(2, 9, seed=5)
     kept = StreamedModel(open_model(str(folder))).run(ids)
     later = StreamedModel(open_model(str(folder)))
-    assert close(later.answers(ids, hidden=kept).all(), answer(model, ids))
+    assert close(later.answers_of(None, ids, kept).all(), answer(model, ids))
 
 
 def test_loaded_in_memory_is_the_model(saved: tuple[str, nn.Module, Path]) -> None:

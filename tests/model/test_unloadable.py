@@ -8,8 +8,8 @@ import pytest
 from zoo import shrink
 
 from quantkit.model.source.open import open_model
-from quantkit.model.source.unloadable import Obstacle, obstacles
 from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure.names import Obstacle, obstacles
 
 # class -> (what is in the way, why)
 CASES = {

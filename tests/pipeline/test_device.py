@@ -19,8 +19,7 @@ from quantkit.calibrate.statistics.collected import Doubt
 from quantkit.errors import InputError
 from quantkit.model.device import ComputeDevice, Lane, demand_name, put
 from quantkit.model.source.weights import Weights
-from quantkit.model.streaming.ahead import ReadAhead
-from quantkit.model.streaming.stream import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel, ReadAhead
 from quantkit.passes import Outcome, Pass
 from quantkit.pipeline import Request, compile_model, estimate
 from quantkit.pipeline.blocks import prepared, quantize

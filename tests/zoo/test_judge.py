@@ -68,8 +68,7 @@ def test_a_figure_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["Cohere2ForCausalLM", "FalconH1ForCausalLM", "Gemma3ForCausalLM", "JetMoeForCausalLM", "Mamba2ForCausalLM"],
+    "name", ["Cohere2ForCausalLM", "FalconH1ForCausalLM", "Gemma3ForCausalLM", "JetMoeForCausalLM", "Mamba2ForCausalLM"]
 )
 def test_every_weight_of_a_tiny_model_is_seen(name: str) -> None:
     """The answer changes visibly with each: by the gradient of a random mixture of its logits."""

@@ -22,7 +22,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from quantkit import errors, limits
 from quantkit.content import Closed, read_yaml, validated
 from quantkit.errors import InputError, did_you_mean
-from quantkit.model.preprocess import Preprocess
+from quantkit.model.source.packaged import Preprocess
 
 if TYPE_CHECKING:
     import numpy as np

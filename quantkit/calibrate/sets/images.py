@@ -37,7 +37,7 @@ from quantkit import content, errors, limits
 from quantkit.calibrate.sets import card as cards
 from quantkit.calibrate.sets.card import Card, SetSampling, Split, read_bytes
 from quantkit.errors import InputError, MissingDependency
-from quantkit.model.preprocess import Preprocess
+from quantkit.model.source.packaged import Preprocess
 
 ARRAYS = (".npz", ".npy")
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")

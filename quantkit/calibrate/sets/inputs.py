@@ -35,7 +35,7 @@ from quantkit.calibrate.sets.images import (
     own_split,
 )
 from quantkit.errors import InputError
-from quantkit.model.preprocess import Preprocess
+from quantkit.model.source.packaged import Preprocess
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from quantkit.calibrate.statistics.observed import AT_ONCE, Observed
 from quantkit.formats.base.activation import InputScale
-from quantkit.model.streaming.cache import QuantizedCache, rows_of, shaped
-from quantkit.model.streaming.inputs import QuantizedInput
+from quantkit.model.streaming.transforms import QuantizedCache, QuantizedInput, rows_of, shaped
 from quantkit.model.structure.traced import SharedInput
 from quantkit.scheme import ActivationScheme, CacheScheme
 

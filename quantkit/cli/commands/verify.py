@@ -45,7 +45,7 @@ def verify(
 ) -> Answer:
     """Check every file of a bundle, then load it again; here or on a device."""
     from quantkit.bundle import seal
-    from quantkit.model.source import code
+    from quantkit.model.source import pretrained
     from quantkit.pipeline.reload import reload
     from quantkit.report import terminal
 
@@ -57,7 +57,7 @@ def verify(
         seal.demand(opened.path, expect)
     signed = None if signer is None else seal.demand_signer(opened.path, signer, issuer)
     for config in sorted(opened.path.glob("*/config.json")) if trust_remote_code else ():
-        code.trust(config.parent)
+        pretrained.trust(config.parent)
     if layers is not None and on is not None:
         raise InputError("usage", where="--on", value="with --layers", rule="layers are compared on this machine")
     if layers is not None:

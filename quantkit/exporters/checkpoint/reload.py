@@ -3,7 +3,7 @@
     max |loaded - expected| / max |expected| <= 1e-4
 
 of the logits on one batch (by their norms, and more, where the library multiplies in kernels of its own:
-`model/kernel_limit.py`), both sides by the same class of plain transformers in the model's own dtype: `loaded` from the
+`model/transforms.py`), both sides by the same class of plain transformers in the model's own dtype: `loaded` from the
 folder, with whatever expands it; `expected` from dense tensors that are computed from the codes. Missing, unexpected
 and mismatched keys fail as well. And the same of every packed linear, expanded by its library's own code: that takes
 one tensor at a time, so it covers a model of any size, where logits are compared on its first blocks. Of a model that
@@ -30,15 +30,14 @@ from quantkit.exporters.checkpoint.writer import loading_dtype
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import against, split
 from quantkit.model import layouts, run_time
-from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
-from quantkit.model.source import code, pretrained
-from quantkit.model.source.hashes import in_order
-from quantkit.model.source.open import in_float32, model_class_of, open_written, parameter_names, quiet_loading
-from quantkit.model.source.weights import Weights, strict_json
-from quantkit.model.structure.names import same
-from quantkit.model.structure.sizes import cut_config, positions
+from quantkit.model.source import pretrained
+from quantkit.model.source.open import in_float32, model_class_of, open_written, quiet_loading
+from quantkit.model.source.weights import Weights, in_order, strict_json
+from quantkit.model.structure.kinds import cut_config, positions
+from quantkit.model.structure.names import match_names, same
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def check_bundle(
     layout = layouts.of(quantization)
     # the manifest has the class's names, and files may have others that it renames as it loads
     dense = expanded(open_written(folder))
-    files = parameter_names(dense, dense.skeleton())
+    files = match_names(dense.weights, dense.skeleton())
     stored = {files.get(f"{name}.weight", name).removesuffix(".weight"): each for name, each in schemes.items()}
     packed = {prefix: _scheme_of(prefix, stored) for prefix in layout.prefixes(weights.entries)}
     parts = {prefix + part for prefix in packed for part in layout.parts}
@@ -176,7 +175,7 @@ def reload(
         inputs: keyword arguments of the forward; a fixed batch of ids by default.
         blocks: only the first so many layers, so that memory stays bounded; None is all.
     """
-    from quantkit.model import kernel_limit
+    from quantkit.model.streaming import transforms
 
     cached = wanted.run_time.cache is not None
     with quiet_loading():
@@ -219,9 +218,9 @@ def reload(
         off, limit = _difference(found, expected), LIMIT
         if wanted.layout is not None and wanted.layout.kernels:
             replaced = [name for name, module in reference.named_modules() if type(module) is not classes[name]]
-            rounded = logits(kernel_limit.rounding(reference, replaced), inputs, cached=cached)
-            off = kernel_limit.departure(found, expected)
-            limit += kernel_limit.DEPARTURES * kernel_limit.departure(rounded, expected)
+            rounded = logits(transforms.rounding(reference, replaced), inputs, cached=cached)
+            off = transforms.departure(found, expected)
+            limit += transforms.DEPARTURES * transforms.departure(rounded, expected)
     del reference
     machine.let_go()
     return _judge("reload.transformers", off, "logits", limit)
@@ -229,7 +228,7 @@ def reload(
 
 def _quantize_at_run_time(model: Any, how: RunTime) -> None:
     """Have a model see its inputs and its cache quantized."""
-    from quantkit.model.streaming.stream import find_blocks
+    from quantkit.model.structure.traced import find_blocks
 
     path = find_blocks(model)
     blocks = model.get_submodule(path)
@@ -395,7 +394,7 @@ def config_json(folder: Path) -> dict[str, Any]:
 
 def class_of(folder: Path) -> Any:
     """The checkpoint's class: transformers' own, or one in trusted code. Raises InputError `remote-code`."""
-    return model_class_of(config_json(folder), folder, str(folder), code.is_trusted(folder))
+    return model_class_of(config_json(folder), folder, str(folder), pretrained.is_trusted(folder))
 
 
 def config_of(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:

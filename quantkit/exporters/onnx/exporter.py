@@ -20,7 +20,7 @@ from quantkit.content import Closed
 from quantkit.errors import MissingDependency
 from quantkit.exporters import Exporter, LayerSpec, Trial
 from quantkit.exporters.onnx.nbits import refuse, refuse_heads
-from quantkit.model.structure.sizes import positions
+from quantkit.model.structure.kinds import positions
 from quantkit.runtimes.text import json_or_empty
 
 if TYPE_CHECKING:

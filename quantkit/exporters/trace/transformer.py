@@ -30,8 +30,7 @@ from quantkit.errors import InputError
 from quantkit.exporters.trace import CHECKPOINT
 from quantkit.exporters.trace import repeat as _repeat
 from quantkit.exporters.trace.rewrite import DOMAIN, Traced
-from quantkit.model.streaming.stream import find_blocks
-from quantkit.model.structure.traced import is_linear, is_transposed
+from quantkit.model.structure.traced import find_blocks, is_linear, is_transposed
 from quantkit.model.to_onnx import quiet
 
 OPSET = 23

@@ -39,7 +39,7 @@ from quantkit.lazy import torch
 from quantkit.measurement.accuracy.labelled import About, Drawn, classification, cosine_row, retrieval
 from quantkit.measurement.accuracy.outputs import outputs
 from quantkit.measurement.rows import Data, Row
-from quantkit.model.source.modules import Module, modules_of
+from quantkit.model.source.files import Module, modules_of
 from quantkit.model.source.weights import checked_file, strict_json
 from quantkit.passes import decision
 

@@ -46,7 +46,7 @@ def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
             return Answers(calls, tokens.ids)
         kept = calls.hidden
         cached.keep_tensor(place, kept)
-    return model.answers(tokens.ids, hidden=kept)
+    return model.answers_of(None, tokens.ids, kept)
 
 
 def vocabulary(model: nn.Module) -> int:

@@ -28,7 +28,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.size import saved_bytes
 from quantkit.measurement.timing.latency import LoadedSides, TimedSide, explained, measure
 from quantkit.measurement.timing.schedule import Step, TimingPlan
-from quantkit.model.structure.sizes import positions
+from quantkit.model.structure.kinds import positions
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.torch import events

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MARLIN_GROUPS = (-1, 32, 64, 128)
 # what a regular expression begins with among names
 REGEX = "re:"
+DENSE = "export: checkpoint: {layout: dense}"
 Header = tuple[str, str, tuple[int, ...]]
 # a stored tensor by its full name in the files
 Read = Callable[[str], "torch.Tensor"]
@@ -31,7 +32,7 @@ Read = Callable[[str], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Expansion:
-    """What turns stored tensors into the weight that they stand for.
+    """Turns stored tensors into the weight that they stand for.
 
     Args:
         library: the package whose code does it; None: our own reader, where the library is not installed.
@@ -65,114 +66,101 @@ class Layout(Protocol):
         """Refuse what it cannot hold: `layout-unsupported`, naming the first linear; MissingDependency.
 
         Args:
-            schemes: linear -> scheme.
             shapes: linear -> [N, K], of those that are known.
         """
 
     def served(self, scheme: WeightScheme) -> bool:
-        """Whether vLLM has a kernel that reads it."""
+        """Tell whether vLLM has a kernel that reads it."""
         return True
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
-        """(name, safetensors dtype, shape) of what is stored of [N, K]."""
+        """Return (name, safetensors dtype, shape) of all that is stored of [N, K]."""
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
-        """The tensor that holds the codes."""
+        """Make the tensor that holds the codes."""
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """All other stored tensors; `dtype` is what the model will be loaded in. InputError (`scale-inexact`)."""
+        """Make all other stored tensors; `dtype` is what the model will be loaded in. InputError (`scale-inexact`)."""
 
     def quantization_config(
         self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
     ) -> dict[str, Any]:
-        """`quantization_config` of config.json.
+        """Make the `quantization_config` of config.json.
 
         Args:
             ignore: names of what is not quantized; those that begin with `re:` are regular expressions.
         """
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` is this layout's."""
+        """Tell whether a `quantization_config` is this layout's."""
 
     def prefixes(self, names: Iterable[str]) -> list[str]:
-        """The linears that are stored this way, from all tensors' names."""
+        """List the linears that are stored this way, from all tensors' names."""
         return stored_with(self.codes, names)
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
-        """[N, K] of a stored linear."""
+        """Return [N, K] of a stored linear."""
 
     def scale(self, prefix: str, read: Read) -> torch.Tensor:
-        """What codes are multiplied by, as stored: finite, and positive but over weights that are all zero."""
+        """Read what codes are multiplied by: finite, and positive but over weights that are all zero."""
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
-        """Bits at most by which the files exceed the format's own count: padding, shapes, tables."""
+        """Count the bits at most by which the files exceed the format's own count: padding, shapes, tables."""
         return 0
 
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
-        """The inverse of `packed` and `companions`, by our own code."""
+        """Invert `packed` and `companions`, by our own code."""
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """The weight [N, K] as its library makes it, bit for bit: code times scale in the dtype of the model."""
+        """Make the weight [N, K] as its library does, bit for bit: code times scale in the dtype of the model."""
         return load_format(tensor.scheme.format).dequantize(tensor).to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
-        """What expands the stored tensors, by its library's own code where that is installed."""
+        """Return what expands the stored tensors, by its library's own code where that is installed."""
 
 
 load_layout = plugins.Kind[Layout]("model.layouts").load
 
 
 def names() -> list[str]:
-    """What recipes may call for, sorted."""
+    """List what recipes may call for, sorted."""
     return [name.replace("_", "-") for name in plugins.LAYOUTS.names()]
 
 
 def load(name: str) -> Layout:
-    """A layout by the name that recipes call it. Raises InputError (`unknown-layout`)."""
+    """Load a layout by the name that recipes call it. Raises InputError (`unknown-layout`)."""
     if name not in names():
         raise unknown_name("layout", name, names())
     return load_layout(name.replace("-", "_"))
 
 
 def missing(layout: Layout) -> list[str]:
-    """What is not installed of the packages that transformers loads it with."""
+    """List what is not installed of the packages that transformers loads it with."""
     return [name for name in layout.libraries if importlib.util.find_spec(name) is None]
 
 
 def stored_with(suffix: str, names: Iterable[str]) -> list[str]:
-    """The linears of which a tensor with this suffix is stored, from all tensors' names."""
+    """List the linears of which a tensor with this suffix is stored, from all tensors' names."""
     return [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
 
 
 def of(config: Mapping[str, Any]) -> Layout:
-    """The layout of a checkpoint, from its `quantization_config`. Raises InputError (`unknown-layout`)."""
+    """Find the layout of a checkpoint by its `quantization_config`. Raises InputError (`unknown-layout`)."""
     for name in names():
-        layout = load(name)
-        if layout.wrote(config):
+        if (layout := load(name)).wrote(config):
             return layout
-    method = config.get("quant_method")
-    raise InputError(
-        "unknown-layout",
-        where="config.json: quantization_config",
-        value=f"{method} {config.get('format') or config.get('checkpoint_format') or ''}".strip(),
-        rule=f"known: {', '.join(names())}",
-    )
-
-
-DENSE = "export: checkpoint: {layout: dense}"
+    value = f"{config.get('quant_method')} {config.get('format') or config.get('checkpoint_format') or ''}".strip()
+    rule = f"known: {', '.join(names())}"
+    raise InputError("unknown-layout", "config.json: quantization_config", value, rule)
 
 
 def unsupported(where: str, value: str, rule: str, remedy: str = DENSE) -> InputError:
-    """`layout-unsupported` of one linear."""
-    return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+    """Make `layout-unsupported` of one linear."""
+    return InputError("layout-unsupported", where, value, rule, remedy)
 
 
 def check_format(layout: str, held: str, schemes: Mapping[str, WeightScheme], remedy: str = DENSE) -> None:
-    """Of a layout that holds one format: refuse the first linear of another.
-
-    Raises:
-        InputError: `layout-unsupported`.
-    """
+    """Refuse the first linear of another format than the one `held`: `layout-unsupported`."""
     for linear, scheme in schemes.items():
         if scheme.format != held:
             raise unsupported(linear, f"{layout} of {scheme.format}", f"this layout holds {held}", remedy)

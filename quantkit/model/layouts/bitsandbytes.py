@@ -43,11 +43,9 @@ class BitsAndBytes(Layout):
     parts = (WEIGHT, ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP, STATE)
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
-        """See `Layout`."""
         check_format(self.name, "nf4", schemes)
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
-        """See `Layout`."""
         size = shape[0] * shape[1]
         blocks, double = size // (scheme.group or size), scheme.scale == "double"
         found: list[Header] = [
@@ -61,12 +59,10 @@ class BitsAndBytes(Layout):
         return found
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
-        """uint8 [N K / 2, 1]."""
         codes = tensor.codes.reshape(-1, 2)
         return (codes[:, :1] << 4) | codes[:, 1:]
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """See `Layout`."""
         from quantkit.formats.nf4 import dynamic_values
 
         state: dict[str, Any] = {
@@ -90,7 +86,6 @@ class BitsAndBytes(Layout):
     def quantization_config(
         self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
     ) -> dict[str, Any]:
-        """See `Layout`."""
         double = any(scheme.scale == "double" for scheme in layers.values())
         return {
             "quant_method": "bitsandbytes",
@@ -104,20 +99,16 @@ class BitsAndBytes(Layout):
         }
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
-        """See `Layout`."""
         return config.get("quant_method") == "bitsandbytes" and config.get("bnb_4bit_quant_type") == "nf4"
 
     def prefixes(self, names: Iterable[str]) -> list[str]:
-        """See `Layout`."""
         return stored_with(STATE, names)
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
-        """See `Layout`."""
         rows, columns = _state(prefix, read)["shape"]
         return int(rows), int(columns)
 
     def scale(self, prefix: str, read: Read) -> torch.Tensor:
-        """See `Layout`."""
         stored = read(prefix + ABSMAX)
         if stored.is_floating_point():
             return stored
@@ -130,7 +121,6 @@ class BitsAndBytes(Layout):
         return 32 * 16 + 8 * _STATE_BYTES + (32 * 256 if scheme.scale == "double" else 0)
 
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
-        """See `Layout`."""
         packed, stored = read(prefix + WEIGHT), read(prefix + ABSMAX)
         rows, columns = self.shape(prefix, read)
         codes = torch.cat((packed >> 4, packed & 15), dim=1).reshape(rows, columns)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from quantkit.formats import QuantTensor
 from quantkit.lazy import torch
 from quantkit.model.layouts import MARLIN_GROUPS, REGEX, Expansion, Header, Layout, Read, missing, unsupported
-from quantkit.model.layouts._plain_codes import FLOATS, bits_of, pack, unpack
+from quantkit.model.layouts._compressed_tensors import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
 
 QWEIGHT, QZEROS, SCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"
@@ -47,40 +47,29 @@ class GptqLayout(Layout):
     parts: ClassVar[tuple[str, ...]] = (QWEIGHT, QZEROS, SCALES, G_IDX)
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
-        """See `Layout`."""
         kinds = {self._kind(scheme, linear): linear for linear, scheme in schemes.items()}
         if len(kinds) > 1:
-            raise unsupported(
-                list(kinds.values())[1],
-                f"{len(kinds)} different schemes",
-                "its readers in transformers know one",
-                "give all layers one scheme, or layout: pack-quantized",
-            )
+            second, rule = list(kinds.values())[1], "its readers in transformers know one"
+            remedy = "give all layers one scheme, or layout: pack-quantized"
+            raise unsupported(second, f"{len(kinds)} different schemes", rule, remedy)
         for linear, scheme in schemes.items():
             bits = bits_of(scheme, self.name, linear)
             if not _IN_A_BLOCK.search(linear):
-                raise unsupported(
-                    linear, "outside of the blocks", "its readers look into the blocks", "keep: [lm_head]"
-                )
+                rule = "its readers look into the blocks"
+                raise unsupported(linear, "outside of the blocks", rule, "keep: [lm_head]")
             if scheme.granularity == "tensor":
                 raise unsupported(linear, "one scale per tensor", "a scale for every row", "granularity: channel")
             if not scheme.symmetric and self.less:
-                raise unsupported(
-                    linear,
-                    "zero points",
-                    "version 1 stores them minus one, and has no place for a zero point of 0",
-                    "layout: gptq-v2",
-                )
+                rule = "version 1 stores them minus one, and has no place for a zero point of 0"
+                raise unsupported(linear, "zero points", rule, "layout: gptq-v2")
             rows, columns = shapes.get(linear, (32, 32))
             if rows * bits % 32 or columns * bits % 32:
                 raise unsupported(linear, f"[{rows}, {columns}]", f"multiples of {32 // bits if bits != 3 else 32}")
 
     def served(self, scheme: WeightScheme) -> bool:
-        """See `Layout`."""
         return scheme.format in ("int4", "int8") and scheme.symmetric and (scheme.group or -1) in MARLIN_GROUPS
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
-        """See `Layout`."""
         rows, columns = shape
         bits, groups = bits_of(scheme, self.name), columns // (scheme.group or columns)
         return [
@@ -91,11 +80,9 @@ class GptqLayout(Layout):
         ]
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
-        """int32 [K b / 32, N]."""
         return pack(tensor.codes, bits_of(tensor.scheme)).T.contiguous()
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """See `Layout`."""
         columns, groups = tensor.codes.shape[1], tensor.scale.shape[1]
         zero = torch.zeros(tensor.scale.shape, dtype=torch.int8) if tensor.zero is None else tensor.zero
         return {
@@ -107,7 +94,6 @@ class GptqLayout(Layout):
     def quantization_config(
         self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
     ) -> dict[str, Any]:
-        """See `Layout`."""
         bits, group, symmetric = self._kind(next(iter(layers.values())))
         config = {
             "quant_method": "gptq",
@@ -131,15 +117,12 @@ class GptqLayout(Layout):
         return config
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
-        """See `Layout`."""
         return config.get("quant_method") == "gptq" and config.get("checkpoint_format", "gptq") == self.name
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
-        """See `Layout`."""
         return read(prefix + SCALES).shape[1], read(prefix + G_IDX).shape[0]
 
     def scale(self, prefix: str, read: Read) -> torch.Tensor:
-        """See `Layout`."""
         return read(prefix + SCALES)
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
@@ -149,7 +132,6 @@ class GptqLayout(Layout):
         return 32 * columns + (groups * rows * bits_of(scheme) if scheme.symmetric else 0)
 
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
-        """See `Layout`."""
         bits, (rows, columns) = bits_of(scheme), self.shape(prefix, read)
         codes = unpack(read(prefix + QWEIGHT).T, bits, columns)
         stored = unpack(read(prefix + QZEROS), bits, rows).T

@@ -1,7 +1,7 @@
 """MXFP4 in compressed-tensors' `mxfp4-pack-quantized` layout, weights only."""
 
 from quantkit.model.layouts import Layout
-from quantkit.model.layouts._packed_fp4 import PackedFp4
+from quantkit.model.layouts._compressed_tensors import PackedFp4
 
 SERVING = (
     "from SM 9.0 on vLLM 0.33 rounds inputs too, to 8 or 4 bits, unless it is given `--linear-backend marlin`; "

@@ -1,13 +1,21 @@
 """Which layer is stored how: the recipe's scheme, overrides and exceptions, laid over a model's shapes.
 
 Names and shapes are enough: a compile takes them from the model, a plan from its config, and both decide by this.
+
+Mixtures of types go by the name that users know a GGUF file by. A file's own type is that of most matrices; values,
+what a layer puts out, and the head get more bits, some of them in some layers alone. Where 256 does not divide K, a
+type of blocks of 32 stands in, whose bits are more. Source: `llama_tensor_get_type` and `tensor_type_fallback` of
+llama.cpp (`src/llama-quant.cpp` in llama-cpp-python 0.3.36), with an importance matrix, since codes are chosen by what
+inputs are here too. Falcon and mixtures of experts, for which it has exceptions, are left out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from quantkit import plugins
 from quantkit.bundle import Decision, decision
@@ -15,10 +23,11 @@ from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base.blocks import FLOAT16
 from quantkit.model.sizes.architecture import Architecture, Matrix
-from quantkit.model.sizes.mixtures import instead, mixed, power
 from quantkit.recipe import PassStep, Recipe
-from quantkit.scheme import ActivationScheme, WeightScheme
+from quantkit.scheme import MIXTURES, ActivationScheme, WeightScheme
 
+# linear -> [N, K]
+Shapes = Mapping[str, tuple[int, int]]
 # what lies outside the blocks; all but the head is never quantized, and naming it in `keep` says so
 HEAD = "lm_head"
 ROLES = ("embeddings", HEAD, "norms")
@@ -36,7 +45,7 @@ ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED, EXPERTS_KEPT)
 
 @dataclass(frozen=True)
 class Assigned:
-    """What was decided.
+    """How each linear is stored.
 
     Args:
         schemes: linear -> scheme, of those to quantize.
@@ -52,13 +61,13 @@ class Assigned:
 
 
 def solves(step: PassStep) -> bool:
-    """Whether a pass gives codes to a product alone, as the head is one."""
-    found = plugins.PASSES.of(step)
-    return "unassigned" in found.requires and "codes" in found.ensures and not found.on_graphs
+    """Tell whether a pass gives codes to a product alone, as the head is one."""
+    kind = plugins.PASSES.of(step)
+    return "unassigned" in kind.requires and "codes" in kind.ensures and not kind.on_graphs
 
 
 def takes_head(recipe: Recipe) -> bool:
-    """Whether a language-model head is one of the layers that a recipe stores in its scheme."""
+    """Tell whether a language-model head is one of the layers that a recipe stores in its scheme."""
     return HEAD not in recipe.keep and recipe.scheme.weights is not None
 
 
@@ -71,19 +80,18 @@ def assign_sizes(recipe: Recipe, architecture: Architecture, names: Mapping[str,
     Raises:
         InputError: those of `assign`.
     """
-    inside = names if names is not None else {each.name: each for each in architecture.inside()}
-    shapes = {name: (each.N, each.K) for name, each in inside.items()}
-    head = architecture.head if takes_head(recipe) and architecture.kind == "decoder" else None
-    if head is not None:
-        shapes[head.name] = (head.N, head.K)
-    routers = [name for name, each in inside.items() if each.router]
-    last = head.name if head is not None else None
+    inside = names if names is not None else {matrix.name: matrix for matrix in architecture.inside()}
+    shapes = {name: (matrix.N, matrix.K) for name, matrix in inside.items()}
+    routers = [name for name, matrix in inside.items() if matrix.router]
+    last = None
+    if (head := architecture.head) is not None and takes_head(recipe) and architecture.kind == "decoder":
+        last, shapes[head.name] = head.name, (head.N, head.K)
     return assign(recipe, shapes, architecture.dtype, head=last, routers=routers, model=architecture.name)
 
 
 def assign(
     recipe: Recipe,
-    shapes: Mapping[str, tuple[int, int]],
+    shapes: Shapes,
     dtype: str,
     *,
     head: str | None = None,
@@ -118,9 +126,8 @@ def assign(
         if glob := _keeps(recipe, name):
             decisions.append(decision("recipe", EXPERTS_KEPT if merged else AS_ASKED, name, f"keep: {glob}"))
         elif merged:
-            decisions.append(
-                decision("recipe", EXPERTS, name, "its experts are one tensor; only linears are quantized")
-            )
+            reason = "its experts are one tensor; only linears are quantized"
+            decisions.append(decision("recipe", EXPERTS, name, reason))
     schemes = _assigned(recipe, shapes, head, decisions)
     reason = "it chooses or weighs experts"
     kept = {name: schemes.pop(name).format for name in sorted(schemes.keys() & set(routers))}
@@ -141,73 +148,51 @@ def assign(
         reason = "the pass that assigns codes inside the blocks knows no product alone: the head is rounded to nearest"
         decisions.append(decision("recipe", ROUNDED, head, reason, None, schemes[head].format))
     if recipe.scheme.weights is not None and not schemes:
-        raise InputError(
-            "nothing-to-quantize",
-            where=model,
-            value=f"{len(shapes)} linears in its blocks, none of them to quantize",
-            rule="a recipe with a weight scheme quantizes something",
-            remedy="look at `keep`, `overrides` and `on_indivisible`",
-        )
-    inside = [name for name in schemes if name != head]
-    activations = {name: each for name in inside if (each := recipe.activations_for(name)) is not None}
-    _check_activations(activations, shapes)
+        value = f"{len(shapes)} linears in its blocks, none of them to quantize"
+        rule = "a recipe with a weight scheme quantizes something"
+        remedy = "look at `keep`, `overrides` and `on_indivisible`"
+        raise InputError("nothing-to-quantize", model, value, rule, remedy)
+    activations = {name: how for name in schemes if name != head and (how := recipe.activations_for(name)) is not None}
+    wrong = [name for name, how in activations.items() if how.group and shapes[name][1] % how.group]
+    if wrong:
+        value = f"activations in groups of {activations[wrong[0]].group}, K {shapes[wrong[0]][1]}"
+        remedy = "quantize them by token, or leave these layers' inputs alone: an override with `activations: null`"
+        raise InputError("group-indivisible", _first_of(wrong), value, "the group divides K", remedy)
     return Assigned(schemes, activations, decisions, head)
 
 
-def _check_activations(activations: Mapping[str, ActivationScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
-    wrong = [name for name, each in activations.items() if each.group and shapes[name][1] % each.group]
-    for name in wrong[:1]:
-        others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
-        raise InputError(
-            "group-indivisible",
-            where=f"{name}{others}",
-            value=f"activations in groups of {activations[name].group}, K {shapes[name][1]}",
-            rule="the group divides K",
-            remedy="quantize them by token, or leave these layers' inputs alone: an override with `activations: null`",
-        )
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} other layers)" if len(names) > 1 else "")
 
 
 def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
     for name, scheme in schemes.items():
         if not load_format(scheme.format).rules.codes:
+            quantizing = [form for form in plugins.FORMATS.shipped() if load_format(form).rules.codes]
+            remedy = f"use {', '.join(quantizing)}; to leave layers as they are, `weights: null` in an override"
             raise InputError(
-                "format-unsupported",
-                where=name,
-                value=f"weights in {scheme.format}",
-                rule="it has no codes to assign",
-                remedy=f"use {', '.join(_quantizing())}; to leave layers as they are, `weights: null` in an override",
+                "format-unsupported", name, f"weights in {scheme.format}", "it has no codes to assign", remedy
             )
 
 
-def _quantizing() -> list[str]:
-    return [name for name in plugins.FORMATS.shipped() if load_format(name).rules.codes]
-
-
 def _keeps(recipe: Recipe, name: str) -> str | None:
-    """The glob in a recipe's `keep` that names a layer."""
+    """Return the glob in a recipe's `keep` that names a layer."""
     return next((glob for glob in recipe.keep if glob not in ROLES and fnmatchcase(name, glob)), None)
 
 
-def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]], apart: Collection[str]) -> None:
+def _check_globs(recipe: Recipe, shapes: Shapes, apart: Collection[str]) -> None:
     # not every model has a head; but a glob that only a kept head would match is a contradiction
     anyway = [] if HEAD in recipe.keep else [HEAD]
     asked = [("override-unmatched", "overrides", each.match) for each in recipe.overrides if each.match not in anyway]
     asked += [("keep-unmatched", "keep", glob) for glob in recipe.keep if glob not in ROLES]
     for code, where, glob in asked:
         if not any(fnmatchcase(name, glob) for name in (*shapes, *(apart if where == "keep" else ()))):
-            example = next(iter(shapes), "none")
-            raise InputError(
-                code,
-                where=where,
-                value=f"{glob!r} matches no layer",
-                rule="every glob matches something",
-                remedy="take lm_head out of `keep`" if glob == HEAD else f"layers are called like {example!r}",
-            )
+            like = f"layers are called like {next(iter(shapes), 'none')!r}"
+            remedy = "take lm_head out of `keep`" if glob == HEAD else like
+            raise InputError(code, where, f"{glob!r} matches no layer", "every glob matches something", remedy)
 
 
-def _assigned(
-    recipe: Recipe, shapes: Mapping[str, tuple[int, int]], head: str | None, decisions: list[Decision]
-) -> dict[str, WeightScheme]:
+def _assigned(recipe: Recipe, shapes: Shapes, head: str | None, decisions: list[Decision]) -> dict[str, WeightScheme]:
     schemes = {}
     mixture = recipe.scheme.mixture
     mix = {} if mixture is None else mixed(mixture, shapes, head)
@@ -223,41 +208,35 @@ def _assigned(
 
 
 def _fallen_back(
-    mixture: str,
-    shapes: Mapping[str, tuple[int, int]],
-    schemes: Mapping[str, WeightScheme],
-    decisions: list[Decision],
+    mixture: str, shapes: Shapes, schemes: Mapping[str, WeightScheme], decisions: list[Decision]
 ) -> dict[str, WeightScheme]:
-    """Schemes with what stands in for super-blocks that K does not fill; one decision a kind, one for all bits."""
-    found = {name: instead(scheme, shapes[name][1]) for name, scheme in schemes.items()}
+    """Put in what stands in for super-blocks that K does not fill; one decision a kind, one for all bits."""
+    stored = {name: instead(scheme, shapes[name][1]) for name, scheme in schemes.items()}
     kinds: dict[tuple[str, str, int], list[str]] = {}
     for name, scheme in schemes.items():
-        if found[name] != scheme:
-            kinds.setdefault((scheme.format, found[name].format, shapes[name][1]), []).append(name)
+        if stored[name] != scheme:
+            kinds.setdefault((scheme.format, stored[name].format, shapes[name][1]), []).append(name)
     for (before, after, columns), names in kinds.items():
         bits = [load_format(each).bits_per_weight((1, 256), WeightScheme(format=each)) for each in (before, after)]
         reason = f"256 does not divide K {columns}: {bits[1]:.4g} bits a weight instead of {bits[0]:.4g}"
-        others = f" (and {len(names) - 1} other layers)" if len(names) > 1 else ""
-        decisions.append(decision("recipe", "type-fallback", f"{names[0]}{others}", reason, before, after))
+        decisions.append(decision("recipe", "type-fallback", _first_of(names), reason, before, after))
     if kinds:
-        meant, stored = _bits(schemes, shapes), _bits(found, shapes)
-        reason = f"with what stands in for other types this {mixture} takes {stored:.2f} bits a weight, not {meant:.2f}"
-        decisions.append(
-            decision("recipe", "mixture-bits", "scheme.mixture", reason, round(meant, 4), round(stored, 4))
-        )
-    return found
+        meant, taken = _bits(schemes, shapes), _bits(stored, shapes)
+        reason = f"with what stands in for other types this {mixture} takes {taken:.2f} bits a weight, not {meant:.2f}"
+        decisions.append(decision("recipe", "mixture-bits", "scheme.mixture", reason, round(meant, 4), round(taken, 4)))
+    return stored
 
 
-def _bits(schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> float:
-    """A weight of all of them, on the mean; as if K were whole groups."""
+def _bits(schemes: Mapping[str, WeightScheme], shapes: Shapes) -> float:
+    """Return the bits of a weight of all of them, on the mean; as if K were whole groups."""
     sizes = {name: shapes[name][0] * shapes[name][1] for name in schemes}
-    each = {name: load_format(how.format).bits_per_weight((1, 256), how) for name, how in schemes.items()}
-    return sum(each[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
+    bits = {name: load_format(how.format).bits_per_weight((1, 256), how) for name, how in schemes.items()}
+    return sum(bits[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
 
 
 def _divisible(
     recipe: Recipe,
-    shapes: Mapping[str, tuple[int, int]],
+    shapes: Shapes,
     schemes: Mapping[str, WeightScheme],
     decisions: list[Decision],
 ) -> dict[str, WeightScheme]:
@@ -285,25 +264,15 @@ def _divisible(
     group, columns = schemes[first].multiple, shapes[first][1]
     widths = sorted({shapes[name][1] for name in wrong})
     rules = load_format(schemes[first].format).rules
-    sizes_of = rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
-    if rules.multiple:  # of which a format has one
-        sizes_of = ()
-    fitting = [size for size in sizes_of if all(width % size == 0 for width in widths)]
+    groups = () if rules.multiple else rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)  # of a multiple there is one
+    fitting = [size for size in groups if all(width % size == 0 for width in widths)]
     # not all that reads groups reads other sizes than powers of two
     nearest = min(fitting, key=lambda size: (size & (size - 1) != 0, abs(size - group))) if fitting else None
-    # what would keep every layer leaves nothing to quantize
-    instead = "--set on_indivisible=keep" if len(wrong) < len(schemes) else ""
-    if not nearest and not instead:
-        instead = "--recipe int8, whose scales are of whole rows"
-    group_of = f"--set scheme.weights.group={nearest}" if nearest else ""
-    others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
-    raise InputError(
-        "group-indivisible",
-        where=f"{first}{others}",
-        value=f"group {group}, K {columns}",
-        rule="group divides K",
-        remedy=", or ".join(filter(None, (group_of, instead))),
-    )
+    remedies = [f"--set scheme.weights.group={nearest}"] if nearest else []
+    if len(wrong) < len(schemes):  # what would keep every layer leaves nothing to quantize
+        remedies.append("--set on_indivisible=keep")
+    remedy = ", or ".join(remedies or ["--recipe int8, whose scales are of whole rows"])
+    raise InputError("group-indivisible", _first_of(wrong), f"group {group}, K {columns}", "group divides K", remedy)
 
 
 def _shrunk(
@@ -312,34 +281,33 @@ def _shrunk(
     sizes: Mapping[tuple[str, int, int], int | None],
     decisions: list[Decision],
 ) -> dict[str, WeightScheme]:
-    """Schemes with smaller groups for the layers of each kind, (format, group, K); one decision a kind."""
-    found = dict(schemes)
+    """Shrink the groups of the layers of each kind, (format, group, K); one decision a kind."""
+    shrunk = dict(schemes)
     for (form, group, columns), names in kinds.items():
         size = sizes[form, group, columns]
-        found |= {name: schemes[name].model_copy(update={"group": size}) for name in names}
+        shrunk |= {name: schemes[name].model_copy(update={"group": size}) for name in names}
         reason = f"{size} is the largest power of two up to {group} that divides K {columns}"
-        others = f" (and {len(names) - 1} other layers)" if len(names) > 1 else ""
-        decisions.append(decision("recipe", SHRUNK, f"{names[0]}{others}", reason, group, size))
-    return found
+        decisions.append(decision("recipe", SHRUNK, _first_of(names), reason, group, size))
+    return shrunk
 
 
 def _multiplied(
     schemes: Mapping[str, WeightScheme], largest: Mapping[str, float], decisions: list[Decision]
 ) -> dict[str, WeightScheme]:
-    """Scales in float32 where weights go beyond float16: runtimes multiply codes in the dtype of their scales."""
-    found = dict(schemes)
+    """Widen scales to float32 where weights go beyond float16: runtimes multiply codes in the dtype of their scales."""
+    widened = dict(schemes)
     for name, scheme in schemes.items():
         reaches, wide = largest.get(name, 0.0), "float32" in load_format(scheme.format).rules.scales
         # half of it is left to what passes fold into weights, or multiply them by
         if scheme.scale == "float16" and wide and reaches > FLOAT16 / 2:
-            found[name] = scheme.model_copy(update={"scale": "float32"})
+            widened[name] = scheme.model_copy(update={"scale": "float32"})
             reason = f"its weights go up to {reaches:.3g}; scales in float16 are multiplied there, which ends at 65504"
             decisions.append(decision("recipe", "scale-dtype", name, reason, "float16", "float32"))
-    return found
+    return widened
 
 
 def _storable(schemes: Mapping[str, WeightScheme], dtype: str, decisions: list[Decision]) -> dict[str, WeightScheme]:
-    """Scales in a dtype that the model's dtype holds exactly: runtimes read them in the model's dtype."""
+    """Store scales in a dtype that the model's dtype holds exactly: runtimes read them in the model's dtype."""
     if dtype not in ("float16", "bfloat16"):
         return dict(schemes)
     found = {
@@ -351,3 +319,125 @@ def _storable(schemes: Mapping[str, WeightScheme], dtype: str, decisions: list[D
         reason = f"a {dtype} model's runtimes read its scales as {dtype}"
         decisions.append(decision("recipe", "scale-dtype", "scheme.weights.scale", reason, scale, dtype))
     return found
+
+
+# --- mixtures, and groups that do not divide K ----------------------------------------------------------------------
+
+_POWERS = (256, 128, 64, 32, 16)
+
+_FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+_VALUES = ("v_proj", "qkv_proj")
+
+
+class _Place(NamedTuple):
+    """A matrix's layer, of how many, and how many queries share a value."""
+
+    layer: int
+    layers: int
+    shared: int
+
+
+def mixed(mixture: str, shapes: Shapes, head: str | None = None) -> dict[str, WeightScheme]:
+    """Return the scheme that a mixture gives each matrix, whatever divides its K.
+
+    Args:
+        mixture: one of `MIXTURES`.
+        shapes: name -> [N, K], as layers follow one another.
+        head: which of them is the head.
+    """
+    leaves = {name: name.rpartition(".")[2] for name in shapes if name != head}
+    numbers = {name: int(blocks[0]) for name in leaves if (blocks := re.findall(r"\.(\d+)\.", f".{name}."))}
+    layers = max(numbers.values(), default=-1) + 1
+    values = [name for name, leaf in leaves.items() if leaf in _VALUES]
+    rows = {leaf: shapes[name][0] for name, leaf in leaves.items() if leaf in ("q_proj", "k_proj")}
+    shared = rows.get("q_proj", 1) // rows.get("k_proj", 1)
+    found: dict[str, WeightScheme] = {}
+    for name in shapes:
+        if name == head:
+            kind = MIXTURES[mixture] if MIXTURES[mixture] == "q8_0" else "q6_k"
+        elif leaves[name] in _VALUES:
+            kind = _of_values(mixture, _Place(values.index(name), len(values), shared), layers)
+        elif leaves[name] == "down_proj":
+            kind = _of_down(mixture, _Place(numbers.get(name, 0), layers, shared))
+        elif leaves[name] == "o_proj" and mixture == "q3_k_m":
+            kind = "q4_k"
+        else:
+            kind = MIXTURES[mixture]
+        found[name] = WeightScheme(format=kind)
+    return found
+
+
+def instead(scheme: WeightScheme, columns: int) -> WeightScheme:
+    """Return what stands in where K = `columns` is no whole super-blocks; else, or where nothing does, the scheme."""
+    kind = _FALLBACKS.get(scheme.format)
+    return WeightScheme(format=kind) if kind is not None and scheme.padding(columns) else scheme
+
+
+def of_table(scheme: WeightScheme, columns: int, floats: str, name: str) -> tuple[WeightScheme | None, list[Decision]]:
+    """Return what a table of embeddings is stored in, None where 32 does not divide its width, and the decision.
+
+    Args:
+        scheme: what was asked for.
+        columns: the table's width.
+        floats: the float format of what has no codes.
+    """
+    found = instead(scheme, columns)
+    if found == scheme and not found.padding(columns):
+        return scheme, []
+    whole = not found.padding(columns)
+    before, after = (load_format(each.format).bits_per_weight((1, 256), each) for each in (scheme, found))
+    bits = after if whole else 32.0 if floats == "float32" else 16.0
+    reason = f"{256 if whole else 32} does not divide its width {columns}: {bits:.4g} bits a weight, not {before:.4g}"
+    to = found.format if whole else floats
+    return found if whole else None, [decision("recipe", "type-fallback", name, reason, scheme.format, to)]
+
+
+def _of_values(mixture: str, at: _Place, layers: int) -> str:
+    kind = MIXTURES[mixture]
+    if mixture == "q3_k_m":
+        kind = "q5_k" if at.layer < 2 else "q4_k"
+    elif mixture == "iq4_nl" and at.shared >= 4:
+        kind = "q5_k"
+    elif mixture in ("q4_k_m", "q5_k_m") and _more_bits(at):
+        kind = "q6_k"
+    # of 80 layers whose queries share values: they are an eighth of the queries' matrix
+    return "q5_k" if layers == 80 and at.shared > 1 and kind in ("q3_k", "q4_k") else kind
+
+
+def _of_down(mixture: str, at: _Place) -> str:
+    if mixture == "q3_k_m":
+        return "q5_k" if at.layer < at.layers // 16 else "q4_k"
+    if mixture in ("q4_k_m", "q5_k_m") and _more_bits(at):
+        return "q6_k"
+    if mixture == "q4_0" and at.layer < at.layers // 8:
+        return "q4_1"
+    return MIXTURES[mixture]
+
+
+def _more_bits(at: _Place) -> bool:
+    """Tell whether it is in the first or the last eighth of the layers, or every third between them."""
+    eighth = at.layers // 8
+    return at.layer < eighth or at.layer >= 7 * at.layers // 8 or (at.layer - eighth) % 3 == 2
+
+
+def power(name: str, group: int, columns: int) -> int | None:
+    """Return the largest power of two up to `group` that divides K and that the format has."""
+    rules = load_format(name).rules
+    allowed = () if rules.multiple else rules.groups or _POWERS
+    return next((size for size in _POWERS if size <= group and columns % size == 0 and size in allowed), None)
+
+
+def padded(linear: str, scheme: WeightScheme, columns: int | None) -> InputError:
+    """Make the error for a layer whose last group is filled up, in an export that stores whole groups alone.
+
+    Args:
+        scheme: its groups do not divide K.
+        columns: K, where it is known.
+    """
+    size = None if columns is None or scheme.group is None else power(scheme.format, scheme.group, columns)
+    remedy = "--set on_indivisible=keep"
+    if size:
+        remedy = f"--set scheme.weights.group={size}, or --set on_indivisible=shrink"
+    value = f"{f'K {columns} in groups' if columns else 'its last group'} of {scheme.group}, padded"
+    rule = "who reads this takes whole groups alone; padding goes with `onnx` and `checkpoint: {layout: dense}`"
+    return InputError("layout-unsupported", linear, value, rule, remedy)

@@ -121,10 +121,7 @@ def _class_name(config: Mapping[str, Any], name: str) -> str:
         return ""
     if not isinstance(stated, list) or not all(isinstance(each, str) for each in stated):
         raise InputError(
-            "config-invalid",
-            where=f"{name}: architectures",
-            value=f"{stated!r:.60}",
-            rule="a list of class names",
+            "config-invalid", where=f"{name}: architectures", value=f"{stated!r:.60}", rule="a list of class names"
         )
     return str(stated[0])
 

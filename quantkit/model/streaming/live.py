@@ -5,11 +5,12 @@ is left where it calls a block, and goes on with what the block has put out. So 
 for all others, keys that several blocks share, or a convolution between two of them are what the model's class makes of
 them. It costs what the recorded way does not: everything outside the blocks stays in memory, and a forward that was
 left cannot be stored, so a compile that is killed begins with the first block again. What all forwards together hold in
-their variables lies in files, from as many bytes on as hidden states do (`shelf.py`).
+their variables lies in files, from as many bytes on as hidden states do (`calls.Shelf`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +23,16 @@ from quantkit.model.streaming.calls import (
     Call,
     Calls,
     Given,
+    Shelf,
     forward,
     gathered,
+    held,
     primary,
+    size,
     stand_in,
     unsupported,
     without_cache,
 )
-from quantkit.model.streaming.shelf import Shelf, addresses, held, size
 
 _ORDER = "calls its blocks in an order that depends on what they put out"
 
@@ -47,13 +50,7 @@ class LiveCalls(Calls):
     live = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        path: str,
-        visits: tuple[int, ...],
-        ids: Tensor,
-        batch: int = 0,
-        runs: nn.Module | None = None,
+        self, model: nn.Module, path: str, visits: tuple[int, ...], ids: Tensor, batch: int = 0, runs: Any = None
     ) -> None:
         super().__init__(torch.empty(0), 1, [], device=ids.device)
         self.model, self.visits, self.batch = model, visits, batch
@@ -64,9 +61,9 @@ class LiveCalls(Calls):
         self._forwards = [greenlet(forward) for _ in ids]
         self._stands: list[tuple[int, Tensor, Given]] = []
         self._returned: list[Any] = [None] * len(ids)
-        self._fixed = addresses(model) | {ids.untyped_storage().data_ptr()}
-        self._on_disk = False
-        self._shelf = Shelf()
+        values = (*model.parameters(), *model.buffers(), ids)
+        self._fixed = {value.untyped_storage().data_ptr() for value in values if not value.is_meta}
+        self._on_disk, self._shelf = False, Shelf()
         for number, row in enumerate(ids.split(1)):
             self._stands.append(self._left(self._forwards[number].switch(runs or model, row), number, 0))
             self._put_away(number)
@@ -78,32 +75,26 @@ class LiveCalls(Calls):
         return greenlet.getcurrent().parent.switch((index, hidden, given))  # type: ignore[union-attr]
 
     def _left(self, found: Any, number: int, stage: int) -> tuple[int, Tensor, Given]:
-        """What a forward was left with, which has to be the call that is expected."""
+        """Check that a forward was left at the call that is expected."""
         if self._forwards[number].dead or found[0] != self.visits[stage]:
             raise unsupported(type(self.model).__name__, _ORDER)
         return found  # type: ignore[no-any-return]
 
     def _gathered(self) -> Tensor:
-        return gathered((self._outside(hidden) for _, hidden, _ in self._stands), len(self._stands))
-
-    def _outside(self, hidden: Tensor) -> Tensor:
-        """Hidden states with sequences first."""
-        return hidden.movedim(self.batch, 0)
+        return gathered((hidden.movedim(self.batch, 0) for _, hidden, _ in self._stands), len(self._stands))
 
     def call(self, stage: int) -> Call:
-        """The call that the first sequence's forward stands at."""
-        _, hidden, given = self._stands[0]
-        return Call(hidden, given)
+        """Return the call that the first sequence's forward stands at."""
+        return Call(*self._stands[0][1:])
 
     def forward(self, block: nn.Module, stage: int, hidden: Tensor, part: int = 0) -> Tensor:
-        """The block's output on sequence number `part`; the last one is what its forward goes on with."""
+        """Run a block on sequence number `part`; the last output is what its forward goes on with."""
         returned = self._stands[part][2].run(block, hidden.movedim(0, self.batch))
-        found = self._outside(primary(returned))
-        self._returned[part] = self._besides(returned)
-        return found
+        self._returned[part] = _replaced(returned, torch.empty(0), self._kept)  # `_output` puts others there
+        return primary(returned).movedim(self.batch, 0)
 
     def forward_row(self, block: nn.Module, stage: int, hidden: Tensor, row: int) -> Tensor:
-        """The same: a chunk is one sequence."""
+        """Do the same: a chunk is one sequence."""
         return self.forward(block, stage, hidden, row)
 
     @torch.no_grad()
@@ -123,7 +114,7 @@ class LiveCalls(Calls):
 
     @torch.no_grad()
     def finish(self, number: int) -> Any:
-        """What the model gives for one sequence. Once each."""
+        """Return what the model gives for one sequence. Once each."""
         try:
             found = self._forwards[number].switch(self._output(number, self.hidden[number : number + 1]))
         finally:
@@ -134,18 +125,8 @@ class LiveCalls(Calls):
             raise unsupported(type(self.model).__name__, _ORDER)
         return found
 
-    def _besides(self, returned: Any) -> Any:
-        """What a block returned, without its hidden states: `_output` puts others there."""
-        nothing = torch.empty(0)
-        if isinstance(returned, tuple | list):
-            return type(returned)((nothing, *(self._kept(each) for each in returned[1:])))
-        if isinstance(returned, dict):
-            first, *others = returned
-            return type(returned)({first: nothing, **{name: self._kept(returned[name]) for name in others}})
-        return nothing
-
     def _kept(self, value: Any) -> Any:
-        """In a file, if everything is."""
+        """Keep a value in a file, if everything is."""
 
         def copied(leaf: Any) -> Any:
             return self._shelf.copy(leaf) if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
@@ -163,11 +144,15 @@ class LiveCalls(Calls):
             self._shelf.move(tensors, self._fixed)
 
     def _output(self, number: int, hidden: Tensor) -> Any:
-        """What the block returned, with these hidden states in it."""
-        returned, hidden = self._returned[number], hidden.movedim(0, self.batch)
-        if isinstance(returned, tuple | list):
-            return type(returned)((hidden, *returned[1:]))
-        if isinstance(returned, dict):
-            first, *others = returned
-            return type(returned)({first: hidden, **{name: returned[name] for name in others}})
-        return hidden
+        """Return what the block returned, with these hidden states in it."""
+        return _replaced(self._returned[number], hidden.movedim(0, self.batch), lambda value: value)
+
+
+def _replaced(returned: Any, hidden: Tensor, keep: Callable[[Any], Any]) -> Any:
+    """Return what a block returned with other hidden states, the values behind them as `keep` has them."""
+    if isinstance(returned, tuple | list):
+        return type(returned)((hidden, *map(keep, returned[1:])))
+    if isinstance(returned, dict):
+        first, *others = returned
+        return type(returned)({first: hidden, **{name: keep(returned[name]) for name in others}})
+    return hidden

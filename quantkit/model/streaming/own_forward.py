@@ -7,13 +7,9 @@ compared, before and behind it, and after the last one what the model gives:
 
 Nothing of what is compared with comes from quantkit: transformers finds the weights, builds the masks and calls its
 blocks. Where the model does not fit into the memory that a compile takes anyway, its first blocks are compared, as a
-model of so many layers; where its class makes no such model, all of them, left on disk until they are called.
-
-A model that does not fit into memory, as plain transformers runs it: its blocks stay on disk until they are called.
-
-That is `device_map` of `from_pretrained`: accelerate reads each module of a block when its forward begins, and drops it
-when that ends. What has to be converted first (merged experts) is written into a folder. So memory is what lies outside
-the blocks, and a part of one block, at the cost of reading all weights once for each forward.
+model of so many layers; where its class makes no such model, all of them, left on disk until they are called. That is
+`device_map` of `from_pretrained`: accelerate reads each module of a block when its forward begins, and drops it when
+that ends; what has to be converted first (merged experts) is written into a folder.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from quantkit import content, machine
 from quantkit.bundle import Check
 from quantkit.bundle.disk import is_disk_full
 from quantkit.errors import InputError, QuantkitError
-from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.source.open import Source, quiet_loading
 from quantkit.model.streaming.calls import Given, forward, primary, uncached, unsupported
 from quantkit.model.streaming.stream import LoadedModel, StreamedModel, answer
@@ -62,7 +58,7 @@ class Own:
 
 
 def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
-    """The check `stream.own_forward`.
+    """Make the check `stream.own_forward`.
 
     Args:
         model: as opened, before any pass has changed it.
@@ -78,7 +74,7 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
 
 @torch.no_grad()
 def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
-    """The same of a model in memory, of whatever dtype it is in: nothing of it is changed.
+    """Refuse likewise a model in memory, of whatever dtype it is in: nothing of it is changed.
 
     Each block is given what it is given in the model's own forward, so that rounding does not add up, and both run on
     chunks of the same size, so that it hardly differs. What follows the blocks is left out: no pass looks at it.
@@ -97,21 +93,20 @@ def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
         few = few_of(ids)
         calls = model.begin(few, _CHUNK)
         parts = [_watched(model.model, model.path, model.flow, part, model.model) for part in few.split(calls.chunk)]
-        given = [torch.cat(each) for each in zip(*(part.given for part in parts), strict=True)]
-        expected = [*given, torch.cat([part.last for part in parts])]
+        expected = [torch.cat(hidden) for hidden in zip(*(part.given for part in parts), strict=True)]
+        expected.append(torch.cat([part.last for part in parts]))
         names = [model.block_names[index] for index in model.visits]
-        limit = LIMIT
-        if expected[-1].dtype.itemsize < torch.float32.itemsize:
-            limit = _HALF * torch.finfo(expected[-1].dtype).eps
+        half = expected[-1].dtype.itemsize < torch.float32.itemsize
+        limit = _HALF * torch.finfo(expected[-1].dtype).eps if half else LIMIT
         _held(calls.hidden, expected[0], architecture, _before(names, 0), limit)
         for stage, index in enumerate(model.visits):
-            found = calls.pass_on(stage, calls.run_all(model.load(index), stage, expected[stage]))
-            _held(found, expected[stage + 1], architecture, _before(names, stage + 1), limit)
+            hidden = calls.pass_on(stage, calls.run_all(model.load(index), stage, expected[stage]))
+            _held(hidden, expected[stage + 1], architecture, _before(names, stage + 1), limit)
 
 
 @contextmanager
 def _as_unsupported(architecture: str) -> Iterator[None]:
-    """Turns whatever a class makes of a few sequences, run as a whole or by its blocks, into one of our errors."""
+    """Turn whatever a class makes of a few sequences, run as a whole or by its blocks, into one of our errors."""
     try:
         yield
     except QuantkitError:
@@ -121,12 +116,12 @@ def _as_unsupported(architecture: str) -> Iterator[None]:
             raise
         if is_out_of_memory(problem):
             raise out_of_memory(architecture, problem) from problem
-        said = " ".join(str(problem).split())[:160]
-        raise unsupported(architecture, f"{type(problem).__name__}: {said}") from problem
+        text = " ".join(str(problem).split())[:160]
+        raise unsupported(architecture, f"{type(problem).__name__}: {text}") from problem
 
 
 def few_of(ids: Tensor) -> Tensor:
-    """Two chunks of short sequences that differ, out of `ids` [samples, tokens].
+    """Take two chunks of short sequences that differ out of `ids` [samples, tokens].
 
     Conversations may all begin with one system prompt: from where they differ, then. And where there are few of them,
     each is taken for several.
@@ -142,7 +137,7 @@ def few_of(ids: Tensor) -> Tensor:
 
 
 def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
-    count = len(model.block_names)
+    count, architecture = len(model.block_names), model.source.architecture
     fits = blocks >= count
     whole = fits or not model.source.can_be_cut(blocks)
     blocks = count if whole else blocks
@@ -150,7 +145,7 @@ def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
         placed = stack.enter_context(on_disk(model.skeleton, model.path)) if whole and not fits else None
         own = own_forward(model.source, model.path, model.flow, few, None if whole else blocks, model.runs, placed)
     stages = [stage for stage, index in enumerate(model.visits) if index < blocks]
-    names, architecture = [model.block_names[index] for index in model.visits], model.source.architecture
+    names = [model.block_names[index] for index in model.visits]
     worst = 0.0
     calls = model.begin(few, _CHUNK)
     hidden, before = calls.hidden, -1
@@ -167,13 +162,12 @@ def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
         calls.hidden = hidden
         answers = model.answers_of(calls, few)
         # a decoder's in two parts, as scores are taken
-        cuts = [0, few.shape[1] // 2] if model.source.kind == "decoder" else [0]
-        parts = [slice(start, end) for start, end in zip(cuts, [*cuts[1:], few.shape[1]], strict=True)]
+        half = few.shape[1] // 2
+        parts = [slice(0, half), slice(half, None)] if model.source.kind == "decoder" else [slice(None)]
         output = answer(own.output).float()
         for row in range(len(few)):
-            found = torch.cat([answers(row, part) for part in parts])
-            held = _held(_centered(found), _centered(output[row]), architecture, "what follows the last block")
-            worst = max(worst, held)
+            streamed, expected = _centered(torch.cat([answers(row, part) for part in parts])), _centered(output[row])
+            worst = max(worst, _held(streamed, expected, architecture, "what follows the last block"))
     return Check(name=NAME, value=worst, limit=LIMIT, ok=True)
 
 
@@ -186,7 +180,7 @@ def own_forward(
     runs: Any,
     placed: Mapping[str, object] | None = None,
 ) -> Own:
-    """The model as plain `from_pretrained` loads it, run on `ids` [samples, tokens] in one batch.
+    """Run the model as plain `from_pretrained` loads it on `ids` [samples, tokens] in one batch.
 
     Args:
         flow: which dimension of hidden states counts samples.
@@ -196,70 +190,63 @@ def own_forward(
     """
     with quiet_loading():
         model = source.load(blocks, placed)
-        found = _watched(model, path, flow, ids, runs(model))
+        own = _watched(model, path, flow, ids, runs(model))
     del model
     machine.let_go()
-    return found
+    return own
 
 
 @torch.no_grad()
 def _watched(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> Own:
-    """What a model's own forward gives its blocks, and what it gives; its hooks are gone when it returns."""
-    given: list[Tensor] = []
+    """Note what a model's own forward gives its blocks, and what it gives; its hooks are gone when it returns."""
+    inputs: list[Tensor] = []
     last: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.append(Given.of(args, kwargs)[0].movedim(flow.batch, 0).detach().clone())
+        inputs.append(Given.of(args, kwargs)[0].movedim(flow.batch, 0).detach().clone())
 
     def note_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         last[:] = [primary(output).movedim(flow.batch, 0).detach().clone()]
 
-    hooks = []
-    for block in model.get_submodule(path).children():
-        hooks.append(block.register_forward_pre_hook(note, with_kwargs=True))
-        hooks.append(block.register_forward_hook(note_output))
+    blocks = list(model.get_submodule(path).children())
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    hooks += [block.register_forward_hook(note_output) for block in blocks]
     with hooked(hooks), uncached(model):
         output = forward(runs, ids)
-    return Own(given, last[0], output)
+    return Own(inputs, last[0], output)
 
 
 def _before(names: Sequence[str], stage: int) -> str:
-    """What made the hidden states that call number `stage` is given."""
+    """Name what made the hidden states that call number `stage` is given."""
     return names[stage - 1] if stage else "what lies before the first block"
 
 
-def _held(found: Tensor, own: Tensor, architecture: str, where: str, limit: float = LIMIT) -> float:
-    """How far they are apart, at the worst token; refused where that is more than rounding."""
-    found = found.to(own.device)
-    if found.shape == own.shape:
+def _held(streamed: Tensor, own: Tensor, architecture: str, where: str, limit: float = LIMIT) -> float:
+    """Return how far they are apart, at the worst token; refuse where that is more than rounding."""
+    streamed, worst = streamed.to(own.device), float("inf")
+    if streamed.shape == own.shape:
         size = own.double().norm(dim=-1)
-        apart = (found.double() - own.double()).norm(dim=-1) / size.clamp(min=1e-6 * float(size.max()) + 1e-30)
-        worst = float(apart.max()) if bool(apart.isfinite().all()) else float("inf")
-    else:
-        worst = float("inf")
+        apart = (streamed.double() - own.double()).norm(dim=-1) / size.clamp(min=1e-6 * float(size.max()) + 1e-30)
+        worst = float(apart.max()) if bool(apart.isfinite().all()) else worst
     if worst <= limit:
         return worst
     raise InputError(
         "stream-differs",
-        where=f"{architecture}: {where}",
-        value=f"differs from the model's own forward by {worst:.1e}",
-        rule=f"a model that is run block by block gives what it gives as a whole, to {limit:.1g}",
-        remedy="no recipe is right on this architecture yet (docs/models.md); please report it",
+        f"{architecture}: {where}",
+        f"differs from the model's own forward by {worst:.1e}",
+        f"a model that is run block by block gives what it gives as a whole, to {limit:.1g}",
+        "no recipe is right on this architecture yet (docs/models.md); please report it",
     )
 
 
 def _centered(logits: Tensor) -> Tensor:
-    """Logits less their mean, which no probability depends on."""
+    """Take off their mean, which no probability depends on."""
     return logits.float() - logits.float().mean(dim=-1, keepdim=True)
 
 
-# what `from_pretrained` takes besides
-Options = dict[str, object]
-
-
 @contextmanager
-def on_disk(model: nn.Module, path: str) -> Iterator[Options]:
-    """Options of `from_pretrained` that leave the blocks on disk; the folder is gone behind it.
+def on_disk(model: nn.Module, path: str) -> Iterator[dict[str, object]]:
+    """Make options of `from_pretrained` that leave the blocks on disk; the folder is gone behind it.
 
     Args:
         model: of the class, with or without weights.
@@ -272,20 +259,20 @@ def on_disk(model: nn.Module, path: str) -> Iterator[Options]:
 
 
 def places(model: nn.Module, path: str) -> dict[str, str]:
-    """Module or parameter -> `cpu` or `disk`: the blocks on disk, everything else in memory."""
-    found: dict[str, str] = {}
+    """Map each module or parameter to `cpu` or `disk`: the blocks on disk, everything else in memory."""
+    placed: dict[str, str] = {}
 
     def look(module: nn.Module, prefix: str) -> None:
         kept = {*module._parameters, *module._buffers} - module._non_persistent_buffers_set  # others are in no file
-        found.update({f"{prefix}{name}": "cpu" for name in sorted(kept)})
+        placed.update({f"{prefix}{name}": "cpu" for name in sorted(kept)})
         for name, child in module.named_children():
             full = f"{prefix}{name}"
             if full == path:
-                found.update({f"{full}.{block}": "disk" for block, _ in child.named_children()})
+                placed.update({f"{full}.{block}": "disk" for block, _ in child.named_children()})
             elif path.startswith(f"{full}."):
                 look(child, f"{full}.")
             else:
-                found[full] = "cpu"
+                placed[full] = "cpu"
 
     look(model, "")
-    return found
+    return placed

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Container, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,10 +23,24 @@ from torch import Tensor, nn
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.model.source.open import Source, parameter_names
-from quantkit.model.streaming.calls import Calls, Given, Kept, forward, gathered, same, stand_in, standing_in, uncached
-from quantkit.model.streaming.shelf import Shelf
+from quantkit.model.device import Lane
+from quantkit.model.source.open import Source
+from quantkit.model.streaming.calls import (
+    Calls,
+    Given,
+    Kept,
+    Shelf,
+    forward,
+    gathered,
+    same,
+    stand_in,
+    standing_in,
+    uncached,
+)
+from quantkit.model.streaming.transforms import Transform
 from quantkit.model.structure.flow import Flow, learn
+from quantkit.model.structure.names import match_names
+from quantkit.model.structure.traced import find_blocks, find_head
 
 CPU = torch.device("cpu")
 # what a live model gives for one sequence is held in a file from so many bytes on: 256 tokens of 262,144 logits
@@ -44,10 +59,10 @@ class BlockStream(Protocol):
         """The number of the block that each call is to, in order; known once a forward has begun."""
 
     def load(self, index: int) -> nn.Module:
-        """Block `index` with its weights, float32, eval mode."""
+        """Load block `index` with its weights, float32, eval mode."""
 
     def begin(self, ids: Tensor, chunk: int) -> Calls:
-        """Hidden states [samples, tokens, width] before block 0, and how each block is called."""
+        """Compute the hidden states [samples, tokens, width] before block 0, and note how each block is called."""
 
 
 class Whole(BlockStream, Protocol):
@@ -62,52 +77,33 @@ class Whole(BlockStream, Protocol):
         """Shape of each tensor of its files that no parameter of it holds: a draft head's, a tower's."""
 
     def rest(self) -> nn.Module:
-        """The model with weights everywhere but in its blocks: a copy, which may be changed."""
+        """Load the model with weights everywhere but in its blocks: a copy, which may be changed."""
 
 
-class Transform(Protocol):
-    """An exact change of the whole model, made as its parts load: a rotation, an untying, a permutation."""
+class ReadAhead:
+    """A stream whose next block is on its way when one is asked for; two blocks are on the device at a time."""
 
-    def block(self, index: int, block: nn.Module) -> None:
-        """Change a block in place."""
+    def __init__(self, stream: BlockStream, lane: Lane) -> None:
+        self.block_names, self.begin = stream.block_names, stream.begin
+        self._stream, self._lane = stream, lane
+        self._coming: tuple[int, Future[nn.Module]] | None = None
 
-    def rest(self, model: nn.Module) -> None:
-        """Change what lies outside the blocks in place."""
+    @property
+    def visits(self) -> tuple[int, ...]:
+        """As of the stream."""
+        return self._stream.visits
 
-
-def find_blocks(model: nn.Module) -> str:
-    """The path of the `ModuleList` whose children are the blocks, such as `model.layers`.
-
-    Of lists whose children are of one class, the one with most parameters; or the list of several classes that this one
-    is part of, as where layers with and without attention alternate.
-
-    Raises:
-        InputError: `blocks-not-found`.
-    """
-    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
-    sizes = {path: sum(value.numel() for value in module.parameters()) for path, module in lists.items()}
-    alike = [path for path, module in lists.items() if len({type(child) for child in module}) == 1]
-    # a block is made of parts: a list of embeddings is none, however large
-    alike = [path for path in alike if any(True for child in lists[path] for _ in child.children())] or alike
-    best = max(alike, key=lambda path: sizes[path], default="")
-    around = [path for path in lists if path not in alike and (not best or best.startswith(f"{path}."))]
-    best = max([*around, best] if best else around, key=lambda path: sizes[path], default="")
-    if not best or not sizes[best]:
-        raise InputError(
-            "blocks-not-found",
-            where=type(model).__name__,
-            value="no list of like layers",
-            rule="a transformer is a stack of blocks",
-        )
-    return best
-
-
-def find_head(model: nn.Module) -> str | None:
-    """The path of the linear that makes logits, such as `lm_head`; None where a model names no such linear."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if not isinstance(head, nn.Linear):
-        return None
-    return next((path for path, module in model.named_modules() if module is head), None)
+    def load(self, index: int) -> nn.Module:
+        """Load block `index`; the one after it is on its way from here on, where a block is done again too."""
+        coming, self._coming = self._coming, None
+        here = coming is not None and coming[0] == index
+        block = (coming[1] if coming and here else self._lane.submit(self._stream.load, index)).result()
+        self._lane.taken([*block.parameters(), *block.buffers()])
+        if coming is not None and coming[0] == index + 1:
+            self._coming = coming
+        elif index + 1 < len(self.block_names):
+            self._coming = index + 1, self._lane.submit(self._stream.load, index + 1)
+        return block
 
 
 @torch.no_grad()
@@ -120,25 +116,29 @@ def record(
     runs: nn.Module | None = None,
     place: torch.device | None = None,
 ) -> Calls:
-    """How a model calls its blocks on `ids` [samples, tokens], noted without running them.
+    """Note how a model calls its blocks on `ids` [samples, tokens], without running them; of a live model, let its own
+    forwards begin, which `model` is then for.
 
     Args:
         model: with weights everywhere but in its blocks.
         path: of the `ModuleList` of blocks.
-        flow: of the model, which is not live.
         chunk: sequences per forward. Where blocks are given what depends on the text, and that cannot be told apart by
             sequence, it becomes 1.
         runs: the part of the model whose forward runs; all of it by default.
         place: where hidden states of all sequences lie; where the model does by default.
     """
+    if flow.live:
+        from quantkit.model.streaming.live import LiveCalls
+
+        return LiveCalls(model, path, flow.visits, ids, flow.batch, runs)
     notes: list[list[Given]] = []
 
     def parts(size: int) -> Iterator[Tensor]:
         kept = Kept()
         for part in ids.split(size):
-            hidden, given = _record(model, path, flow, part, runs or model)
-            alike = next((each for each in notes[:1] if same(each, given)), None)
-            notes.append(kept.of(given, notes[0] if notes else None) if alike is None else alike)
+            hidden, calls = _record(model, path, flow, part, runs or model)
+            alike = bool(notes) and same(notes[0], calls)
+            notes.append(notes[0] if alike else kept.of(calls, notes[0] if notes else None))
             yield hidden
 
     hidden = gathered(parts(chunk), ids.shape[0], place)
@@ -148,27 +148,10 @@ def record(
     if same(first, other) and all(note is notes[0] for note in notes[:full]):
         return Calls(hidden, chunk, notes, first, device=ids.device)
     rows = min(chunk, len(ids))
-    if chunk == 1 or same([each.row(0, rows) for each in notes[0]], first):
+    if chunk == 1 or same([call.row(0, rows) for call in notes[0]], first):
         return Calls(hidden, chunk, notes, device=ids.device)
     notes.clear()
     return Calls(gathered(parts(1), ids.shape[0], place), 1, notes, device=ids.device)
-
-
-def _begun(
-    model: nn.Module,
-    path: str,
-    flow: Flow,
-    ids: Tensor,
-    chunk: int,
-    runs: nn.Module | None = None,
-    place: torch.device | None = None,
-) -> Calls:
-    """Recorded, or of a live model its own forwards, which `model` is then for."""
-    if not flow.live:
-        return record(model, path, flow, ids, chunk, runs, place)
-    from quantkit.model.streaming.live import LiveCalls
-
-    return LiveCalls(model, path, flow.visits, ids, flow.batch, runs)
 
 
 class _AllRecorded(Exception):
@@ -177,19 +160,17 @@ class _AllRecorded(Exception):
 
 def _record(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> tuple[Tensor, list[Given]]:
     blocks = list(model.get_submodule(path).children())
-    first: list[Tensor] = []
-    noted: list[Given] = []
+    noted: list[tuple[Tensor, Given]] = []
 
-    def takes(index: int, hidden: Tensor, given: Given) -> Any:
-        first.extend([] if first else [hidden])
-        noted.append(given)
+    def takes(index: int, hidden: Tensor, rest: Given) -> Any:
+        noted.append((hidden, rest))
         if len(noted) == len(flow.visits):
             raise _AllRecorded
         return flow.output(blocks[index], hidden)
 
     with uncached(model), standing_in(model, path, takes), suppress(_AllRecorded):
         forward(runs, ids)
-    return first[0].clone(), noted
+    return noted[0][0].clone(), [rest for _, rest in noted]
 
 
 def put_on(device: torch.device, module: nn.Module, kept: Container[str] = ()) -> None:
@@ -226,15 +207,14 @@ class StreamedModel:
         device: torch.device = CPU,
         place: torch.device | None = None,
     ) -> None:
-        self.source = source
-        self.device, self.place = device, place
+        self.source, self.device, self.place = source, device, place
         self.skeleton: nn.Module = source.skeleton()
         self.path = find_blocks(self.skeleton)
         blocks = self.skeleton.get_submodule(self.path)
         assert isinstance(blocks, nn.ModuleList)
         self.blocks = blocks
         self.block_names = [f"{self.path}.{index}" for index in range(len(blocks))]
-        self.files = parameter_names(source, self.skeleton) if files is None else dict(files)
+        self.files = match_names(source.weights, self.skeleton) if files is None else dict(files)
         used = set(self.files.values())
         self.beside = {name: entry.shape for name, entry in source.weights.entries.items() if name not in used}
         self._flow: Flow | None = None
@@ -242,27 +222,23 @@ class StreamedModel:
         self.transforms: list[Transform] = []
 
     def on(self, device: torch.device, place: torch.device | None = None) -> StreamedModel:
-        """The same model, loaded and run there; `place` as of the class."""
-        found = copy.copy(self)
-        found.device, found.place, found.transforms = device, place, list(self.transforms)
-        return found
+        """Return the same model, loaded and run there; `place` as of the class."""
+        other = copy.copy(self)
+        other.device, other.place, other.transforms = device, place, list(self.transforms)
+        return other
 
     def with_head(self) -> StreamedModel:
-        """The same model, but what it gives are the logits of an encoder's class, where that makes any."""
-        found = self.on(self.device, self.place)
-        found._flow, found._headed = self.flow, True
-        return found
+        """Return the same model, giving the logits of an encoder's class, where that makes any."""
+        other = self.on(self.device, self.place)
+        other._flow, other._headed = self.flow, True
+        return other
 
     # --- as what runs it is scored: `runtimes.Scored` -----------------------------------------------------------------
 
     ways: Mapping[str, float] = MappingProxyType({})
     prompt_rows, headed = 0, False
     together = None  # all its blocks are read each time
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings for rows."""
-        return {"dtype": "float32"}
+    settings: Mapping[str, Any] = MappingProxyType({"dtype": "float32"})
 
     @property
     def where(self) -> dict[str, str]:
@@ -272,17 +248,17 @@ class StreamedModel:
         return machine.device()
 
     def scores(self, ids: Tensor, at_once: int | None = None) -> Answers:
-        """Logits of ids [n, T], at the positions of one sequence each time."""
+        """Compute logits of ids [n, T], at the positions of one sequence each time."""
         return self.answers(ids)
 
     def encode(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
-        """The last hidden states [n, T, width] float32 of texts of one length, ids [n, T]."""
+        """Compute the last hidden states [n, T, width] float32 of texts of one length, ids [n, T]."""
         with torch.inference_mode():
             states: NDArray[Any] = self.answers(torch.from_numpy(ids), chunk=_TOGETHER).all().float().cpu().numpy()
         return states
 
     def logits(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
-        """What it gives; of `with_head` the logits of its class."""
+        """Compute what it gives; of `with_head` the logits of its class."""
         return self.encode(ids)
 
     @property
@@ -301,12 +277,12 @@ class StreamedModel:
         return find_head(self.skeleton) if self.source.kind == "decoder" else None
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter by its name in the skeleton, its floats in float32, on the device."""
+        """Read a parameter by its name in the skeleton, its floats in float32, onto the device."""
         value: Tensor = self.source.weights.read(self.files[name], self.device)
         return value.float() if value.is_floating_point() else value
 
     def load(self, index: int) -> nn.Module:
-        """Block `index` with its weights, in eval mode."""
+        """Load block `index` with its weights, in eval mode."""
         block: nn.Module = copy.deepcopy(self.blocks[index])
         prefix = self.block_names[index] + "."
         for name, _ in [*block.named_parameters(), *block.named_buffers()]:
@@ -315,15 +291,14 @@ class StreamedModel:
         put_on(self.device, block)
         for transform in self.transforms:
             transform.block(index, block)
-        block.eval()
-        return block
+        return block.eval()
 
     def rest_names(self) -> list[str]:
-        """The parameters outside the blocks, as the skeleton names them; tied ones under each of their names."""
+        """List the parameters outside the blocks, as the skeleton names them; tied ones under each of their names."""
         return [name for name in self.files if not name.startswith(f"{self.path}.")]
 
     def rest(self) -> nn.Module:
-        """The model with weights everywhere but in its blocks. The caller drops it when done."""
+        """Load the model with weights everywhere but in its blocks. The caller drops it when done."""
         blocks = self.skeleton.get_submodule(self.path)
         model = copy.deepcopy(self.skeleton, {id(blocks): blocks})
         loaded: dict[str, Tensor] = {}
@@ -338,13 +313,13 @@ class StreamedModel:
         return model.eval()
 
     def value(self, model: nn.Module, name: str) -> Tensor:
-        """A parameter or buffer of `model` by its name."""
+        """Return a parameter or buffer of `model` by its name."""
         parent, _, leaf = name.rpartition(".")
-        found: Tensor = getattr(model.get_submodule(parent), leaf)
-        return found.detach()
+        value: Tensor = getattr(model.get_submodule(parent), leaf)
+        return value.detach()
 
     def runs(self, model: nn.Module) -> nn.Module:
-        """The part of `model` that is scored: a decoder with its head, of other models what gives hidden states."""
+        """Return the part of `model` that is scored: a decoder with its head, else what gives hidden states."""
         base = getattr(model, "base_model", None)
         return base if not self._headed and isinstance(base, nn.Module) else model
 
@@ -358,14 +333,13 @@ class StreamedModel:
 
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
-        """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
+        """Compute the hidden states before block 0 for `ids` [samples, tokens], and note how each block is called."""
         model = self.rest()
-        flow = self._learn(model)
-        return _begun(model, self.path, flow, ids.to(self.device), chunk, self.runs(model), self.place)
+        return record(model, self.path, self._learn(model), ids.to(self.device), chunk, self.runs(model), self.place)
 
     @torch.no_grad()
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:
-        """All blocks run on `ids` [samples, tokens], one in memory; `hidden` of the result is the last one's output."""
+        """Run all blocks on `ids` [samples, tokens], one in memory; `hidden` of the result is the last one's output."""
         calls = self.begin(ids, chunk)
         hidden, before = calls.hidden, -1
         for stage, index in enumerate(self.visits):
@@ -376,31 +350,27 @@ class StreamedModel:
         return calls
 
     def run(self, ids: Tensor, chunk: int = 4) -> Tensor:
-        """The last block's output for `ids` [samples, tokens]: [samples, tokens, width], one block in memory."""
+        """Return the last block's output for `ids` [samples, tokens]: [samples, tokens, width], one block in memory."""
         return self.through(ids, chunk).hidden
 
-    def answers(self, ids: Tensor, chunk: int = 4, hidden: Tensor | None = None) -> Answers:
-        """What the model gives for `ids` [samples, tokens]: see `Answers`.
+    def answers(self, ids: Tensor, chunk: int = 4) -> Answers:
+        """Run the whole model on `ids` [samples, tokens], `chunk` sequences per forward."""
+        return self.answers_of(self.through(ids, chunk), ids)
+
+    def answers_of(self, calls: Calls | None, ids: Tensor, hidden: Tensor | None = None) -> Answers:
+        """Return what the model gives for `ids` [samples, tokens], once all blocks have run.
 
         Args:
-            chunk: sequences per forward.
-            hidden: the last block's output, where that is known already.
-        """
-        if hidden is None:
-            return self.answers_of(self.through(ids, chunk), ids)
-        model = self.rest()
-        head = Head(model, self.path, self._learn(model), self.runs(model))
-        return Answers(head, ids.to(self.device), hidden)
-
-    def answers_of(self, calls: Calls, ids: Tensor, hidden: Tensor | None = None) -> Answers:
-        """What the model gives for `ids` [samples, tokens], once all blocks have run.
-
-        Args:
+            calls: None: they are not live.
             hidden: the last one's output, [samples, tokens, width]; None: that of the calls.
         """
-        if calls.live:
-            return Answers(calls, ids.to(self.device))
-        return self.answers(ids, hidden=calls.hidden if hidden is None else hidden)
+        ids = ids.to(self.device)
+        if calls is not None and calls.live:
+            return Answers(calls, ids)
+        if calls is not None and hidden is None:
+            hidden = calls.hidden
+        model = self.rest()
+        return Answers(Head(model, self.path, self._learn(model), self.runs(model)), ids, hidden)
 
 
 class Head:
@@ -419,25 +389,25 @@ class Head:
         self._plays = torch.empty(0)
         blocks = list(model.get_submodule(path).children())
 
-        def takes(index: int, given: Tensor, _: Given) -> Any:
-            return flow.output(blocks[index], given if index else self._plays)
+        def takes(index: int, hidden: Tensor, _: Given) -> Any:
+            return flow.output(blocks[index], hidden if index else self._plays)
 
         stand_in(model, path, takes)
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Logits [samples, tokens, vocabulary] (or the encoder's last hidden states) for the last block's output."""
+        """Compute logits [samples, tokens, vocabulary], or an encoder's last hidden states, of the last block's."""
         self._plays = hidden
         with uncached(self.model):
             return answer(forward(self.runs, ids))
 
 
 def answer(output: Any) -> Tensor:
-    """Logits out of what a model gives, those of spans side by side, or its last hidden states."""
+    """Take logits out of what a model gives, those of spans side by side, or its last hidden states."""
     if hasattr(output, "start_logits"):
         return torch.stack((output.start_logits, output.end_logits), dim=-1)
-    found: Tensor = output.logits if hasattr(output, "logits") else output[0]
-    return found
+    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return logits
 
 
 class Answers:
@@ -460,7 +430,7 @@ class Answers:
 
     @torch.no_grad()
     def __call__(self, index: int, part: slice = slice(None)) -> Tensor:
-        """Of some positions of one sequence: [P, vocabulary or width]."""
+        """Return those of some positions of one sequence: [P, vocabulary or width]."""
         if isinstance(self._of, Head):
             assert self._hidden is not None
             row, ids = self._hidden[index : index + 1], self._ids[index : index + 1]
@@ -469,20 +439,20 @@ class Answers:
         if self._held is None or self._held[0] != index:
             self._held = None  # before the next ones are made
             whole = self._whole(index)
-            large = not whole.is_cuda and whole.numel() * whole.itemsize >= ANSWERS_ON_DISK
+            large = not whole.is_cuda and whole.nbytes >= ANSWERS_ON_DISK
             self._held = index, Shelf().copy(whole[0]) if large else whole[0]
         return self._held[1][part]
 
     @torch.no_grad()
     def given(self, linear: str, index: int) -> Tensor:
-        """What a linear behind the blocks is given for one sequence, [tokens, K]: as the model's own forward has it.
+        """Return what a linear behind the blocks is given for one sequence, [tokens, K], by the model's own forward.
 
         Nothing after the linear runs. Of a live model each sequence can be asked for once, and gives no answers then.
         """
-        found: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            found.append(args[0])
+            inputs.append(args[0])
             raise _AllRecorded
 
         hook = self._of.model.get_submodule(linear).register_forward_pre_hook(note)  # type: ignore[union-attr]
@@ -491,17 +461,17 @@ class Answers:
                 self._whole(index)
         finally:
             hook.remove()
-        return found[0].reshape(-1, found[0].shape[-1])
+        return inputs[0].reshape(-1, inputs[0].shape[-1])
 
     def _whole(self, index: int) -> Tensor:
-        """Of all positions of one sequence, [1, tokens, vocabulary or width]."""
+        """Return those of all positions of one sequence, [1, tokens, vocabulary or width]."""
         if isinstance(self._of, Head):
             assert self._hidden is not None
             return self._of(self._hidden[index : index + 1].to(self._ids.device), self._ids[index : index + 1])
         return answer(self._of.finish(index))  # type: ignore[attr-defined]
 
     def all(self) -> Tensor:
-        """Of everything, [samples, tokens, vocabulary or width]."""
+        """Return all of them, [samples, tokens, vocabulary or width]."""
         return torch.stack([self(index) for index in range(len(self._ids))])
 
 
@@ -518,10 +488,8 @@ class LoadedModel:
         self.beside: Mapping[str, tuple[int, ...]] = {}
         # how a transformer hands hidden states from layer to layer is known; what another module does is not
         if "input_ids" in inspect.signature(model.forward).parameters:
-            try:
+            with suppress(InputError):
                 self.path = find_blocks(model)
-            except InputError:
-                self.path = ""
         self._blocks = list(self.model.get_submodule(self.path).children()) if self.path else [self.model]
         self.block_names = [f"{self.path}.{index}" for index in range(len(self._blocks))] if self.path else [""]
         self.flow = Flow(tuple(range(len(self._blocks))), False)
@@ -532,11 +500,11 @@ class LoadedModel:
         return self.flow.visits
 
     def load(self, index: int) -> nn.Module:
-        """The block itself, not a copy."""
+        """Return the block itself, not a copy."""
         return self._blocks[index]
 
     def rest(self) -> nn.Module:
-        """A copy of what lies outside the blocks."""
+        """Copy what lies outside the blocks."""
         blocks = self.model.get_submodule(self.path)
         return copy.deepcopy(self.model, {id(blocks): blocks})
 
@@ -548,9 +516,9 @@ class LoadedModel:
 
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
-        """Hidden states before block 0 for token `ids` [samples, tokens]; for a single block, `ids` is its input."""
+        """Compute hidden states before block 0 for `ids` [samples, tokens]; of a single block, `ids` is its input."""
         if not self.path:
             nothing = [Given()]
             return Calls(ids, chunk, [nothing for _ in ids.split(chunk)], nothing)
         self.flow = learn(self.model, self.path, self.load, ids)
-        return _begun(self.rest() if self.flow.live else self.model, self.path, self.flow, ids, chunk)
+        return record(self.rest() if self.flow.live else self.model, self.path, self.flow, ids, chunk)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale, Moved
-from quantkit.model.streaming.cache import QuantizedCache
-from quantkit.model.streaming.inputs import QuantizedInput
+from quantkit.model.streaming.transforms import QuantizedCache, QuantizedInput
 from quantkit.model.structure import fold as folds
 from quantkit.model.structure.fold import Fold, Ways
 from quantkit.model.structure.traced import SharedInput, Structure, set_parameter, set_weight, weight_of

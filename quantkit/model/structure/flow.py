@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from quantkit.errors import InputError
-from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.streaming.calls import Given, Stand, forward, primary, same, standing_in, uncached, unsupported
 
 # of the tokens that it is found out on

@@ -1,4 +1,4 @@
-"""Which class a config means, and what kind of model that is: decoder, encoder or network.
+"""Which class a config means, what kind of model that is (decoder, encoder or network), and how long its sequences are.
 
 The class is the first of `architectures`; where a config does not say, transformers' own table from `model_type` does.
 The kind follows from what the class takes (`input_modalities`, as far as its forward has arguments for it) and gives (a
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
 from quantkit.kinds import Kind
+from quantkit.lazy import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 _IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 _NO_TEXT = ("pixel", "image", "video", "audio", "input_features", "input_values", "bbox", "speech", "spectrogram")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions", "seq_length")
+_KINDS = "a decoder, an encoder or an image model"
 
 
 def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> str:
-    """The name of the class that a config.json means.
+    """Name the class that a config.json means.
 
     Args:
         embeds: whether vectors are pooled from what the model gives: then it has no language-model head, whatever class
@@ -39,68 +42,53 @@ def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> s
 
     stated, model_type = config.get("architectures"), config.get("model_type")
     if stated is not None and not (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
-        raise InputError(
-            "config-invalid", where=where, value=f"architectures {stated!r:.80}", rule="a list of class names"
-        )
+        raise InputError("config-invalid", where, f"architectures {stated!r:.80}", "a list of class names")
     if stated:
         name, base = str(stated[0]), auto.MODEL_MAPPING_NAMES.get(model_type)
         return base if embeds and name.endswith(_DECODERS) and isinstance(base, str) else name
     if not isinstance(model_type, str):
-        raise InputError(
-            "config-invalid",
-            where=where,
-            value="neither architectures nor model_type",
-            rule="one of them says what the model is",
-            remedy='add "architectures": ["..."] as in the original config',
-        )
+        rule, remedy = "one of them says what the model is", 'add "architectures": ["..."] as in the original config'
+        raise InputError("config-invalid", where, "neither architectures nor model_type", rule, remedy)
     tables = [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
     if model_type not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # BERT has a causal class too, but is an encoder
         tables.append(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    tables.append(auto.MODEL_MAPPING_NAMES)
-    for table in tables:
-        if found := table.get(model_type):
-            return str(found if isinstance(found, str) else found[0])
+    for table in [*tables, auto.MODEL_MAPPING_NAMES]:
+        if entry := table.get(model_type):
+            return str(entry if isinstance(entry, str) else entry[0])
     raise _unknown(f"model_type {model_type!r}", model_type, auto.MODEL_MAPPING_NAMES, where)
 
 
 def native_class(name: str) -> type[PreTrainedModel] | None:
-    """transformers' own class of that name, or None."""
+    """Return transformers' own class of that name, or None."""
     import transformers
 
-    found = getattr(transformers, name, None) if name.isidentifier() else None
-    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-        return found
-    return None
+    member = getattr(transformers, name, None) if name.isidentifier() else None
+    return member if isinstance(member, type) and issubclass(member, transformers.PreTrainedModel) else None
 
 
 def unknown_architecture(name: str, where: str, model_type: Any = None) -> InputError:
-    """The error for a class that the installed transformers does not offer: a part of its models, or unknown to it."""
+    """Make the error for a class that transformers does not offer: a part of its models, or unknown to it."""
     from transformers.models.auto import modeling_auto as auto
 
     if _is_part(name, model_type):
-        return InputError(
-            "architecture-unsupported",
-            where=where,
-            value=f"{name} is a part of transformers' models, and none of its own",
-            rule="a decoder, an encoder or an image model",
-            remedy=by_python("part"),
-        )
+        value = f"{name} is a part of transformers' models, and none of its own"
+        return InputError("architecture-unsupported", where, value, _KINDS, by_python("part"))
     known = [*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()]
     return _unknown(name, name, {name: None for name in known if isinstance(name, str)}, where)
 
 
 def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: str) -> Kind:
-    """The kind of a model.
+    """Judge the kind of a model.
 
     Raises:
         InputError: `architecture-unsupported`: encoder-decoders, models of several modalities, of sound.
     """
+    from transformers.models.auto import modeling_auto as auto
+
     claimed = model_class.input_modalities
     arguments = inspect.signature(model_class.forward).parameters
     both = config.get("is_encoder_decoder", getattr(model_class.config_class, "is_encoder_decoder", False))
     both = bool(both) and _DECODER_IDS in arguments
-    from transformers.models.auto import modeling_auto as auto
-
     encoder = auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(str(config.get("model_type")))
     into = takes({claimed} if isinstance(claimed, str) else set(claimed), arguments)
     return judge(model_class.__name__, into, both, config, where, encoder if isinstance(encoder, str) else None)
@@ -109,7 +97,7 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
 def judge(
     name: str, into: Collection[str], both: bool, config: Mapping[str, Any], where: str, encoder: str | None
 ) -> Kind:
-    """The kind of a class, or why it has none.
+    """Judge the kind of a class.
 
     Args:
         into: what it takes: text, image, audio, ...
@@ -125,24 +113,19 @@ def judge(
         return "decoder"  # Gemma3ForCausalLM inherits a claim to images; what it has no tower for, it does not take
     if set(into) == {"text"} and not both:
         return "encoder"
-    raise InputError(
-        "architecture-unsupported",
-        where=where,
-        value=f"{name} takes {' and '.join(sorted(into))}{' through an encoder and a decoder' if both else ''}",
-        rule="a decoder, an encoder or an image model",
-        remedy=_part(encoder if set(into) == {"text"} else None, both),
-    )
+    value = f"{name} takes {' and '.join(sorted(into))}{' through an encoder and a decoder' if both else ''}"
+    remedy = by_python("model.get_encoder()" if both else "part")
+    if encoder is not None and set(into) == {"text"}:
+        parts = f"transformers.{encoder}, transformers.AutoTokenizer"
+        saved = f"in Python: for part in ({parts}): part.from_pretrained(folder).save_pretrained('./encoder')"
+        remedy = f"{saved}; then quantkit compile ./encoder --recipe int8-weights"
+    raise InputError("architecture-unsupported", where, value, _KINDS, remedy)
 
 
 def model_graph(name: str, where: str) -> InputError:
-    """The error for an image model of transformers, whose folder is no graph."""
-    return InputError(
-        "model-graph",
-        where=where,
-        value=f"{name}, an image model of transformers",
-        rule="image models are compiled as float ONNX graphs",
-        remedy=by_python("model"),
-    )
+    """Make the error for an image model of transformers, whose folder is no graph."""
+    value, rule = f"{name}, an image model of transformers", "image models are compiled as float ONNX graphs"
+    return InputError("model-graph", where, value, rule, by_python("model"))
 
 
 def by_python(part: str) -> str:
@@ -150,47 +133,79 @@ def by_python(part: str) -> str:
     return f"in Python: quantkit.compile({part}, 'int8-dynamic', example_inputs=inputs, calibration='./inputs.npz')"
 
 
-def _part(encoder: str | None, both: bool) -> str:
-    """Return how one part of a model is compiled by itself."""
-    if encoder is not None:
-        parts = f"transformers.{encoder}, transformers.AutoTokenizer"
-        saved = f"in Python: for part in ({parts}): part.from_pretrained(folder).save_pretrained('./encoder')"
-        return f"{saved}; then quantkit compile ./encoder --recipe int8-weights"
-    return by_python("model.get_encoder()" if both else "part")
+def takes(claimed: set[str], arguments: Collection[str]) -> set[str]:
+    """Return what goes into a class, by what it claims and its forward's arguments.
+
+    The text part of a model of several modalities inherits a claim to all of them.
+    """
+    text_alone = _IDS in arguments and not any(word in name for name in arguments for word in _NO_TEXT)
+    return {"text"} if text_alone else claimed
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """Count the tokens that a sequence can have; None where the config does not say.
+
+    RoBERTa and its relatives count from behind the padding's index, in a table that has that index: of 514 rows with
+    padding 1 they take 512. The table is looked at, in a model of one block without weights.
+
+    Args:
+        config: a config.json. Of a class that is not transformers' own, what it states is taken.
+    """
+    text = config.get("text_config")
+    inner: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
+    model_class = native_class(class_name(dict(config), "config.json")) if config.get("architectures") else None
+    stated = next((inner[name] for name in _POSITIONS if type(inner.get(name)) is int and inner[name] > 0), None)
+    if model_class is None or (stated is not None and inner.get("pad_token_id") is None and text is None):
+        return stated
+    try:
+        loaded = model_class.config_class.from_dict({k: v for k, v in config.items() if k != "quantization_config"})
+        # XLNet's is -1: any number
+        sizes = (getattr(loaded.get_text_config(), name, None) for name in _POSITIONS)
+        stated = next((size for size in sizes if type(size) is int and size > 0), stated)
+        cut_config(loaded, 1)
+        with torch.device("meta"):
+            modules = dict(model_class._from_config(loaded).named_modules())
+    except Exception:  # whatever a class makes of a config: opening the model says what is wrong with it
+        return stated
+    behind = [
+        module.padding_idx + 1
+        for name, module in modules.items()
+        if "position" in name.rpartition(".")[2]
+        and isinstance(getattr(module, "padding_idx", None), int)
+        and isinstance(getattr(module, "weight", None), torch.Tensor)
+        and module.weight.shape[0] == stated
+    ]
+    return stated - max(behind) if stated is not None and behind else stated
+
+
+def cut_config(config: Any, blocks: int) -> None:
+    """Make a config that of a model with only the first blocks, in place."""
+    inner = config.get_text_config()
+    count = inner.num_hidden_layers
+    for key, value in list(vars(inner).items()):
+        # one entry a layer: layer_types and the like
+        if isinstance(value, list) and len(value) == count:
+            setattr(inner, key, value[:blocks])
+    inner.num_hidden_layers = min(blocks, count)
 
 
 def _is_part(name: str, model_type: Any) -> bool:
-    """Whether transformers has such a class, but opens no model with it."""
+    """Tell whether transformers has such a class, but opens no model with it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES or not name.isidentifier():
         return False
     folder = model_type_to_module_name(model_type)
     try:
-        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        return hasattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
     except ImportError:
         return False
-    return hasattr(module, name)
-
-
-def takes(claimed: set[str], arguments: Collection[str]) -> set[str]:
-    """Return what goes into a class, by what it claims and its forward's arguments.
-
-    The text part of a model of several modalities inherits a claim to all of them.
-    """
-    if _IDS in arguments and not any(word in name for name in arguments for word in _NO_TEXT):
-        return {"text"}
-    return claimed
 
 
 def _unknown(value: str, word: str, known: dict[str, Any], where: str) -> InputError:
     import transformers
 
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    return InputError(
-        "architecture-unknown",
-        where=where,
-        value=value,
-        rule=f"transformers {transformers.__version__} does not know it",
-        remedy=(f"did you mean {close[0]}? " if close else "") + "a newer transformers may know it",
-    )
+    rule = f"transformers {transformers.__version__} does not know it"
+    remedy = (f"did you mean {close[0]}? " if close else "") + "a newer transformers may know it"
+    return InputError("architecture-unknown", where, value, rule, remedy)

@@ -1,20 +1,30 @@
-"""Which tensor of the files fills which parameter of the skeleton.
+"""Which tensor of the files fills which parameter of the skeleton, and what transformers cannot load once it is packed.
 
 Names differ for three reasons: the class has the base model under a prefix that the file lacks, or lacks it where the
 file has it (`h.0.ln_1.weight` and `transformer.h.0.ln_1.weight`); a name was changed since the file was written
 (`LayerNorm.gamma`); a tied parameter is stored once. The first two are transformers' own rules, applied by its own
 function; the third follows the skeleton, in which tied parameters are one object. Tensors that loading joins or cuts
-have the parameters' names already: `model.converted`.
+have the parameters' names already: `source/converted.py`.
 
 What is left over must not matter: a tensor inside a block, or of a module that the skeleton has, means that the config
 describes another model (a bias that would silently be dropped), and is an error; a pooler or head that the class does
 not have is listed as unused.
+
+Obstacles are found in transformers' own rules and tables, before any work; nothing is known of any model:
+
+- It puts another class in the place of some modules where a checkpoint is quantized (`quantizers/base.py`); the
+  parameters of that class have other names than the files of the original.
+- compressed-tensors' parts join a rule that makes a linear's weight of tensors of the files, and a rule may then not
+  give several.
+- compressed-tensors' parts are found by a pattern that takes the first `weight` in a tensor's name: a linear that is
+  itself called `…weight` is not found.
+- A name in the files that transformers changes while loading may not be changed so with a part's suffix behind it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,23 +37,18 @@ if TYPE_CHECKING:
     from quantkit.model.source.weights import Weights
 
 _FLOATS = ("F32", "F16", "BF16")
+_CALLED_WEIGHT = re.compile(r"weight(?!\w)")
+_COMPRESSED = frozenset(["compressed_tensors"])
+_WEIGHT, _PART = ".weight", ".weight_packed"
 
 
 def same(name: str, other: str) -> bool:
-    """Whether two names are one but for the base model's prefix, which the files may lack or have."""
+    """Tell whether two names are one but for the base model's prefix, which the files may lack or have."""
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
-@dataclass(frozen=True)
-class Names:
-    """`files`: parameter or persistent buffer of the skeleton -> tensor of the files; `unused`: the other tensors."""
-
-    files: dict[str, str]
-    unused: list[str]
-
-
-def match_names(weights: Weights, skeleton: PreTrainedModel) -> Names:
-    """Assigns a tensor of the files to every parameter and persistent buffer.
+def match_names(weights: Weights, skeleton: PreTrainedModel) -> dict[str, str]:
+    """Assign a tensor of the files to every parameter and persistent buffer.
 
     Raises:
         InputError: `weights-missing`, `weights-shape`, `weights-dtype`, `weights-unexpected`, `weights-ambiguous`,
@@ -58,39 +63,40 @@ def match_names(weights: Weights, skeleton: PreTrainedModel) -> Names:
     for name, tensor in wanted.items():
         candidates = [stored[twin] for twin in [name, *twins[id(tensor)]] if twin in stored]
         if not candidates:
-            raise _missing(name, wanted, stored, weights)
+            absent = sum(other not in stored for other in wanted)
+            shards = ", ".join(weights.shards[:3])
+            value = f"no tensor in {shards} fills it ({absent} of {len(wanted)} are missing)"
+            rule = "the files hold every parameter of the architecture in config.json"
+            remedy = "check config.json against the weights, or download them again"
+            raise InputError("weights-missing", name, value, rule, remedy)
         files[name] = candidates[0]
         _check_shape(name, tensor, candidates[0], weights)
     for names in twins.values():
         held = list(dict.fromkeys(stored[name] for name in names if name in stored))
         for other in held[1:]:
             if not weights.same(held[0], other):
-                raise InputError(
-                    "weights-tied",
-                    where=other,
-                    value=f"differs from {held[0]}",
-                    rule="config.json ties them to be one tensor",
-                    remedy='set "tie_word_embeddings": false in config.json',
+                rule, remedy = (
+                    "config.json ties them to be one tensor",
+                    'set "tie_word_embeddings": false in config.json',
                 )
+                raise InputError("weights-tied", other, f"differs from {held[0]}", rule, remedy)
         files.update(dict.fromkeys(names, files[names[0]]))
-    unused = [file for name, file in stored.items() if name not in wanted]
-    _check_unused(unused, {file: name for name, file in stored.items()}, skeleton)
-    return Names(files, sorted(unused))
+    _check_unused({file: name for name, file in stored.items() if name not in wanted}, skeleton)
+    return files
 
 
 def merging_rules(skeleton: PreTrainedModel) -> list[Any]:
-    """transformers' rules by which several tensors of the files become one parameter."""
+    """List transformers' rules by which several tensors of the files become one parameter."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    return [each for each in get_model_conversion_mapping(skeleton) if not isinstance(each, WeightRenaming)]
+    return [rule for rule in get_model_conversion_mapping(skeleton) if not isinstance(rule, WeightRenaming)]
 
 
 def rename(
     file: str, mapping: Sequence[Any], rules: Sequence[Any], prefix: str, wanted: Mapping[str, Tensor]
 ) -> tuple[str, str | None]:
-    """The name in the skeleton's terms of a tensor of the files, and the pattern of the rule that applies, as loading
-    does it.
+    """Name a tensor of the files in the skeleton's terms, and the pattern of the rule that applies, as loading does it.
 
     Args:
         mapping: transformers' rules for the skeleton, of which those that only rename are used.
@@ -100,15 +106,15 @@ def rename(
     """
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    found: tuple[str, str | None] = rename_source_key(file, renamings, rules, prefix, wanted)
-    if found[0] not in wanted and file in wanted:  # a renaming that is for another part of the model, as when loading
-        found = rename_source_key(file, [], [], prefix, wanted)
-    return found
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    renamed: tuple[str, str | None] = rename_source_key(file, renamings, rules, prefix, wanted)
+    if renamed[0] not in wanted and file in wanted:  # a renaming that is for another part of the model, as when loading
+        renamed = rename_source_key(file, [], [], prefix, wanted)
+    return renamed
 
 
 def _renamed(weights: Weights, skeleton: PreTrainedModel, wanted: dict[str, Tensor]) -> dict[str, str]:
-    """Name in the skeleton's terms -> name in the file, for all tensors of the files."""
+    """Map the name in the skeleton's terms to the name in the file, for all tensors of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     from quantkit.model.structure.experts import other_rules
@@ -119,83 +125,132 @@ def _renamed(weights: Weights, skeleton: PreTrainedModel, wanted: dict[str, Tens
     for file in sorted(weights.entries):  # some renamings depend on the order
         name, converted = rename(file, mapping, converters, prefix, wanted)
         if converted is not None and name in wanted:
-            raise InputError(
-                "architecture-unsupported",
-                where=file,
-                value=f"becomes part of {name} while loading",
-                rule="a parameter is one tensor of the files (of stacked experts, only gated ones are taken apart)",
-            )
+            rule = "a parameter is one tensor of the files (of stacked experts, only gated ones are taken apart)"
+            raise InputError("architecture-unsupported", file, f"becomes part of {name} while loading", rule)
         if converted is not None:  # of no parameter: several would have one name
             name, _ = rename(file, mapping, [], prefix, wanted)
         if name in stored:
-            raise InputError(
-                "weights-ambiguous", where=name, value=f"both {stored[name]} and {file} fill it", rule="one tensor does"
-            )
+            raise InputError("weights-ambiguous", name, f"both {stored[name]} and {file} fill it", "one tensor does")
         stored[name] = file
     return stored
 
 
-def _missing(name: str, wanted: dict[str, Tensor], stored: dict[str, str], weights: Weights) -> InputError:
-    absent = sum(other not in stored for other in wanted)
-    return InputError(
-        "weights-missing",
-        where=name,
-        value=f"no tensor in {', '.join(weights.shards[:3])} fills it ({absent} of {len(wanted)} are missing)",
-        rule="the files hold every parameter of the architecture in config.json",
-        remedy="check config.json against the weights, or download them again",
-    )
-
-
 def _check_shape(name: str, tensor: Tensor, file: str, weights: Weights) -> None:
     entry = weights.entries[file]
+    where = f"{entry.shard}: {file}"
     if entry.shape != tuple(tensor.shape):
-        raise InputError(
-            "weights-shape",
-            where=f"{entry.shard}: {file}",
-            value=f"shape {list(entry.shape)}",
-            rule=f"config.json makes {name} {list(tensor.shape)}",
-            remedy="check config.json against the weights",
-        )
+        rule = f"config.json makes {name} {list(tensor.shape)}"
+        remedy = "check config.json against the weights"
+        raise InputError("weights-shape", where, f"shape {list(entry.shape)}", rule, remedy)
     if tensor.is_floating_point() and entry.dtype not in _FLOATS:
         # the header can claim any dtype of the right size; integers would be cast to weights without a word
-        raise InputError(
-            "weights-dtype",
-            where=f"{entry.shard}: {file}",
-            value=f"stored as {entry.dtype}",
-            rule="weights are stored in float32, float16 or bfloat16",
-            remedy="convert the checkpoint to one of them, or download it again",
-        )
+        rule = "weights are stored in float32, float16 or bfloat16"
+        remedy = "convert the checkpoint to one of them, or download it again"
+        raise InputError("weights-dtype", where, f"stored as {entry.dtype}", rule, remedy)
 
 
-def _check_unused(unused: list[str], renamed: dict[str, str], skeleton: PreTrainedModel) -> None:
+def _check_unused(unused: Mapping[str, str], skeleton: PreTrainedModel) -> None:
+    """Refuse tensors of the files (-> names in the skeleton's terms) that no parameter takes, where that matters."""
     from torch import nn
 
     modules = dict(skeleton.named_modules())
     lists = {path: len(module) for path, module in modules.items() if isinstance(module, nn.ModuleList)}
-    blocks, drafts = tuple(f"{path}." for path in lists), getattr(skeleton.config, "num_nextn_predict_layers", 0)
+    drafts = getattr(skeleton.config, "num_nextn_predict_layers", 0)
     computed = {name for name, _ in skeleton.named_buffers()}  # not stored nowadays: masks, rotary tables
     harmless = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(skeleton._keys_to_ignore_on_load_unexpected or ())]
-    for file in unused:
-        name = renamed[file]
+    # draft heads are numbered on behind the last block
+    behind = {path: range(end, end + drafts) for path, end in lists.items()} if isinstance(drafts, int) else {}
+    for file, name in unused.items():
         if name in computed or any(re.search(pattern, name) for pattern in harmless):
             continue
-        # draft heads are numbered on behind the last block
-        if isinstance(drafts, int) and any(
-            _number(name, path) in range(end, end + drafts) for path, end in lists.items()
-        ):
+        if any(_number(name, path) in numbers for path, numbers in behind.items()):
             continue
         owner = name.rpartition(".")[0]
-        if (owner and owner in modules) or name.startswith(blocks):
-            raise InputError(
-                "weights-unexpected",
-                where=file,
-                value="the architecture in config.json has no such parameter",
-                rule="what the files hold inside a block is used",
-                remedy="check config.json (number of layers, biases) against the weights",
-            )
+        if (owner and owner in modules) or name.startswith(tuple(f"{path}." for path in lists)):
+            value = "the architecture in config.json has no such parameter"
+            rule = "what the files hold inside a block is used"
+            remedy = "check config.json (number of layers, biases) against the weights"
+            raise InputError("weights-unexpected", file, value, rule, remedy)
 
 
 def _number(name: str, path: str) -> int:
-    """The number of the block of a list that a tensor is in; -1 of none."""
+    """Return the number of the block of a list that a tensor is in; -1 of none."""
     number = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
     return int(number) if number.isdecimal() and len(number) < 10 else -1
+
+
+# --- what cannot be loaded ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Something that transformers would not load.
+
+    Args:
+        where: the linear or module; a linear that is not packed is none.
+        libraries: with which of them, by import names; none is all.
+        always: whether it is in the way whatever is packed.
+    """
+
+    where: str
+    why: str
+    libraries: frozenset[str] = frozenset()
+    always: bool = False
+
+    def hinders(self, linears: Collection[str], libraries: Collection[str]) -> bool:
+        """Tell whether a checkpoint with these linears packed, by a layout of these libraries, cannot be loaded."""
+        if self.libraries and self.libraries.isdisjoint(libraries):
+            return False
+        return self.always or self.where in linears
+
+
+def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obstacle]:
+    """List all obstacles of a model.
+
+    Args:
+        files: its parameters -> tensors of the files.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+    from transformers.quantizers import base
+
+    from quantkit.model.structure.traced import is_linear
+
+    mapping = get_model_conversion_mapping(skeleton)
+    table: Mapping[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
+    why = "transformers puts another class in its place where it loads a packed checkpoint"
+    listed = []
+    for path, module in skeleton.named_modules():
+        if (name := type(module).__name__) in table:
+            methods = (str(method.value).replace("-", "_") for method in table[name]["quantization_methods"])
+            listed.append(Obstacle(path, why, frozenset(methods), always=True))
+    for rule in mapping:
+        sources = rule.source_patterns
+        gathers = isinstance(rule, WeightConverter) and all(source.endswith(_WEIGHT) for source in sources)
+        if gathers and len(rule.target_patterns) > 1:
+            why = f"transformers has a rule that cuts {sources[0]}, which takes no packed linears of the model"
+            listed.append(Obstacle(type(skeleton).__name__, why, _COMPRESSED, always=True))
+    linears = [name for name, module in skeleton.named_modules() if is_linear(module)]
+    why = "transformers does not find a packed linear whose name ends in `weight`"
+    listed += [Obstacle(linear, why, _COMPRESSED) for linear in linears if _CALLED_WEIGHT.search(linear)]
+    return listed + _misnamed(skeleton, files, linears, mapping)
+
+
+def _misnamed(
+    skeleton: PreTrainedModel, files: Mapping[str, str], linears: Iterable[str], mapping: Sequence[Any]
+) -> list[Obstacle]:
+    """List linears whose parts loading would give other names than the weight; asked in the order of all files, since
+    some rules remember what they have seen."""
+    owners: dict[str, list[str]] = {}
+    for name, file in files.items():
+        owners.setdefault(file, []).append(name)
+    weights = {linear + _WEIGHT for linear in linears}
+    listed, wanted = [], skeleton.state_dict(keep_vars=True)
+    for file, names in sorted(owners.items()):
+        packs = len(names) == 1 and names[0] in weights  # what is shared is not packed
+        part = file.removesuffix(_WEIGHT) + _PART if packs else file
+        loaded = rename(part, mapping, [], skeleton.base_model_prefix, wanted)[0]
+        linear = names[0].removesuffix(_WEIGHT)
+        if packs and not same(loaded, linear + _PART):
+            listed.append(Obstacle(linear, f"transformers loads {file}, but nothing packed under that name"))
+    return listed

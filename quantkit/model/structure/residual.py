@@ -31,16 +31,7 @@ from quantkit.model.streaming.calls import Call
 from quantkit.model.structure import fold as folds
 from quantkit.model.structure.fold import InDouble, disagreement
 from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_linear, set_parameter, trace, weight_of
-from quantkit.model.structure.turn import (
-    Form,
-    Heads,
-    ModelPart,
-    Norm,
-    Residual,
-    Rotations,
-    gain_of,
-    turn_heads,
-)
+from quantkit.model.structure.turn import Form, Heads, ModelPart, Norm, Residual, Rotations, gain_of, turn_heads
 
 # of what was measured: a path that holds exactly is far below, one that does not is far above
 _EXACT = 1e-8
@@ -251,12 +242,7 @@ def find_heads(block: nn.Module, call: Call, writers: Sequence[str], rotation: R
 
 
 def _head_size(
-    block: nn.Module,
-    call: Call,
-    group: SharedInput,
-    producer: str,
-    index: Tensor,
-    rotation: Rotations,
+    block: nn.Module, call: Call, group: SharedInput, producer: str, index: Tensor, rotation: Rotations
 ) -> int:
     """The largest number of consecutive channels that may be turned together; 1 if none."""
     breaks = (torch.nonzero(index[1:] != index[:-1] + 1).flatten() + 1).tolist()

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from quantkit.errors import InputError
+
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a matrix product with a 2-D weight that can be quantized: Linear, or GPT-2's Conv1D."""
@@ -162,14 +164,40 @@ def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
     return Structure(groups, tuple(name for name in linears if name not in ran), tuple(seen.order))
 
 
+def find_blocks(model: nn.Module) -> str:
+    """Find the path of the `ModuleList` whose children are the blocks, such as `model.layers`.
+
+    Of lists whose children are of one class, the one with most parameters; or the list of several classes that this one
+    is part of, as where layers with and without attention alternate. Raises InputError (`blocks-not-found`).
+    """
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    sizes = {path: sum(value.numel() for value in module.parameters()) for path, module in lists.items()}
+    alike = [path for path, module in lists.items() if len({type(child) for child in module}) == 1]
+    # a block is made of parts: a list of embeddings is none, however large
+    alike = [path for path in alike if any(True for child in lists[path] for _ in child.children())] or alike
+    best = max(alike, key=lambda path: sizes[path], default="")
+    around = [path for path in lists if path not in alike and (not best or best.startswith(f"{path}."))]
+    best = max([*around, best] if best else around, key=lambda path: sizes[path], default="")
+    if not best or not sizes[best]:
+        rule = "a transformer is a stack of blocks"
+        raise InputError("blocks-not-found", type(model).__name__, "no list of like layers", rule)
+    return best
+
+
+def find_head(model: nn.Module) -> str | None:
+    """Find the path of the linear that makes logits, such as `lm_head`; None where a model names no such linear."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if not isinstance(head, nn.Linear):
+        return None
+    return next((path for path, module in model.named_modules() if module is head), None)
+
+
 def has_interface(model: nn.Module) -> bool:
     """Tell whether the attention of a model's blocks can go through transformers' AttentionInterface.
 
     A file of classes that asks the interface holds it under some name; without it, attention is written out in place.
     """
     from transformers import AttentionInterface
-
-    from quantkit.model.streaming.stream import find_blocks
 
     inside = {
         base.__module__ for module in model.get_submodule(find_blocks(model)).modules() for base in type(module).__mro__

@@ -134,7 +134,7 @@ def _one(
     head: bool,
 ) -> tuple[State, str, bool, bool]:
     """(state, reason, whether it is a linear weight, whether the recipe asked for it) of a parameter."""
-    from quantkit.model.streaming.stream import find_head
+    from quantkit.model.structure.traced import find_head
 
     owner, _, leaf = name.rpartition(".")
     module = modules[owner]

@@ -11,7 +11,7 @@ from quantkit import machine
 from quantkit._version import __version__
 from quantkit.bundle import Decision
 from quantkit.model.device import ComputeDevice
-from quantkit.model.source.hashes import file_sha256
+from quantkit.model.source.files import file_sha256
 from quantkit.pipeline.blocks.layers import Layers
 from quantkit.pipeline.request import Request
 

@@ -15,7 +15,7 @@ from quantkit.errors import InputError, one
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model.device import CPU
 from quantkit.model.sizes.assigned import EXPERTS, EXPERTS_KEPT, UNTIED, takes_head
-from quantkit.model.source import code
+from quantkit.model.source import pretrained
 from quantkit.model.structure.kinds import model_graph
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline import estimate
@@ -44,10 +44,10 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     Raises:
         InputError: anything that would make it fail later.
     """
-    from quantkit.model.source.modules import MODULES, pools
+    from quantkit.model.source.files import MODULES, pools
     from quantkit.model.source.open import open_model
-    from quantkit.model.source.unloadable import obstacles
     from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.model.structure.names import obstacles
     from quantkit.model.structure.traced import has_interface
     from quantkit.pipeline.blocks.work import PassRun, check_order, looks_at_data
 
@@ -104,7 +104,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
-    if not source.trust_remote_code and code.is_offered(source.path):
+    if not source.trust_remote_code and pretrained.offers_code(source.path):
         reason = "the model's own code is not trusted: it stays behind, and what goes along does not name it"
         decisions.append(decision("open", NOTE, "auto_map", reason))
     calibration, scoring = seen or tokens.load(

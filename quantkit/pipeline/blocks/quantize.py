@@ -138,7 +138,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     from safetensors.torch import load_file
 
     from quantkit.model.device import Lane
-    from quantkit.model.streaming.ahead import ReadAhead
+    from quantkit.model.streaming.stream import ReadAhead
     from quantkit.pipeline.blocks.work import Rare, work
 
     choice = prepared.request.recipe.calibration

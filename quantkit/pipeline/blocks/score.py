@@ -43,7 +43,7 @@ CONFIRMING = "a few of them by plain transformers"
 _SCORED = 0.8
 LOSS, KL, ORIGINAL, OUTPUT = "score.loss", "score.kl", "score.original", "score.output"
 # nats; of outputs, of the Euclidean norm of a token's. Where a library multiplies in kernels of its own, more is
-# allowed: `model/kernel_limit.py`
+# allowed: `model/transforms.py`
 LIMIT = 1e-3
 _SEQUENCES, _TOKENS = 2, 96
 # positions whose logits are in float64 at one time
@@ -201,7 +201,7 @@ def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: It
         ids: [samples, tokens] that were scored.
         items: of every scored position of a decoder.
     """
-    from quantkit.model.kernel_limit import DEPARTURES, departure
+    from quantkit.model.streaming.transforms import DEPARTURES, departure
 
     few = ids[:_SEQUENCES, :_TOKENS]
     machine.let_go()  # embeddings and heads that were scored with
@@ -236,7 +236,7 @@ def _decoder(
     """
     import numpy as np
 
-    from quantkit.model.kernel_limit import DEPARTURES
+    from quantkit.model.streaming.transforms import DEPARTURES
 
     positions = ids.shape[1] - 1
     chosen = np.concatenate([np.flatnonzero(items.sequence == row)[:positions] for row in range(len(ids))])
@@ -307,7 +307,7 @@ def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
 def _streamed(folder: Path, ids: Tensor, *, rounded: bool = False) -> Tensor:
     """What the stream that scores a written checkpoint gives for ids [samples, tokens]; `rounded`: as kernels may."""
     from quantkit.model.finished import DenseWeights
-    from quantkit.model.kernel_limit import RoundedProducts
+    from quantkit.model.streaming.transforms import RoundedProducts
     from quantkit.runtimes.torch.reloaded import reloaded
 
     stream = reloaded(folder)

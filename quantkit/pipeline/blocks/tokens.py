@@ -12,7 +12,7 @@ from quantkit.bundle import Decision
 from quantkit.calibrate.tokens import pack
 from quantkit.errors import InputError
 from quantkit.lazy import torch
-from quantkit.model.structure.sizes import positions
+from quantkit.model.structure.kinds import positions
 from quantkit.passes import NOTE, decision
 from quantkit.recipe import CalibrationChoice, Recipe
 

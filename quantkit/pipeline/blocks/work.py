@@ -24,10 +24,9 @@ from quantkit.calibrate.statistics.collected import Original, Stats
 from quantkit.calibrate.statistics.scales import Scales
 from quantkit.calibrate.statistics.sums import nonfinite
 from quantkit.errors import InputError
-from quantkit.model.streaming import cache as caches
-from quantkit.model.streaming import inputs
 from quantkit.model.streaming.calls import Call, Calls, shape_of
 from quantkit.model.streaming.stream import BlockStream
+from quantkit.model.streaming.transforms import attach_cache, attach_inputs
 from quantkit.model.structure import experts, fold
 from quantkit.model.structure import traced as structure
 from quantkit.model.structure.block import Block
@@ -398,11 +397,11 @@ class _Loop:
             original=copy.deepcopy(module, {id(each): each for each in module.parameters()})
             if states.original is not None
             else None,
-            inputs=inputs.attach(
+            inputs=attach_inputs(
                 module,
                 {name: self.activations[prefix + name] for name in traced.linears if prefix + name in self.activations},
             ),
-            cache=caches.attach(module, self.cache) if self.cache is not None else None,
+            cache=attach_cache(module, self.cache) if self.cache is not None else None,
             keeps_errors=any("weight_errors" in step.needs for step in self.steps),
         )
         worked = Worked(block, None)

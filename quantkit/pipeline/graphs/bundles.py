@@ -15,7 +15,7 @@ from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
 from quantkit.graph.open import is_graph
 from quantkit.model.source.alias import ALIASES, Alias, materialize
-from quantkit.model.source.hashes import file_sha256
+from quantkit.model.source.files import file_sha256
 from quantkit.pipeline.request import REF, place
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import MissingDependency
-from quantkit.model.source import code, pretrained
+from quantkit.model.source import pretrained
 from quantkit.model.source.open import model_class_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def described(folder: Path) -> tuple[Any, Any]:
         raise MissingDependency("transformers", extra="compile", purpose="loading a bundle in torch") from None
     config = pretrained.config(folder)
     name = (config.architectures or [""])[0]
-    if code.is_trusted(folder):
+    if pretrained.is_trusted(folder):
         return model_class_of(config.to_dict(), folder, folder.name, True), config
     return getattr(transformers, name, transformers.AutoModel), config
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.model.structure.sizes import positions
+from quantkit.model.structure.kinds import positions
 from quantkit.runtimes.generate import Array, too_long
 
 if TYPE_CHECKING:

@@ -1,7 +1,4 @@
-"""What a GGUF file says of its own layout, held against the file: lengths, types, shapes and offsets.
-
-What a GGUF file becomes, whoever read it, and how one is refused.
-"""
+"""What a GGUF file says of its own layout, held against the file: lengths, types, shapes and offsets."""
 
 from __future__ import annotations
 
@@ -21,17 +18,59 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# GGUF's kinds of values: bytes of those of a fixed size, texts, arrays
-_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+# GGUF's kinds of values of a fixed size, as `struct` names them; texts; arrays
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_FIXED = {kind: struct.calcsize(f"<{form}") for kind, form in _FORMS.items()}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
 _DIMENSIONS = 4
 _VERSIONS = (2, 3)
 
 
+class _Cursor:
+    """Reads a mapped file from a place on."""
+
+    def __init__(self, data: mmap.mmap, at: int) -> None:
+        self.data, self.at = data, at
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return values
+
+    def number(self, form: str) -> int:
+        return int(self.take(form)[0])
+
+    def skip(self, kind: int, count: int) -> None:
+        """Step over values; ValueError where the file is shorter."""
+        if count * _FIXED.get(kind, 8) > len(self.data) - self.at:
+            raise ValueError(f"{count} values at byte {self.at} of {len(self.data)}")
+        if kind in _FIXED:
+            self.at += count * _FIXED[kind]
+            return
+        if kind != _STRING:
+            raise ValueError(f"values of kind {kind} at byte {self.at}")
+        for _ in range(count):
+            length = self.number("Q")
+            if length > len(self.data) - self.at:
+                raise ValueError(f"a text of {length} bytes at byte {self.at} of {len(self.data)}")
+            self.at += length
+
+    def text(self) -> str:
+        begins = self.at
+        self.skip(_STRING, 1)
+        return self.data[begins + 8 : self.at].decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == _ARRAY:
+            inner, count = self.take("IQ")
+            return [self.text() for _ in range(count)] if inner == _STRING else [*self.take(f"{count}{_FORMS[inner]}")]
+        return self.text() if kind == _STRING else self.take(_FORMS[kind])[0]
+
+
 def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """What the metadata says is long fits into the file, and so do the tensors, each where the one before it ends, as
-    llama.cpp demands it. The library would go through 2**63 elements one by one, and read whatever lies at an offset.
+    """Check that what the metadata says is long fits into the file, and so do the tensors, each where the one before it
+    ends, as llama.cpp demands it. The library would go through 2**63 elements one by one, and read whatever lies at an
+    offset.
 
     Returns:
         tensor -> its shape, and the number of its type.
@@ -43,122 +82,72 @@ def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
         import gguf
 
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        at = 0
-
-        def take(form: str) -> int:
-            nonlocal at
-            (found,) = struct.unpack_from(f"<{form}", data, at)
-            at += struct.calcsize(f"<{form}")
-            return int(found)
-
-        def skip(kind: int, count: int) -> None:
-            nonlocal at
-            least = _FIXED.get(kind, 8)
-            if count * least > len(data) - at:
-                raise ValueError(f"{count} values at byte {at} of {len(data)}")
-            if kind in _FIXED:
-                at += count * _FIXED[kind]
-                return
-            if kind != _STRING:
-                raise ValueError(f"values of kind {kind} at byte {at}")
-            for _ in range(count):
-                length = take("Q")
-                if length > len(data) - at:
-                    raise ValueError(f"a text of {length} bytes at byte {at} of {len(data)}")
-                at += length
-
-        def text() -> str:
-            begins = at
-            skip(_STRING, 1)
-            return data[begins + 8 : at].decode()
-
-        def tensor() -> tuple[str, tuple[int, ...], int, int, int]:
-            """Name, shape, type, offset and bytes."""
-            name, dimensions = text(), take("I")
-            if dimensions > _DIMENSIONS:
-                raise ValueError(f"{name[:100]}: {dimensions} dimensions")
-            shape = tuple(take("Q") for _ in range(dimensions))[::-1]
-            kind, offset = take("I"), take("Q")
-            if kind not in known:
-                raise ValueError(f"{name[:100]}: type {kind}, which the gguf package does not know")
-            block, size = known[kind]
-            if 0 in shape or (shape[-1] if shape else 1) % block:
-                raise ValueError(f"{name[:100]}: {list(shape)} in blocks of {block}")
-            return name, shape, kind, offset, math.prod(shape) // block * size
-
         if data[:4] != b"GGUF":
             raise ValueError("not a GGUF file")
-        at = 4
-        version = take("I")
-        if version not in _VERSIONS:
+        cursor = _Cursor(data, 4)
+        if (version := cursor.number("I")) not in _VERSIONS:
             turned = int.from_bytes(version.to_bytes(4, "little"), "big")
-            said = (
-                f"version {turned} for machines that begin at the big end"
-                if turned in _VERSIONS
-                else f"version {version}"
-            )
-            raise ValueError(f"{said}, and {' and '.join(map(str, _VERSIONS))} are read")
-        tensors, fields = take("Q"), take("Q")
+            big = f"version {turned} for machines that begin at the big end"
+            read = " and ".join(map(str, _VERSIONS))
+            raise ValueError(f"{big if turned in _VERSIONS else f'version {version}'}, and {read} are read")
+        tensors, fields = cursor.take("QQ")
         if max(tensors, fields) * 8 > len(data):
             raise ValueError(f"{tensors} tensors and {fields} fields in {len(data)} bytes")
         alignment = gguf.GGUF_DEFAULT_ALIGNMENT
         for _ in range(fields):
-            key, kind = text(), take("I")
+            key, kind = cursor.text(), cursor.number("I")
             if kind == _ARRAY:
-                kind = take("I")
-                skip(kind, take("Q"))
+                kind = cursor.number("I")
+                cursor.skip(kind, cursor.number("Q"))
             elif key == gguf.Keys.General.ALIGNMENT:
-                alignment = take("I")
+                alignment = cursor.number("I")
                 if kind != _UINT32 or not alignment or alignment & (alignment - 1):
                     raise ValueError(f"an alignment of {alignment}")
             else:
-                skip(kind, 1)
+                cursor.skip(kind, 1)
         known = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
-        found = [tensor() for _ in range(tensors)]
-        begins, wanted = -(-at // alignment) * alignment, 0
-        for name, _, _, offset, size in found:
+        listed = [_tensor(cursor, known) for _ in range(tensors)]
+        begins, wanted = -(-cursor.at // alignment) * alignment, 0
+        for name, _, _, offset, size in listed:
             if offset != wanted or begins + offset + size > len(data):
                 where = f"{size} bytes at {offset}, where {wanted} is next and the data end at {len(data) - begins}"
                 raise ValueError(f"{name[:100]}: {where}")
             wanted += -(-size // alignment) * alignment
-        return {name: (shape, kind) for name, shape, kind, _, _ in found}
+        return {name: (shape, kind) for name, shape, kind, _, _ in listed}
+
+
+def _tensor(cursor: _Cursor, known: Mapping[int, tuple[int, int]]) -> tuple[str, tuple[int, ...], int, int, int]:
+    """Read name, shape, type, offset and bytes; `known`: type -> elements and bytes of a block."""
+    name, dimensions = cursor.text(), cursor.number("I")
+    if dimensions > _DIMENSIONS:
+        raise ValueError(f"{name[:100]}: {dimensions} dimensions")
+    shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
+    kind, offset = cursor.take("IQ")
+    if kind not in known:
+        raise ValueError(f"{name[:100]}: type {kind}, which the gguf package does not know")
+    block, size = known[kind]
+    if 0 in shape or (shape[-1] if shape else 1) % block:
+        raise ValueError(f"{name[:100]}: {list(shape)} in blocks of {block}")
+    return name, shape, kind, offset, math.prod(shape) // block * size
 
 
 def fields(path: Path) -> dict[str, Any]:
-    """A file's metadata, without the library: its reader takes seconds where a vocabulary is large.
+    """Read a file's metadata, without the library: its reader takes seconds where a vocabulary is large.
 
     Raises:
         InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
     """
-    where = str(path)
-    with reading(lambda said: damaged(where, said)):
+    with reading(lambda problem: damaged(str(path), problem)):
         demand_lengths(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            at = 8  # behind magic and version
-
-            def take(form: str) -> tuple[Any, ...]:
-                nonlocal at
-                found = struct.unpack_from(f"<{form}", data, at)
-                at += struct.calcsize(f"<{form}")
-                return found
-
-            def text() -> str:
-                (length,) = take("Q")
-                return bytes(*take(f"{length}s")).decode()
-
-            def value(kind: int) -> Any:
-                if kind == _ARRAY:
-                    inner, count = take("IQ")
-                    return [text() for _ in range(count)] if inner == _STRING else [*take(f"{count}{_FORMS[inner]}")]
-                return text() if kind == _STRING else take(_FORMS[kind])[0]
-
-            _, count = take("QQ")
-            return {text(): value(*take("I")) for _ in range(count)}
+            cursor = _Cursor(data, 8)  # behind magic and version
+            _, count = cursor.take("QQ")
+            return {cursor.text(): cursor.value(cursor.number("I")) for _ in range(count)}
 
 
 def tensors(path: Path) -> list[Any]:
-    """A file's tensors as the library's reader has them, which goes through arrays of metadata element by element: here
-    they are stepped over, so that a vocabulary takes no seconds. `demand_lengths` was satisfied by the file.
+    """List a file's tensors as the library's reader has them, which goes through arrays of metadata element by element:
+    here they are stepped over, so that a vocabulary takes no seconds. `demand_lengths` was satisfied by the file.
     """
     import gguf
     import numpy as np
@@ -166,16 +155,11 @@ def tensors(path: Path) -> list[Any]:
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
             if raw_type != _ARRAY:
-                found: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(orig_offs, raw_type)
-                return found
-            inner, count = struct.unpack_from("<IQ", self.data, orig_offs)
-            at = orig_offs + struct.calcsize("<IQ")
-            if inner == _STRING:
-                for _ in range(count):
-                    at += 8 + struct.unpack_from("<Q", self.data, at)[0]
-            else:
-                at += count * _FIXED[inner]
-            return at - orig_offs, [self._get(orig_offs, np.uint32)], [], [gguf.GGUFValueType.ARRAY]
+                parts: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(orig_offs, raw_type)
+                return parts
+            cursor = _Cursor(self.data, orig_offs)
+            cursor.skip(*cursor.take("IQ"))
+            return cursor.at - orig_offs, [self._get(orig_offs, np.uint32)], [], [gguf.GGUFValueType.ARRAY]
 
     return [*Reader(path).tensors]
 
@@ -198,29 +182,29 @@ class Read:
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Of a tensor of the package's reader, which counts the fastest dimension first."""
+    """Return the shape of a tensor of the package's reader, which counts the fastest dimension first."""
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
 def short(value: float) -> float:
-    """A float32's shortest decimal: GGUF's 9.999999747378752e-06 is 1e-05."""
+    """Return a float32's shortest decimal: GGUF's 9.999999747378752e-06 is 1e-05."""
     import numpy as np
 
     return float(str(np.float32(value)))
 
 
 def special_tokens(meta: Mapping[str, Any]) -> dict[str, int | None]:
-    """config.json's key of each -> its number, None where a file says none."""
+    """Map config.json's key of each to its number, None where a file says none."""
     named = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     return {key: meta.get(f"tokenizer.ggml.{theirs}_token_id") for key, theirs in named.items()}
 
 
 def refused(where: str, value: str, rule: str) -> InputError:
-    """A sound file of a model that is not converted exactly: `gguf-architecture`."""
+    """Make the error for a sound file of a model that is not converted exactly: `gguf-architecture`."""
     remedy = "open what it was made from: a Hugging Face folder (./folder), or hf:org/name"
-    return InputError("gguf-architecture", where=where, value=value, rule=rule, remedy=remedy)
+    return InputError("gguf-architecture", where, value, rule, remedy)
 
 
 def damaged(where: str, value: str, rule: str = "") -> InputError:
-    """A file that contradicts itself: `gguf-damaged`."""
-    return InputError("gguf-damaged", where=where, value=value, rule=rule, remedy="fetch or install it again")
+    """Make the error for a file that contradicts itself: `gguf-damaged`."""
+    return InputError("gguf-damaged", where, value, rule, "fetch or install it again")

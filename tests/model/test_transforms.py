@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from zoo import shrink
 
-from quantkit.model.kernel_limit import DEPARTURES, departure, rounding
+from quantkit.model.streaming.transforms import DEPARTURES, departure, rounding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 UNIT = 2.0**-8

@@ -1,0 +1,169 @@
+"""Which files of a folder are the model, and the hash over them.
+
+Hashes are remembered in the user's cache so that opening a model again does not read it again. One holds for one
+(path, device, inode, size, mtime and ctime in ns). Whoever changes a file can set its mtime back, but not its ctime. A
+file changed within the last two seconds is not remembered: it could change again in the resolution of its time stamp
+(the "racy" entry of git's index). An entry that is damaged does not fit its own hash.
+
+Modules that sentence-transformers puts behind a transformer are part of the model: a bundle has every file of them,
+byte by byte, weights and all. None is unpickled here. `modules.json` names their folders:
+
+    [{"path": "", "type": "sentence_transformers.models.Transformer"},
+     {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+     {"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from quantkit import limits
+from quantkit.bundle.disk import write_atomic
+from quantkit.bundle.manifest import MANIFEST
+from quantkit.content import cache_dir
+from quantkit.errors import InputError
+from quantkit.model.source.weights import INDEX, SINGLE, Weights, checked_file, in_order, strict_json
+
+# beside the weights; no other text, which may be the log of this very process
+PATTERNS = ("*.json", "*vocab*.txt", "*merges*.txt", "*.model", "*.jinja", "*.tiktoken")
+MODULES, CONFIG = "modules.json", "config.json"
+_LIBRARY = "sentence_transformers."
+_CODE = (".py", ".pyc", ".so")
+_RACY_NS = 2_000_000_000
+
+
+def file_sha256(path: Path) -> str:
+    """Hash a file's content, in hex; from the cache where the file has not changed since."""
+    real = path.resolve()
+    before = real.stat()
+    key = {"path": str(real), "size": before.st_size, "mtime_ns": before.st_mtime_ns}
+    key |= {"ctime_ns": before.st_ctime_ns, "device": before.st_dev, "inode": before.st_ino}
+    slot = cache_dir() / "hashes" / f"{hashlib.sha256(str(real).encode()).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not there or not ours: hash the file
+        known = json.loads(slot.read_text(encoding="utf-8"))
+        if {name: known[name] for name in key} == key and known["check"] == _check(key, known["sha256"]):
+            return str(known["sha256"])
+    with real.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > _RACY_NS:
+        with suppress(Exception):  # a cache that cannot be written (full, read-only) costs time, nothing else
+            slot.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(slot, json.dumps({**key, "sha256": sha256, "check": _check(key, sha256)}).encode())
+    return sha256
+
+
+def _check(key: dict[str, object], sha256: str) -> str:
+    return hashlib.sha256(f"{json.dumps(key, sort_keys=True)} {sha256}".encode()).hexdigest()[:16]
+
+
+def source_changed(ref: str) -> InputError:
+    """Make the error `source-changed`."""
+    value, rule = "its files changed while it was compiled", "a bundle says what it was made from"
+    return InputError("source-changed", ref, value, rule, "compile again, and leave the model alone meanwhile")
+
+
+def files_of(path: Path, weights: Weights, trust: bool) -> list[str]:
+    """Name config, weights and tokenizer files, sorted, and what stands behind the model in folders of its own; the
+    model's own code too where that is trusted."""
+    patterns = (*PATTERNS, "*.py") if trust else PATTERNS
+    names = {file.name for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+    if weights.shards == [SINGLE]:
+        names.discard(INDEX)
+    return sorted(names | set(weights.shards) | {name for _, name in files_of_modules(path)})
+
+
+def identity(path: Path, weights: Weights, trust: bool) -> str:
+    """Hash a model: over (name, sha256) of its files."""
+    files = files_of(path, weights, trust)
+    lines = map("{} {}\n".format, files, in_order(file_sha256, [path / name for name in files]))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Module:
+    """One of the modules that a text goes through.
+
+    Args:
+        type: as the file has it, `sentence_transformers.models.Pooling`.
+        kind: the last word of the library's own, `Pooling`; "" of any other.
+        folder: where it lies below the model's, as POSIX; "" is the model's own.
+        config: of its `config.json`; empty where there is none.
+    """
+
+    type: str
+    kind: str
+    folder: str
+    config: dict[str, Any]
+
+
+def modules_of(folder: Path) -> list[Module]:
+    """List the modules of a folder, in their order; none where it has no `modules.json`.
+
+    Raises:
+        InputError: `modules-invalid`, what is no list of modules, or leads out of the folder.
+    """
+    if not (folder / MODULES).is_file():
+        return []
+    where = f"{folder.name}: {MODULES}"
+    try:
+        listed = json.loads(limits.read(checked_file(folder, MODULES)))
+    except (ValueError, RecursionError) as problem:
+        raise _invalid(where, f"not JSON: {problem}") from None
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise _invalid(where, "no list of objects")
+    modules = []
+    for number, entry in enumerate(listed):
+        kind, below = entry.get("type"), entry.get("path", "")
+        if not isinstance(kind, str) or not isinstance(below, str) or not _is_inside(folder, below):
+            raise _invalid(f"{where}, module {number}", f"{entry!r:.120}")
+        config: dict[str, Any] = {}
+        if below and (folder / below / CONFIG).is_file():
+            raw = limits.read(checked_file(folder / below, CONFIG))
+            config = strict_json(raw, f"{folder.name}: {below}/{CONFIG}", "modules-invalid", "modules-invalid")
+        own = kind.rpartition(".")[2] if kind.startswith(_LIBRARY) else ""
+        modules.append(Module(kind, own, PurePosixPath(below).as_posix() if below else "", config))
+    return modules
+
+
+def pools(folder: Path) -> bool:
+    """Tell whether a model is there for the vectors that are pooled from what it gives. Raises as `modules_of`."""
+    return any(module.kind == "Pooling" for module in modules_of(folder))
+
+
+def files_of_modules(folder: Path) -> Iterator[tuple[Path, str]]:
+    """List (file, name below the folder) of all in the modules' folders but code, hidden files, links out, bundles."""
+    for below in sorted({module.folder for module in modules_of(folder)} - {""}):
+        for place, folders, names in os.walk(folder / below):
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+            folders[:] = [name for name in folders if not _is_result(Path(place, name))]
+            for name in sorted(names):
+                path = Path(place, name)
+                if not name.startswith(".") and path.suffix.lower() not in _CODE:
+                    with suppress(InputError):
+                        yield checked_file(path.parent, name), path.relative_to(folder).as_posix()
+
+
+def _is_result(folder: Path) -> bool:
+    """Tell whether it is a bundle, or one being built."""
+    return folder.name.endswith(".partial") or (folder / MANIFEST).is_file()
+
+
+def _is_inside(folder: Path, below: str) -> bool:
+    """Tell whether a module's path is one of folders below the model's own."""
+    path = PurePosixPath(below)
+    plain = not path.is_absolute() and ".." not in path.parts and "\\" not in below and below.isprintable()
+    return plain and (folder / below).resolve().is_relative_to(folder.resolve())
+
+
+def _invalid(where: str, value: str) -> InputError:
+    rule = 'a list of {"type": ..., "path": ...}, each path a folder below the model\'s'
+    remedy = "download the file again, or leave it out: the transformer is then compiled alone"
+    return InputError("modules-invalid", where, value, rule, remedy)
