@@ -94,7 +94,7 @@ class CnnConfig(Closed):
         try:
             data = limits.read(path)
         except OSError as error:
-            raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
+            raise InputError("file-unreadable", str(path), str(error), remedy="check the file") from None
         parsed = strict_json(data, str(path), "config-invalid", "config-invalid")
         return validated(cls, parsed, where=str(path), code="config-invalid")
 
@@ -131,8 +131,8 @@ class Convolution(nn.Module):
         self.activation = _ACTIVATIONS[config.activation]() if activated else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:  # noqa: D102
-        found: Tensor = self.activation(self.norm(self.conv(self.pad(images))))
-        return found
+        outputs: Tensor = self.activation(self.norm(self.conv(self.pad(images))))
+        return outputs
 
 
 class ConvBlock(nn.Module):
@@ -148,8 +148,8 @@ class ConvBlock(nn.Module):
         self.residual = stage.residual and stride == 1 and inputs == stage.channels
 
     def forward(self, images: Tensor) -> Tensor:  # noqa: D102
-        found: Tensor = self.project(self.depthwise(self.expand(images)))
-        return found + images if self.residual else found
+        outputs: Tensor = self.project(self.depthwise(self.expand(images)))
+        return outputs + images if self.residual else outputs
 
 
 class Cnn(nn.Module):
@@ -175,51 +175,39 @@ class Cnn(nn.Module):
         self.classifier = nn.Linear(config.head or channels, config.classes)
 
     def forward(self, images: Tensor) -> Tensor:  # noqa: D102
-        found: Tensor = self.head(self.blocks(self.stem(images)))
-        logits: Tensor = self.classifier(self.dropout(found.mean((2, 3))))
+        features: Tensor = self.head(self.blocks(self.stem(images)))
+        logits: Tensor = self.classifier(self.dropout(features.mean((2, 3))))
         return logits
 
     def example(self) -> Tensor:
-        """Zeros of the shape of two images."""
+        """Make zeros of the shape of two images."""
         return torch.zeros(2, self.config.channels, self.config.size, self.config.size)
 
 
 def tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Everything that the network computes with, by name, in the order of its layers."""
+    """List everything that the network computes with, by name, in the order of its layers."""
     return {name: value for name, value in network.state_dict().items() if not name.endswith(_COUNTER)}
 
 
 def fill(network: Cnn, values: Mapping[str, Tensor], *, where: str) -> None:
     """Give a network its tensors. Raises InputError (`weights-names`, `weights-shape`)."""
-    wanted = tensors(network)
-    if wanted.keys() != values.keys():
-        odd = sorted(wanted.keys() ^ values.keys())
-        raise InputError(
-            "weights-names",
-            where=where,
-            value=f"{odd[0]} is {'missing' if odd[0] in wanted else 'not of this network'}",
-            rule=f"the tensors of {CONFIG}'s network and no others",
-            remedy="use the weights that belong to it",
-        )
-    for name, value in values.items():
-        if value.shape != wanted[name].shape:
-            raise InputError(
-                "weights-shape",
-                where=f"{where}: {name}",
-                value=str(list(value.shape)),
-                rule=f"{CONFIG} says {list(wanted[name].shape)}",
-                remedy="use the weights that belong to it",
-            )
+    wanted, remedy = tensors(network), "use the weights that belong to it"
+    if odd := sorted(wanted.keys() ^ values.keys()):
+        problem = f"{odd[0]} is {'missing' if odd[0] in wanted else 'not of this network'}"
+        raise InputError("weights-names", where, problem, f"the tensors of {CONFIG}'s network and no others", remedy)
+    for name, tensor in values.items():
+        if tensor.shape != wanted[name].shape:
+            rule = f"{CONFIG} says {list(wanted[name].shape)}"
+            raise InputError("weights-shape", f"{where}: {name}", str(list(tensor.shape)), rule, remedy)
     with torch.no_grad():
         for name, value in values.items():
             wanted[name].copy_(value)
 
 
 def load(folder: Path) -> Cnn:
-    """The network of a folder with `config.json` and `model.safetensors`, in evaluation mode.
+    """Load the network of a folder with `config.json` and `model.safetensors`, in evaluation mode.
 
-    Raises:
-        InputError: `config-invalid`, `weights-names`, `weights-shape`, and those of `Weights.open`.
+    Raises InputError: `config-invalid`, `weights-names`, `weights-shape`, and those of `Weights.open`.
     """
     network = Cnn(CnnConfig.load(folder / CONFIG)).eval()
     weights = Weights.open(folder)
@@ -228,7 +216,7 @@ def load(folder: Path) -> Cnn:
 
 
 def save(network: nn.Module, folder: Path) -> str:
-    """Writes `model.safetensors`; its sha256."""
+    """Write `model.safetensors`; return its sha256."""
     values = tensors(network)
     headers = [(name, dtype_name(value.dtype), tuple(value.shape)) for name, value in values.items()]
     return write_safetensors(folder / SINGLE, headers, lambda name: values[name].contiguous())

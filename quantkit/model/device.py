@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def demand_name(name: str) -> str:
-    """A device by its name: `cpu`, `cuda`, `cuda:1`, `auto`. Raises InputError (`unknown-device`)."""
+    """Check a device's name: `cpu`, `cuda`, `cuda:1`, `auto`. Raises InputError (`unknown-device`)."""
     if not _NAME.fullmatch(name):
         rule = "cpu, cuda, cuda:N (the GPU of that number), or auto"
         remedy = "--device auto takes the GPU if there is one, and a block fits on it"
@@ -106,7 +106,7 @@ class ComputeDevice:
 
 
 def put(tensor: Tensor, device: TorchDevice | None) -> Tensor:
-    """A tensor of the processor on a device, on its present stream; None leaves it where it is."""
+    """Put a tensor of the processor on a device, on its present stream; None leaves it where it is."""
     if device is None:
         return tensor
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.nbytes < _PIECE:
@@ -117,7 +117,7 @@ def put(tensor: Tensor, device: TorchDevice | None) -> Tensor:
 
 
 def filled(count: int, fill: Callable[[Tensor], object], device: TorchDevice) -> Tensor:
-    """Bytes on a GPU, uint8 [count], on its present stream.
+    """Fill bytes on a GPU, uint8 [count], on its present stream.
 
     They go through page-locked pieces, which torch keeps and hands out again. Ordinary memory that is written for the
     first time, and copied to the card by its driver, took half of a compile of 8B's shapes on an H200
@@ -136,18 +136,14 @@ def filled(count: int, fill: Callable[[Tensor], object], device: TorchDevice) ->
 
 
 def absent(name: str, value: str) -> InputError:
-    """The error for a GPU that is not here."""
+    """Make the error for a GPU that is not here."""
     rule = "a GPU that torch sees, counted from 0"
     remedy = "--device cpu; or install a torch build with CUDA (`quantkit doctor` says what is seen)"
     return InputError("device-absent", f"--device {name}", value, rule, remedy)
 
 
 def present(name: str) -> tuple[str, str, int]:
-    """(name with its number, the card's model, bytes free on it) of a GPU.
-
-    Raises:
-        InputError: `device-absent`.
-    """
+    """Return name with its number, the card's model and bytes free of a GPU. Raises InputError (`device-absent`)."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     number = int(name.partition(":")[2] or 0)
     if number >= count:
@@ -189,7 +185,7 @@ class Lane:
         return self._pool.submit(run)
 
     def taken(self, tensors: list[Tensor]) -> None:
-        """What the lane has made is used on the present stream from now on."""
+        """Use what the lane has made on the present stream from now on."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)

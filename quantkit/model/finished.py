@@ -49,28 +49,23 @@ def save(
         inputs: linear's full name -> the fixed scale of its input.
         cache: the block's full name, the fixed scales of its keys and of its values.
     """
-    flat: dict[str, Tensor] = {name: value.contiguous() for name, value in changed.items()}
+    flat: dict[str, Tensor | None] = dict(changed)
     for name, tensor in tensors.items():
-        found = {field: getattr(tensor, field) for field in _FIELDS}
+        parts = {field: getattr(tensor, field) for field in _FIELDS}
         for part, kind in _PARTS.items():
             if (stored := getattr(tensor, part)) is not None:
-                found |= {f"{part}.{each.name}": getattr(stored, each.name) for each in fields(kind)}
+                parts |= {f"{part}.{field.name}": getattr(stored, field.name) for field in fields(kind)}
         # linears may have a scale in common, and safetensors wants memory of its own for each; codes are the large ones
-        copied = {
-            field: value.contiguous() if field == _CODES else value.clone()
-            for field, value in found.items()
-            if value is not None
-        }
-        flat |= {name + _MARK + field: value for field, value in copied.items()}
+        for field, value in parts.items():
+            flat[name + _MARK + field] = value if field == _CODES or value is None else value.clone()
     fixed = {name + _MARK + _INPUT: scale for name, scale in (inputs or {}).items()}
     if cache is not None:
         fixed |= {cache[0] + _MARK + _KEYS: cache[1], cache[0] + _MARK + _VALUES: cache[2]}
     for prefix, scale in fixed.items():
-        parts = {"scale": scale.scale, "zero": scale.zero}
+        flat |= {prefix + "scale": scale.scale, prefix + "zero": scale.zero}
         if scale.moved is not None:
-            parts |= {_SHIFT: scale.moved.shift, _CHANNELS: scale.moved.scale}
-        flat |= {prefix + part: value.contiguous() for part, value in parts.items() if value is not None}
-    save_file(flat, path)
+            flat |= {prefix + _SHIFT: scale.moved.shift, prefix + _CHANNELS: scale.moved.scale}
+    save_file({key: value.contiguous() for key, value in flat.items() if value is not None}, path)
 
 
 class Finished:
@@ -93,55 +88,52 @@ class Finished:
         self._places: dict[str, Path] = {}
         for path in files:
             with safe_open(path, framework="pt") as stored:
-                for key in stored.keys():  # noqa: SIM118 (not a dict)
-                    self._places[key] = path
+                self._places |= dict.fromkeys(stored.keys(), path)
         self.schemes = {name: scheme for name, scheme in schemes.items() if name + _MARK + _CODES in self._places}
-        self.activations = {name: each for name, each in (activations or {}).items() if name in self.schemes}
+        self.activations = {name: how for name, how in (activations or {}).items() if name in self.schemes}
         self.cache = cache
         self.changed = [key for key in self._places if _MARK not in key]
 
     def tensor(self, key: str, *, shape_alone: bool = False) -> Tensor:
-        """What is stored under a name: a parameter in `changed`, by its full name."""
+        """Read what is stored under a name: a parameter in `changed`, by its full name."""
         with safe_open(self._places[key], framework="pt") as stored:
             if shape_alone:
                 return torch.empty(stored.get_slice(key).get_shape(), device="meta")
             tensor: Tensor = stored.get_tensor(key)
             return tensor.clone()
 
+    def _maybe(self, key: str) -> Tensor | None:
+        return self.tensor(key) if key in self._places else None
+
     def quantized(self, linear: str, *, codes: bool = True) -> QuantTensor:
-        """The codes of a linear in `schemes`, by its full name; without `codes`, their shape and all that is small."""
-        found: dict[str, Any] = {
-            field: self.tensor(linear + _MARK + field, shape_alone=field == _CODES and not codes)
-            if linear + _MARK + field in self._places
-            else None
-            for field in _FIELDS
-        }
+        """Read the codes of a linear in `schemes`, by its full name; without `codes`, their shape and all else."""
+        prefix = linear + _MARK
+        parts: dict[str, Any] = {field: self._maybe(prefix + field) for field in _FIELDS if field != _CODES}
         for part, kind in _PARTS.items():
-            keys = {each.name: f"{linear}{_MARK}{part}.{each.name}" for each in fields(kind)}
+            keys = {field.name: f"{prefix}{part}.{field.name}" for field in fields(kind)}
             if stored := {field: self.tensor(key) for field, key in keys.items() if key in self._places}:
-                found[part] = kind(**stored)
-        return QuantTensor(**found, scheme=self.schemes[linear])
+                parts[part] = kind(**stored)
+        held = self.tensor(prefix + _CODES, shape_alone=not codes)
+        return QuantTensor(codes=held, **parts, scheme=self.schemes[linear])
 
     def input_scale(self, linear: str) -> InputScale | None:
-        """The fixed scale of a linear's input; None where there is none."""
+        """Read the fixed scale of a linear's input; None where there is none."""
         return self._fixed(linear + _MARK + _INPUT)
 
     def cache_scales(self, block: str) -> tuple[InputScale, InputScale] | None:
-        """The fixed scales of a block's keys and values; None where there are none."""
+        """Read the fixed scales of a block's keys and values; None where there are none."""
         keys, values = self._fixed(block + _MARK + _KEYS), self._fixed(block + _MARK + _VALUES)
         return None if keys is None or values is None else (keys, values)
 
     def _fixed(self, prefix: str) -> InputScale | None:
-        if prefix + "scale" not in self._places:
+        if (scale := self._maybe(prefix + "scale")) is None:
             return None
-        zero = self.tensor(prefix + "zero") if prefix + "zero" in self._places else None
-        moved = None
-        if prefix + _SHIFT in self._places:
-            moved = Moved(self.tensor(prefix + _SHIFT), self.tensor(prefix + _CHANNELS))
-        return InputScale(self.tensor(prefix + "scale"), zero, moved)
+        shift = self._maybe(prefix + _SHIFT)
+        moved = None if shift is None else Moved(shift, self.tensor(prefix + _CHANNELS))
+        return InputScale(scale, self._maybe(prefix + "zero"), moved)
 
     def dense(self, linear: str, shape: tuple[int, ...], *, transposed: bool) -> Tensor:
-        """What a linear's codes stand for, float32, as its weight lies in the source: without padding.
+        """Compute what a linear's codes stand for, float32, as its weight lies in the source: without padding.
 
         Args:
             shape: of its weight there.
@@ -179,7 +171,7 @@ class DenseWeights(Weights):
         results: Finished,
         transposed: Mapping[str, bool],
     ) -> DenseWeights:
-        """Of a compile: the source's tensors with what the passes made of them, float32 where they are quantized.
+        """Show a compile: the source's tensors with what the passes made of them, float32 where they are quantized.
 
         Args:
             stored: parameter -> tensor of the source's files.
@@ -198,7 +190,7 @@ class DenseWeights(Weights):
 
     @classmethod
     def of_checkpoint(cls, stored: Weights, config: Mapping[str, Any], dtype: str) -> DenseWeights:
-        """Of packed weights: `X.weight` instead of what a layout stores of X, expanded by its library's own code.
+        """Show packed weights: `X.weight` instead of what a layout stores of X, expanded by its library's own code.
 
         Args:
             config: `quantization_config` of config.json.
@@ -220,7 +212,7 @@ class DenseWeights(Weights):
         return cls(entries, stored.folder, stored.shards, stored, packed, expand, {}, layout)
 
     def read(self, name: str, device: torch.device | None = None) -> Tensor:
-        """A tensor of the dense model."""
+        """Read a tensor of the dense model."""
         if name in self.packed:
             return put(self.expand(self.packed[name], self.entries[name].shape), device)
         return put(self.changed[name](), device) if name in self.changed else self.stored.read(name, device)

@@ -55,26 +55,26 @@ class RunTime:
     cache_scales: Mapping[int, tuple[InputScale, InputScale]] = field(default_factory=dict)
 
     def transforms(self, block_names: Sequence[str], dtype: torch.dtype) -> list[Transform]:
-        """What puts it into the blocks of a model whose stored dtype is `dtype`."""
+        """Put it into the blocks of a model whose stored dtype is `dtype`."""
         from quantkit.model.streaming.transforms import QuantizedCaches, QuantizedInputs
 
-        found: list[Transform] = []
+        transforms: list[Transform] = []
         if self.activations:
-            found.append(QuantizedInputs(list(block_names), self.activations, self.scales, dtype))
+            transforms.append(QuantizedInputs(list(block_names), self.activations, self.scales, dtype))
         if self.cache is not None:
-            found.append(QuantizedCaches(self.cache, self.cache_scales, dtype))
-        return found
+            transforms.append(QuantizedCaches(self.cache, self.cache_scales, dtype))
+        return transforms
 
 
 def of_results(finished: Finished, blocks: Sequence[str] = ()) -> RunTime:
-    """What the passes decided; of the cache, for the blocks that are named."""
+    """Take what the passes decided; of the cache, for the blocks that are named."""
     scales = {name: finished.input_scale(name) for name in finished.activations}
     cache = {index: finished.cache_scales(name) for index, name in enumerate(blocks)}
     return RunTime(
         finished.activations,
-        {name: found for name, found in scales.items() if found is not None},
+        {name: scale for name, scale in scales.items() if scale is not None},
         finished.cache,
-        {index: found for index, found in cache.items() if found is not None},
+        {index: pair for index, pair in cache.items() if pair is not None},
     )
 
 
@@ -86,18 +86,16 @@ def refuse(
     Args:
         layout: of the weights, as recipes call it.
 
-    Raises:
-        InputError: `layout-unsupported`.
+    Raises InputError: `layout-unsupported`.
     """
     packed = layout.endswith("quantized")
+    zeros = "transformers expands packed weights with zero points as it loads them, and forgets the activations"
     for linear, scheme in activations.items():
         problem = "" if scheme.format in _KINDS else f"compressed-tensors has no {scheme.format} activations"
         if not packed:
             problem = f"layout {layout} says nothing of activations, and who loads it would leave them alone"
         elif layout == "pack-quantized" and not symmetric:
-            problem = (
-                "transformers expands packed weights with zero points as it loads them, and forgets the activations"
-            )
+            problem = zeros
         if problem:
             remedy = "export: checkpoint: {layout: int-quantized} or {layout: float-quantized}"
             raise unsupported(linear, f"activations in {scheme.format}", problem, remedy)
@@ -122,7 +120,7 @@ def described(
     activations: Mapping[str, ActivationScheme],
     cache: CacheScheme | None,
 ) -> dict[str, Any] | None:
-    """A `quantization_config` that also says how activations and the cache are quantized.
+    """Make a `quantization_config` that also says how activations and the cache are quantized.
 
     Args:
         config: what the weights' layout wrote; None where they are dense.
@@ -148,7 +146,7 @@ def described(
 def _split(
     config: Mapping[str, Any], linears: Sequence[str], activations: Mapping[str, ActivationScheme]
 ) -> dict[str, Any]:
-    """Config groups whose linears agree on their inputs."""
+    """Split config groups into those whose linears agree on their inputs."""
     schemes = {activations.get(name) for name in linears}
     groups: dict[str, Any] = {}
     for group in config["config_groups"].values():
@@ -163,7 +161,7 @@ def _split(
 
 
 def _written(scheme: ActivationScheme | CacheScheme) -> dict[str, Any]:
-    """As the library's `QuantizationArgs` are written."""
+    """Write a scheme as the library's `QuantizationArgs` are."""
     from compressed_tensors.quantization import QuantizationArgs
 
     arguments = QuantizationArgs(
@@ -184,7 +182,7 @@ def read(
     entries: Iterable[str],
     tensor: Callable[[str], torch.Tensor],
 ) -> RunTime:
-    """What a checkpoint says.
+    """Read what a checkpoint says.
 
     Args:
         config: `quantization_config` of config.json.
@@ -217,24 +215,24 @@ def read(
 
 
 def weights_are_dense(config: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` is about inputs or the cache alone."""
+    """Tell whether a `quantization_config` is about inputs or the cache alone."""
     return config.get("format") == _DENSE
 
 
 def expands_at_load(folder: Path) -> bool:
-    """Whether transformers expands a checkpoint's weights as it loads them, and then knows no more of its scheme."""
+    """Tell whether transformers expands weights as it loads a checkpoint, and then knows no more of its scheme."""
     config = strict_json(limits.read(folder / "config.json"), "config.json", "config-invalid")
     return bool((config.get("quantization_config") or {}).get("dequantize"))
 
 
 def is_named(config: Mapping[str, Any] | None) -> bool:
-    """Whether a `quantization_config` says that inputs or the cache are quantized."""
+    """Tell whether a `quantization_config` says that inputs or the cache are quantized."""
     groups = ((config or {}).get("config_groups") or {}).values()
     return bool((config or {}).get("kv_cache_scheme")) or any(group.get("input_activations") for group in groups)
 
 
 def _inputs_of(config: Mapping[str, Any], linear: str) -> ActivationScheme | None:
-    """The scheme of a linear's input: of the group that names it, else of the one for its class."""
+    """Read the scheme of a linear's input: of the group that names it, else of the one for its class."""
     if any(same(linear, name) for name in config.get("ignore") or ()):
         return None
     groups = list(config["config_groups"].values())
@@ -248,7 +246,7 @@ def _inputs_of(config: Mapping[str, Any], linear: str) -> ActivationScheme | Non
 
 
 def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What both kinds of scheme have, from the library's arguments."""
+    """Read what both kinds of scheme have, from the library's arguments."""
     formats = {kind: name for name, kind in _KINDS.items()}
     granularities = {strategy: name for name, strategy in _STRATEGIES.items()}
     return {
@@ -259,10 +257,9 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_of(block: nn.Module) -> str:
-    """The module of a block that the library gives its cache's scales to, such as `self_attn`.
+    """Find the module of a block that the library gives its cache's scales to, such as `self_attn`.
 
-    Raises:
-        InputError: `layout-unsupported`.
+    Raises InputError: `layout-unsupported`.
     """
     from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
 

@@ -39,8 +39,7 @@ def write_onnx(
         inputs: names of the graph's inputs; None: those of the arguments.
         outputs: names of the graph's outputs; None: those by which it returns them, else `output`, or `output_0`, ...
 
-    Raises:
-        Exception: whatever the module or torch's exporter raise.
+    Raises Exception: whatever the module or torch's exporter raise.
     """
     import onnx_ir
     from onnx_ir.passes import common

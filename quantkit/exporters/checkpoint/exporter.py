@@ -21,7 +21,7 @@ from quantkit.exporters.checkpoint import reload
 from quantkit.exporters.checkpoint.writer import Writer, torn
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
-from quantkit.model.sizes.assigned import padded
+from quantkit.model.sizes.storage import padded
 from quantkit.model.source import converted
 from quantkit.passes import decision
 from quantkit.scheme import WeightScheme

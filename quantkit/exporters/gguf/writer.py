@@ -35,7 +35,7 @@ from quantkit.exporters.gguf.blocks import floats, packed
 from quantkit.exporters.gguf.tokenizer import add_tokenizer, left_out, spaced
 from quantkit.formats import QuantTensor, joined, load_format
 from quantkit.model.device import put
-from quantkit.model.sizes.assigned import instead, mixed, of_table
+from quantkit.model.sizes.storage import instead, mixed, of_table
 from quantkit.model.source import pretrained
 from quantkit.model.source.weights import Weights, write_atomic
 from quantkit.passes.assign import PIECE, nearest

@@ -20,7 +20,7 @@ from quantkit.exporters import BuildReport, Exporter, LayerSpec
 from quantkit.exporters.onnx.exporter import context_of, demand_packages, dialect_weights
 from quantkit.exporters.tensorrt.engine import TENSORRT_ALONE, TensorrtOptions, build_engine
 from quantkit.exporters.tensorrt.profiles import capacity, fitted
-from quantkit.model.sizes.assigned import padded
+from quantkit.model.sizes.storage import padded
 from quantkit.passes import NOTE, decision
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
 from quantkit.runtimes.tensorrt.library import Library, load, unsupported

@@ -126,8 +126,7 @@ class CompressedTensors(Layout):
 def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast scales to the dtype that their scheme stores them in.
 
-    Raises:
-        InputError: `scale-inexact`, a scale that `dtype` cannot hold: loaders cast scales to it.
+    Raises InputError: `scale-inexact`, a scale that `dtype` cannot hold: loaders cast scales to it.
     """
     stored, plain = tensor.scale.to(getattr(torch, tensor.scheme.scale)), str(dtype).removeprefix("torch.")
     if torch.equal(stored.to(dtype).float(), tensor.scale.float()):

@@ -1,11 +1,7 @@
 """A model as sizes: its linears, its attention, what else is stored. Torch-free; read off a `config.json`.
 
-Nothing here knows of formats or hardware. What a recipe makes of the sizes is `storage.py`, what they take while the
-model runs is `memory.py`, how long `bound/roofline.py`.
-
-The figures of a `config.json`, checked one by one as they are asked for: a number, a switch, the kinds of layers.
-
-What is not there is an error, or the default of the model's own config class in transformers, which is then said.
+Nothing here knows of formats or hardware. Figures of a config are checked one by one as they are asked for. What is not
+there is an error, or the default of the model's own config class in transformers, which is then said.
 """
 
 from __future__ import annotations
@@ -143,17 +139,13 @@ class Architecture:
     @property
     def active_parameters(self) -> int:
         """Those that a token passes through: of experts only the ones it is routed to."""
-        idle = sum((each.count - each.active) * each.parameters // each.count for each in self.inside())
-        return self.parameters - idle
+        return self.parameters - sum((m.count - m.active) * m.parameters // m.count for m in self.inside())
 
     def inside(self) -> Iterator[Matrix]:
         """The linears of all blocks."""
         for layer in self.layers:
             yield from layer.matrices
 
-
-# --- figures ------------------------------------------------------------------------------------------------------
-# The figures of a `config.json`, checked one by one as they are asked for: a number, a switch, the kinds of layers.
 
 # no config of a real model has larger numbers, and sums over them stay readable
 LARGEST, MOST_LAYERS = 10_000_000, 10_000
@@ -177,15 +169,13 @@ class Figures:
         self.assumed: list[str] = []
 
     def size(self, *keys: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
-        """A whole number; `keys` are names of one figure, of which several may be there if they agree.
+        """Read a whole number; `keys` are names of one figure, of which several may be there if they agree.
 
         Args:
             keys: the first is the one to complain about.
             default: where none is there and transformers has no default of its own; nothing is said about it.
-            least, most: bounds.
 
-        Raises:
-            InputError: `config-invalid`.
+        Raises InputError: `config-invalid`.
         """
         value = self.maybe(*keys, least=least, most=most)
         if value is None:
@@ -195,7 +185,7 @@ class Figures:
         return value
 
     def maybe(self, *keys: str, least: int = 1, most: int = LARGEST) -> int | None:
-        """The same, where null and absent mean that there is none."""
+        """Read one likewise, where null and absent mean that there is none."""
         there = {key: self.config[key] for key in keys if self.config.get(key) is not None}
         for key, value in there.items():
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -204,12 +194,14 @@ class Figures:
             raise self.wrong(keys[0], ", ".join(f"{k} {v}" for k, v in there.items()), "names of one figure agree")
         if there:
             return int(next(iter(there.values())))
-        if any(key in self.config for key in keys):
-            return None  # null, which is said
-        return self._default(keys[0])
+        value = self._defaults.get(keys[0])
+        if value is None or any(key in self.config for key in keys):  # null, which is said
+            return None
+        self.assume(f"{keys[0]} {value}, as transformers takes it for {self.model_type} where it is absent")
+        return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A switch. Raises InputError `config-invalid`."""
+        """Read a switch. Raises InputError `config-invalid`."""
         value = self.config.get(key)
         if value is None:
             return bool(self._defaults.get(key, default))
@@ -218,7 +210,7 @@ class Figures:
         return value
 
     def numbers(self, key: str) -> list[int]:
-        """A list of whole numbers, empty where there is none. Raises InputError `config-invalid`."""
+        """Read a list of whole numbers, empty where there is none. Raises InputError `config-invalid`."""
         value = self.config.get(key)
         if value is None:
             return []
@@ -232,7 +224,7 @@ class Figures:
         return str(self.config.get("model_type", ""))
 
     def dtype(self, name: str = "float32") -> str:
-        """What the source stores; `name` where the config does not say, which is then said."""
+        """Read what the source stores; `name` where the config does not say, which is then said."""
         stated = self.config.get("dtype", self.config.get("torch_dtype"))
         if stated is None:
             self.assume(f"stored in {name}: the config has no dtype")
@@ -248,11 +240,5 @@ class Figures:
             self.assumed.append(what)
 
     def wrong(self, key: str, value: str, rule: str, remedy: str = "check config.json") -> InputError:
-        """The error for a figure."""
-        return InputError("config-invalid", where=f"{self.where}: {key}", value=value, rule=rule, remedy=remedy)
-
-    def _default(self, key: str) -> int | None:
-        value = self._defaults.get(key)
-        if value is not None:
-            self.assume(f"{key} {value}, as transformers takes it for {self.model_type} where it is absent")
-        return value
+        """Make the error for a figure."""
+        return InputError("config-invalid", f"{self.where}: {key}", value, rule, remedy)

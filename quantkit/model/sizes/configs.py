@@ -1,11 +1,10 @@
 """A model's sizes by a reference, from its `config.json` alone: no weights, no torch.
 
-llama-3-8b             a shipped config (`quantkit list models`); the models that come in packages go by them too
+llama-3-8b                a shipped config (`quantkit list models`), of the models that come in packages too: figures
+                          of `config.json` of well-known models, one YAML each in `shipped_configs/`
 ./folder, ./config.json   a Hugging Face folder, or the file itself
-./bundle               the config of the checkpoint in it
-hf:org/name[@revision] what lies in the hub's own cache; nothing is fetched
-
-The configs that ship: figures of `config.json` of well-known models, one YAML each in `shipped_configs/`.
+./bundle                  the config of the checkpoint in it
+hf:org/name[@revision]    what lies in the hub's own cache; nothing is fetched
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _HEADS = ("ForCausalLM", "LMHeadModel")
 
 
 def read(reference: str) -> Architecture:
-    """A model by shipped name, path, or from the hub's cache.
+    """Read a model by shipped name, path, or from the hub's cache.
 
     Raises:
         InputError: `unknown-model`, `file-missing`, `config-missing`, `config-invalid`, `config-unknown`,
@@ -47,48 +46,42 @@ def read(reference: str) -> Architecture:
     if reference not in shipped_names():
         error = unknown_name("model", reference, shipped_names())
         rule = "plan reads config.json: a shipped one, or the one of a folder"
-        raise InputError(error.code, value=error.value, rule=rule, remedy=f"{error.remedy}; a folder is ./{reference}")
+        raise InputError(error.code, "", error.value, rule, f"{error.remedy}; a folder is ./{reference}")
     return from_config(shipped(reference).config, reference)
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Architecture:
-    """The sizes that a transformers `config.json` stands for.
+    """Read the sizes that a transformers `config.json` stands for.
 
     Args:
         config: as parsed. Of a model of several modalities the text part is taken.
 
-    Raises:
-        InputError: `config-invalid`; `config-unknown`, a `model_type` whose blocks are not known by their config.
+    Raises InputError: `config-invalid`; `config-unknown`, a `model_type` whose blocks are not known by their config.
     """
     if not isinstance(config, Mapping):
-        raise InputError("config-invalid", where=name, value=one(type(config).__name__), rule="it is an object")
-    inner, said = _text_part(config, name)
+        raise InputError("config-invalid", name, one(type(config).__name__), "it is an object")
+    inner, assumed = _text_part(config, name)
     if any(key in config for key in ("quantization_config", "compression_config")):
-        said.append("as if it were stored in floats: its weights are quantized already")
+        assumed.append("as if it were stored in floats: its weights are quantized already")
     model_type, class_name = inner.get("model_type"), _class_name(inner, name)
     if not isinstance(model_type, str) or not model_type:
-        raise InputError(
-            "config-invalid", where=f"{name}: model_type", value=f"{model_type!r:.60}", rule="it says what the model is"
-        )
+        where, rule = f"{name}: model_type", "it says what the model is"
+        raise InputError("config-invalid", where, f"{model_type!r:.60}", rule)
     if model_type in TEXT or model_type in VISION:
         figures = Figures(inner, name)
-        figures.assumed += said
+        figures.assumed += assumed
         build = text_encoder if model_type in TEXT else vision_encoder
         return build(figures, class_name, name)
     family = FAMILIES.get(model_type)
     if family is None:
         family = assumed_family(inner)
-        said.append(f"blocks like Llama's: {model_type} is not known")
+        assumed.append(f"blocks like Llama's: {model_type} is not known")
     if family is None:
-        raise InputError(
-            "config-unknown",
-            where=name,
-            value=f"model_type {model_type!r:.60}",
-            rule="sizes are read off the configs of models whose blocks are known",
-            remedy=f"known: {', '.join(sorted([*FAMILIES, *TEXT, *VISION]))}",
-        )
+        rule = "sizes are read off the configs of models whose blocks are known"
+        remedy = f"known: {', '.join(sorted([*FAMILIES, *TEXT, *VISION]))}"
+        raise InputError("config-unknown", name, f"model_type {model_type!r:.60}", rule, remedy)
     figures = Figures(inner, name, family.defaults)
-    figures.assumed += said
+    figures.assumed += assumed
     head = not class_name.endswith("Model") or class_name.endswith(_HEADS)
     if head and class_name and not class_name.endswith(_HEADS):
         figures.assume(f"a language model: {class_name} is not")
@@ -96,20 +89,20 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether the blocks of its `model_type` (of its text part's) are known, so that none are assumed."""
+    """Tell whether the blocks of its `model_type` (of its text part's) are known, so that none are assumed."""
     inner = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), config)
     return str(inner.get("model_type")) in (*FAMILIES, *TEXT, *VISION)
 
 
 def _text_part(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
-    """The config of the language model in one of several modalities, and that the rest was left out."""
+    """Return the config of the language model in one of several modalities, and that the rest was left out."""
     key = next((key for key in _NESTED if config.get(key) is not None), None)
     if key is None:
         return dict(config), []
     inner = config[key]
     if not isinstance(inner, dict) or any(other in inner for other in _NESTED):
-        raise InputError("config-invalid", where=f"{name}: {key}", value=f"{inner!r:.60}", rule="a config of its own")
-    outer = {each: config[each] for each in ("dtype", "torch_dtype", "tie_word_embeddings") if each in config}
+        raise InputError("config-invalid", f"{name}: {key}", f"{inner!r:.60}", "a config of its own")
+    outer = {part: config[part] for part in ("dtype", "torch_dtype", "tie_word_embeddings") if part in config}
     # the class is of the whole
     whole = {**outer, **inner, "architectures": None}
     return whole, [f"the text part alone, without {', '.join(k for k in config if k.endswith('_config') and k != key)}"]
@@ -119,10 +112,8 @@ def _class_name(config: Mapping[str, Any], name: str) -> str:
     stated = config.get("architectures")
     if stated is None or stated == []:
         return ""
-    if not isinstance(stated, list) or not all(isinstance(each, str) for each in stated):
-        raise InputError(
-            "config-invalid", where=f"{name}: architectures", value=f"{stated!r:.60}", rule="a list of class names"
-        )
+    if not isinstance(stated, list) or not all(isinstance(entry, str) for entry in stated):
+        raise InputError("config-invalid", f"{name}: architectures", f"{stated!r:.60}", "a list of class names")
     return str(stated[0])
 
 
@@ -132,7 +123,7 @@ def _from_path(path: Path) -> Architecture:
             raise _missing(path, f"a {path.suffix or 'file without suffix'}, no config")
         return from_config(_parsed(path), path.resolve().parent.name if path.name == CONFIG else path.stem)
     if not path.exists():
-        raise InputError("file-missing", where=str(path), value="no such file or folder", remedy="check the path")
+        raise InputError("file-missing", str(path), "no such file or folder", remedy="check the path")
     if (path / MANIFEST).is_file():
         manifest = Manifest.read(path / MANIFEST)
         config = _parsed(_present(path, "model", "onnx"))
@@ -141,9 +132,9 @@ def _from_path(path: Path) -> Architecture:
 
 
 def _present(folder: Path, *inside: str) -> Path:
-    for place in inside:
-        if (found := folder / place / CONFIG).is_file():
-            return found
+    for path in (folder / place / CONFIG for place in inside):
+        if path.is_file():
+            return path
     raise _missing(folder, f"no {CONFIG} in it")
 
 
@@ -152,46 +143,41 @@ def _missing(path: Path, value: str) -> InputError:
     remedy = "name a Hugging Face folder, its config.json, a bundle or a shipped model"
     if path.suffix.lower() in (".gguf", ".onnx"):
         remedy = f"`quantkit compile {shlex.quote(str(path))} --dry-run` says what it takes; or {remedy}"
-    return InputError("config-missing", where=str(path), value=value, rule=rule, remedy=remedy)
+    return InputError("config-missing", str(path), value, rule, remedy)
 
 
 def _cached(reference: str) -> Path:
-    """The config of a hub model that was fetched before."""
+    """Find the config of a hub model that was fetched before."""
     with MissingDependency.unless_found("huggingface_hub", extra="compile", purpose="the hub's cache"):
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
     name, _, revision = reference[3:].partition("@")
     try:
-        found = try_to_load_from_cache(name, CONFIG, revision=revision or None)
+        place = try_to_load_from_cache(name, CONFIG, revision=revision or None)
     except HFValidationError as error:
-        raise InputError("hub-name", where=reference, value=str(error), remedy="hf:org/name") from None
-    if isinstance(found, str):
-        return Path(found)
-    raise InputError(
-        "hub-not-cached",
-        where=reference,
-        value="not in the hub's cache on this machine",
-        rule="plan fetches nothing",
-        remedy=f"fetch it once: hf download {name} {CONFIG}",
-    )
+        raise InputError("hub-name", reference, str(error), remedy="hf:org/name") from None
+    if isinstance(place, str):
+        return Path(place)
+    value, remedy = "not in the hub's cache on this machine", f"fetch it once: hf download {name} {CONFIG}"
+    raise InputError("hub-not-cached", reference, value, "plan fetches nothing", remedy)
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """A JSON object with finite numbers. Raises InputError `config-invalid`."""
+    """Parse a JSON object with finite numbers. Raises InputError `config-invalid`."""
 
     def refuse(text: str) -> Any:
         raise ValueError(f"{text} is no number of JSON")
 
     try:
-        found = json.loads(limits.read(path), parse_constant=refuse)
+        parsed = json.loads(limits.read(path), parse_constant=refuse)
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError("config-invalid", where=str(path), value=str(error), rule="it is a JSON object") from None
-    if not isinstance(found, dict):
-        raise InputError("config-invalid", where=str(path), value=one(type(found).__name__), rule="it is an object")
-    return found
+        raise InputError("config-invalid", str(path), str(error), "it is a JSON object") from None
+    if not isinstance(parsed, dict):
+        raise InputError("config-invalid", str(path), one(type(parsed).__name__), "it is an object")
+    return parsed
 
 
-# --- the configs that ship: figures of `config.json` of well-known models ---------------------------------------------
+# --- the configs that ship --------------------------------------------------------------------------------------------
 
 FOLDER = Path(__file__).parent / "shipped_configs"
 
@@ -227,17 +213,17 @@ class ShippedModel(Closed):
 
 @cache
 def shipped_names() -> tuple[str, ...]:
-    """All that ship."""
+    """List all that ship."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 def shipped_summaries() -> dict[str, str]:
-    """Name -> what it is."""
+    """Map each name to what it is."""
     return {name: shipped(name).summary for name in shipped_names()}
 
 
 def shipped(name: str) -> ShippedModel:
-    """One of them. Raises InputError (`unknown-model`, with a did-you-mean)."""
+    """Read one of them. Raises InputError (`unknown-model`, with a did-you-mean)."""
     if name not in shipped_names():
         raise unknown_name("model", name, shipped_names())
     path = FOLDER / f"{name}.yaml"

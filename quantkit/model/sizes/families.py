@@ -8,11 +8,10 @@ with as many keys and values as `num_key_value_heads` says (grouped queries, arX
 biases, norms, windows, experts and in what is stored as one tensor, DeepSeek's in how keys and values
 are made from one small vector (multi-head latent attention, arXiv:2405.04434).
 
-Encoders as sizes: BERT and its relatives, and vision transformers.
-
-A block is attention over all tokens and a multilayer perceptron of two linears, each with a bias and a layer norm
-(arXiv:1810.04805; for images, cut into patches, arXiv:2010.11929). What comes before the blocks and after them follows
-from the class that the config names; it restates transformers' own, which the tests build and count.
+An encoder block (BERT and its relatives, vision transformers) is attention over all tokens and a multilayer perceptron
+of two linears, each with a bias and a layer norm (arXiv:1810.04805; for images, cut into patches, arXiv:2010.11929).
+What comes before the blocks and after them follows from the class that the config names; it restates transformers' own,
+which the tests build and count.
 """
 
 from __future__ import annotations
@@ -132,10 +131,16 @@ _FOREIGN = (
     "is_encoder_",
 )
 _LLAMA = ("num_key_value_heads", "intermediate_size", "rms_norm_eps", "vocab_size")
+# names of the number of experts: transformers renames some when it saves
+_EXPERTS = {
+    "mixtral": ("num_local_experts", "num_experts"),
+    "qwen": ("num_experts", "num_local_experts"),
+    "deepseek": ("n_routed_experts", "num_local_experts"),
+}
 
 
 def assumed_family(config: Mapping[str, Any]) -> Family | None:
-    """A Llama's, for a type that is not known but has the keys of one and none of another kind; else None."""
+    """Take a Llama's, for a type that is not known but has the keys of one and none of another kind; else None."""
     foreign = any(value and mark in key for key, value in config.items() for mark in _FOREIGN)
     return FAMILIES["llama"] if all(key in config for key in _LLAMA) and not foreign else None
 
@@ -144,27 +149,25 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -> Architecture:
-    """A decoder by its config.
+    """Build a decoder by its config.
 
     Args:
         head: whether it has a language-model head; without one, its blocks are at `layers`, not at `model.layers`.
 
-    Raises:
-        InputError: `config-invalid`.
+    Raises InputError: `config-invalid`.
     """
     hidden, count = figures.size("hidden_size"), figures.size("num_hidden_layers", most=MOST_LAYERS)
     vocabulary = figures.size("vocab_size")
     prefix = "model.layers" if head else "layers"
-    build = _latent if family.latent else _grouped
     windows = _windows(figures, family, count)
     layers = []
-    attending, attention, others = build(figures, family, hidden)
+    attending, attention, others = (_latent if family.latent else _grouped)(figures, family, hidden)
     forward = _forwards(figures, family, hidden, count)
     norm = hidden * (2 if family.norm_bias else 1)
     norms = 1 if figures.model_type == "stablelm" and figures.flag("use_parallel_residual") else family.norms
     for index, (window, (linears, more)) in enumerate(zip(windows, forward, strict=True)):
         path = f"{prefix}.{index}"
-        named = [replace(each, name=f"{path}.{each.name}") for each in (*attending, *linears)]
+        named = [replace(matrix, name=f"{path}.{matrix.name}") for matrix in (*attending, *linears)]
         seen = attention if window is None else replace(attention, kind="sliding", window=window)
         layers.append(BlockShapes(path, named, seen, others + more + norms * norm))
     tied = figures.flag("tie_word_embeddings", family.tied)
@@ -190,7 +193,7 @@ def _switch(figures: Figures, value: bool | str) -> bool:
 
 
 def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
-    """Grouped queries: the linears of attention, and what its own norms hold."""
+    """Build attention of grouped queries: its linears, and what its own norms hold."""
     heads = figures.size("num_attention_heads")
     shared = figures.size("num_key_value_heads", default=heads)
     if shared > heads or heads % shared:
@@ -217,7 +220,7 @@ def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Ma
 
 
 def _latent(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
-    """Keys and values as one small vector: `c = W_a x`, then `k, v = W_b norm(c)`, with a shared key for positions."""
+    """Build that of one small vector: `c = W_a x`, then `k, v = W_b norm(c)`, with a shared key for positions."""
     heads, latent = figures.size("num_attention_heads"), figures.size("kv_lora_rank")
     rope = figures.size("qk_rope_head_dim")
     plain, value = figures.size("qk_nope_head_dim"), figures.size("v_head_dim")
@@ -241,7 +244,7 @@ def _latent(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Mat
 
 
 def _windows(figures: Figures, family: Family, count: int) -> list[int | None]:
-    """What each layer sees: a number of tokens, or all."""
+    """List how many tokens each layer sees; None: all."""
     kinds = _kinds(figures, family, count)
     if SLIDING not in kinds:
         return [None] * count
@@ -278,7 +281,7 @@ def _kinds(figures: Figures, family: Family, count: int) -> list[str]:
         rotated = figures.numbers("no_rope_layers") or [int((index + 1) % every != 0) for index in range(count)]
         if len(rotated) != count:
             raise figures.wrong("no_rope_layers", f"{len(rotated)} of them", f"one for each of {count} layers")
-        return [FULL if each else SLIDING for each in rotated]
+        return [FULL if turns else SLIDING for turns in rotated]
     return [SLIDING] * count
 
 
@@ -286,7 +289,7 @@ _Forward = tuple[Sequence[Matrix], int]
 
 
 def _forwards(figures: Figures, family: Family, hidden: int, count: int) -> list[_Forward]:
-    """Of each layer: the linears after attention, and what else they store."""
+    """List the linears after attention, and what else they store, of each layer."""
     if not family.experts:
         return [(_gated("mlp", figures.size("intermediate_size"), hidden, figures, family), 0)] * count
     routed = figures.size(*_EXPERTS[family.experts], least=1)
@@ -295,9 +298,9 @@ def _forwards(figures: Figures, family: Family, hidden: int, count: int) -> list
         raise figures.wrong("num_experts_per_tok", f"{chosen} of {routed} experts", "a token goes to at most all")
     leaves = ("w1", "w3", "w2") if family.experts == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     wide = figures.size("intermediate_size" if family.experts == "mixtral" else "moe_intermediate_size")
-    sparse = [Matrix("mlp.gate", routed, hidden, router=True)]
     first, second, last = (f"mlp.experts.*.{leaf}" for leaf in leaves)
-    sparse += [Matrix(each, wide, hidden, routed, chosen) for each in (first, second)]
+    sparse = [Matrix("mlp.gate", routed, hidden, router=True)]
+    sparse += [Matrix(name, wide, hidden, routed, chosen) for name in (first, second)]
     sparse.append(Matrix(last, hidden, wide, routed, chosen))
     if family.experts == "deepseek" and (common := figures.size("n_shared_experts", default=0, least=0)):
         sparse += _gated("mlp.shared_experts", common * wide, hidden, figures, family)
@@ -307,19 +310,11 @@ def _forwards(figures: Figures, family: Family, hidden: int, count: int) -> list
         sparse.append(Matrix("mlp.shared_expert_gate", 1, hidden, router=True))
     dense = _dense_layers(figures, family, count)
     plain = _gated("mlp", figures.size("intermediate_size"), hidden, figures, family) if any(dense) else []
-    return [(plain, 0) if each else (sparse, routed * family.corrected) for each in dense]
-
-
-# the figure's names: transformers renames some when it saves
-_EXPERTS = {
-    "mixtral": ("num_local_experts", "num_experts"),
-    "qwen": ("num_experts", "num_local_experts"),
-    "deepseek": ("n_routed_experts", "num_local_experts"),
-}
+    return [(plain, 0) if is_dense else (sparse, routed * family.corrected) for is_dense in dense]
 
 
 def _dense_layers(figures: Figures, family: Family, count: int) -> list[bool]:
-    """Which layers have no experts."""
+    """Tell which layers have no experts."""
     if family.experts == "mixtral":
         return [False] * count
     if family.experts == "qwen":
@@ -340,24 +335,20 @@ def _gated(place: str, wide: int, hidden: int, figures: Figures, family: Family)
 
 
 # --- encoders -----------------------------------------------------------------------------------------------------
-# Encoders as sizes: BERT and its relatives, and vision transformers.
 
 TEXT = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "electra": "Electra"}
 VISION = {"vit": "ViT", "deit": "DeiT"}
-
-
 # behind the blocks: elements, the matrix of the logits, and whether it is the table of tokens
 _Ends = tuple[int, Matrix | None, bool]
 
 
 def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
-    """BERT, RoBERTa, ELECTRA.
+    """Build a BERT, RoBERTa or ELECTRA.
 
     Args:
         class_name: the first of its `architectures`; "" takes the model without a head.
 
-    Raises:
-        InputError: `config-invalid`.
+    Raises InputError: `config-invalid`.
     """
     stem = TEXT[figures.model_type]
     task = class_name.removeprefix(stem)
@@ -388,10 +379,9 @@ def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
 
 
 def vision_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
-    """ViT and DeiT: `max_context` is the number of its patches and special tokens, which is fixed.
+    """Build a ViT or DeiT: `max_context` is the number of its patches and special tokens, which is fixed.
 
-    Raises:
-        InputError: `config-invalid`.
+    Raises InputError: `config-invalid`.
     """
     stem = VISION[figures.model_type]
     task = class_name.removeprefix(stem)
@@ -456,15 +446,10 @@ def _blocks(
 
 
 def _ends(figures: Figures, stem: str, task: str, hidden: int, wide: int, vocabulary: int) -> _Ends:
-    """What a class has after its blocks."""
+    """Count what a class has after its blocks."""
     pooler = hidden * (hidden + 1) if stem != "Electra" else 0
     dense = hidden * (hidden + 1)
-    masked = {
-        "Bert": "cls.predictions.decoder",
-        "Roberta": "lm_head.decoder",
-        "XLMRoberta": "lm_head.decoder",
-        "Electra": "generator_lm_head",
-    }[stem]
+    masked = {"Bert": "cls.predictions.decoder", "Electra": "generator_lm_head"}.get(stem, "lm_head.decoder")
     if task == "ForMaskedLM" or (stem == "Bert" and task == "ForPreTraining"):
         # a linear and a norm, then the table of tokens with a bias of its own
         transform = wide * (hidden + 1) + 2 * wide
@@ -492,7 +477,7 @@ def _say_unknown(figures: Figures, class_name: str, stem: str, task: str) -> Non
 
 
 def _labels(figures: Figures) -> int:
-    """Classes: what the config counts or names."""
+    """Count the classes that the config counts or names."""
     named = figures.config.get("id2label")
     if named is not None and not isinstance(named, dict):
         raise figures.wrong("id2label", f"{named!r:.60}", "an object: number -> name")

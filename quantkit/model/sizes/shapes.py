@@ -7,6 +7,7 @@ shapes of stored tensors, or typed in as KxN. A linear computes `y = x Wᵀ`, x 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,26 +51,24 @@ class LinearShapes:
     source: str = ""
 
     def distinct(self) -> list[LinearShape]:
-        """One for each [N, K], counts added up, names joined: `q_proj, o_proj`; largest share of the weights first."""
-        found: dict[tuple[int, int], list[LinearShape]] = {}
+        """Add up those of one [N, K], names joined: `q_proj, o_proj`; largest share of the weights first."""
+        groups: dict[tuple[int, int], list[LinearShape]] = {}
         for linear in self.linears:
-            found.setdefault((linear.K, linear.N), []).append(linear)
-        joined = [
-            LinearShape(
-                name=", ".join(dict.fromkeys(each.name for each in group)), K=k, N=n, count=sum(x.count for x in group)
-            )
-            for (k, n), group in found.items()
-        ]
+            groups.setdefault((linear.K, linear.N), []).append(linear)
+        joined = []
+        for (k, n), group in groups.items():
+            name = ", ".join(dict.fromkeys(linear.name for linear in group))
+            joined.append(LinearShape(name=name, K=k, N=n, count=sum(linear.count for linear in group)))
         return sorted(joined, key=lambda linear: -linear.K * linear.N * linear.count)
 
 
 def names() -> list[str]:
-    """The shipped models whose linears each see all tokens of a batch: those without experts."""
+    """List the shipped models whose linears each see all tokens of a batch: those without experts."""
     return [name for name in configs.shipped_names() if not _has_experts(_architecture(name))]
 
 
 def shipped(name: str) -> LinearShapes:
-    """The linears of a shipped model. Raises InputError `unknown-model`, with a did-you-mean."""
+    """Read the linears of a shipped model. Raises InputError `unknown-model`, with a did-you-mean."""
     if name not in configs.shipped_names():
         raise unknown_name("model", name, names())
     return _of(_architecture(name), configs.shipped(name).source)
@@ -80,20 +79,18 @@ def _architecture(name: str) -> Architecture:
 
 
 def typed(texts: Iterable[str]) -> LinearShapes:
-    """Shapes as `--shape` takes them: `4096x14336`, K x N. Raises InputError `shape-invalid`."""
-    found = []
+    """Parse shapes as `--shape` takes them: `4096x14336`, K x N. Raises InputError `shape-invalid`."""
+    shapes: dict[tuple[int, int], LinearShape] = {}
     for text in texts:
         match = _TYPED.fullmatch(text.strip())
         if match is None or not all(int(size) for size in match.groups()):
-            raise InputError(
-                "shape-invalid", where="--shape", value=text, rule="KxN, inputs by outputs, from 1 up: 4096x14336"
-            )
-        found.append(LinearShape(name=text.strip(), K=int(match[1]), N=int(match[2])))
-    return LinearShapes("", list({(each.K, each.N): each for each in found}.values()), "typed")
+            raise InputError("shape-invalid", "--shape", text, "KxN, inputs by outputs, from 1 up: 4096x14336")
+        shapes[int(match[1]), int(match[2])] = LinearShape(name=text.strip(), K=int(match[1]), N=int(match[2]))
+    return LinearShapes("", list(shapes.values()), "typed")
 
 
 def from_config(config: Mapping[str, Any], name: str) -> LinearShapes:
-    """The linears that a transformers `config.json` stands for.
+    """Read the linears that a transformers `config.json` stands for.
 
     Raises:
         InputError: `config-invalid`; `config-unknown` for a `model_type` whose blocks are not known by their config, or
@@ -105,66 +102,58 @@ def from_config(config: Mapping[str, Any], name: str) -> LinearShapes:
 
 
 def _of(model: Architecture, source: str) -> LinearShapes:
-    """The linears by what they are called inside a block."""
+    """Count the linears by what they are called inside a block."""
     if _has_experts(model):
         raise _unknown(model.name, "experts, each of which sees some of a batch's tokens", "models without experts")
-    found: dict[tuple[str, int, int], int] = {}
-    for layer in model.layers:
-        for each in layer.matrices:
-            key = (_label(each.name.removeprefix(f"{layer.name}.")), each.K, each.N)
-            found[key] = found.get(key, 0) + 1
+    counts = Counter(
+        (_label(matrix.name.removeprefix(f"{layer.name}.")), matrix.K, matrix.N)
+        for layer in model.layers
+        for matrix in layer.matrices
+    )
     if model.head is not None and model.kind != "encoder":  # heads of encoders are no product with every token
-        found[model.head.name.rpartition(".")[2], model.head.K, model.head.N] = 1
+        counts[model.head.name.rpartition(".")[2], model.head.K, model.head.N] = 1
+    return _counted(model.name, counts, source)
+
+
+def _counted(name: str, counts: Mapping[tuple[str, int, int], int], source: str) -> LinearShapes:
     return LinearShapes(
-        model.name, [LinearShape(name=label, K=k, N=n, count=c) for (label, k, n), c in found.items()], source
+        name, [LinearShape(name=label, K=k, N=n, count=c) for (label, k, n), c in counts.items()], source
     )
 
 
 def _label(path: str) -> str:
-    """`self_attn.q_proj` -> `q_proj`, `attention.output.dense` -> `attention.output`."""
+    """Map `self_attn.q_proj` to `q_proj`, `attention.output.dense` to `attention.output`."""
     return path.removesuffix(".dense") if path.endswith(".dense") else path.rpartition(".")[2]
 
 
 def _has_experts(model: Architecture) -> bool:
-    return any(each.count > 1 for each in model.inside())
+    return any(matrix.count > 1 for matrix in model.inside())
 
 
 def _unknown(name: str, value: str, rule: str) -> InputError:
-    return InputError(
-        "config-unknown",
-        where=name,
-        value=value,
-        rule=f"shapes are read off the configs of {rule}",
-        remedy="use a folder that holds the weights, or name the shapes: --shape KxN",
-    )
+    remedy = "use a folder that holds the weights, or name the shapes: --shape KxN"
+    return InputError("config-unknown", name, value, f"shapes are read off the configs of {rule}", remedy)
 
 
 def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: bool = False) -> LinearShapes:
-    """The linears among stored tensors: matrices called `*.weight` that are neither embeddings nor norms.
+    """Find the linears among stored tensors: matrices called `*.weight` that are neither embeddings nor norms.
 
     Args:
         stored: tensor -> shape.
         tied_head: whether the embedding is the head as well.
 
-    Raises:
-        InputError: `no-linears`.
+    Raises InputError: `no-linears`.
     """
-    found: dict[tuple[str, int, int], int] = {}
+    counts = Counter[tuple[str, int, int]]()
     for tensor, shape in stored.items():
         module = tensor.removesuffix(".weight")
-        embedding = bool(_EMBEDDINGS.search(module))
-        if module == tensor or len(shape) != 2 or (embedding and not _is_head(module, shape, tied_head)):
+        if module == tensor or len(shape) != 2:
             continue
-        label = "lm_head" if embedding else module.rpartition(".")[2]
-        key = (label, int(shape[0]), int(shape[1]))
-        found[key] = found.get(key, 0) + 1
-    if not found:
-        raise InputError("no-linears", where=name, value="no matrix among the weights", remedy="--shape KxN")
-    return LinearShapes(
-        name, [LinearShape(name=label, K=k, N=n, count=c) for (label, n, k), c in found.items()], "stored weights"
-    )
-
-
-def _is_head(module: str, shape: Sequence[int], tied: bool) -> bool:
-    """Whether an embedding of tokens is multiplied with at the end too."""
-    return tied and bool(re.search(r"embed_tokens|word_embeddings|\bwte\b", module)) and shape[0] > shape[1]
+        embedding = bool(_EMBEDDINGS.search(module))
+        # an embedding of tokens that is multiplied with at the end too
+        head = tied_head and shape[0] > shape[1] and re.search(r"embed_tokens|word_embeddings|\bwte\b", module)
+        if not embedding or head:
+            counts["lm_head" if embedding else module.rpartition(".")[2], int(shape[1]), int(shape[0])] += 1
+    if not counts:
+        raise InputError("no-linears", name, "no matrix among the weights", remedy="--shape KxN")
+    return _counted(name, counts, "stored weights")

@@ -123,8 +123,7 @@ def demand_no_graph(ref: str, recipe: str = "int8-network") -> None:
     Args:
         recipe: for graphs, nearest to what was asked for.
 
-    Raises:
-        InputError: `model-graph`.
+    Raises InputError: `model-graph`.
     """
     shipped = ref in ALIASES and ALIASES[ref].kind == "network"
     if not shipped and not ref.lower().endswith(".onnx"):
@@ -149,8 +148,7 @@ def unknown_model(name: str, where: str = "") -> InputError:
 def materialize(alias: Alias) -> Path:
     """Return the folder of an alias, converted on first use (about 5 s and 600 MB of disk for smollm2-135m).
 
-    Raises:
-        InputError: `alias-missing`, `not-writable`; Stopped: `disk-full`.
+    Raises InputError: `alias-missing`, `not-writable`; Stopped: `disk-full`.
     """
     return converted(alias.name, alias.source.find(alias.name), alias.convert)
 
@@ -158,8 +156,7 @@ def materialize(alias: Alias) -> Path:
 def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) -> Path:
     """Return the folder that a file becomes, made on first use and named after what it was made from.
 
-    Raises:
-        InputError: those of `convert`; `not-writable`; Stopped: `disk-full`.
+    Raises InputError: those of `convert`; `not-writable`; Stopped: `disk-full`.
     """
     home = cache_dir() / "models"
     folder = home / f"{name}-{file_sha256(source)[:16]}-{_CONVERTER}"

@@ -107,8 +107,7 @@ class Module:
 def modules_of(folder: Path) -> list[Module]:
     """List the modules of a folder, in their order; none where it has no `modules.json`.
 
-    Raises:
-        InputError: `modules-invalid`, what is no list of modules, or leads out of the folder.
+    Raises InputError: `modules-invalid`, what is no list of modules, or leads out of the folder.
     """
     if not (folder / MODULES).is_file():
         return []

@@ -82,8 +82,7 @@ class Source:
     def demand_unchanged(self) -> None:
         """Refuse to say what a bundle was made from where that is not so any more; hashes again only what changed.
 
-        Raises:
-            InputError: `source-changed`.
+        Raises InputError: `source-changed`.
         """
         try:
             same = not self.sha256 or identity(self.path, self.weights, self.trust_remote_code) == self.sha256
@@ -99,8 +98,7 @@ class Source:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the folder's tokenizer; nothing is downloaded.
 
-        Raises:
-            InputError: `tokenizer-missing`, `tokenizer-damaged`.
+        Raises InputError: `tokenizer-missing`, `tokenizer-damaged`.
         """
         if not any((self.path / name).is_file() for name in _TOKENIZERS):
             value, rule = "no tokenizer file in the folder", f"one of {', '.join(_TOKENIZERS)}"
@@ -154,8 +152,7 @@ class Source:
         load, and real. Merged experts are taken apart (`structure.experts`). Attention is `sdpa` where the class
         supports it, else `eager`.
 
-        Raises:
-            InputError: `config-invalid`, where the class makes no model of the config.
+        Raises InputError: `config-invalid`, where the class makes no model of the config.
         """
         from transformers import initialization
 
@@ -223,8 +220,7 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
 def open_written(folder: Path) -> Source:
     """Open the checkpoint of a bundle, quantized or not, to check it; its `dtype` is the config's.
 
-    Raises:
-        InputError: as `open_model`, but for `already-quantized`.
+    Raises InputError: as `open_model`, but for `already-quantized`.
     """
     return _open_folder(folder, f"path:{folder.name}", folder.name, pretrained.is_trusted(folder), written=True)
 

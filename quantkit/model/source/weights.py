@@ -404,8 +404,7 @@ def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[
 def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
     """Write chunks to `path`, complete or not at all, durable on return; return the sha256 of what was written.
 
-    Raises:
-        Stopped: `disk-full`. InputError: `not-writable`.
+    Raises Stopped: `disk-full`. InputError: `not-writable`.
     """
     with disk_errors(path):
         return disk.write_atomic(path, chunks)

@@ -65,8 +65,7 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
         ids: [samples, tokens] of different content; a few are used.
         blocks: how many the model's own forward may have in memory.
 
-    Raises:
-        InputError: `stream-differs`, naming the first block that departs; `stream-unsupported`; `out-of-memory`.
+    Raises InputError: `stream-differs`, naming the first block that departs; `stream-unsupported`; `out-of-memory`.
     """
     with _as_unsupported(model.source.architecture):
         return _demand_equal(model, few_of(ids), blocks)
@@ -83,8 +82,7 @@ def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
         model: a module that is one block is its own forward.
         ids: [samples, tokens] of different content; a few are used.
 
-    Raises:
-        InputError: as `demand_equal`.
+    Raises InputError: as `demand_equal`.
     """
     if not model.path:
         return

@@ -59,47 +59,47 @@ class Block:
     weight_errors: dict[str, Tensor] = field(default_factory=dict)
 
     def full_name(self, linear: str) -> str:
-        """`self_attn.q_proj` -> `model.layers.3.self_attn.q_proj`."""
+        """Map `self_attn.q_proj` to `model.layers.3.self_attn.q_proj`."""
         return f"{self.name}.{linear}" if self.name else linear
 
     def linears(self) -> list[str]:
-        """The linears that are to be quantized, in the order they run."""
+        """List the linears that are to be quantized, in the order they run."""
         return [name for name in self.structure.linears if self.schemes.get(name) is not None]
 
     def groups(self) -> list[SharedInput]:
-        """The shared inputs with at least one linear to quantize, with only those members."""
-        found = []
-        for group in self.structure.groups:
-            members = tuple(name for name in group.members if self.schemes.get(name) is not None)
-            if members:
-                found.append(SharedInput(members, group.features))
-        return found
+        """List the shared inputs with at least one linear to quantize, with only those members."""
+        kept = [
+            SharedInput(tuple(name for name in group.members if self.schemes.get(name) is not None), group.features)
+            for group in self.structure.groups
+        ]
+        return [group for group in kept if group.members]
 
     def alike(self, members: Iterable[str]) -> list[list[str]]:
-        """Those of some linears that are to be quantized, those of one scheme together, in their order."""
-        found: dict[WeightScheme, list[str]] = {}
+        """Group the linears that are to be quantized by scheme, in their order."""
+        groups: dict[WeightScheme, list[str]] = {}
         for name in members:
             if self.schemes.get(name) is not None:
-                found.setdefault(self.scheme(name), []).append(name)
-        return list(found.values())
+                groups.setdefault(self.scheme(name), []).append(name)
+        return list(groups.values())
 
     def scheme(self, linear: str) -> WeightScheme:
-        """The scheme of a linear that is to be quantized."""
+        """Return the scheme of a linear that is to be quantized."""
         scheme = self.schemes[linear]
         assert scheme is not None
         return scheme
 
     def weight(self, linear: str) -> Tensor:
-        """The current weight [N, K + padding], float32; not to be written to."""
+        """Return the current weight [N, K + padding], float32; not to be written to."""
         return self._padded(linear, self.module)
 
     def original_weight(self, linear: str) -> Tensor:
-        """What the codes of a linear stand for, [N, K + padding], float32: folds applied, clipping not.
+        """Return what the codes of a linear stand for, [N, K + padding], float32: folds applied, clipping not.
 
         Only where a pass asked for the original stream.
         """
         assert self.original is not None
-        weight, moved = self._padded(linear, self.original), self._moved(linear)
+        weight = self._padded(linear, self.original)
+        moved = self.inputs[linear].moved if linear in self.inputs else None
         if moved is None:
             return weight
         return weight * torch.nn.functional.pad(moved.scale, (0, weight.shape[1] - moved.scale.shape[0]))
@@ -135,12 +135,12 @@ class Block:
         return lost / torch.where(energy > 0, energy, 1.0)
 
     def input_scales(self) -> dict[str, InputScale]:
-        """Full names of linears with codes -> the fixed scale of their input, for those that have one."""
-        found = {name: hook.static for name, hook in self.inputs.items() if name in self.tensors}
-        return {self.full_name(name): static for name, static in found.items() if static is not None}
+        """Map full names of linears with codes to the fixed scale of their input, for those that have one."""
+        hooks = {name: hook for name, hook in self.inputs.items() if name in self.tensors}
+        return {self.full_name(name): hook.static for name, hook in hooks.items() if hook.static is not None}
 
     def cache_scales(self) -> tuple[str, InputScale, InputScale] | None:
-        """The block's name, the fixed scales of its keys and of its values; None where there are none."""
+        """Return the block's name, the fixed scales of its keys and of its values; None where there are none."""
         if self.cache is None or self.cache.keys is None or self.cache.values is None:
             return None
         return self.name, self.cache.keys, self.cache.values
@@ -165,9 +165,6 @@ class Block:
         set_weight(module, (weight * moved.scale.double()).float())
         self.inputs[linear].moved = moved
 
-    def _moved(self, linear: str) -> Moved | None:
-        return self.inputs[linear].moved if linear in self.inputs else None
-
     def fold(self, group: SharedInput, scales: Tensor, ways: Ways | None = None) -> Tensor:
         """Multiply the group's inputs' columns by `scales` [K] and divide the producer by them.
 
@@ -180,11 +177,11 @@ class Block:
             the scales that were applied (a norm's weight is rounded to its stored dtype first).
         """
         fold = self.folds[self.group_name(group)]
-        whole = next(each for each in self.structure.groups if each.name == fold.group)
+        whole = next(traced for traced in self.structure.groups if traced.name == fold.group)
         if self.original is not None:  # or its inputs would be others, not the same in better precision
             folds.apply(self.original, fold, whole, scales, self.dtype, ways)
         return folds.apply(self.module, fold, whole, scales, self.dtype, ways)
 
     def group_name(self, group: SharedInput) -> str:
-        """The name of the shared input as tracing found it, of which `group` may hold only some members."""
-        return next(each.name for each in self.structure.groups if group.name in each.members)
+        """Name the shared input as tracing found it, of which `group` may hold only some members."""
+        return next(traced.name for traced in self.structure.groups if group.name in traced.members)

@@ -79,17 +79,17 @@ class Experts(nn.Module):
         return len(self._modules)
 
     def run(self, number: int, x: Tensor) -> Tensor:
-        """What one expert makes of tokens [n, K]."""
+        """Run one expert on tokens [n, K]."""
         expert = self.get_submodule(str(number))
         assert isinstance(expert, Expert)
         inner = torch.cat([expert.get_submodule(name)(x) for name in expert.first], dim=-1)
         gated = len(expert.first) > 1
         inner = self.merged._apply_gate(inner) if gated else self.merged.act_fn(inner)  # type: ignore[operator]
-        found: Tensor = expert.get_submodule(expert.last)(inner)
-        return found
+        output: Tensor = expert.get_submodule(expert.last)(inner)
+        return output
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Tokens [n, K], the experts that each goes to [n, k], and their weights [n, k] -> [n, K]."""
+        """Map tokens [n, K], the experts that each goes to [n, k], and their weights [n, k] to [n, K]."""
         result = torch.zeros_like(hidden_states)
         for number in range(len(self)):
             if self.every:
@@ -105,26 +105,26 @@ class Experts(nn.Module):
 
 
 def found_in(module: nn.Module) -> dict[str, Experts]:
-    """Path -> the experts in a module."""
+    """Map path to experts, of those in a module."""
     return {path: child for path, child in module.named_modules() if isinstance(child, Experts)}
 
 
 @contextmanager
 def all_running(module: nn.Module) -> Iterator[None]:
-    """Within it every expert runs on every token: see `Experts.every`."""
+    """Run every expert on every token: see `Experts.every`."""
     inside = found_in(module).values()
-    for each in inside:
-        each.every = True
+    for experts in inside:
+        experts.every = True
     try:
         yield
     finally:
-        for each in inside:
-            each.every = False
+        for experts in inside:
+            experts.every = False
 
 
 def are_apart(one: str, other: str, module: nn.Module) -> bool:
-    """Whether no scale can go from one module of a block to the other, since one of them is an expert's and the other
-    not that expert's: what flows into experts flows into several, what flows out is their sum."""
+    """Tell whether no scale can go from one module of a block to the other, since one of them is an expert's and the
+    other not that expert's: what flows into experts flows into several, what flows out is their sum."""
     owners = []
     for name in (one, other):
         inside = (path for path in found_in(module) if name.startswith(f"{path}."))
@@ -133,15 +133,14 @@ def are_apart(one: str, other: str, module: nn.Module) -> bool:
 
 
 def is_merged(module: nn.Module) -> bool:
-    """Whether a module holds the weights of several linears in 3-D parameters, as experts that were not split do."""
-    stacked = [value for _, value in _stacked(module) if value.dim() == 3]
-    return len(stacked) > 1
+    """Tell whether a module holds several linears' weights in 3-D parameters, as experts that were not split do."""
+    return sum(value.dim() == 3 for _, value in _stacked(module)) > 1
 
 
 def routers(model: nn.Module) -> set[str]:
-    """Linears that choose or weigh experts: those beside experts, in the module that holds both, that give a value for
-    each expert or end in a router's name, and those that by their path are a router or gate and give as many values as
-    the config has experts. Other linears beside experts, such as projections into a latent space, are linears."""
+    """Find linears that choose or weigh experts: those beside experts, in the module that holds both, that give a value
+    for each expert or end in a router's name, and those that by their path are a router or gate and give as many values
+    as the config has experts. Other linears beside experts, such as projections into a latent space, are linears."""
     counts = _counts(getattr(model, "config", None))
     found = {
         path
@@ -153,18 +152,15 @@ def routers(model: nn.Module) -> set[str]:
     for path, beside in found_in(model).items():
         owner = path.rpartition(".")[0]
         for name, child in model.get_submodule(owner).named_children():
-            if isinstance(child, nn.Linear) and (child.out_features == len(beside) or _is_named(name)):
+            # `shared_expert_gate` is a router's name, but not `gate_proj`, which is an expert's own
+            named = name.rpartition("_")[2] in _ROUTES
+            if isinstance(child, nn.Linear) and (child.out_features == len(beside) or named):
                 found.add(f"{owner}.{name}" if owner else name)
     return found
 
 
-def _is_named(name: str) -> bool:
-    """Whether a linear is called a router: `shared_expert_gate`, but not `gate_proj`, which is an expert's own."""
-    return name.rpartition("_")[2] in _ROUTES
-
-
 def _counts(config: Any) -> set[int]:
-    """How many experts a config, or a part of it, says that there are."""
+    """Collect how many experts a config, or a part of it, says that there are."""
     fields = vars(config) if hasattr(config, "__dict__") else {}
     parts = [value for value in fields.values() if hasattr(value, "to_dict")]
     own = {value for name, value in fields.items() if _COUNT.search(name) and isinstance(value, int) and value > 1}
@@ -186,7 +182,7 @@ def split(model: nn.Module, rules: Sequence[Any]) -> None:
 
 
 def other_rules(model: nn.Module, rules: Sequence[Any]) -> list[Any]:
-    """The rules that are not needed any more leave the list."""
+    """Drop the rules that are not needed any more."""
     merged = [
         f".{path}.{name}" for path, experts in found_in(model).items() for name, _ in experts.merged.named_parameters()
     ]
@@ -194,12 +190,12 @@ def other_rules(model: nn.Module, rules: Sequence[Any]) -> list[Any]:
 
 
 def stacks(rule: Any) -> bool:
-    """Whether a rule stacks linears to one parameter."""
+    """Tell whether a rule stacks linears to one parameter."""
     return all(_PLACE in source and source.endswith(_WEIGHT) for source in rule.source_patterns)
 
 
 def prove(experts: Experts) -> float:
-    """How far our form is from transformers': the largest difference over the largest value, in float64.
+    """Measure how far our form is from transformers': the largest difference over the largest value, in float64.
 
     A few of the experts, with their weights, on random tokens that are routed at random.
     """
@@ -233,22 +229,18 @@ def demand_equal(block: nn.Module, name: str) -> None:
     for path, experts in found_in(block).items():
         difference = prove(experts)
         if difference > TOLERANCE:
-            raise InputError(
-                "architecture-unsupported",
-                where=f"{name}.{path}",
-                value=f"its experts as linears differ by {difference:.1e} in float64",
-                rule="experts are a gated product of two linears, and a third",
-                remedy="leave the model as it is",
-            )
+            value = f"its experts as linears differ by {difference:.1e} in float64"
+            rule, remedy = "experts are a gated product of two linears, and a third", "leave the model as it is"
+            raise InputError("architecture-unsupported", f"{name}.{path}", value, rule, remedy)
 
 
 def _stacked(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters of merged experts: the first and the last linear."""
+    """List the parameters of merged experts: the first and the last linear."""
     return [(name, value) for name, value in module._parameters.items() if value is not None]
 
 
 def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str], str] | None:
-    """The linears' names of a module of merged experts; None for any other module, or what cannot be told apart."""
+    """Name the linears of a module of merged experts; None for any other module, or what cannot be told apart."""
     stacked = _stacked(module)
     if len(stacked) != 2 or any(value.dim() != 3 for _, value in stacked):
         return None
@@ -271,5 +263,5 @@ def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str
 
 
 def _makes(rule: Any, name: str) -> bool:
-    """Whether a rule stacks the linears of experts to the parameter of that name (with a dot in front)."""
+    """Tell whether a rule stacks the linears of experts to the parameter of that name (with a dot in front)."""
     return stacks(rule) and any(name.endswith("." + target.lstrip(".")) for target in rule.target_patterns)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from quantkit.errors import InputError
 from quantkit.model.device import is_out_of_memory, out_of_memory
@@ -43,7 +43,7 @@ class Flow:
     batch: int = 0
 
     def output(self, block: nn.Module, hidden: Tensor) -> Any:
-        """Hidden states, as a block of that class returns them."""
+        """Return hidden states as a block of that class does."""
         while isinstance(block, Stand):
             block = block.__dict__["stands_for"]
         others = self.forms[type(block)]
@@ -54,15 +54,14 @@ class Flow:
 def learn(
     model: nn.Module, path: str, load: Callable[[int], nn.Module], ids: Tensor, runs: nn.Module | None = None
 ) -> Flow:
-    """The flow of a model.
+    """Learn the flow of a model.
 
     Args:
         model, path, runs: as of `stream.record`.
         load: a block with its weights, by its number.
         ids: [samples, tokens]; a few are used.
 
-    Raises:
-        InputError: `stream-unsupported`, with what the model's class said; `out-of-memory`.
+    Raises InputError: `stream-unsupported`, with what the model's class said; `out-of-memory`.
     """
     few = ids[:_ROWS, :_TOKENS]
     if len(few) < _ROWS:
@@ -75,7 +74,8 @@ def learn(
     except Exception as problem:  # whatever a class makes of blocks that are stand-ins
         if is_out_of_memory(problem):
             raise out_of_memory(type(model).__name__, problem) from problem
-        raise unsupported(type(model).__name__, f"{type(problem).__name__}: {_line(problem)}") from problem
+        text = " ".join(str(problem).split())[:160]
+        raise unsupported(type(model).__name__, f"{type(problem).__name__}: {text}") from problem
 
 
 def _learn(runner: _Runner) -> Flow:
@@ -97,9 +97,8 @@ def _learn(runner: _Runner) -> Flow:
         runner.run()
     visits, count = tuple(index for index, _ in runner.noted), len(runner.blocks)
     if set(visits) != set(range(count)) or list(visits) != sorted(visits):
-        raise unsupported(
-            type(runner.runs).__name__, f"calls {len(set(visits))} of {count} blocks, or not in their order"
-        )
+        value = f"calls {len(set(visits))} of {count} blocks, or not in their order"
+        raise unsupported(type(runner.runs).__name__, value)
     return Flow(visits, live, runner.forms, runner.batch())
 
 
@@ -125,11 +124,10 @@ class _Runner:
             forward(self.runs, self.ids)
 
     def batch(self) -> int:
-        """The dimension that counts sequences."""
-        found = [dim for dim, size in enumerate(self.shape) if size == len(self.ids)]
-        if not found:
+        """Find the dimension that counts sequences."""
+        if len(self.ids) not in self.shape:
             raise unsupported("hidden states", f"of shape {list(self.shape)} for {len(self.ids)} sequences")
-        return found[0]
+        return self.shape.index(len(self.ids))
 
     def _takes(self, index: int, hidden: Tensor, given: Given) -> Any:
         block = self.blocks[index]
@@ -146,7 +144,9 @@ class _Runner:
             self.departed = True
         if self.real or type(block) not in self.forms:
             returned = given.run(self._block(index), hidden)
-            self._note_form(type(block), returned)
+            self.forms[type(block)] = len(returned) - 1 if isinstance(returned, tuple) else None
+            if isinstance(returned, tuple) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(returned[1:])):
+                self.leaves_more.add(type(block))
             self.departed |= primary(returned).shape != hidden.shape or not isinstance(returned, tuple | Tensor)
             if self.real:
                 return returned
@@ -162,16 +162,7 @@ class _Runner:
             return (after, *given.run(self._block(index), hidden)[1:])
         return (after, *[None] * others)
 
-    def _note_form(self, kind: type, returned: Any) -> None:
-        self.forms[kind] = len(returned) - 1 if isinstance(returned, tuple) else None
-        if isinstance(returned, tuple) and any(isinstance(leaf, Tensor) for leaf in tree_flatten(returned[1:])[0]):
-            self.leaves_more.add(kind)
-
     def _block(self, index: int) -> nn.Module:
         if self._loaded is None or self._loaded[0] != index:
             self._loaded = (index, self.load(index))
         return self._loaded[1]
-
-
-def _line(problem: Exception) -> str:
-    return " ".join(str(problem).split())[:160]

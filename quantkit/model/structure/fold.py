@@ -71,21 +71,21 @@ class InDouble(TorchDispatchMode):
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """[S, K] x [experts, K, N] -> [S, N], where expert e has the rows up to `ends`[e]; torch has no float64 of it."""
+    """Multiply [S, K] x [experts, K, N] -> [S, N]; expert e has the rows up to `ends`[e]; torch has none of it."""
     starts = [0, *ends.tolist()]
     parts = [rows[starts[e] : starts[e + 1]] @ weight for e, weight in enumerate(weights)]
     return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[-1])])
 
 
 def spread(scales: Tensor, index: Tensor, channels: int) -> Tensor:
-    """Scales of inputs [K] as those of the channels behind them [channels], 1 where no input comes from."""
+    """Spread scales of inputs [K] to the channels behind them [channels], 1 where no input comes from."""
     return torch.ones(channels, dtype=scales.dtype, device=scales.device).index_copy_(0, index, scales)
 
 
 def absorbed(
     weight: Tensor, scales: Tensor, index: Tensor, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """A norm's weight [channels] divided by the scales of the inputs behind it, and those [K] once it is stored.
+    """Divide a norm's weight [channels] by the scales of the inputs behind it; also those scales [K] once it is stored.
 
     Args:
         scales: [K], non-zero, of each input; inputs from one channel have the same.
@@ -105,7 +105,7 @@ def absorbed(
 
 @dataclass(frozen=True)
 class Ways:
-    """What computes `spread` and `absorbed`: those, or kernels that are their twins."""
+    """Computes `spread` and `absorbed`: those, or kernels that are their twins."""
 
     spread: Callable[[Tensor, Tensor, int], Tensor] = spread
     absorbed: Callable[[Tensor, Tensor, Tensor, float, torch.dtype | None], tuple[Tensor, Tensor]] = absorbed
@@ -152,27 +152,27 @@ def apply(
 
 
 def disagreement(before: Tensor, after: Tensor) -> float:
-    """Largest difference over the largest value."""
+    """Return the largest difference over the largest value."""
     before, after = before.detach(), after.detach()
     top = before.abs().max()
     return float((before - after).abs().max() / torch.where(top > 0, top, 1.0))
 
 
 def in_double(block: nn.Module) -> nn.Module:
-    """A copy in float64. Not by `Module.double`, which tensors without values do not take."""
+    """Copy a block in float64. Not by `Module.double`, which tensors without values do not take."""
     exact = copy.deepcopy(block)
     for module in exact.modules():
-        parts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for values in parts:
-            for name, value in values.items():
-                if value is not None and value.is_floating_point():
-                    wide = value.detach().double()
-                    values[name] = nn.Parameter(wide, requires_grad=False) if isinstance(value, nn.Parameter) else wide
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is not None and value.is_floating_point():
+                if isinstance(value, nn.Parameter):
+                    module._parameters[name] = nn.Parameter(value.detach().double(), requires_grad=False)
+                else:
+                    module._buffers[name] = value.double()
     return exact
 
 
 def prove(block: nn.Module, structure: Structure, fold: Fold, call: Call, seed: int = 0) -> float:
-    """How far a block's outputs move when one fold is applied; see `prove_all`."""
+    """Measure how far a block's outputs move when one fold is applied; see `prove_all`."""
     return prove_all(block, structure, {fold.group: fold}, call, seed)
 
 
@@ -186,7 +186,7 @@ def prove_all(
     *,
     whatever_weights: bool = False,
 ) -> float:
-    """How far a block's outputs move when folds are applied with random scales in 0.25..4, in float64.
+    """Measure how far a block's outputs move when folds are applied with random scales in 0.25..4, in float64.
 
     Args:
         whatever_weights: move all weights at random first: a bias that is zero, or a channel that is dead, may hide
@@ -215,11 +215,7 @@ def prove_all(
 
 @torch.no_grad()
 def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, Fold], dict[str, str]]:
-    """The folds of a block, each proved on it.
-
-    Returns:
-        group name -> fold, and group name -> why there is none.
-    """
+    """Find the folds of a block, each proved on it: group name -> fold, and group name -> why there is none."""
     probe = _Probe(in_double(block), call.double())
     folds: dict[str, Fold] = {}
     declined: dict[str, str] = {}
@@ -233,11 +229,10 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
             if are_apart(name, group.name, block):
                 reason = "what flows into an expert flows into others too"
                 continue
-            found = probe.index(name, group)
-            if found is None:
+            if (path := probe.index(name, group)) is None:
                 reason = "no producer's channels reach it unmixed"
                 continue
-            index, channels = found
+            index, channels = path
             tied = bool((index.sort().values.diff() == 0).any())
             forms: tuple[Form, ...] = ("linear",) if is_linear(producer) else ("weight", "one_plus_weight")
             errors = []
@@ -258,21 +253,19 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
 
 def _can_absorb(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    is_norm = isinstance(weight, Tensor) and weight.dim() == 1
-    return is_linear(module) or is_norm
+    return is_linear(module) or (isinstance(weight, Tensor) and weight.dim() == 1)
 
 
 class _Probe:
     """Runs a block in float64 with gains on one module's outputs and looks at one shared input."""
 
     def __init__(self, block: nn.Module, call: Call) -> None:
-        self.block = block
-        self.call = call
+        self.block, self.call = block, call
 
     def seen(self, group: SharedInput, producer: str | None = None, gains: Tensor | None = None) -> tuple[Tensor, int]:
-        """The group's input, [tokens, K], and the width of the producer's output."""
+        """Return the group's input, [tokens, K], and the width of the producer's output."""
         caught: list[Tensor] = []
-        width: list[int] = [0]
+        width = [0]
 
         def catch(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             caught.append(args[0].reshape(-1, group.features))
@@ -289,17 +282,16 @@ class _Probe:
         return caught[0], width[0]
 
     def index(self, producer: str, group: SharedInput) -> tuple[Tensor, int] | None:
-        """[K] -> channel of the producer, and how many channels it has; None if the path does not commute."""
+        """Map [K] to channels of the producer, and how many it has; None if the path does not commute."""
         base, channels = self.seen(group, producer)
         if channels == 0:
             return None
-        found = self._match(base, producer, group, 0, channels, channels)
-        if found is None and channels > 1:
+        index = self._match(base, producer, group, 0, channels, channels)
+        if index is None and channels > 1:
             for low, high in self._commuting_parts(base, producer, group, channels):
-                found = self._match(base, producer, group, low, high, channels)
-                if found is not None:
+                if (index := self._match(base, producer, group, low, high, channels)) is not None:
                     break
-        return None if found is None else (found, channels)
+        return None if index is None else (index, channels)
 
     def _match(
         self, base: Tensor, producer: str, group: SharedInput, low: int, high: int, channels: int

@@ -35,8 +35,7 @@ def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> s
         embeds: whether vectors are pooled from what the model gives: then it has no language-model head, whatever class
             it was made from (Qwen3-Embedding: `Qwen3ForCausalLM`).
 
-    Raises:
-        InputError: `config-invalid` (neither `architectures` nor `model_type` of use), `architecture-unknown`.
+    Raises InputError: `config-invalid` (neither `architectures` nor `model_type` of use), `architecture-unknown`.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -80,8 +79,7 @@ def unknown_architecture(name: str, where: str, model_type: Any = None) -> Input
 def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: str) -> Kind:
     """Judge the kind of a model.
 
-    Raises:
-        InputError: `architecture-unsupported`: encoder-decoders, models of several modalities, of sound.
+    Raises InputError: `architecture-unsupported`: encoder-decoders, models of several modalities, of sound.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -104,8 +102,7 @@ def judge(
         both: whether text goes through an encoder and a decoder.
         encoder: the class of its encoder alone, if transformers has one.
 
-    Raises:
-        InputError: `architecture-unsupported`.
+    Raises InputError: `architecture-unsupported`.
     """
     if set(into) == {"image"}:
         return "network"

@@ -43,10 +43,9 @@ class Unturnable(Exception):
 
 @torch.no_grad()
 def find(part: ModelPart) -> Residual:
-    """The norms, readers and writers of a part; embeddings and heads are not looked for.
+    """Find the norms, readers and writers of a part; embeddings and heads are not looked for.
 
-    Raises:
-        Unturnable: something stands in between, or a linear never ran.
+    Raises Unturnable: something stands in between, or a linear never ran.
     """
     with InDouble():  # type: ignore[no-untyped-call]
         seen = _watch(part)
@@ -106,7 +105,7 @@ def _watch(part: ModelPart, add: tuple[str, Tensor] | None = None) -> _Seen:
 
 
 def _norms(part: ModelPart, seen: _Seen, linears: Sequence[str], width: int) -> list[Norm]:
-    """Norms by the linears that read them."""
+    """Find norms by the linears that read them."""
     order = list(seen.inputs)
     kinds: dict[str, tuple[Form, bool] | None] = {}
     readers: dict[str, list[str]] = {}
@@ -138,7 +137,7 @@ def _norms(part: ModelPart, seen: _Seen, linears: Sequence[str], width: int) -> 
 
 
 def _holds_rows(whole: Tensor, part: Tensor) -> bool:
-    """Whether every row of `part` [..., width] is a row of `whole` [..., width], to the last bit."""
+    """Tell whether every row of `part` [..., width] is a row of `whole` [..., width], to the last bit."""
     width = whole.shape[-1]
     some, rows = part.reshape(-1, width), whole.reshape(-1, width)
     if some.shape == rows.shape and torch.equal(some, rows):
@@ -148,7 +147,7 @@ def _holds_rows(whole: Tensor, part: Tensor) -> bool:
 
 
 def _kind(module: nn.Module, given: Tensor, returned: Tensor) -> tuple[Form, bool] | None:
-    """How a module normalises, and whether it takes the mean off; None if it is no norm."""
+    """Tell how a module normalises, and whether it takes the mean off; None if it is no norm."""
     if given.shape != returned.shape or torch.equal(given, returned):
         return None
     width = given.shape[-1]
@@ -184,7 +183,7 @@ def _kind(module: nn.Module, given: Tensor, returned: Tensor) -> tuple[Form, boo
 
 
 def _writes(part: ModelPart, seen: _Seen, name: str, points: Sequence[str]) -> bool:
-    """Whether what is added to a linear's output is added to what the next norm reads, or to the part's output."""
+    """Tell whether what is added to a linear's output is added to what the next norm reads, or to the part's output."""
     output = seen.outputs[name]
     noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     noise *= output.abs().mean() + 1e-6
@@ -201,7 +200,7 @@ def _writes(part: ModelPart, seen: _Seen, name: str, points: Sequence[str]) -> b
 
 
 def _through(part: ModelPart, seen: _Seen, name: str) -> str:
-    """The module that a linear's output goes straight into, if that changes it."""
+    """Name the module that a linear's output goes straight into, if that changes it."""
     order = list(seen.inputs)
     for later in order[order.index(name) + 1 :]:
         if torch.equal(seen.inputs[later], seen.outputs[name]):
@@ -212,7 +211,7 @@ def _through(part: ModelPart, seen: _Seen, name: str) -> str:
 
 
 def _ends_in(part: ModelPart, seen: _Seen) -> str:
-    """The module whose output is the part's."""
+    """Name the module whose output is the part's."""
     for name in reversed(list(seen.outputs)):
         if torch.equal(seen.outputs[name], seen.end) and not torch.equal(seen.inputs[name], seen.end):
             return name
@@ -221,7 +220,7 @@ def _ends_in(part: ModelPart, seen: _Seen) -> str:
 
 @torch.no_grad()
 def find_heads(block: nn.Module, call: Call, writers: Sequence[str], rotation: Rotations) -> tuple[Heads, ...]:
-    """The value paths into a block's writers, each with the largest head that holds.
+    """Find the value paths into a block's writers, each with the largest head that holds.
 
     Args:
         writers: linears that may be the output projection.
@@ -269,7 +268,7 @@ _ROUNDING = 4
 
 @torch.no_grad()
 def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, str]:
-    """Linear -> the module whose input its output is added to.
+    """Map linears to the module whose input their output is added to.
 
     Args:
         run: runs it once, on anything that reaches all of it, and gives its output [..., width].
@@ -316,7 +315,7 @@ def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, 
 
 
 def _is_sum(whole: Tensor, output: Tensor, term: Tensor) -> bool:
-    """Whether `whole = output + term` but for rounding; a sum with nothing is none."""
+    """Tell whether `whole = output + term` but for rounding; a sum with nothing is none."""
     if not whole.shape[-1] == output.shape[-1] == term.shape[-1] or not whole.numel() == output.numel() == term.numel():
         return False
     whole, output, term = (x.reshape(-1, x.shape[-1]) for x in (whole, output, term))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,19 +28,19 @@ from quantkit.errors import InputError
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a matrix product with a 2-D weight that can be quantized: Linear, or GPT-2's Conv1D."""
+    """Tell whether a module is a product with a 2-D weight that can be quantized: Linear, or GPT-2's Conv1D."""
     weight = getattr(module, "weight", None)
     named = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     return named and isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is stored [K, N], as Conv1D does, instead of [N, K]."""
+    """Tell whether the weight is stored [K, N], as Conv1D does, instead of [N, K]."""
     return not isinstance(module, nn.Linear)
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight as [N, K]: outputs by inputs. A view; not to be written to."""
+    """View the weight as [N, K]: outputs by inputs; not to be written to."""
     weight = module.weight.detach()  # type: ignore[operator, union-attr]
     return weight.T if is_transposed(module) else weight  # type: ignore[union-attr, return-value]
 
@@ -59,7 +59,7 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Hooks of modules, gone when it is left."""
+    """Remove hooks of modules when it is left."""
     held = list(handles)
     try:
         yield
@@ -106,62 +106,34 @@ class Structure:
         return tuple(member for group in self.groups for member in group.members)
 
 
-@dataclass
-class _Seen:
-    inputs: list[tuple[Tensor, int, list[str]]] = field(default_factory=list)
-    order: list[str] = field(default_factory=list)
-    known: set[str] = field(default_factory=set)
-
-    def note(self, name: str, value: Tensor) -> None:
-        if name in self.known:
-            return  # it runs again, on something else: its codes are assigned once, by its first input
-        self.known.add(name)
-        for tensor, version, members in self.inputs:
-            # the tensor is kept alive, so that its memory cannot have been given to another; its version tells whether
-            # it was written to in between
-            same_view = _place(tensor) == _place(value) and tensor.shape == value.shape
-            if same_view and tensor.stride() == value.stride() and version == value._version:
-                members.append(name)
-                return
-        self.inputs.append((value, value._version, [name]))
-
-
-def _place(tensor: Tensor) -> tuple[object, object]:
-    """Where its memory begins, of tensors that have no values too."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
-
-
 @torch.no_grad()
 def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
-    """The structure of a block, from one run of it.
+    """Trace the structure of a block, from one run of it.
 
     Args:
         run: runs the block once, on anything that reaches all of it.
     """
-    seen = _Seen()
     leaves = {name: module for name, module in block.named_modules() if not list(module.children())}
-    hooks = []
+    # of each input where it lies (its memory, of tensors that have no values too; its version tells whether it was
+    # written to in between) -> the tensor, kept alive so that its memory is not given to another, and who reads it
+    inputs: dict[object, tuple[Tensor, list[str]]] = {}
+    order: dict[str, None] = {}
 
-    def note_linear(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, args: seen.note(name, args[0])
+    def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if name not in order and is_linear(module):  # codes are assigned once, by the first input
+                value = args[0]
+                view = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride())
+                inputs.setdefault((view, value._version), (value, []))[1].append(name)
+            order[name] = None
 
-    def note_order(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def note(_: nn.Module, __: tuple[Tensor, ...]) -> None:
-            if name not in seen.order:
-                seen.order.append(name)
+        return hook
 
-        return note
-
-    linears = [name for name, module in leaves.items() if is_linear(module)]
-    for name, module in leaves.items():
-        hooks.append(module.register_forward_pre_hook(note_order(name)))
-        if name in linears:
-            hooks.append(module.register_forward_pre_hook(note_linear(name)))
-    with hooked(hooks):
+    with hooked(module.register_forward_pre_hook(note(name)) for name, module in leaves.items()):
         run()
-    groups = tuple(SharedInput(tuple(members), tensor.shape[-1]) for tensor, _, members in seen.inputs)
-    ran = {member for group in groups for member in group.members}
-    return Structure(groups, tuple(name for name in linears if name not in ran), tuple(seen.order))
+    groups = tuple(SharedInput(tuple(members), tensor.shape[-1]) for tensor, members in inputs.values())
+    idle = tuple(name for name, module in leaves.items() if is_linear(module) and name not in order)
+    return Structure(groups, idle, tuple(order))
 
 
 def find_blocks(model: nn.Module) -> str:
@@ -229,13 +201,13 @@ class Computed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note one operator."""
-        given = tree_map(self._origin, (args, kwargs or {}))
-        found = func(*args, **(kwargs or {}))
-        for number, value in enumerate(tree_leaves(found)):
+        origins = tree_map(self._origin, (args, kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        for number, value in enumerate(tree_leaves(output)):
             if isinstance(value, Tensor):
                 self._seen[id(value)] = value, f"{number} of {len(self.steps)}"
-        self.steps.append((str(func), given))
-        return found
+        self.steps.append((str(func), origins))
+        return output
 
     def gives(self, output: Tensor) -> None:
         """Note what is taken as the result."""

@@ -12,10 +12,8 @@ RMSNorm commutes with every Q, LayerNorm with those that keep the mean (`Q 1 = 1
 `residual.py`. Proved: in float64, every part before and after; `prove` says how far the outputs are apart.
 (Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; QuaRot, arXiv 2404.00456.)
 
-What lies before and behind a model's blocks, in float64 and cut to a few rows of its tables.
-
-Each row of an embedding or of a head is treated like every other, so what is proved on some holds for all; a vocabulary
-of 100,000 rows is not copied for it.
+What lies before and behind the blocks is proved on a few rows of its tables: each row of an embedding or of a head is
+treated like every other, so a vocabulary of 100,000 rows is not copied for it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +83,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Residual:
-    """What of one part of a model has to be turned.
+    """The places in one part of a model that have to be turned.
 
     Args:
         writers: linears that add to the stream.
@@ -105,7 +103,7 @@ class Residual:
 
     @property
     def modules(self) -> frozenset[str]:
-        """What reads and writes the stream."""
+        """Norms, readers and writers of the stream."""
         norms = {name for norm in self.norms for name in (norm.name, *norm.readers)}
         return frozenset({*norms, *self.writers})
 
@@ -127,10 +125,9 @@ def turn(part: nn.Module, found: Residual, rotation: Orthogonal, heads: Rotation
         if norm.form != "none":
             set_parameter(module, "weight", torch.full_like(module.weight, 1.0 if norm.form == "weight" else 0.0))  # type: ignore[arg-type]
         if getattr(module, "bias", None) is not None:
-            bias = module.bias.detach()  # type: ignore[union-attr, operator]
-            set_parameter(
-                module, "bias", rotation.apply((bias.double() / gain).to(bias.dtype) if gain is not None else bias)
-            )
+            bias: Tensor = module.bias.detach()  # type: ignore[union-attr, operator, assignment]
+            bias = bias if gain is None else (bias.double() / gain).to(bias.dtype)
+            set_parameter(module, "bias", rotation.apply(bias))
     for name in found.writers:
         writer = part.get_submodule(name)
         set_weight(writer, rotation.apply(weight_of(writer).T).T)
@@ -164,7 +161,7 @@ def turn_heads(part: nn.Module, path: Heads, rotation: Orthogonal) -> None:
 
 
 def gain_of(norm: nn.Module, form: Form) -> Tensor | None:
-    """What a norm multiplies by, [width] float64."""
+    """Return what a norm multiplies by, [width] float64."""
     if form == "none":
         return None
     weight: Tensor = norm.weight.detach().double()  # type: ignore[union-attr, operator, assignment]
@@ -189,14 +186,14 @@ class ModelPart:
 
     @classmethod
     def of_block(cls, block: nn.Module, call: Call) -> ModelPart:
-        """A copy of a block."""
+        """Copy a block."""
         exact, twice = copy.deepcopy(block).double(), call.double()
         return cls(exact, lambda hidden: replace(twice, hidden=hidden)(exact), twice.hidden)
 
 
 @torch.no_grad()
 def prove(part: ModelPart, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> float:
-    """How far a part's outputs move, relative to their largest, when it is turned; it stays turned.
+    """Measure how far a part's outputs move, relative to their largest, when it is turned; it stays turned.
 
     Infinity, where it lacks what was found: another block's residual, a dense one's of one with experts.
     """
@@ -238,27 +235,24 @@ class Ends:
 
     @torch.no_grad()
     def start(self) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states before block 0, and the other tensors that blocks are given."""
+        """Compute the hidden states before block 0, and the other tensors that blocks are given."""
         with InDouble():  # type: ignore[no-untyped-call]
             calls = record(self.model, self.path, self.flow, self.ids, len(self.ids))
         return calls.hidden, calls.tensors()
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Logits, or an encoder's last hidden states, for the last block's output."""
+        """Compute logits, or an encoder's last hidden states, of the last block's output."""
         return self._head(hidden, self.ids)
 
     @torch.no_grad()
     def embeddings(self, width: int) -> tuple[str, ...]:
-        """The tables with rows of that width which are read before block 0."""
-        read: list[str] = []
+        """List the tables with rows of that width which are read before block 0."""
+        read: list[Any] = []
         tables = {
-            name: module
+            module: name
             for name, module in self.model.named_modules()
             if isinstance(module, nn.Embedding) and module.weight.shape[1] == width
         }
-        with hooked(
-            table.register_forward_pre_hook(lambda _, __, name=name: read.append(name))  # type: ignore[misc]
-            for name, table in tables.items()
-        ):
+        with hooked(table.register_forward_pre_hook(lambda table, _: read.append(table)) for table in tables):
             self.start()
-        return tuple(dict.fromkeys(read))
+        return tuple(tables[table] for table in dict.fromkeys(read))

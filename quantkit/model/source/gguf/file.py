@@ -75,8 +75,7 @@ def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     Returns:
         tensor -> its shape, and the number of its type.
 
-    Raises:
-        ValueError: it does not, or nests arrays. struct.error: the file ends. MissingDependency: the `gguf` package.
+    Raises ValueError: it does not, or nests arrays. struct.error: the file ends. MissingDependency: the `gguf` package.
     """
     with MissingDependency.unless_found("gguf", extra="compile", purpose="reading a GGUF file"):
         import gguf
@@ -134,8 +133,7 @@ def _tensor(cursor: _Cursor, known: Mapping[int, tuple[int, int]]) -> tuple[str,
 def fields(path: Path) -> dict[str, Any]:
     """Read a file's metadata, without the library: its reader takes seconds where a vocabulary is large.
 
-    Raises:
-        InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
+    Raises InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
     """
     with reading(lambda problem: damaged(str(path), problem)):
         demand_lengths(path)

@@ -103,6 +103,18 @@ def _llama(stated: Fields, sizes: Fields) -> Fields:
     return {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
+def _qwen2(stated: Fields, sizes: Fields) -> Fields:
+    return {"hidden_act": "silu", "use_sliding_window": False}
+
+
+def _qwen3(stated: Fields, sizes: Fields) -> Fields:
+    return {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+
+
+def _olmo2(stated: Fields, sizes: Fields) -> Fields:
+    return {"hidden_act": "silu", "attention_bias": False}
+
+
 def _smollm3(stated: Fields, sizes: Fields) -> Fields:
     """llama.cpp leaves every fourth layer without rotary embedding."""
     return {**_llama(stated, sizes), "use_sliding_window": False, "no_rope_layer_interval": 4}
@@ -159,83 +171,46 @@ def _scaled_by(model_type: str, sizes: Fields) -> int:
     return int(sizes["hidden_size"] // sizes["num_attention_heads"] if large else sizes["head_dim"])
 
 
+_NORMS = _HEAD_NORMS | {key: name for key, name in _BOTH_NORMS.items() if key.startswith("post")}
 RULES = {
     "llama": Conversion(
-        causal="LlamaForCausalLM",
-        model_type="llama",
-        layer=_LAYER,
-        config=_llama,
-        biases=_BIASES,
+        "LlamaForCausalLM",
+        "llama",
+        _LAYER,
+        _llama,
+        _BIASES,
         turns_neighbours=True,
         scalings=("linear", "yarn", "llama3"),
     ),
-    "qwen2": Conversion(
-        causal="Qwen2ForCausalLM",
-        model_type="qwen2",
-        layer=_LAYER | _QKV,
-        config=lambda stated, sizes: {"hidden_act": "silu", "use_sliding_window": False},
-    ),
-    "qwen3": Conversion(
-        causal="Qwen3ForCausalLM",
-        model_type="qwen3",
-        layer=_LAYER | _HEAD_NORMS,
-        config=lambda stated, sizes: {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    ),
-    "gemma": Conversion(causal="GemmaForCausalLM", model_type="gemma", layer=_LAYER, config=_gemma, adds_one=True),
-    "gemma2": Conversion(
-        causal="Gemma2ForCausalLM", model_type="gemma2", layer=_LAYER | _BOTH_NORMS, config=_gemma2, adds_one=True
-    ),
+    "qwen2": Conversion("Qwen2ForCausalLM", "qwen2", _LAYER | _QKV, _qwen2),
+    "qwen3": Conversion("Qwen3ForCausalLM", "qwen3", _LAYER | _HEAD_NORMS, _qwen3),
+    "gemma": Conversion("GemmaForCausalLM", "gemma", _LAYER, _gemma, adds_one=True),
+    "gemma2": Conversion("Gemma2ForCausalLM", "gemma2", _LAYER | _BOTH_NORMS, _gemma2, adds_one=True),
     "gemma3": Conversion(
-        causal="Gemma3ForCausalLM",
-        model_type="gemma3_text",
-        layer=_LAYER | _HEAD_NORMS | _BOTH_NORMS,
-        config=_gemma3,
+        *("Gemma3ForCausalLM", "gemma3_text", _LAYER | _HEAD_NORMS | _BOTH_NORMS, _gemma3),
         adds_one=True,
         scalings=("linear",),  # of the layers that see everything, in both
     ),
-    "smollm3": Conversion(
-        causal="SmolLM3ForCausalLM",
-        model_type="smollm3",
-        layer=_LAYER,
-        config=_smollm3,
-        biases=_BIASES,
-        turns_neighbours=True,
-    ),
-    "granite": Conversion(
-        causal="GraniteForCausalLM",
-        model_type="granite",
-        layer=_LAYER,
-        config=_granite,
-        biases=_BIASES,
-        turns_neighbours=True,
-    ),
+    "smollm3": Conversion("SmolLM3ForCausalLM", "smollm3", _LAYER, _smollm3, _BIASES, turns_neighbours=True),
+    "granite": Conversion("GraniteForCausalLM", "granite", _LAYER, _granite, _BIASES, turns_neighbours=True),
     "olmo2": Conversion(
-        causal="Olmo2ForCausalLM",
-        model_type="olmo2",
-        layer={key: name for key, name in (_LAYER | _HEAD_NORMS | _BOTH_NORMS).items() if "norm" not in key}
-        | _HEAD_NORMS
-        | {key: name for key, name in _BOTH_NORMS.items() if key.startswith("post")},
-        config=lambda stated, sizes: {"hidden_act": "silu", "attention_bias": False},
+        "Olmo2ForCausalLM", "olmo2", {key: name for key, name in _LAYER.items() if "norm" not in key} | _NORMS, _olmo2
     ),
 }
 
 
 def read(meta: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> Read:
-    """A file of an architecture in `RULES`.
+    """Read a file of an architecture in `RULES`. Raises InputError (`gguf-architecture`, `gguf-damaged`).
 
     Args:
-        meta: its metadata.
         stored: its tensors, of the package's reader.
-
-    Raises:
-        InputError: `gguf-architecture`, `gguf-damaged`.
     """
     rules = RULES[meta["general.architecture"]]
     stated_biases = {
         key: names for key, names in rules.biases.items() if any(f"blk.0.{name}" in stored for name in names)
     }
     config = _config(meta, rules, stored, where) | dict.fromkeys(stated_biases, True)
-    layer = {**rules.layer}
+    layer = dict(rules.layer)
     for names in stated_biases.values():
         layer |= names
     top = {theirs: ours for theirs, ours in _TOP.items() if ours != "lm_head.weight" or "output.weight" in stored}
@@ -252,20 +227,15 @@ def read(meta: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> Read
     turned = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def values(name: str, array: Any) -> torch.Tensor:
-        found = torch.from_numpy(array)
-        role = known[name].split(".")[-2]
+        weight, role = torch.from_numpy(array), known[name].split(".")[-2]
         if rules.turns_neighbours and role in turned:
-            return _unpermute(found, turned[role])
-        return found - 1 if rules.adds_one and role.endswith("norm") else found
+            # each head's rows, from neighbours (2i, 2i+1) back to halves (i, i + d/2)
+            heads, rows = turned[role], weight.shape[0]
+            return weight.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+        return weight - 1 if rules.adds_one and role.endswith("norm") else weight
 
     tensors = {known[name]: name for name in held}
     return Read(config, {name: shape_of(stored[theirs]) for name, theirs in tensors.items()}, tensors, values)
-
-
-def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """(heads * d, K): each head's rows from neighbours (2i, 2i+1) back to halves (i, i + d/2)."""
-    rows = weight.shape[0]
-    return weight.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
 def _config(meta: Mapping[str, Any], rules: Conversion, stored: Mapping[str, Any], where: str) -> Fields:
@@ -316,7 +286,10 @@ def _config(meta: Mapping[str, Any], rules: Conversion, stored: Mapping[str, Any
     if _ROPE_FACTORS in stored and "llama3" in rules.scalings:
         if scaling is not None:
             raise refused(where, f"{_ROPE_FACTORS} beside rope.scaling", "a rotary embedding is stretched in one way")
-        scaling = llama3(_floats(stored[_ROPE_FACTORS], where), sizes["rope_theta"], where)
+        factors = stored[_ROPE_FACTORS]
+        if (kind := factors.tensor_type.name) != "F32":
+            raise damaged(where, f"{_ROPE_FACTORS} is {kind}", "it is float32")
+        scaling = llama3(factors.data.reshape(-1), sizes["rope_theta"], where)
     if scaling is not None and scaling["rope_type"] not in rules.scalings:
         value = f"{prefix}rope.scaling.type = {scaling['rope_type']}"
         raise refused(where, value, f"{rules.model_type} has {', '.join(rules.scalings)}")
@@ -329,11 +302,11 @@ def _config(meta: Mapping[str, Any], rules: Conversion, stored: Mapping[str, Any
     if stated:
         key, value = next(iter(stated.items()))
         raise refused(where, f"{prefix}{key} = {value!r:.40}", "nothing is converted that would compute something else")
-    return config | {key: found for key, found in special_tokens(meta).items() if found is not None}
+    return config | {key: number for key, number in special_tokens(meta).items() if number is not None}
 
 
 def _demand_shapes(stored: Mapping[str, Any], sizes: Fields, where: str) -> None:
-    """The table and the linears of the first layer are as large as the file says: `gguf-damaged`."""
+    """Check that tables and linears are as large as the metadata says: `gguf-damaged`."""
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     rows, keys = (sizes[key] * sizes["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     wanted = {"token_embd": (sizes["vocab_size"], hidden), "output": (sizes["vocab_size"], hidden)}
@@ -349,19 +322,13 @@ def _demand_shapes(stored: Mapping[str, Any], sizes: Fields, where: str) -> None
             raise damaged(where, f"{name}.weight is {list(shape_of(tensor))}", rule)
 
 
-def _floats(tensor: Any, where: str) -> Any:
-    if tensor.tensor_type.name != "F32":
-        raise damaged(where, f"{tensor.name} is {tensor.tensor_type.name}", "it is float32")
-    return tensor.data.reshape(-1)
-
-
 # Llama 3.1's, and the contexts that are tried where a file's factors tell none
 _LOW, _HIGH, _CONTEXT = 1.0, 4.0, 8192
 _CONTEXTS = [2**exponent for exponent in range(4, 21)]
 
 
 def rope_scaling(stated: dict[str, Any], context: int) -> dict[str, Any] | None:
-    """transformers' `rope_scaling` of what a file says by name; None: the rotary embedding is as it is.
+    """Make transformers' `rope_scaling` of what a file says by name; None: the rotary embedding is as it is.
 
     Args:
         stated: metadata without the architecture's name. What is understood is taken out of it; what is left would
@@ -376,24 +343,22 @@ def rope_scaling(stated: dict[str, Any], context: int) -> dict[str, Any] | None:
     if kind in (None, "linear") and factor != 1.0:
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        found: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-        found["original_max_position_embeddings"] = original or context
+        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original or context}
         for key in ("beta_fast", "beta_slow"):
             if (value := stated.pop(f"rope.scaling.yarn_{key}", None)) is not None:
-                found[key] = short(value)
+                yarn[key] = short(value)
         if (value := stated.pop("rope.scaling.yarn_attn_factor", None)) is not None:
-            found["attention_factor"] = short(value * (1 + 0.1 * math.log(factor)))
-        return found
+            yarn["attention_factor"] = short(value * (1 + 0.1 * math.log(factor)))
+        return yarn
     if kind not in (None, "linear", "none"):
         stated["rope.scaling.type"] = kind
     return None
 
 
 def llama3(factors: NDArray[np.float32], base: float, where: str) -> dict[str, Any] | None:
-    """transformers' `rope_scaling` that divides frequencies by these factors [d / 2]; None where all are 1.
+    """Make transformers' `rope_scaling` that divides frequencies by these factors [d / 2]; None where all are 1.
 
-    Raises:
-        InputError: `gguf-architecture`: no numbers of Llama 3's rule give these factors.
+    Raises InputError: `gguf-architecture`: no numbers of Llama 3's rule give these factors.
     """
     import numpy as np
 
@@ -407,20 +372,15 @@ def llama3(factors: NDArray[np.float32], base: float, where: str) -> dict[str, A
         between = 1 / ((1 - smooth) / factor + smooth)
         computed = np.where(waves < context / high, 1, np.where(waves > context / low, factor, between))
         if np.allclose(computed, factors, rtol=1e-5, atol=0):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": context,
-            }
+            bounds = {"low_freq_factor": low, "high_freq_factor": high}
+            return {"rope_type": "llama3", "factor": factor, **bounds, "original_max_position_embeddings": context}
     raise refused(where, "rope_freqs.weight", "frequencies are divided as Llama 3's are")
 
 
 def _guesses(
     factors: NDArray[np.float32], waves: NDArray[np.float64], factor: float
 ) -> Iterator[tuple[float, float, int]]:
-    """(low, high, context) to try: Llama's own, that of the line through what lies between, powers of two."""
+    """List (low, high, context) to try: Llama's own, that of the line through what lies between, powers of two."""
     import numpy as np
 
     yield _LOW, _HIGH, _CONTEXT

@@ -41,10 +41,9 @@ _STRIPPING, _NOT_STRIPPING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>"
 
 
 def tokenizer_json(meta: dict[str, Any], where: str) -> str:
-    """tokenizer.json of a GGUF file.
+    """Make tokenizer.json of a GGUF file.
 
-    Raises:
-        InputError: `gguf-tokenizer`: another kind, or a pre-tokenizer that is known by no name here.
+    Raises InputError: `gguf-tokenizer`: another kind, or a pre-tokenizer that is known by no name here.
     """
     from tokenizers import AddedToken, processors
 
@@ -86,36 +85,34 @@ def tokenizer_json(meta: dict[str, Any], where: str) -> str:
 
 
 def demand_whole(meta: dict[str, Any], where: str) -> None:
-    """Lists are as long as the vocabulary, and numbers of tokens are in it.
+    """Check that lists are as long as the vocabulary, and numbers of tokens are in it.
 
-    Raises:
-        InputError: `gguf-damaged`; `gguf-tokenizer`: there is none.
+    Raises InputError: `gguf-damaged`; `gguf-tokenizer`: there is none.
     """
     if "tokenizer.ggml.tokens" not in meta:
         raise _unknown(where, "no tokens", "a model comes with its vocabulary")
     tokens = meta["tokenizer.ggml.tokens"]
-    for key, found in meta.items():
+    for key, value in meta.items():
         if not key.startswith("tokenizer.ggml."):
             continue
-        length = len(found) if key.endswith(("token_type", "scores")) else len(tokens)
-        last = int(found) if key.endswith("_token_id") else 0
+        length = len(value) if key.endswith(("token_type", "scores")) else len(tokens)
+        last = int(value) if key.endswith("_token_id") else 0
         if length != len(tokens) or not 0 <= last < len(tokens):
-            value = f"{key} of {length}" if length != len(tokens) else f"{key} = {last}"
-            raise InputError("gguf-damaged", where=where, value=value, rule=f"its vocabulary has {len(tokens)} tokens")
+            odd = f"{key} of {length}" if length != len(tokens) else f"{key} = {last}"
+            raise InputError("gguf-damaged", where, odd, f"its vocabulary has {len(tokens)} tokens")
     for merge in meta.get("tokenizer.ggml.merges", ()):
         if " " not in merge:
-            value = f"the merge {merge!r:.60}"
-            raise InputError("gguf-damaged", where=where, value=value, rule="two tokens and a space between them")
+            raise InputError("gguf-damaged", where, f"the merge {merge!r:.60}", "two tokens and a space between them")
 
 
 def _pre(meta: dict[str, Any]) -> str | None:
-    """The name of a file's pre-tokenizer, one of a kind."""
+    """Name a file's pre-tokenizer, one of a kind."""
     name = meta.get("tokenizer.ggml.pre")
     return SAME.get(str(name), name)
 
 
 def tokenizer_config(meta: dict[str, Any], length: int) -> dict[str, Any]:
-    """tokenizer_config.json: the names of special tokens and the chat template; `length`: the most tokens."""
+    """Make tokenizer_config.json: the names of special tokens and the chat template; `length`: the most tokens."""
     tokens = meta["tokenizer.ggml.tokens"]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # whatever tokenizer.json says, no model's class on top
@@ -142,12 +139,12 @@ def _byte_level(meta: dict[str, Any], vocabulary: dict[str, int], where: str) ->
     splits, whole = {name: how for how, name in PRE.items()}.get(str(_pre(meta)), ((), False))
     if not splits:
         raise _unknown(where, f"model gpt2, pre {stated}", f"gpt2 with one of {', '.join([*PRE.values(), *SAME])}")
-    parts: list[Any] = []
-    for split in splits:
-        if split == DIGITS:
-            parts.append(pre_tokenizers.Digits(individual_digits=True))
-        elif split != GPT2:
-            parts.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    parts: list[Any] = [
+        digits if split == DIGITS else pre_tokenizers.Split(Regex(split), behavior="isolated")
+        for split in splits
+        if split != GPT2
+    ]
     parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=GPT2 in splits))
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
@@ -175,7 +172,7 @@ def _sentencepiece(meta: dict[str, Any], vocabulary: dict[str, int]) -> Tokenize
 
 
 def _merges(meta: dict[str, Any]) -> list[tuple[str, str]]:
-    """All pairs of tokens whose union is a token, by the union's falling score."""
+    """List all pairs of tokens whose union is a token, by the union's falling score."""
     tokens, scores, types = (meta[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type"))
     normal = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
     best_first = sorted(range(len(tokens)), key=lambda i: -scores[i])
@@ -189,7 +186,7 @@ def _merges(meta: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _unknown(where: str, value: str, rule: str) -> InputError:
-    return InputError("gguf-tokenizer", where=where, value=value, rule=rule)
+    return InputError("gguf-tokenizer", where, value, rule)
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
