@@ -58,15 +58,9 @@ class ConvStage(Closed):
 
 
 class CnnConfig(Closed):
-    """A network.
+    """A network of images [channels, size, size], before activations of relu or relu6 = min(max(x, 0), 6).
 
-    Args:
-        channels, size: of the images, [channels, size, size].
-        classes: of the output.
-        activation: relu, or relu6 = min(max(x, 0), 6).
-        norm_epsilon: of the batch norms.
-        head: channels; None leaves the head out.
-        dropout: before the classifier, while training.
+    `head`: its channels; None leaves it out. `dropout`: before the classifier, while training.
     """
 
     channels: int = Field(gt=0)
@@ -100,13 +94,9 @@ class CnnConfig(Closed):
 
 
 class Convolution(nn.Module):
-    """Convolution without bias, norm, and the activation if there is one.
+    """Convolution without bias, norm, and an activation if any: [n, K, s, s] to [n, N, t, t], t = ceil(s / stride).
 
-    [n, K, s, s] to [n, N, t, t], t = ceil(s / stride).
-
-    Args:
-        size: pixels of each side that come in.
-        groups: 1, or as many as channels for a depthwise convolution.
+    `groups`: 1, or as many as channels for a depthwise convolution.
     """
 
     def __init__(

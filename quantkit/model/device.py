@@ -117,14 +117,11 @@ def put(tensor: Tensor, device: TorchDevice | None) -> Tensor:
 
 
 def filled(count: int, fill: Callable[[Tensor], object], device: TorchDevice) -> Tensor:
-    """Fill bytes on a GPU, uint8 [count], on its present stream.
+    """Fill bytes on a GPU, uint8 [count], on its present stream; `fill` writes the next bytes into a piece.
 
     They go through page-locked pieces, which torch keeps and hands out again. Ordinary memory that is written for the
     first time, and copied to the card by its driver, took half of a compile of 8B's shapes on an H200
     (benchmarks/results/gpu-run-20261126-2.json).
-
-    Args:
-        fill: writes the next bytes into a piece, uint8.
     """
     whole = torch.empty(count, dtype=torch.uint8, device=device)
     for there in whole.split(_PIECE):
@@ -158,13 +155,7 @@ def present(name: str) -> tuple[str, str, int]:
 
 
 class Lane:
-    """One thread, and on a GPU one stream: what is submitted runs in order, beside what the device has to do.
-
-    with Lane(device) as lane:
-        coming = lane.submit(load, 7)
-        ...
-        block = coming.result()
-    """
+    """One thread, and on a GPU one stream: what is submitted runs in order, beside what the device has to do."""
 
     def __init__(self, device: TorchDevice) -> None:
         self._device = device

@@ -41,13 +41,12 @@ def save(
     inputs: Mapping[str, InputScale] | None = None,
     cache: tuple[str, InputScale, InputScale] | None = None,
 ) -> None:
-    """Write one block's results.
+    """Write one block's results, all by full names.
 
     Args:
-        tensors: linear's full name -> its codes.
-        changed: parameter's full name -> its new value, in the dtype it will be stored in.
-        inputs: linear's full name -> the fixed scale of its input.
-        cache: the block's full name, the fixed scales of its keys and of its values.
+        changed: parameters' new values, in the dtype that they will be stored in.
+        inputs: the fixed scales of linears' inputs.
+        cache: the block's name, the fixed scales of its keys and of its values.
     """
     flat: dict[str, Tensor | None] = dict(changed)
     for name, tensor in tensors.items():
@@ -69,14 +68,7 @@ def save(
 
 
 class Finished:
-    """All blocks' results, read lazily.
-
-    Args:
-        files: what `save` wrote.
-        schemes: linear's full name -> scheme.
-        activations: linear's full name -> how its input is quantized, for those where it is.
-        cache: how keys and values are quantized, if they are.
-    """
+    """All blocks' results, read lazily; `files` are what `save` wrote, linears go by their full names."""
 
     def __init__(
         self,
@@ -133,12 +125,7 @@ class Finished:
         return InputScale(scale, self._maybe(prefix + "zero"), moved)
 
     def dense(self, linear: str, shape: tuple[int, ...], *, transposed: bool) -> Tensor:
-        """Compute what a linear's codes stand for, float32, as its weight lies in the source: without padding.
-
-        Args:
-            shape: of its weight there.
-            transposed: whether it lies [K, N] there.
-        """
+        """Compute what a linear's codes stand for, float32, as its weight lies in the source: without padding."""
         tensor = self.quantized(linear)
         values: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
         return (values[:, : shape[0]].T if transposed else values[:, : shape[1]]).contiguous()
@@ -192,9 +179,7 @@ class DenseWeights(Weights):
     def of_checkpoint(cls, stored: Weights, config: Mapping[str, Any], dtype: str) -> DenseWeights:
         """Show packed weights: `X.weight` instead of what a layout stores of X, expanded by its library's own code.
 
-        Args:
-            config: `quantization_config` of config.json.
-            dtype: of the model.
+        `config`: the `quantization_config` of config.json.
         """
         layout = layouts.of(config)
         packed = {f"{prefix}.weight": prefix for prefix in layout.prefixes(stored.entries)}

@@ -40,14 +40,7 @@ _STRATEGIES = {"tensor": "tensor", "token": "token", "group": "group", "head": "
 
 @dataclass(frozen=True)
 class RunTime:
-    """How a model's inputs and cache are quantized when it runs.
-
-    Args:
-        activations: linear's full name -> scheme.
-        scales: linear's full name -> the fixed scale of its input.
-        cache: of keys and values.
-        cache_scales: block's number -> the fixed scales of its keys and its values.
-    """
+    """How a model's inputs and cache are quantized when it runs: linears by their full names, blocks by number."""
 
     activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
     scales: Mapping[str, InputScale] = field(default_factory=dict)
@@ -81,13 +74,7 @@ def of_results(finished: Finished, blocks: Sequence[str] = ()) -> RunTime:
 def refuse(
     activations: Mapping[str, ActivationScheme], cache: CacheScheme | None, layout: str, symmetric: bool
 ) -> None:
-    """Refuse what a checkpoint cannot say.
-
-    Args:
-        layout: of the weights, as recipes call it.
-
-    Raises InputError: `layout-unsupported`.
-    """
+    """Refuse what a checkpoint whose weights have a layout cannot say. Raises InputError (`layout-unsupported`)."""
     packed = layout.endswith("quantized")
     zeros = "transformers expands packed weights with zero points as it loads them, and forgets the activations"
     for linear, scheme in activations.items():
@@ -122,9 +109,7 @@ def described(
 ) -> dict[str, Any] | None:
     """Make a `quantization_config` that also says how activations and the cache are quantized.
 
-    Args:
-        config: what the weights' layout wrote; None where they are dense.
-        activations: linear's full name, as in the config -> scheme.
+    `config`: what the weights' layout wrote; None where they are dense.
     """
     if not activations and cache is None:
         return None if config is None else dict(config)
@@ -182,12 +167,7 @@ def read(
     entries: Iterable[str],
     tensor: Callable[[str], torch.Tensor],
 ) -> RunTime:
-    """Read what a checkpoint says.
-
-    Args:
-        config: `quantization_config` of config.json.
-        linears: full names of the linears in its blocks.
-    """
+    """Read what a checkpoint's `quantization_config` says of the linears in its blocks, by their full names."""
     from quantkit.formats.base.activation import InputScale
 
     if not config or config.get("quant_method") != "compressed-tensors":

@@ -31,15 +31,13 @@ def write_onnx(
     inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
 ) -> None:
-    """Writes the module in evaluation mode, as one file, in operator set 21.
+    """Write the module in evaluation mode, as one file, in operator set 21; raises whatever torch's exporter does.
 
     Args:
         examples: what it is called with, by position or by name: [n, ...] each, n at least 2; all but n is fixed in
             the graph.
         inputs: names of the graph's inputs; None: those of the arguments.
         outputs: names of the graph's outputs; None: those by which it returns them, else `output`, or `output_0`, ...
-
-    Raises Exception: whatever the module or torch's exporter raise.
     """
     import onnx_ir
     from onnx_ir.passes import common

@@ -65,8 +65,7 @@ class Layout(Protocol):
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse what it cannot hold: `layout-unsupported`, naming the first linear; MissingDependency.
 
-        Args:
-            shapes: linear -> [N, K], of those that are known.
+        `shapes`: linear -> [N, K], of those that are known.
         """
 
     def served(self, scheme: WeightScheme) -> bool:
@@ -85,11 +84,7 @@ class Layout(Protocol):
     def quantization_config(
         self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
     ) -> dict[str, Any]:
-        """Make the `quantization_config` of config.json.
-
-        Args:
-            ignore: names of what is not quantized; those that begin with `re:` are regular expressions.
-        """
+        """Make the `quantization_config` of config.json; `ignore`: names, or regular expressions behind `re:`."""
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
         """Tell whether a `quantization_config` is this layout's."""

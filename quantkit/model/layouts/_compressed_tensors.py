@@ -46,11 +46,7 @@ FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class CompressedTensors(Layout):
-    """A layout of compressed-tensors, but for what it packs and how.
-
-    Args:
-        name: the file's stem, and with hyphens the library's name of the layout.
-    """
+    """A layout of compressed-tensors, but for what it packs and how; its name with hyphens is the library's."""
 
     name: str
     serving: str = field(default="", kw_only=True)
@@ -137,12 +133,7 @@ def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.T
 
 @dataclass(frozen=True)
 class PlainCodes(CompressedTensors):
-    """A layout for one format.
-
-    Args:
-        stored: the codes' dtype in safetensors.
-        type: what compressed-tensors calls the kind of number.
-    """
+    """A layout for one format: its codes' dtype in safetensors, and the library's name of the kind of number."""
 
     format: str
     stored: str
@@ -212,13 +203,7 @@ def _scales(rows: int, columns: int, scheme: WeightScheme) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PackedFp4(CompressedTensors):
-    """A layout of 4-bit floats.
-
-    Args:
-        strategy: the library's name of its granularity.
-        dtype: safetensors' name of what scales are stored as.
-        argument: the library's name of the same.
-    """
+    """A layout of 4-bit floats; `strategy` and `argument` are the library's names of granularity and scales' dtype."""
 
     format: str
     strategy: str

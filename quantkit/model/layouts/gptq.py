@@ -31,12 +31,7 @@ _IN_A_BLOCK = re.compile(r"(?:^|\.)\d+\\?\.")
 
 @dataclass(frozen=True)
 class GptqLayout(Layout):
-    """See the module.
-
-    Args:
-        name: the file's stem, and what `checkpoint_format` in the config says.
-        less: what is taken off a zero point to store it.
-    """
+    """See the module; `name`: `checkpoint_format` in the config; `less`: what is taken off a zero point to store it."""
 
     name: str
     less: int

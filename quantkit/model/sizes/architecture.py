@@ -20,11 +20,8 @@ class Matrix:
 
     Args:
         name: in the model: `model.layers.0.self_attn.q_proj`; experts that are alike share an entry, `…experts.*.…`.
-        N: outputs.
-        K: inputs.
         count: how many of them there are: the experts of a layer; else 1.
         active: how many of them a token passes through.
-        bias: whether each has a vector of N beside it.
         router: it chooses experts; in transformers a parameter, no linear, so that no recipe ever quantizes it.
     """
 
@@ -49,11 +46,7 @@ class Attention:
     Args:
         kind: `full` reaches back to the first token, `sliding` no further than `window`; `latent` keeps one vector of
             `latent + rope_dim` for all heads (multi-head latent attention, DeepSeek-V2, arXiv:2405.04434).
-        heads: of queries.
         kv_heads: of keys and values, shared by `heads / kv_heads` queries each.
-        head_dim: features of a query and a key.
-        value_dim: features of a value.
-        window: tokens that a `sliding` layer sees.
         latent: features of the compressed keys and values of a `latent` layer.
         rope_dim: of the key that its heads share, which carries the position.
         causal: whether tokens see only those before them, so that keys and values are kept between steps.
@@ -72,14 +65,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """One block.
-
-    Args:
-        name: its path: `model.layers.0`.
-        matrices: its linears, in the order in which they run.
-        attention: None for a block without.
-        others: stored elements that belong to no linear: norms, a router's correction.
-    """
+    """One block by its path: its linears as they run, and elements of none (norms, a router's correction)."""
 
     name: str
     matrices: Sequence[Matrix]
@@ -98,16 +84,11 @@ class Architecture:
 
     Args:
         name: shipped name, folder's or file's.
-        kind: `decoder`, `encoder` or `network`.
-        model_type: as transformers calls it.
-        dtype: what the source stores: `bfloat16`.
         hidden: features of a token between blocks.
-        layers: all blocks, one by one.
         embeddings: elements of the embeddings (tokens, positions, patches with their biases), each table once.
         others: stored elements outside of blocks, embeddings and head: last norm, pooler, classifier's bias.
         class_name: of transformers; "" where the config names none.
         ends: of `others`, what an encoder has behind its last hidden states: pooler, and what its task adds.
-        head: the matrix that gives the logits; None where there is none.
         tied: whether the head is the table of embedded tokens, which is then stored once.
         vocabulary: tokens, or classes; None where there are neither.
         max_context: positions that the model was made for; None where it says none.
@@ -153,14 +134,9 @@ _TYPES = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 class Figures:
-    """One config, read figure by figure.
+    """One config, read figure by figure; `assumed` collects what was taken for what it leaves open, in words.
 
-    Args:
-        where: the file or name, for errors.
-        defaults: key -> what transformers' config class takes where the key is absent.
-
-    Attributes:
-        assumed: what was taken for what the config leaves open, in words.
+    `defaults`: key -> what transformers' config class takes where the key is absent.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None) -> None:
@@ -171,11 +147,7 @@ class Figures:
     def size(self, *keys: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
         """Read a whole number; `keys` are names of one figure, of which several may be there if they agree.
 
-        Args:
-            keys: the first is the one to complain about.
-            default: where none is there and transformers has no default of its own; nothing is said about it.
-
-        Raises InputError: `config-invalid`.
+        `default`: where none is there and transformers has no default of its own. Raises InputError (`config-invalid`).
         """
         value = self.maybe(*keys, least=least, most=most)
         if value is None:

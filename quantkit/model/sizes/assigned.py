@@ -39,7 +39,6 @@ class Assigned:
     """How each linear is stored.
 
     Args:
-        schemes: linear -> scheme, of those to quantize.
         activations: linear -> how its input is quantized, of those in `schemes` whose input is; never the head's.
         decisions: those left in high precision against the default, and what is stored otherwise than the scheme says.
         head: the language-model head's name, if it is to be quantized.
@@ -63,12 +62,9 @@ def takes_head(recipe: Recipe) -> bool:
 
 
 def assign_sizes(recipe: Recipe, architecture: Architecture, names: Mapping[str, Matrix] | None = None) -> Assigned:
-    """Decide for every linear of a model that is not opened.
+    """Decide for every linear of a model that is not opened; raises as `assign`.
 
-    Args:
-        names: what the linears inside the blocks are called one by one; None: as the architecture calls them.
-
-    Raises InputError: those of `assign`.
+    `names`: what the linears inside the blocks are called one by one; None: as the architecture calls them.
     """
     inside = names if names is not None else {matrix.name: matrix for matrix in architecture.inside()}
     shapes = {name: (matrix.N, matrix.K) for name, matrix in inside.items()}
@@ -94,8 +90,7 @@ def assign(
     """Decide for every linear.
 
     Args:
-        recipe: its scheme, overrides, `keep` and `on_indivisible`.
-        shapes: name -> [N, K], of the linears inside the blocks, and of the head if `takes_head`.
+        shapes: of the linears inside the blocks, and of the head if `takes_head`.
         dtype: what the source stores; bfloat16 models read bfloat16 scales.
         head: which of them is the head.
         routers: those that choose or weigh experts, and stay as they are.
@@ -104,9 +99,8 @@ def assign(
         apart: modules inside the blocks whose matrices belong to no linear -> whether they are merged experts. They
             stay as they are, and `keep` may say so.
 
-    Raises:
-        InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `format-unsupported`,
-            `nothing-to-quantize`.
+    Raises InputError (`override-unmatched`, `keep-unmatched`, `group-indivisible`, `format-unsupported`,
+    `nothing-to-quantize`).
     """
     decisions: list[Decision] = []
     if not recipe.passes:

@@ -35,9 +35,8 @@ _HEADS = ("ForCausalLM", "LMHeadModel")
 def read(reference: str) -> Architecture:
     """Read a model by shipped name, path, or from the hub's cache.
 
-    Raises:
-        InputError: `unknown-model`, `file-missing`, `config-missing`, `config-invalid`, `config-unknown`,
-            `hub-not-cached`, `manifest-invalid`.
+    Raises InputError (`unknown-model`, `file-missing`, `config-missing`, `config-invalid`, `config-unknown`,
+    `hub-not-cached`, `manifest-invalid`).
     """
     if reference.startswith("hf:"):
         return from_config(_parsed(_cached(reference)), reference[3:].partition("@")[0].rpartition("/")[2])
@@ -51,12 +50,9 @@ def read(reference: str) -> Architecture:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Architecture:
-    """Read the sizes that a transformers `config.json` stands for.
+    """Read the sizes that a transformers `config.json` stands for; of several modalities, those of the text part.
 
-    Args:
-        config: as parsed. Of a model of several modalities the text part is taken.
-
-    Raises InputError: `config-invalid`; `config-unknown`, a `model_type` whose blocks are not known by their config.
+    Raises InputError (`config-invalid`; `config-unknown`, a `model_type` whose blocks are not known by their config).
     """
     if not isinstance(config, Mapping):
         raise InputError("config-invalid", name, one(type(config).__name__), "it is an object")
@@ -183,13 +179,7 @@ FOLDER = Path(__file__).parent / "shipped_configs"
 
 
 class Published(Closed):
-    """Published sizes.
-
-    Args:
-        parameters: all of them.
-        digits: how many of them are significant; None for an exact count.
-        source: who says so.
-    """
+    """A published number of parameters, who says so, and how many digits are significant (None: an exact count)."""
 
     parameters: int = Field(gt=0)
     digits: int | None = Field(default=None, gt=0)
@@ -197,12 +187,7 @@ class Published(Closed):
 
 
 class ShippedModel(Closed):
-    """A file of `models/`.
-
-    Args:
-        published: its parameters, by others.
-        config: of its `config.json`, what sizes follow from.
-    """
+    """A file of `shipped_configs/`: of the model's `config.json`, what sizes follow from."""
 
     schema_: Annotated[Literal[1], Field(alias="schema")]
     summary: str

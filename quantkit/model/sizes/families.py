@@ -149,12 +149,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -> Architecture:
-    """Build a decoder by its config.
+    """Build a decoder by its config. Raises InputError (`config-invalid`).
 
-    Args:
-        head: whether it has a language-model head; without one, its blocks are at `layers`, not at `model.layers`.
-
-    Raises InputError: `config-invalid`.
+    `head`: whether it has a language-model head; without one, its blocks are at `layers`, not at `model.layers`.
     """
     hidden, count = figures.size("hidden_size"), figures.size("num_hidden_layers", most=MOST_LAYERS)
     vocabulary = figures.size("vocab_size")
@@ -343,13 +340,7 @@ _Ends = tuple[int, Matrix | None, bool]
 
 
 def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
-    """Build a BERT, RoBERTa or ELECTRA.
-
-    Args:
-        class_name: the first of its `architectures`; "" takes the model without a head.
-
-    Raises InputError: `config-invalid`.
-    """
+    """Build a BERT, RoBERTa or ELECTRA; class "" is the model without a head. Raises InputError (`config-invalid`)."""
     stem = TEXT[figures.model_type]
     task = class_name.removeprefix(stem)
     hidden, vocabulary = figures.size("hidden_size"), figures.size("vocab_size")

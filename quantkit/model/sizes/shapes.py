@@ -39,11 +39,9 @@ class LinearShape(Closed):
 
 @dataclass(frozen=True)
 class LinearShapes:
-    """The linears of one model, or a few that were typed in.
+    """The linears of one model, fused or separate as it has them.
 
-    Args:
-        name: of the model; "" for typed shapes, which are no model: nothing is summed over them.
-        linears: as the model has them, fused or separate.
+    `name`: "" for typed shapes, which are no model: nothing is summed over them.
     """
 
     name: str
@@ -92,9 +90,7 @@ def typed(texts: Iterable[str]) -> LinearShapes:
 def from_config(config: Mapping[str, Any], name: str) -> LinearShapes:
     """Read the linears that a transformers `config.json` stands for.
 
-    Raises:
-        InputError: `config-invalid`; `config-unknown` for a `model_type` whose blocks are not known by their config, or
-            that has experts.
+    Raises InputError (`config-invalid`; `config-unknown`, a type whose blocks are not known by it, or with experts).
     """
     if not configs.is_known(config):
         raise _unknown(name, f"model_type {config.get('model_type')!r:.60}", "models whose blocks are known")
@@ -138,11 +134,7 @@ def _unknown(name: str, value: str, rule: str) -> InputError:
 def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: bool = False) -> LinearShapes:
     """Find the linears among stored tensors: matrices called `*.weight` that are neither embeddings nor norms.
 
-    Args:
-        stored: tensor -> shape.
-        tied_head: whether the embedding is the head as well.
-
-    Raises InputError: `no-linears`.
+    `tied_head`: whether the embedding is the head as well. Raises InputError (`no-linears`).
     """
     counts = Counter[tuple[str, int, int]]()
     for tensor, shape in stored.items():

@@ -54,10 +54,8 @@ class StoredLinear:
     Args:
         matrix: its sizes; of experts that are stored in several ways, an entry for each way.
         scheme: None where its weights are not quantized.
-        activations: how its input is quantized, if it is.
         format: of its weights: `int4`, or the dtype that they are in.
         codes: of its weights, without what fills them up.
-        scales, zeros: of the scheme.
         padding: what fills up blocks and words.
         tables: shapes, codebooks, orders, sums, fixed scales of its input.
     """
@@ -97,15 +95,14 @@ class StoredLinear:
 
 @dataclass(frozen=True)
 class Storage:
-    """What one export of a bundle stores.
+    """What one export of a bundle stores, in bytes.
 
     Args:
         dtype: of what is not quantized.
         linears: those inside the blocks.
-        head: the matrix that gives the logits; None without one.
-        embeddings: bytes of the tables of tokens, positions and so on.
-        others: bytes of norms, and of what else belongs to no linear.
-        files: bytes of headers and graph.
+        embeddings: the tables of tokens, positions and so on.
+        others: norms, and what else belongs to no linear.
+        files: headers and graph.
         decisions: what is stored otherwise than the recipe's scheme says.
         least: whether there is more that is not reckoned: an engine's kernels.
         shared: whether the head reads the table of tokens, so that its bytes are the embeddings'.
@@ -153,13 +150,9 @@ class Storage:
 
 @dataclass(frozen=True)
 class LaidOver:
-    """A recipe laid over a model, for an exporter to say what it stores.
+    """A recipe laid over a model, for an exporter to say what it stores; sizes of linears are still to be filled in.
 
-    Args:
-        linears: of the blocks, with their schemes; sizes are still to be filled in.
-        head: the matrix that gives the logits, likewise; None without one.
-        cache: how keys and values are quantized.
-        moved: whether channels of inputs are moved before they are quantized.
+    `moved`: whether channels of inputs are moved before they are quantized.
     """
 
     architecture: Architecture
@@ -226,11 +219,8 @@ class LaidOver:
     def file(self, dtype: str, embedding: WeightScheme | None) -> Storage:
         """Store one file with everything: vectors in float32, and a tied head's codes are the embeddings'.
 
-        Args:
-            dtype: of weights without codes.
-            embedding: scheme of the table of tokens; None: in that dtype.
-
-        Raises InputError: `layout-unsupported`.
+        `dtype`: of weights without codes; `embedding`: of the table of tokens, None: in that dtype. Raises InputError
+        (`layout-unsupported`).
         """
         self._refuse_experts("experts are written into no file")
         architecture = self.architecture
@@ -263,12 +253,7 @@ class LaidOver:
 
 
 def table_bytes(architecture: Architecture, stored: str, *, coded: bool) -> float:
-    """Bytes of the token embeddings of a graph.
-
-    Args:
-        stored: as the export's `embedding` says (`exporters/onnx/ends.py`).
-        coded: whether the head is quantized.
-    """
+    """Count the bytes of a graph's token embeddings; `stored` as the export's `embedding`; `coded`: so is the head."""
     tied = architecture.tied and architecture.head is not None
     if stored == "float" or (tied and not coded):
         return 4.0 * architecture.embeddings
@@ -415,13 +400,7 @@ class _Place(NamedTuple):
 
 
 def mixed(mixture: str, shapes: Shapes, head: str | None = None) -> dict[str, WeightScheme]:
-    """Return the scheme that a mixture gives each matrix, whatever divides its K.
-
-    Args:
-        mixture: one of `MIXTURES`.
-        shapes: name -> [N, K], as layers follow one another.
-        head: which of them is the head.
-    """
+    """Return the scheme that a mixture (one of `MIXTURES`) gives each matrix, whatever divides its K."""
     leaves = {name: name.rpartition(".")[2] for name in shapes if name != head}
     numbers = {name: int(blocks[0]) for name in leaves if (blocks := re.findall(r"\.(\d+)\.", f".{name}."))}
     layers = max(numbers.values(), default=-1) + 1
@@ -453,10 +432,7 @@ def instead(scheme: WeightScheme, columns: int) -> WeightScheme:
 def of_table(scheme: WeightScheme, columns: int, floats: str, name: str) -> tuple[WeightScheme | None, list[Decision]]:
     """Return what a table of embeddings is stored in, None where 32 does not divide its width, and the decision.
 
-    Args:
-        scheme: what was asked for.
-        columns: the table's width.
-        floats: the float format of what has no codes.
+    `floats`: the float format of what has no codes.
     """
     found = instead(scheme, columns)
     if found == scheme and not found.padding(columns):
@@ -505,12 +481,7 @@ def power(name: str, group: int, columns: int) -> int | None:
 
 
 def padded(linear: str, scheme: WeightScheme, columns: int | None) -> InputError:
-    """Make the error for a layer whose last group is filled up, in an export that stores whole groups alone.
-
-    Args:
-        scheme: its groups do not divide K.
-        columns: K, where it is known.
-    """
+    """Make the error for a layer whose last group is filled up, in an export that stores whole groups alone."""
     size = None if columns is None or scheme.group is None else power(scheme.format, scheme.group, columns)
     remedy = "--set on_indivisible=keep"
     if size:

@@ -36,12 +36,7 @@ _CONVERTER = 2  # raised when the conversion changes, so that old folders are no
 
 @dataclass(frozen=True)
 class Packaged:
-    """A file in an installed package.
-
-    Args:
-        requirement: to install; empty where it comes with quantkit.
-        because: why it is installed as `install` says.
-    """
+    """A file in an installed package; `requirement` is empty where it comes with quantkit."""
 
     package: str
     file: str
@@ -74,12 +69,9 @@ class Alias:
 
     Args:
         calibration: the set of its own kind, for where a recipe's is of another.
-        source: the file, and what brings it.
         bits: that a weight takes in the file, about.
         convert: file and existing folder -> the folder, filled, with a `provenance.json`.
         was: what the weights were before, if that limits what figures on them mean.
-        note: what a reader of its figures must know; may be empty.
-        preprocess: what becomes of images before it.
     """
 
     name: str
@@ -118,12 +110,9 @@ ALIASES = {name: _alias(name, stated) for name, stated in read_yaml(_FILE).items
 
 
 def demand_no_graph(ref: str, recipe: str = "int8-network") -> None:
-    """Refuse a float ONNX graph where only a model of transformers will do.
+    """Refuse a float ONNX graph where only a model of transformers will do: `model-graph`.
 
-    Args:
-        recipe: for graphs, nearest to what was asked for.
-
-    Raises InputError: `model-graph`.
+    `recipe`: for graphs, nearest to what was asked for.
     """
     shipped = ref in ALIASES and ALIASES[ref].kind == "network"
     if not shipped and not ref.lower().endswith(".onnx"):

@@ -103,12 +103,8 @@ def may_apply(model_class: type[PreTrainedModel], config: Any) -> bool:
 def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
     """Return the tensors as the model has them; the very same `weights` where no rule applies to any of them.
 
-    Args:
-        skeleton: the model without weights; its experts are taken apart.
-
-    Raises:
-        InputError: `architecture-unsupported` (a rule that cannot be followed, or that loading would apply again to
-            what it has made), `weights-ambiguous` (a tensor is there both ways).
+    Raises InputError (`architecture-unsupported`, a rule that cannot be followed, or that loading would apply again to
+    what it has made; `weights-ambiguous`, a tensor is there both ways).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key

@@ -92,10 +92,8 @@ class Module:
     """One of the modules that a text goes through.
 
     Args:
-        type: as the file has it, `sentence_transformers.models.Pooling`.
-        kind: the last word of the library's own, `Pooling`; "" of any other.
+        kind: the last word of the library's own type, `Pooling`; "" of any other.
         folder: where it lies below the model's, as POSIX; "" is the model's own.
-        config: of its `config.json`; empty where there is none.
     """
 
     type: str

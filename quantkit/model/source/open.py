@@ -57,7 +57,6 @@ class Source:
     Args:
         ref: `alias:smollm2-135m`, `hf:org/name` or `path:<folder name>`; holds no path of this machine.
         name: what a bundle is named after.
-        config: config.json as it stands.
         dtype: what most bytes of the weights are stored in.
         was: what it was before it was converted (`gguf Q4_1`); said wherever its figures are shown.
         notes: sentences for the reader of its figures.
@@ -121,9 +120,7 @@ class Source:
     def load(self, blocks: int | None = None, placed: Mapping[str, object] | None = None) -> PreTrainedModel:
         """Load the model as plain `from_pretrained` gives it, float32, eval mode: nothing of it is ours.
 
-        Args:
-            blocks: only the first so many; None is all.
-            placed: options that leave its blocks on disk: see `own_forward.on_disk`.
+        `blocks`: only the first so many; `placed`: options that leave its blocks on disk, see `own_forward.on_disk`.
         """
         model_class, config = self.model_class(), self._loaded_config()
         if blocks is not None:
@@ -150,9 +147,7 @@ class Source:
 
         Buffers that no file holds (rotary tables, masks, position numbers) are computed, as transformers does after a
         load, and real. Merged experts are taken apart (`structure.experts`). Attention is `sdpa` where the class
-        supports it, else `eager`.
-
-        Raises InputError: `config-invalid`, where the class makes no model of the config.
+        supports it, else `eager`. Raises InputError (`config-invalid`, where the class makes no model of the config).
         """
         from transformers import initialization
 
@@ -183,11 +178,9 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
         trust_remote_code: whether the folder's own code may run; None: where the very same was allowed to before.
         hashed: whether its files are hashed, which reads all of them once; else its `sha256` is empty.
 
-    Raises:
-        InputError: `unknown-model`, `alias-missing`, `model-graph`, `file-missing`, `not-a-folder`, `hub-unreachable`,
-            `hub-missing`, `adapter-unmerged`, `config-missing`, `config-invalid`, `architecture-unknown`,
-            `architecture-unsupported`, `remote-code`, `already-quantized`, and those of `Weights.open`.
-        MissingDependency: transformers or torch.
+    Raises InputError (`unknown-model`, `alias-missing`, `model-graph`, `file-missing`, `not-a-folder`,
+    `hub-unreachable`, `hub-missing`, `adapter-unmerged`, `config-missing`, `config-invalid`, `architecture-unknown`,
+    `architecture-unsupported`, `remote-code`, `already-quantized`, and those of `Weights.open`); MissingDependency.
     """
     demand_no_graph(ref)
     with MissingDependency.unless_found("transformers", extra="compile", purpose="opening a model"):
@@ -294,11 +287,7 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def untied(source: Source, files: Mapping[str, str]) -> Source:
-    """Give each parameter that shares a tensor one of its own, of the same values.
-
-    Args:
-        files: parameter of its skeleton -> tensor of the files. The first to share a tensor keeps it.
-    """
+    """Give each parameter that shares a tensor one of its own, of the same values; the first in `files` keeps it."""
     entries = dict(source.weights.entries)
     owners: dict[str, str] = {}
     sharing = [name for name, file in files.items() if owners.setdefault(file, name) != name]

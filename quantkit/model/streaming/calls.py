@@ -40,12 +40,7 @@ _FILE, _LEAST, _ALIGNED = 1 << 26, 1 << 10, 64
 
 @dataclass(frozen=True)
 class Given:
-    """What a block is given besides hidden states.
-
-    Args:
-        args: positional, those after the hidden states if these are positional.
-        name: of the hidden states, where they are given by another name than `hidden_states`.
-    """
+    """What a block is given besides hidden states; `name` is theirs, where it is another than `hidden_states`."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -274,8 +269,7 @@ def primary(output: Any) -> Tensor:
 def gathered(parts: Iterable[Tensor], samples: int, device: torch.device | None = None) -> Tensor:
     """Gather chunks [n, tokens, width] in one tensor [samples, tokens, width]; from `ON_DISK` bytes on, in a file.
 
-    Args:
-        device: where it is to lie, which is the CPU if all of it does not fit beside a block; None: where its parts do.
+    `device`: the CPU if all of it does not fit beside a block; None: where its parts lie.
     """
     whole: Tensor | None = None
     start = 0
@@ -331,11 +325,8 @@ def forward(model: nn.Module, ids: Tensor) -> Any:
 
 
 class Stand(nn.Module):
-    """Stands where a block stands; `takes` is handed what the block is given and gives what it returns.
-
-    Args:
-        block: whatever a model asks of a block besides calling it, this answers.
-        takes: (number, hidden states, other arguments) -> the block's output.
+    """Stands where a block stands: `takes` is handed its number, the hidden states and the other arguments, and gives
+    what the block returns; whatever else a model asks of a block, `block` answers.
     """
 
     def __init__(self, block: nn.Module, index: int, takes: Callable[[int, Tensor, Given], Any]) -> None:
@@ -405,11 +396,8 @@ class Shelf:
     def move(self, tensors: Iterable[Tensor], fixed: Collection[int] = ()) -> None:
         """Move what tensors hold into files, in place: each stays the object that it is, and views stay views.
 
-        What somebody else has a view of too is left: a change of one would not be seen in the other any more.
-
-        Args:
-            tensors: all that refer to what is to be moved.
-            fixed: addresses of what is not, such as parameters.
+        What somebody else has a view of too is left: a change of one would not be seen in the other any more. So is
+        what lies at `fixed` addresses, such as parameters.
         """
         for users in _by_storage(tensors):
             storage = users[0].untyped_storage()

@@ -38,13 +38,9 @@ _ORDER = "calls its blocks in an order that depends on what they put out"
 
 
 class LiveCalls(Calls):
-    """Forwards that stand still at the same call, one a sequence.
+    """Forwards that stand still at the same call, one a sequence; see `stream.record`. The model is ours from here on.
 
-    Args:
-        model, path, runs: as of `stream.record`; the model is ours from here on.
-        visits: the number of the block that each call is to.
-        ids: [samples, tokens].
-        batch: the dimension of hidden states that counts sequences.
+    `batch`: the dimension of hidden states that counts sequences.
     """
 
     live = True

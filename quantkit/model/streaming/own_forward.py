@@ -44,12 +44,8 @@ _HALF = 4
 
 @dataclass(frozen=True)
 class Own:
-    """What the model's own forward gave.
-
-    Args:
-        given: to each call of a block, the hidden states [samples, tokens, width].
-        last: what the last block put out.
-        output: whatever it returned.
+    """What the model's own forward gave: hidden states [samples, tokens, width] to each call of a block, what the last
+    block put out, and whatever it returned.
     """
 
     given: list[Tensor]
@@ -58,10 +54,9 @@ class Own:
 
 
 def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
-    """Make the check `stream.own_forward`.
+    """Make the check `stream.own_forward` of a model as opened, before any pass has changed it.
 
     Args:
-        model: as opened, before any pass has changed it.
         ids: [samples, tokens] of different content; a few are used.
         blocks: how many the model's own forward may have in memory.
 
@@ -76,13 +71,8 @@ def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
     """Refuse likewise a model in memory, of whatever dtype it is in: nothing of it is changed.
 
     Each block is given what it is given in the model's own forward, so that rounding does not add up, and both run on
-    chunks of the same size, so that it hardly differs. What follows the blocks is left out: no pass looks at it.
-
-    Args:
-        model: a module that is one block is its own forward.
-        ids: [samples, tokens] of different content; a few are used.
-
-    Raises InputError: as `demand_equal`.
+    chunks of the same size, so that it hardly differs. What follows the blocks is left out: no pass looks at it. A
+    module that is one block is its own forward.
     """
     if not model.path:
         return
@@ -178,13 +168,10 @@ def own_forward(
     runs: Any,
     placed: Mapping[str, object] | None = None,
 ) -> Own:
-    """Run the model as plain `from_pretrained` loads it on `ids` [samples, tokens] in one batch.
+    """Run the model as plain `from_pretrained` loads it, or its first `blocks`, on `ids` [samples, tokens] in one
+    batch.
 
-    Args:
-        flow: which dimension of hidden states counts samples.
-        blocks: only the first so many; None is all.
-        runs: gives the part of the model whose forward runs.
-        placed: where its blocks are, if not in memory.
+    `runs` gives the part of the model whose forward runs; `placed`: where its blocks are, if not in memory.
     """
     with quiet_loading():
         model = source.load(blocks, placed)
@@ -244,12 +231,7 @@ def _centered(logits: Tensor) -> Tensor:
 
 @contextmanager
 def on_disk(model: nn.Module, path: str) -> Iterator[dict[str, object]]:
-    """Make options of `from_pretrained` that leave the blocks on disk; the folder is gone behind it.
-
-    Args:
-        model: of the class, with or without weights.
-        path: of its `ModuleList` of blocks.
-    """
+    """Make options of `from_pretrained` that leave the blocks on disk; the folder is gone behind it."""
     folder = content.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="offloaded-") as place:

@@ -360,9 +360,7 @@ class StreamedModel:
     def answers_of(self, calls: Calls | None, ids: Tensor, hidden: Tensor | None = None) -> Answers:
         """Return what the model gives for `ids` [samples, tokens], once all blocks have run.
 
-        Args:
-            calls: None: they are not live.
-            hidden: the last one's output, [samples, tokens, width]; None: that of the calls.
+        `calls`: None: they are not live. `hidden`: the last block's output; None: that of the calls.
         """
         ids = ids.to(self.device)
         if calls is not None and calls.live:
@@ -476,10 +474,8 @@ class Answers:
 
 
 class LoadedModel:
-    """An `nn.Module` with its weights. A transformer's stack of like layers is the blocks; all else is one block.
-
-    Args:
-        model: quantized in place by whoever works on its blocks.
+    """An `nn.Module` with its weights, quantized in place by whoever works on its blocks. A transformer's stack of like
+    layers is the blocks; all else is one block.
     """
 
     def __init__(self, model: nn.Module) -> None:

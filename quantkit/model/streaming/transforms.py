@@ -107,12 +107,10 @@ def attach_inputs(module: nn.Module, schemes: Mapping[str, ActivationScheme]) ->
 
 @dataclass(frozen=True)
 class QuantizedInputs(Transform):
-    """Every linear of the blocks that is named sees its input quantized.
+    """Every linear of the blocks that is named sees its input quantized; linears go by their full names.
 
     Args:
-        block_names: full names of the blocks.
-        schemes: linear's full name -> scheme.
-        scales: linear's full name -> its scale, of those whose scheme is not dynamic.
+        scales: of those whose scheme is not dynamic.
         dtype: what the model is loaded in; a scale is cast to it.
         on: whether they are quantized; if not, channels are moved all the same, because weights are for that.
     """
@@ -226,9 +224,7 @@ def shaped(scale: InputScale, scheme: CacheScheme, heads: int) -> InputScale:
 class QuantizedCaches(Transform):
     """Every block stores its keys and values as `scheme` says.
 
-    Args:
-        scales: of keys and values, a block; empty where the scheme takes them from the values.
-        dtype: what the model is loaded in; scales are cast to it.
+    `scales` of keys and values, a block, are cast to the `dtype` that the model is loaded in.
     """
 
     scheme: CacheScheme

@@ -24,18 +24,14 @@ class Block:
     Args:
         name: its full name, such as `model.layers.3`; empty when the whole model is the block.
         module: with float32 weights; passes change it in place.
-        structure: what tracing found.
         folds: shared input's name -> where its scale can go, proved on this block.
         declined: shared input's name -> why there is no fold.
         schemes: linear -> how its weight is to be stored; None leaves it in high precision.
         dtype: what unquantized tensors of this block will be stored in.
-        seed: for passes that draw random numbers.
-        fuses: whether any destination gains from linears that are stored as one.
-        fusions: linears to be stored as one.
+        fuses: whether any destination gains from linears that are stored as one: `fusions`.
         tensors: linear -> its codes; what `assign` was given.
         original: the module as it came, when a pass looks at the original stream; folds reach it too.
         inputs: linear -> how its input is quantized, for those where it is; in force from `assign` on.
-        cache: how keys and values are quantized, if they are.
         keeps_errors: whether `weight_errors` is wanted: as large as the block.
         weight_errors: linear -> [N, K], its weight less what its codes stand for, of those with a bias.
     """
@@ -113,11 +109,8 @@ class Block:
         """Decide the codes of a linear; from here on the block computes with what they stand for, on inputs as its
         kernel sees them.
 
-        Args:
-            known: what the codes stand for, [N, K] float32, and what is returned, where it was computed already.
-
-        Returns:
-            the relative squared weight error, `||W - dequantize(codes)||² / ||W||²`, [] float64 on its device.
+        `known`: what the codes stand for, [N, K] float32, and what is returned, where it was computed already. Returns
+        the relative squared weight error, `||W - dequantize(codes)||² / ||W||²`, [] float64 on its device.
         """
         module = self.module.get_submodule(linear)
         weight = weight_of(module).float()
@@ -150,11 +143,8 @@ class Block:
         set_weight(self.module.get_submodule(linear), weight)
 
     def move(self, linear: str, moved: Moved) -> None:
-        """Move the channels of a linear's input before they are quantized, and make up for it in weight and bias.
-
-        Args:
-            linear: one whose input is quantized, and was not moved before.
-            moved: to where; a shift of zeros where the linear has no bias.
+        """Move the channels of a linear's input before they are quantized, and make up for it in weight and bias; a
+        shift of zeros where the linear has none.
         """
         module = self.module.get_submodule(linear)
         weight = weight_of(module).double()
@@ -166,16 +156,7 @@ class Block:
         self.inputs[linear].moved = moved
 
     def fold(self, group: SharedInput, scales: Tensor, ways: Ways | None = None) -> Tensor:
-        """Multiply the group's inputs' columns by `scales` [K] and divide the producer by them.
-
-        Args:
-            group: one with an entry in `folds`.
-            scales: one for each input; inputs from one of the producer's channels have the same.
-            ways: as of `folds.apply`.
-
-        Returns:
-            the scales that were applied (a norm's weight is rounded to its stored dtype first).
-        """
+        """Multiply the group's inputs' columns by `scales` [K] and divide the producer by them; see `folds.apply`."""
         fold = self.folds[self.group_name(group)]
         whole = next(traced for traced in self.structure.groups if traced.name == fold.group)
         if self.original is not None:  # or its inputs would be others, not the same in better precision

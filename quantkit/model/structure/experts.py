@@ -168,12 +168,7 @@ def _counts(config: Any) -> set[int]:
 
 
 def split(model: nn.Module, rules: Sequence[Any]) -> None:
-    """Replace, in a model without weights, every module of merged experts that a rule makes, in place.
-
-    Args:
-        model: on the meta device.
-        rules: transformers' `WeightConverter`s for it.
-    """
+    """Replace in place, in a model on the meta device, every module of merged experts that a rule makes."""
     for path, module in list(model.named_modules()):
         names = _names(path, module, rules)
         if names is not None:

@@ -28,7 +28,7 @@ _MOVED = 0.25
 
 @dataclass(frozen=True)
 class Flow:
-    """What was found.
+    """Which way hidden states flow.
 
     Args:
         visits: the number of the block that each call is to, in order; a block may be called again and again.
@@ -54,12 +54,7 @@ class Flow:
 def learn(
     model: nn.Module, path: str, load: Callable[[int], nn.Module], ids: Tensor, runs: nn.Module | None = None
 ) -> Flow:
-    """Learn the flow of a model.
-
-    Args:
-        model, path, runs: as of `stream.record`.
-        load: a block with its weights, by its number.
-        ids: [samples, tokens]; a few are used.
+    """Learn the flow of a model, as of `stream.record`, on a few of `ids`; `load` gives a block with its weights.
 
     Raises InputError: `stream-unsupported`, with what the model's class said; `out-of-memory`.
     """

@@ -85,10 +85,10 @@ def spread(scales: Tensor, index: Tensor, channels: int) -> Tensor:
 def absorbed(
     weight: Tensor, scales: Tensor, index: Tensor, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Divide a norm's weight [channels] by the scales of the inputs behind it; also those scales [K] once it is stored.
+    """Divide a norm's weight [channels] by the scales [K] of the inputs behind it; also those scales once it is stored.
 
     Args:
-        scales: [K], non-zero, of each input; inputs from one channel have the same.
+        scales: non-zero; inputs from one channel have the same.
         index: [K], the channel behind each input; a channel that no input comes from keeps its weight.
         offset: added to the weight where it is used.
         dtype: what the weight will be stored in, if it is to be rounded to it.
@@ -125,11 +125,8 @@ def apply(
     Args:
         scales: [K] > 0 (or non-zero), one for each input; inputs from one channel have the same.
         dtype: what a norm's weight will be stored in. Its new values are rounded to it first and the scales adapted, so
-            that the fold is exact in the stored model.
+            that the fold is exact in the stored model; they are returned.
         ways: twins of what computes channels' scales and a norm's weight here.
-
-    Returns:
-        the scales that were applied, [K].
     """
     producer = block.get_submodule(fold.producer)
     weight: Tensor = producer.weight.detach()  # type: ignore[operator, union-attr, assignment]
@@ -186,14 +183,11 @@ def prove_all(
     *,
     whatever_weights: bool = False,
 ) -> float:
-    """Measure how far a block's outputs move when folds are applied with random scales in 0.25..4, in float64.
+    """Measure how far a block's outputs move when folds are applied with random scales in 0.25..4, in float64: the
+    relative disagreement; the folds hold if it is at most 1e-10.
 
-    Args:
-        whatever_weights: move all weights at random first: a bias that is zero, or a channel that is dead, may hide
-            that a fold holds for these weights only.
-
-    Returns:
-        the relative disagreement; the folds hold if it is at most 1e-10.
+    `whatever_weights`: move all weights at random first: a bias that is zero, or a channel that is dead, may hide that
+    a fold holds for these weights only.
     """
     exact = in_double(block)
     twice = call.double()

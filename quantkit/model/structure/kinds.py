@@ -31,11 +31,9 @@ _KINDS = "a decoder, an encoder or an image model"
 def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> str:
     """Name the class that a config.json means.
 
-    Args:
-        embeds: whether vectors are pooled from what the model gives: then it has no language-model head, whatever class
-            it was made from (Qwen3-Embedding: `Qwen3ForCausalLM`).
-
-    Raises InputError: `config-invalid` (neither `architectures` nor `model_type` of use), `architecture-unknown`.
+    `embeds`: vectors are pooled from what the model gives: then it has no language-model head, whatever class it was
+    made from (Qwen3-Embedding: `Qwen3ForCausalLM`). Raises InputError (`config-invalid`, neither `architectures` nor
+    `model_type` of use; `architecture-unknown`).
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -95,14 +93,12 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
 def judge(
     name: str, into: Collection[str], both: bool, config: Mapping[str, Any], where: str, encoder: str | None
 ) -> Kind:
-    """Judge the kind of a class.
+    """Judge the kind of a class. Raises InputError (`architecture-unsupported`).
 
     Args:
         into: what it takes: text, image, audio, ...
         both: whether text goes through an encoder and a decoder.
         encoder: the class of its encoder alone, if transformers has one.
-
-    Raises InputError: `architecture-unsupported`.
     """
     if set(into) == {"image"}:
         return "network"
@@ -140,13 +136,11 @@ def takes(claimed: set[str], arguments: Collection[str]) -> set[str]:
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """Count the tokens that a sequence can have; None where the config does not say.
+    """Count the tokens that a sequence can have; None where the config.json does not say.
 
     RoBERTa and its relatives count from behind the padding's index, in a table that has that index: of 514 rows with
-    padding 1 they take 512. The table is looked at, in a model of one block without weights.
-
-    Args:
-        config: a config.json. Of a class that is not transformers' own, what it states is taken.
+    padding 1 they take 512. The table is looked at, in a model of one block without weights; of a class that is not
+    transformers' own, what the config states is taken.
     """
     text = config.get("text_config")
     inner: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config

@@ -50,9 +50,8 @@ def same(name: str, other: str) -> bool:
 def match_names(weights: Weights, skeleton: PreTrainedModel) -> dict[str, str]:
     """Assign a tensor of the files to every parameter and persistent buffer.
 
-    Raises:
-        InputError: `weights-missing`, `weights-shape`, `weights-dtype`, `weights-unexpected`, `weights-ambiguous`,
-            `weights-tied`, `architecture-unsupported` (stacked experts that cannot be taken apart).
+    Raises InputError (`weights-missing`, `weights-shape`, `weights-dtype`, `weights-unexpected`, `weights-ambiguous`,
+    `weights-tied`; `architecture-unsupported`, stacked experts that cannot be taken apart).
     """
     wanted = skeleton.state_dict(keep_vars=True)
     stored = _renamed(weights, skeleton, wanted)
@@ -205,11 +204,7 @@ class Obstacle:
 
 
 def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obstacle]:
-    """List all obstacles of a model.
-
-    Args:
-        files: its parameters -> tensors of the files.
-    """
+    """List all obstacles of a model; `files`: its parameters -> tensors of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
     from transformers.quantizers import base

@@ -220,11 +220,8 @@ def _ends_in(part: ModelPart, seen: _Seen) -> str:
 
 @torch.no_grad()
 def find_heads(block: nn.Module, call: Call, writers: Sequence[str], rotation: Rotations) -> tuple[Heads, ...]:
-    """Find the value paths into a block's writers, each with the largest head that holds.
-
-    Args:
-        writers: linears that may be the output projection.
-        rotation: size -> a random rotation to try.
+    """Find the value paths into linears that may be the output projection, each with the largest head that holds;
+    `rotation` gives a random one of a size to try.
     """
     traced = trace(block, lambda: call(block))
     groups = tuple(group for group in traced.groups if any(member in writers for member in group.members))
@@ -268,10 +265,8 @@ _ROUNDING = 4
 
 @torch.no_grad()
 def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, str]:
-    """Map linears to the module whose input their output is added to.
-
-    Args:
-        run: runs it once, on anything that reaches all of it, and gives its output [..., width].
+    """Map linears to the module whose input their output is added to; `run` runs the block once, on anything that
+    reaches all of it, and gives its output [..., width].
     """
     inputs: dict[str, tuple[int, Tensor, Tensor, int]] = {}
     outputs: dict[str, tuple[int, Tensor]] = {}

@@ -70,12 +70,7 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SharedInput:
-    """Linears that receive the same tensor, in the order they run.
-
-    Args:
-        members: their names within the block, such as `self_attn.q_proj`.
-        features: K, the width of the shared input.
-    """
+    """Linears that receive the same tensor, in the order they run, by names within the block; `features` is K."""
 
     members: tuple[str, ...]
     features: int
@@ -88,12 +83,8 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class Structure:
-    """What tracing found.
-
-    Args:
-        groups: shared inputs in the order they run.
-        idle: linears that never ran on the traced batch (an expert that was never routed to).
-        order: every leaf module that ran, in order, each once.
+    """Shared inputs in the order they run, linears that never ran on the traced batch (an expert that was never routed
+    to), and every leaf module that ran, in order, each once.
     """
 
     groups: tuple[SharedInput, ...]
@@ -108,11 +99,7 @@ class Structure:
 
 @torch.no_grad()
 def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
-    """Trace the structure of a block, from one run of it.
-
-    Args:
-        run: runs the block once, on anything that reaches all of it.
-    """
+    """Trace the structure of a block, from one run of it on anything that reaches all of it."""
     leaves = {name: module for name, module in block.named_modules() if not list(module.children())}
     # of each input where it lies (its memory, of tensors that have no values too; its version tells whether it was
     # written to in between) -> the tensor, kept alive so that its memory is not given to another, and who reads it

@@ -72,7 +72,6 @@ class Heads:
         producer: the value projection, or one that it is a part of.
         consumers: the output projection.
         index: [K], the producer's output channel behind each of the consumers' inputs; consecutive within a head.
-        size: channels of a head.
     """
 
     producer: str
@@ -109,12 +108,9 @@ class Residual:
 
 
 def turn(part: nn.Module, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> None:
-    """Turn a part of a model in place.
+    """Turn a part of a model (a block, or what lies outside the blocks) in place, by a rotation as wide as the stream.
 
-    Args:
-        part: a block, or the model without its blocks, in any float dtype.
-        rotation: Q, as wide as the stream.
-        heads: size of a head -> R; None leaves the value paths as they are.
+    `heads`: size of a head -> R; None leaves the value paths as they are.
     """
     for norm in found.norms:
         module = part.get_submodule(norm.name)
@@ -170,13 +166,9 @@ def gain_of(norm: nn.Module, form: Form) -> Tensor | None:
 
 @dataclass
 class ModelPart:
-    """A copy of a part of a model in float64, and how to run it.
+    """A copy of a part of a model in float64, and how to run it: hidden states [samples, tokens, width] in, output out.
 
-    Args:
-        module: changed by `prove`.
-        run: hidden states [samples, tokens, width] in, the part's output out.
-        hidden: on a few tokens.
-        turns_output: whether its output is the stream again (a block), or logits.
+    `turns_output`: whether its output is the stream again (a block), or logits.
     """
 
     module: nn.Module
@@ -211,11 +203,7 @@ ROWS = 256
 
 
 class Ends:
-    """A model without its blocks.
-
-    Args:
-        ids: [samples, tokens], each below `ROWS`.
-    """
+    """A model without its blocks, on ids [samples, tokens], each below `ROWS`."""
 
     def __init__(self, stream: Whole, ids: Tensor) -> None:
         self.path, self.ids = stream.path, ids

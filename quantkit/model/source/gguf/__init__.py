@@ -70,11 +70,8 @@ _PARTLY_TURNED = ("nemotron", "phi3", "stablelm")
 def convert_gguf(gguf_file: Path, folder: Path) -> None:
     """Write config, generation config, float32 weights, tokenizer and `provenance.json` into an existing folder.
 
-    Memory: one tensor in float32 (Gemma 3 270M: its embedding, 671 MB).
-
-    Raises:
-        InputError: `gguf-damaged`, `gguf-split`, `gguf-architecture`, `gguf-tokenizer`; MissingDependency: the `gguf`
-            package.
+    Memory: one tensor in float32 (Gemma 3 270M: its embedding, 671 MB). Raises InputError (`gguf-damaged`,
+    `gguf-split`, `gguf-architecture`, `gguf-tokenizer`); MissingDependency (the `gguf` package).
     """
     with reading(lambda problem: damaged(str(gguf_file), problem)):
         _convert(fields(gguf_file), tensors(gguf_file), gguf_file, folder)

@@ -70,10 +70,7 @@ class _Cursor:
 def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     """Check that what the metadata says is long fits into the file, and so do the tensors, each where the one before it
     ends, as llama.cpp demands it. The library would go through 2**63 elements one by one, and read whatever lies at an
-    offset.
-
-    Returns:
-        tensor -> its shape, and the number of its type.
+    offset. Returns tensor -> its shape, and the number of its type.
 
     Raises ValueError: it does not, or nests arrays. struct.error: the file ends. MissingDependency: the `gguf` package.
     """
@@ -164,13 +161,8 @@ def tensors(path: Path) -> list[Any]:
 
 @dataclass(frozen=True)
 class Read:
-    """A model out of a file.
-
-    Args:
-        config: config.json.
-        shapes: parameter -> its shape.
-        tensors: parameter -> the file's tensor.
-        values: tensor of the file and its dequantized values -> the parameter's.
+    """A model out of a file: config.json, parameter -> shape, parameter -> the file's tensor, and what makes the values
+    of a parameter of that tensor's name and dequantized values.
     """
 
     config: dict[str, Any]

@@ -200,11 +200,7 @@ RULES = {
 
 
 def read(meta: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> Read:
-    """Read a file of an architecture in `RULES`. Raises InputError (`gguf-architecture`, `gguf-damaged`).
-
-    Args:
-        stored: its tensors, of the package's reader.
-    """
+    """Read a file of an architecture in `RULES`. Raises InputError (`gguf-architecture`, `gguf-damaged`)."""
     rules = RULES[meta["general.architecture"]]
     stated_biases = {
         key: names for key, names in rules.biases.items() if any(f"blk.0.{name}" in stored for name in names)
@@ -330,10 +326,7 @@ _CONTEXTS = [2**exponent for exponent in range(4, 21)]
 def rope_scaling(stated: dict[str, Any], context: int) -> dict[str, Any] | None:
     """Make transformers' `rope_scaling` of what a file says by name; None: the rotary embedding is as it is.
 
-    Args:
-        stated: metadata without the architecture's name. What is understood is taken out of it; what is left would
-            compute something else.
-        context: the longest text.
+    What of `stated` is understood is taken out of it; what is left would compute something else.
     """
     kind = stated.pop("rope.scaling.type", None)
     factors = [stated.pop(key, 0) for key in ("rope.scaling.factor", "rope.scale_linear")]
