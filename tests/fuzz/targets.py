@@ -203,32 +203,41 @@ def _stepped(folder: Path) -> None:
     model.run(state, np.array([[3], [5]]))
 
 
-def _gguf(folder: Path) -> Path:
+def _gguf_writer(path: Path, architecture: str) -> Any:
     import gguf
 
-    path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_context_length(16)
     writer.add_embedding_length(8)
     writer.add_feed_forward_length(8)
     writer.add_head_count(1)
-    writer.add_layer_norm_rms_eps(1e-5)
+    return writer
+
+
+def _finish(writer: Any, shapes: dict[str, tuple[int, ...]], **tensors: Any) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(["a", "b", "ab", "d"])
     writer.add_token_types([1, 1, 1, 1])
     writer.add_token_merges(["a b"])
-    shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
-    shapes |= {f"blk.0.{name}": (8, 8) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
-    shapes |= {f"blk.0.ffn_{name}": (8, 8) for name in ("gate", "up", "down")}
-    writer.add_tensor("rope_freqs.weight", np.array([1, 8, 8, 8], dtype=np.float32))
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", np.zeros(shape, dtype=np.float32))
+    shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,), **shapes}
+    arrays = tensors | {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
+    for name, array in arrays.items():
+        writer.add_tensor(f"{name}.weight", array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _gguf(folder: Path) -> Path:
+    path = folder / "model.gguf"
+    writer = _gguf_writer(path, "llama")
+    writer.add_layer_norm_rms_eps(1e-5)
+    shapes = {f"blk.0.{name}": (8, 8) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    shapes |= {f"blk.0.ffn_{name}": (8, 8) for name in ("gate", "up", "down")}
+    _finish(writer, shapes, rope_freqs=np.array([1, 8, 8, 8], dtype=np.float32))
     return path
 
 
@@ -247,33 +256,16 @@ def _metadata(folder: Path) -> None:
 
 def _phi3(folder: Path) -> Path:
     """Of an architecture that transformers reads."""
-    import gguf
-
-    path, raw = folder / "model.gguf", folder / "raw.gguf"
-    writer = gguf.GGUFWriter(raw, "phi3")
-    for key, value in {"block_count": 1, "context_length": 16, "embedding_length": 8, "feed_forward_length": 8}.items():
-        writer.add_uint32(f"phi3.{key}", value)
-    for key in ("head_count", "head_count_kv"):
-        writer.add_uint32(f"phi3.attention.{key}", 1)
+    path = folder / "model.gguf"
+    writer = _gguf_writer(path, "phi3")
+    writer.add_head_count_kv(1)
     writer.add_rope_scaling_orig_ctx_len(16)
     writer.add_sliding_window(0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["a", "b", "ab", "d"])
-    writer.add_token_types([1, 1, 1, 1])
-    writer.add_token_merges(["a b"])
-    shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
-    shapes |= {"blk.0.attn_qkv": (24, 8), "blk.0.attn_output": (8, 8), "output": (4, 8)}
-    shapes |= {"blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 8)}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", np.zeros(shape, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return raw.rename(path)
+    shapes = {"blk.0.attn_qkv": (24, 8), "blk.0.attn_output": (8, 8), "output": (4, 8)}
+    _finish(writer, shapes | {"blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 8)})
+    return path
 
 
 def _imatrix(name: str) -> Callable[[Path], Path]:

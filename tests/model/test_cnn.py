@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 from quantkit.errors import InputError
 from quantkit.model import cnn
 from quantkit.model.source.packaged import NETWORKS
+from quantkit.model.to_onnx import quiet
 
 PLAIN: dict[str, Any] = {
     "channels": 2,
@@ -158,3 +161,15 @@ def test_shipped_descriptions_are_networks(name: str) -> None:
     with torch.device("meta"):
         network = cnn.Cnn(cnn.CnnConfig.load(NETWORKS / name / cnn.CONFIG)).eval()
         assert network(network.example()).shape == (2, network.config.classes)
+
+
+def test_the_exporter_is_quiet_and_its_logger_is_left_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    logger, inner = logging.getLogger("torch.onnx"), logging.getLogger("torch.onnx._internal.exporter")
+    before = logger.level
+    with pytest.raises(ZeroDivisionError), quiet():
+        inner.warning("torchvision is not installed")
+        warnings.warn("deprecated", stacklevel=1)
+        inner.error("worth a word")
+        raise ZeroDivisionError
+    assert [record.message for record in caplog.records] == ["worth a word"]
+    assert logger.level == before

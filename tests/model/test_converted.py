@@ -19,6 +19,7 @@ from quantkit.model.source.converted import NOTE, Converted, ConvertedTensor, ma
 from quantkit.model.source.open import Source, open_model
 from quantkit.model.source.weights import Weights, torch_dtype
 from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure.names import Obstacle, obstacles
 
 # class -> how many tensors of the files become how many parameters, in the first layer that has such
 CASES = {
@@ -168,3 +169,41 @@ def test_what_was_written_has_no_rule_left(tmp_path: Path) -> None:
     assert type(open_model(str(tmp_path / "written")).weights) is Weights
     plain, again = (shrink.loaded(tmp_path / each).state_dict() for each in ("source", "written"))
     assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+# class -> (what is in the way, why)
+OBSTACLES = {
+    "Llama4TextModel": ("layers.0.feed_forward.experts", "another class"),
+    "Molmo2TextModel": ("Molmo2TextModel", "mlp.ff_proj.weight"),
+    "Inkling2ForCausalLM": ("model.layers.3.self_attn.k_sconv.weight_proj", "nothing packed under that name"),
+    "Qwen4ExpForCausalLM": ("model.layers.0.attn_hyper_connection.block_inject_weight", "ends in `weight`"),
+}
+
+
+def obstacles_of(name: str, folder: Path) -> list[Obstacle]:
+    shrink.tiny(name, folder)
+    stream = StreamedModel(open_model(str(folder)))
+    return obstacles(stream.skeleton, stream.files)
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_it_is_named(name: str, tmp_path: Path) -> None:
+    where, why = OBSTACLES[name]
+    (one,) = [each for each in obstacles_of(name, tmp_path) if each.where == where]
+    assert why in one.why
+    assert one.hinders([where], ["compressed_tensors"])
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "MixtralForCausalLM", "GPT2ForSequenceClassification", "NomicBertForMaskedLM"]
+)
+def test_nothing_is_in_the_way_of_what_loads(name: str, tmp_path: Path) -> None:
+    assert obstacles_of(name, tmp_path) == []
+
+
+def test_only_what_is_packed_and_loaded_so_is_hindered() -> None:
+    linear = Obstacle("a", "", frozenset(["compressed_tensors"]))
+    assert not linear.hinders(["b"], ["compressed_tensors"])
+    assert not linear.hinders(["a"], ["gptqmodel"])
+    assert Obstacle("a", "").hinders(["a"], ["gptqmodel"])
+    assert Obstacle("a", "", always=True).hinders([], [])

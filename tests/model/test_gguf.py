@@ -45,31 +45,23 @@ def write_gguf(path: Path, model: Any, *, blocks: Any = None, **fields: Any) -> 
     arch = _ARCHES[config.model_type]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, fields.pop("architecture", gguf.MODEL_ARCH_NAMES[arch]))
-    writer.add_name("Tiny")
-    writer.add_license("apache-2.0")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    whole = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_freq_base(whole["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    whole, tokens = config.rope_parameters.get("full_attention", config.rope_parameters), vocabulary()
+    stated = {
+        **{"name": "Tiny", "license": "apache-2.0", "block_count": config.num_hidden_layers},
+        **{"context_length": config.max_position_embeddings, "embedding_length": config.hidden_size},
+        **{"feed_forward_length": config.intermediate_size, "head_count": config.num_attention_heads},
+        **{"head_count_kv": config.num_key_value_heads, "rope_freq_base": whole["rope_theta"]},
+        "layer_norm_rms_eps": config.rms_norm_eps,
+    }
     if arch == gguf.MODEL_ARCH.GEMMA3:
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        writer.add_sliding_window(config.sliding_window)
-    tokens = vocabulary()
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(fields.pop("pre", "smollm"))
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in CONTROL else 1 for token in tokens])
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
+        stated |= {"key_length": config.head_dim, "value_length": config.head_dim}
+        stated["sliding_window"] = config.sliding_window
+    stated |= {"tokenizer_model": "gpt2", "tokenizer_pre": fields.pop("pre", "smollm"), "token_list": tokens}
+    stated |= {"token_types": [3 if token in CONTROL else 1 for token in tokens], "token_merges": MERGES}
+    stated |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    stated["chat_template"] = "{{ messages[0]['content'] }}"
+    for key, value in stated.items():
+        getattr(writer, f"add_{key}")(value)
     for key, value in fields.items():
         writer.add_uint32(key.replace("__", "."), value)
     for name, tensor in model.state_dict().items():
@@ -108,6 +100,14 @@ def encoded(array: np.ndarray[Any, Any], blocks: Any) -> np.ndarray[Any, Any]:
         return raw.reshape(array.shape[0], -1)
 
 
+def converted(place: Path, model: Any, **written: Any) -> Path:
+    """The folder that the file of a tiny model becomes."""
+    write_gguf(place / "tiny.gguf", model, **written)
+    (place / "tiny").mkdir()
+    convert_gguf(place / "tiny.gguf", place / "tiny")
+    return place / "tiny"
+
+
 def model_of(name: str) -> Any:
     """A random model with the vocabulary of `write_gguf`; Gemma's norms to 9 bits, so that 1 + w and back is exact."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
@@ -126,10 +126,7 @@ def model_of(name: str) -> Any:
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gemma3"])
 def test_a_model_comes_back_from_gguf(name: str, tmp_path: Path) -> None:
     model = model_of(name)
-    write_gguf(tmp_path / "tiny.gguf", model)
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    convert_gguf(tmp_path / "tiny.gguf", folder)
+    folder = converted(tmp_path, model)
     import transformers
 
     back, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -163,10 +160,7 @@ def test_a_file_is_opened_as_it_is_and_says_what_it_was(tmp_path: Path, monkeypa
 
 def test_the_provenance_says_what_it_was(tmp_path: Path) -> None:
     model = tiny("llama", vocab_size=len(vocabulary()))
-    write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType.Q4_1)
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    convert_gguf(tmp_path / "tiny.gguf", folder)
+    folder = converted(tmp_path, model, blocks=gguf.GGMLQuantizationType.Q4_1)
     provenance = json.loads((folder / "provenance.json").read_text())
     assert provenance["was"] == "gguf Q4_1" and provenance["licence"] == "apache-2.0"
     assert provenance["source"]["sha256"] == hashlib.sha256((tmp_path / "tiny.gguf").read_bytes()).hexdigest()
@@ -183,10 +177,7 @@ def q4_1(raw: bytes) -> np.ndarray[Any, Any]:
 
 def test_blocks_are_decoded_as_llama_cpp_defines_them(tmp_path: Path) -> None:
     model = tiny("llama", vocab_size=len(vocabulary()))
-    write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType.Q4_1)
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    convert_gguf(tmp_path / "tiny.gguf", folder)
+    folder = converted(tmp_path, model, blocks=gguf.GGMLQuantizationType.Q4_1)
     stored = next(t for t in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors if t.name == "blk.1.ffn_down.weight")
     raw = bytes(stored.data)
     by_hand = np.concatenate([q4_1(raw[at : at + 20]) for at in range(0, len(raw), 20)]).reshape(64, 96)
@@ -205,11 +196,8 @@ def test_the_tokenizer_splits_digits_and_keeps_control_tokens(tmp_path: Path) ->
     assert tokenizer("<|im_start|>a")["input_ids"] == [1, vocabulary().index("a")]  # no token of its own is added
     text = "Ünïcode 2024, <|im_end|>\n\t  x"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (
-        "<|im_end|>",
-        "<|im_end|>",
-        "<|im_start|>",
-    )
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+    assert tokenizer.bos_token == "<|im_start|>"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab"
 
 
@@ -236,10 +224,8 @@ def test_a_layer_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     """transformers would fill it at random."""
     model = model_of("gemma3")
     del model.model.layers[1].self_attn.q_norm
-    write_gguf(tmp_path / "tiny.gguf", model)
-    (tmp_path / "tiny").mkdir()
     with pytest.raises(InputError) as caught:
-        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny")
+        converted(tmp_path, model)
     assert caught.value.code == "gguf-damaged" and "blk.1.attn_q_norm.weight" in caught.value.value
 
 
@@ -278,10 +264,7 @@ def test_super_blocks_are_decoded_as_llama_cpp_defines_them(
     blocks: str, by_hand: Any, was: str, tmp_path: Path
 ) -> None:
     model = tiny("qwen2", vocab_size=len(vocabulary()), hidden_size=256, intermediate_size=256, num_hidden_layers=1)
-    write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType[blocks], general__file_type=15)
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    convert_gguf(tmp_path / "tiny.gguf", folder)
+    folder = converted(tmp_path, model, blocks=gguf.GGMLQuantizationType[blocks], general__file_type=15)
     stored = next(t for t in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors if t.name == "blk.0.ffn_down.weight")
     rows = np.array([by_hand(bytes(row)) for row in stored.data[:9]], np.float32)
     read = open_model(str(folder)).weights.read("model.layers.0.mlp.down_proj.weight")[:9]
@@ -322,9 +305,8 @@ def test_tensors_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all, but long enough to look at"])
 def test_a_damaged_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(content)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"\[gguf-damaged\]"):
         convert_gguf(tmp_path / "tiny.gguf", tmp_path)
-    assert caught.value.code == "gguf-damaged"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from torch import nn
+from torch import Tensor, nn
 from zoo import shrink
 
 from quantkit.errors import InputError
@@ -158,9 +158,8 @@ class Nested(nn.Module):
 
 def test_blocks_are_the_list_of_like_modules_with_most_of_the_weights() -> None:
     assert find_blocks(Nested()) == "outer.big"
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"\[blocks-not-found\]"):
         find_blocks(nn.Sequential(nn.Linear(3, 3)))
-    assert caught.value.code == "blocks-not-found"
 
 
 def test_small_helpers() -> None:
@@ -188,3 +187,40 @@ def test_parts_of_an_answer_where_hidden_states_are_not_of_one_token_each(name: 
     for row in range(2):
         found = torch.cat([answers(row, part) for part in (slice(0, 7), slice(7, None))])
         assert float((found - true[row]).abs().max()) < 1e-4
+
+
+class Stack(nn.Module):
+    """A list of like layers that takes no token ids: no transformer, so the whole of it is one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def test_a_transformer_is_its_layers() -> None:
+    model = zoo.tiny("llama")
+    model.train()
+    loaded = LoadedModel(model)
+    assert loaded.block_names == [f"model.layers.{index}" for index in range(3)]
+    assert loaded.load(2) is model.get_submodule("model.layers.2")
+    assert not model.training
+
+
+def test_a_module_without_token_ids_is_one_block() -> None:
+    for module in (Stack(), nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)), nn.Linear(6, 3)):
+        loaded = LoadedModel(module)
+        assert loaded.block_names == [""]
+        assert loaded.load(0) is module
+        x = torch.randn(5, 6)
+        calls = loaded.begin(x, 2)
+        assert torch.equal(calls.hidden, x)
+        alone = calls.forward_row(module, 0, x[3:4], 3)
+        assert torch.allclose(alone, module(x[3:4]), atol=1e-6)
+        with torch.no_grad():
+            assert torch.allclose(calls.run_all(module, 0, calls.hidden), module(x), atol=1e-6)

@@ -9,18 +9,15 @@ import transformers
 from torch import nn
 
 VOCABULARY = 96
+_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+_SIZES["max_position_embeddings"] = 64
 _LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{**_SIZES, "intermediate_size": 96, "num_key_value_heads": 2},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
+_WINDOWS = {**_LLAMA, "head_dim": 16, "sliding_window": 8}
+_BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 3, "n_head": 4}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
 
 # name -> (model class, config class, its settings)
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
@@ -29,42 +26,13 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 16}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**_LLAMA, "sliding_window": 8}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_LLAMA, "head_dim": 16, "sliding_window": 8}),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_LLAMA, "head_dim": 16, "sliding_window": 8}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _WINDOWS),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _WINDOWS),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA),
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
-    ),
-    "opt": (
-        "OPTForCausalLM",
-        "OPTConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 64,
-            "ffn_dim": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-            "word_embed_proj_dim": 64,
-            "pad_token_id": 0,
-        },
-    ),
-    "bert": (
-        "BertModel",
-        "BertConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-        },
-    ),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "opt": ("OPTForCausalLM", "OPTConfig", {**_SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64, "pad_token_id": 0}),
+    "bert": ("BertModel", "BertConfig", {**_SIZES, "intermediate_size": 96}),
 }
-
 # what a few tests need besides; not every test runs over these
 OTHERS: dict[str, tuple[str, str, dict[str, object]]] = {
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_LLAMA, "head_dim": 16}),
@@ -127,35 +95,21 @@ def ids(samples: int = 4, tokens: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 _MIXTURE = {**_LLAMA, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+_QWEN = {**_MIXTURE, "num_experts": 4, "moe_intermediate_size": 32}
+_DEEPSEEK = {
+    **{**_MIXTURE, "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+}
+_QWEN3 = {**_QWEN, "head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": True}
 # mixtures of experts, apart from the others: what these are for is the experts
 MIXTURES: dict[str, tuple[str, str, dict[str, object]]] = {
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_MIXTURE, "num_local_experts": 4}),
-    "qwen3": (
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        {
-            **_MIXTURE,
-            **{"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
-            **{"mlp_only_layers": [0], "norm_topk_prob": True},
-        },
-    ),
+    "qwen3": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", _QWEN3),
     # a shared expert behind a gate that is a linear
-    "qwen2": (
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        {**_MIXTURE, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    ),
+    "qwen2": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**_QWEN, "shared_expert_intermediate_size": 32}),
     # a dense first layer, a shared expert, groups of experts, a bias on the choice
-    "deepseek": (
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        {
-            **_MIXTURE,
-            **{"num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
-            **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32},
-            **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
-        },
-    ),
+    "deepseek": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK),
 }
 
 

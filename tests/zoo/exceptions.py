@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-_SHARED_KEYS = {
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 2,
-}
+_BOTH = ["sliding_attention", "full_attention"]
+_SHARED_KEYS = {"layer_types": _BOTH * 3, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
 _ASSISTANT = {
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "num_hidden_layers": 2,
-    "num_kv_shared_layers": 2,
-    "global_head_dim": 32,
+    **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "layer_types": _BOTH},
+    **{"num_hidden_layers": 2, "num_kv_shared_layers": 2, "global_head_dim": 32},
 }
 _HALF_WINDOW = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}
 _SWA = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "head_dim": 16,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32},
+    **{"head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 16},
 }
+_SPARSE = ["dense", "sparse", "sparse", "sparse"]
+
+
+def _rope(*sections: int, **more: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, **more, "mrope_section": [*sections]}
+
+
 _AXIAL = {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16), "attn_layers": ["local", "lsh", "local", "lsh"]}
 
 # by model type of the config, or by class
@@ -36,12 +31,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "blt_global_transformer": {"hidden_size": 128},
     "blt_local_decoder": {"hidden_size_global": 128, "vocab_size": 260},
     "blt_local_encoder": {"hidden_size_global": 128, "vocab_size": 260},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
-            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
-        }
-    },
+    "cohere_compass_text": {"rope_parameters": {kind: _rope(3, 3, 2) for kind in _BOTH}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
@@ -51,7 +41,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "dots3_note_text": {
         "num_hidden_layers": 4,
         "layer_types": ["indexed_attention", "sliding_attention", "sliding_attention", "indexed_attention"],
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "mlp_layer_types": _SPARSE,
         "per_layer_config": {"1": _SWA, "2": _SWA},
     },
     "esm": {"vocab_size": 160},
@@ -71,13 +61,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "longformer": {"attention_window": 8},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "zero_expert_num": 2},
-    "mellum": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_hidden_layers": 4},
+    "mellum": {"mlp_layer_types": _SPARSE, "num_hidden_layers": 4},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-        "num_hidden_layers": 4,
-        "index_block_size": 8,
-        "index_topk_blocks": 2,
+        **{"mlp_layer_types": _SPARSE, "num_hidden_layers": 4, "index_block_size": 8, "index_topk_blocks": 2},
     },
     "mamba2": {"head_dim": 16, "num_heads": 8, "n_groups": 2},
     "markuplm": {"max_depth": 4, "xpath_unit_hidden_size": 8},
@@ -86,44 +73,26 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen3": _HALF_WINDOW,
     "qwen3_moe": {"mlp_only_layers": [1]},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-        "ple_layer_ids": [2],
-        "heads_per_ngram": 4,
-        "ngram_vocab_size_base": 160,
-        "make_ngram_vocab_size_divisible_by": 8,
-        "split_ngram_parts": 4,
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8},
+        **{"indexer_compress_ratio": 4, "ple_layer_ids": [2], "heads_per_ngram": 4, "ngram_vocab_size_base": 160},
+        **{"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4},
     },
     "reformer": _AXIAL,
     "squeezebert": {"embedding_size": 64},
     "xmod": {"default_language": "en_XX"},
     "youtu": {"pad_token_id": None},
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "attention_head_dim": 32,
-    },
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 32},
     "zaya": {"num_experts_per_tok": 1},
     **{
-        name: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+        name: {"rope_parameters": _rope(2, 3, 3)}
         for name in (
             *("cosmos3_edge_text", "glm4v_text", "glm_image_text", "glm_ocr_text"),
             *("qwen2_5_vl_text", "qwen2_vl_text"),
         )
     },
-    "glm4v_moe_text": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [1, 1, 2],
-        }
-    },
+    "glm4v_moe_text": {"rope_parameters": _rope(1, 1, 2, partial_rotary_factor=0.5)},
     "glm5_next_text": {"index_topk": 8, "index_kpool": 4},
-    "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}},
+    "hunyuan_vl_text": {"rope_parameters": _rope(2, 2, 2, 2)},
     "Gemma4AssistantForCausalLM": {"text_config": _ASSISTANT},
     "Gemma4UnifiedAssistantForCausalLM": {"text_config": _ASSISTANT},
 }
@@ -149,47 +118,26 @@ VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
 # decoders without their head that are used as encoders
 BASES = {"GemmaModel", "Gemma2Model", "Gemma3TextModel", "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 
+_STEMS = {
+    "SequenceClassification": {
+        **{"llama": "Llama", "bert": "Bert", "roberta": "Roberta", "gpt2": "GPT2", "deberta-v2": "DebertaV2"},
+        **{"t5": "T5", "bart": "Bart", "modernbert": "ModernBert"},
+    },
+    "TokenClassification": {"bert": "Bert", "llama": "Llama", "distilbert": "DistilBert"},
+    "QuestionAnswering": {"bert": "Bert", "llama": "Llama"},
+    "ImageClassification": {
+        **{"vit": "ViT", "deit": "DeiT", "beit": "Beit", "dinov2": "Dinov2", "swin": "Swin", "convnext": "ConvNext"},
+        **{"resnet": "ResNet", "clip": "CLIP"},
+    },
+}
+_BOTH_WAYS = {"t5": "T5ForConditionalGeneration", "bart": "BartForConditionalGeneration", "marian": "MarianMTModel"}
 # heads besides the auto classes of language models: (table, model type -> class)
 HEADS: list[tuple[str, dict[str, Any]]] = [
-    (
-        "AutoModelForSequenceClassification",
-        {
-            "llama": "LlamaForSequenceClassification",
-            "bert": "BertForSequenceClassification",
-            "roberta": "RobertaForSequenceClassification",
-            "gpt2": "GPT2ForSequenceClassification",
-            "deberta-v2": "DebertaV2ForSequenceClassification",
-            "t5": "T5ForSequenceClassification",
-            "bart": "BartForSequenceClassification",
-            "modernbert": "ModernBertForSequenceClassification",
-        },
+    *(
+        (f"AutoModelFor{task}", {kind: f"{stem}For{task}" for kind, stem in stems.items()})
+        for task, stems in _STEMS.items()
     ),
-    (
-        "AutoModelForTokenClassification",
-        {
-            "bert": "BertForTokenClassification",
-            "llama": "LlamaForTokenClassification",
-            "distilbert": "DistilBertForTokenClassification",
-        },
-    ),
-    ("AutoModelForQuestionAnswering", {"bert": "BertForQuestionAnswering", "llama": "LlamaForQuestionAnswering"}),
-    (
-        "AutoModelForSeq2SeqLM",
-        {"t5": "T5ForConditionalGeneration", "bart": "BartForConditionalGeneration", "marian": "MarianMTModel"},
-    ),
-    (
-        "AutoModelForImageClassification",
-        {
-            "vit": "ViTForImageClassification",
-            "deit": "DeiTForImageClassification",
-            "beit": "BeitForImageClassification",
-            "dinov2": "Dinov2ForImageClassification",
-            "swin": "SwinForImageClassification",
-            "convnext": "ConvNextForImageClassification",
-            "resnet": "ResNetForImageClassification",
-            "clip": "CLIPForImageClassification",
-        },
-    ),
+    ("AutoModelForSeq2SeqLM", _BOTH_WAYS),
     ("AutoModelForImageTextToText", {"llava": "LlavaForConditionalGeneration"}),
     ("AutoModelForSpeechSeq2Seq", {"whisper": "WhisperForConditionalGeneration"}),
 ]

@@ -26,6 +26,9 @@ MARLIN_GROUPS = (-1, 32, 64, 128)
 REGEX = "re:"
 DENSE = "export: checkpoint: {layout: dense}"
 Header = tuple[str, str, tuple[int, ...]]
+# linear -> scheme; linear -> [N, K]
+Schemes = Mapping[str, WeightScheme]
+Shapes = Mapping[str, tuple[int, int]]
 # a stored tensor by its full name in the files
 Read = Callable[[str], "torch.Tensor"]
 
@@ -62,7 +65,7 @@ class Layout(Protocol):
     codes: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
 
-    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         """Refuse what it cannot hold: `layout-unsupported`, naming the first linear; MissingDependency.
 
         `shapes`: linear -> [N, K], of those that are known.
@@ -81,9 +84,7 @@ class Layout(Protocol):
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Make all other stored tensors; `dtype` is what the model will be loaded in. InputError (`scale-inexact`)."""
 
-    def quantization_config(
-        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
-    ) -> dict[str, Any]:
+    def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
         """Make the `quantization_config` of config.json; `ignore`: names, or regular expressions behind `re:`."""
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
@@ -154,7 +155,7 @@ def unsupported(where: str, value: str, rule: str, remedy: str = DENSE) -> Input
     return InputError("layout-unsupported", where, value, rule, remedy)
 
 
-def check_format(layout: str, held: str, schemes: Mapping[str, WeightScheme], remedy: str = DENSE) -> None:
+def check_format(layout: str, held: str, schemes: Schemes, remedy: str = DENSE) -> None:
     """Refuse the first linear of another format than the one `held`: `layout-unsupported`."""
     for linear, scheme in schemes.items():
         if scheme.format != held:

@@ -33,7 +33,17 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.elements import FP4_E2M1
 from quantkit.lazy import torch
-from quantkit.model.layouts import Expansion, Header, Layout, Read, check_format, stored_with, unsupported
+from quantkit.model.layouts import (
+    Expansion,
+    Header,
+    Layout,
+    Read,
+    Schemes,
+    Shapes,
+    check_format,
+    stored_with,
+    unsupported,
+)
 from quantkit.model.structure.names import same
 from quantkit.scheme import WeightScheme
 
@@ -60,12 +70,10 @@ class CompressedTensors(Layout):
     def arguments(self, scheme: WeightScheme) -> dict[str, Any]:
         """Return those of the library's `QuantizationArgs`."""
 
-    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         self.quantization_config(schemes, [], "float32")
 
-    def quantization_config(
-        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
-    ) -> dict[str, Any]:
+    def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
         """Make one config group for each kind of scheme.
 
         A single one is for all of class `Linear` but those to be ignored; of several, each names its linears, and what
@@ -141,7 +149,7 @@ class PlainCodes(CompressedTensors):
     codes: ClassVar[str] = WEIGHT
     parts: ClassVar[tuple[str, ...]] = (WEIGHT, SCALE, ZERO)
 
-    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         check_format(self.title, self.format, schemes, "export: checkpoint: {layout: pack-quantized}, or `dense`")
         super().accepts(schemes, shapes)
 
@@ -216,7 +224,7 @@ class PackedFp4(CompressedTensors):
     def _global(self) -> bool:
         return self.strategy == "tensor_group"
 
-    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         check_format(self.title, self.format, schemes)
         super().accepts(schemes, shapes)
 
@@ -235,9 +243,7 @@ class PackedFp4(CompressedTensors):
             stored[prefix + GLOBAL] = (1 / tensor.global_scale.float()).reshape(1)
         return stored
 
-    def quantization_config(
-        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
-    ) -> dict[str, Any]:
+    def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
         # expanded as they are read: one scheme is all there is
         return super().quantization_config(layers, ignore, dtype) | {"dequantize": True}
 

@@ -21,7 +21,18 @@ from typing import Any
 
 from quantkit.formats import Nested, QuantTensor
 from quantkit.lazy import torch
-from quantkit.model.layouts import REGEX, Expansion, Header, Layout, Read, check_format, missing, stored_with
+from quantkit.model.layouts import (
+    REGEX,
+    Expansion,
+    Header,
+    Layout,
+    Read,
+    Schemes,
+    Shapes,
+    check_format,
+    missing,
+    stored_with,
+)
 from quantkit.scheme import WeightScheme
 
 WEIGHT, ABSMAX, MAP = ".weight", ".weight.absmax", ".weight.quant_map"
@@ -42,7 +53,7 @@ class BitsAndBytes(Layout):
     codes = WEIGHT
     parts = (WEIGHT, ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP, STATE)
 
-    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         check_format(self.name, "nf4", schemes)
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
@@ -83,9 +94,7 @@ class BitsAndBytes(Layout):
         found[prefix + STATE] = torch.tensor(list(text), dtype=torch.uint8)
         return found
 
-    def quantization_config(
-        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
-    ) -> dict[str, Any]:
+    def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
         double = any(scheme.scale == "double" for scheme in layers.values())
         return {
             "quant_method": "bitsandbytes",

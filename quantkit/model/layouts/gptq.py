@@ -21,7 +21,18 @@ from typing import Any, ClassVar
 
 from quantkit.formats import QuantTensor
 from quantkit.lazy import torch
-from quantkit.model.layouts import MARLIN_GROUPS, REGEX, Expansion, Header, Layout, Read, missing, unsupported
+from quantkit.model.layouts import (
+    MARLIN_GROUPS,
+    REGEX,
+    Expansion,
+    Header,
+    Layout,
+    Read,
+    Schemes,
+    Shapes,
+    missing,
+    unsupported,
+)
 from quantkit.model.layouts._compressed_tensors import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
 
@@ -41,7 +52,7 @@ class GptqLayout(Layout):
     codes: ClassVar[str] = QWEIGHT
     parts: ClassVar[tuple[str, ...]] = (QWEIGHT, QZEROS, SCALES, G_IDX)
 
-    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         kinds = {self._kind(scheme, linear): linear for linear, scheme in schemes.items()}
         if len(kinds) > 1:
             second, rule = list(kinds.values())[1], "its readers in transformers know one"
@@ -86,9 +97,7 @@ class GptqLayout(Layout):
             prefix + G_IDX: torch.arange(columns, dtype=torch.int32) // (columns // groups),
         }
 
-    def quantization_config(
-        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
-    ) -> dict[str, Any]:
+    def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
         bits, group, symmetric = self._kind(next(iter(layers.values())))
         config = {
             "quant_method": "gptq",

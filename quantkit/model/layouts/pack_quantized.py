@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from quantkit.formats import QuantTensor
 from quantkit.lazy import torch
-from quantkit.model.layouts import MARLIN_GROUPS, Header, Layout, Read, unsupported
+from quantkit.model.layouts import MARLIN_GROUPS, Header, Layout, Read, Schemes, Shapes, unsupported
 from quantkit.model.layouts._compressed_tensors import (
     FLOATS,
     PACKED,
@@ -49,7 +49,7 @@ class PackQuantized(CompressedTensors):
         groups = scheme.granularity != "tensor" and (scheme.group or -1) in MARLIN_GROUPS
         return groups and scheme.format in ("int2", "int3", "int4", "int8")
 
-    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         for linear, scheme in schemes.items():
             bits_of(scheme, linear=linear)
         super().accepts(schemes, shapes)
@@ -78,9 +78,7 @@ class PackQuantized(CompressedTensors):
             companions[prefix + ZERO] = packed
         return companions | {prefix + SHAPE: torch.tensor(tensor.shape, dtype=torch.int64)}
 
-    def quantization_config(
-        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
-    ) -> dict[str, Any]:
+    def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
         """Raises InputError (`layout-unsupported`, several schemes of which one has zero points)."""
         # what the library tells apart
         kinds = {name: (bits_of(how), how.granularity, how.group, how.symmetric) for name, how in layers.items()}

@@ -14,8 +14,9 @@ from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base.blocks import FLOAT16
+from quantkit.model.layouts import Schemes, Shapes
 from quantkit.model.sizes.architecture import Architecture, Matrix
-from quantkit.model.sizes.storage import Shapes, instead, mixed, power
+from quantkit.model.sizes.storage import instead, mixed, power
 from quantkit.recipe import PassStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -149,7 +150,7 @@ def _first_of(names: Sequence[str]) -> str:
     return names[0] + (f" (and {len(names) - 1} other layers)" if len(names) > 1 else "")
 
 
-def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
+def _check_formats(schemes: Schemes) -> None:
     for name, scheme in schemes.items():
         if not load_format(scheme.format).rules.codes:
             quantizing = [form for form in plugins.FORMATS.shipped() if load_format(form).rules.codes]
@@ -191,9 +192,7 @@ def _assigned(recipe: Recipe, shapes: Shapes, head: str | None, decisions: list[
     return schemes
 
 
-def _fallen_back(
-    mixture: str, shapes: Shapes, schemes: Mapping[str, WeightScheme], decisions: list[Decision]
-) -> dict[str, WeightScheme]:
+def _fallen_back(mixture: str, shapes: Shapes, schemes: Schemes, decisions: list[Decision]) -> dict[str, WeightScheme]:
     """Put in what stands in for super-blocks that K does not fill; one decision a kind, one for all bits."""
     stored = {name: instead(scheme, shapes[name][1]) for name, scheme in schemes.items()}
     kinds: dict[tuple[str, str, int], list[str]] = {}
@@ -211,19 +210,14 @@ def _fallen_back(
     return stored
 
 
-def _bits(schemes: Mapping[str, WeightScheme], shapes: Shapes) -> float:
+def _bits(schemes: Schemes, shapes: Shapes) -> float:
     """Return the bits of a weight of all of them, on the mean; as if K were whole groups."""
     sizes = {name: shapes[name][0] * shapes[name][1] for name in schemes}
     bits = {name: load_format(how.format).bits_per_weight((1, 256), how) for name, how in schemes.items()}
     return sum(bits[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
 
 
-def _divisible(
-    recipe: Recipe,
-    shapes: Shapes,
-    schemes: Mapping[str, WeightScheme],
-    decisions: list[Decision],
-) -> dict[str, WeightScheme]:
+def _divisible(recipe: Recipe, shapes: Shapes, schemes: Schemes, decisions: list[Decision]) -> dict[str, WeightScheme]:
     wrong = [name for name, scheme in schemes.items() if scheme.padding(shapes[name][1])]
     if not wrong or recipe.on_indivisible == "pad":
         for name in wrong:
@@ -260,7 +254,7 @@ def _divisible(
 
 
 def _shrunk(
-    schemes: Mapping[str, WeightScheme],
+    schemes: Schemes,
     kinds: Mapping[tuple[str, int, int], Sequence[str]],
     sizes: Mapping[tuple[str, int, int], int | None],
     decisions: list[Decision],
@@ -275,9 +269,7 @@ def _shrunk(
     return shrunk
 
 
-def _multiplied(
-    schemes: Mapping[str, WeightScheme], largest: Mapping[str, float], decisions: list[Decision]
-) -> dict[str, WeightScheme]:
+def _multiplied(schemes: Schemes, largest: Mapping[str, float], decisions: list[Decision]) -> dict[str, WeightScheme]:
     """Widen scales to float32 where weights go beyond float16: runtimes multiply codes in the dtype of their scales."""
     widened = dict(schemes)
     for name, scheme in schemes.items():
@@ -290,7 +282,7 @@ def _multiplied(
     return widened
 
 
-def _storable(schemes: Mapping[str, WeightScheme], dtype: str, decisions: list[Decision]) -> dict[str, WeightScheme]:
+def _storable(schemes: Schemes, dtype: str, decisions: list[Decision]) -> dict[str, WeightScheme]:
     """Store scales in a dtype that the model's dtype holds exactly: runtimes read them in the model's dtype."""
     if dtype not in ("float16", "bfloat16"):
         return dict(schemes)

@@ -20,7 +20,7 @@ inputs are here too. Falcon and mixtures of experts, for which it has exceptions
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any, NamedTuple
@@ -29,12 +29,10 @@ from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import scale_shape
-from quantkit.model.layouts import Header, Layout, load_layout
+from quantkit.model.layouts import Header, Layout, Shapes, load_layout
 from quantkit.model.sizes.architecture import Architecture, Matrix
 from quantkit.scheme import MIXTURES, ActivationScheme, CacheScheme, WeightScheme
 
-# linear -> [N, K]
-Shapes = Mapping[str, tuple[int, int]]
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 # bytes of a token in a file that holds the vocabulary: text, kind, score or merge; of an entry for a tensor
 _WORD, _TENSOR = 35, 64
