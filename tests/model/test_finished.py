@@ -77,13 +77,10 @@ def test_whatever_a_format_stores_comes_back(tmp_path: Path, written: dict[str, 
             if isinstance(here, torch.Tensor):
                 assert here.dtype == there.dtype
                 assert torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
-        if tensor.nested is not None and back.nested is not None:
-            assert torch.equal(back.nested.codes, tensor.nested.codes)
-            assert torch.equal(back.nested.absmax, tensor.nested.absmax)
-            assert torch.equal(back.nested.offset, tensor.nested.offset)
-        if tensor.super_blocks is not None and back.super_blocks is not None:
-            assert torch.equal(back.super_blocks.d, tensor.super_blocks.d)
-            assert torch.equal(back.super_blocks.sc, tensor.super_blocks.sc)
+        for part, names in (("nested", ("codes", "absmax", "offset")), ("super_blocks", ("d", "sc"))):
+            if getattr(tensor, part) is not None:
+                pairs = [[getattr(getattr(side, part), name) for side in (back, tensor)] for name in names]
+                assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_nothing_decided_is_nothing_found(tmp_path: Path) -> None:

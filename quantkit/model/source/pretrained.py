@@ -1,15 +1,11 @@
 """The one place that calls transformers' `from_pretrained`, and a model's own code: whether the user trusts it.
 
-Local files, safetensors, and no code of the model's own. Where transformers is not told, it asks on standard input
-whether it may run what lies in the folder, and an answer runs it. Here it is told each time: no, unless the user has
-said `--trust-remote-code` for a model of theirs, or did so before for the very same code, which a bundle of that model
-has. A model's own code is the Python files beside its config, which `auto_map` names:
+Where transformers is not told, it asks on standard input whether it may run what lies in the folder, and an answer
+runs it. Here it is told each time: no, unless the user has said `--trust-remote-code`. That trust is given to content:
+what ran once may run again wherever the very same Python files lie beside a config, as in a bundle of that model. It is
+kept on the user's side alone, <cache>/trusted/<sha256 of names and contents>. A config names the code:
 
     {"auto_map": {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}}
-
-Trust is given to content: what `--trust-remote-code` let run once may run again wherever the very same files lie, as in
-a bundle of that model. It is kept on the user's side alone, <cache>/trusted/<sha256 of names and contents>; what a
-folder says of itself does not count.
 """
 
 from __future__ import annotations

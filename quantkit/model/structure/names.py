@@ -3,22 +3,17 @@
 Names differ for three reasons: the class has the base model under a prefix that the file lacks, or lacks it where the
 file has it (`h.0.ln_1.weight` and `transformer.h.0.ln_1.weight`); a name was changed since the file was written
 (`LayerNorm.gamma`); a tied parameter is stored once. The first two are transformers' own rules, applied by its own
-function; the third follows the skeleton, in which tied parameters are one object. Tensors that loading joins or cuts
-have the parameters' names already: `source/converted.py`.
+function; the third follows the skeleton, in which tied parameters are one object.
 
 What is left over must not matter: a tensor inside a block, or of a module that the skeleton has, means that the config
 describes another model (a bias that would silently be dropped), and is an error; a pooler or head that the class does
-not have is listed as unused.
+not have is left unused.
 
-Obstacles are found in transformers' own rules and tables, before any work; nothing is known of any model:
-
-- It puts another class in the place of some modules where a checkpoint is quantized (`quantizers/base.py`); the
-  parameters of that class have other names than the files of the original.
-- compressed-tensors' parts join a rule that makes a linear's weight of tensors of the files, and a rule may then not
-  give several.
-- compressed-tensors' parts are found by a pattern that takes the first `weight` in a tensor's name: a linear that is
-  itself called `…weight` is not found.
-- A name in the files that transformers changes while loading may not be changed so with a part's suffix behind it.
+Obstacles are found in transformers' own rules and tables, before any work: another class takes a module's place where a
+checkpoint is quantized, with other parameters (`quantizers/base.py`); compressed-tensors' parts join a rule that makes
+a linear's weight of tensors of the files, which may then not give several, and are found by a pattern that takes the
+first `weight` in a name, even of a linear called `…weight`; a name that loading changes may not be changed so with a
+part's suffix behind it.
 """
 
 from __future__ import annotations
