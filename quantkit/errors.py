@@ -63,7 +63,7 @@ class QuantkitError(Exception):
 
     exit: ClassVar[int] = 2
 
-    def __init__(self, code: str, *, where: str = "", value: object = "", rule: str = "", remedy: str = "") -> None:
+    def __init__(self, code: str, where: str = "", value: object = "", rule: str = "", remedy: str = "") -> None:
         self.code, self.where, self.rule, self.remedy = code, where, rule, remedy
         self.value = _COLOUR.sub("", str(value))
         super().__init__(self.line())
