@@ -23,6 +23,8 @@ from .planted import STEP, answered, timed
 
 ONE, OTHER = CELLS[0], CELLS[2]
 GATES = {"latency": 0.02, "accuracy": 0.01, "kl": 0.01, "size": 0.01}
+EVERY = ("latency", "accuracy", "kl", "size")
+RELEASED = {"release_sha256": "d" * 64}
 
 
 def config(**gates: Any) -> Nightly:
@@ -58,39 +60,30 @@ def row(found: Judged, what: str, cell: NightCell = ONE) -> StoredDecision:
     return one
 
 
+def judged_accuracy(items: Iterable[Item]) -> Any:
+    return row(judged([done(ONE)], items=items), "accuracy")
+
+
 def test_nothing_changed_and_nothing_is_called() -> None:
     found = judged([done(ONE)], timed(ONE), answered(ONE))
-    assert {each.what: each.answer for each in found.decisions} == dict.fromkeys(
-        ("latency", "accuracy", "kl", "size"), "same"
-    )
-    assert found.repeat == []
-    latency = row(found, "latency")
-    assert latency.low is not None
-    assert latency.high is not None
-    assert latency.low < latency.value < latency.high  # type: ignore[operator]
+    assert {each.what: each.answer for each in found.decisions} == dict.fromkeys(EVERY, "same")
+    latency: Any = row(found, "latency")
+    assert latency.low < latency.value < latency.high
     assert (latency.margin, latency.n) == (pytest.approx(0.02), 160)
-    assert 0.02 < latency.smallest < 0.1  # type: ignore[operator]
-    assert latency.because.startswith("time ")
-    assert "within 2.0 %" in latency.because
-    assert row(found, "accuracy").n == 2000
+    assert 0.02 < latency.smallest < 0.1
+    assert latency.because.startswith("time ") and "within 2.0 %" in latency.because
+    assert row(found, "accuracy").n == 2000 and found.repeat == []
 
 
 def test_five_percent_is_found_and_asked_for_again() -> None:
     found = judged([done(ONE), done(OTHER)], [*timed(ONE, slower=0.05), *timed(OTHER, seed=1)], answered(ONE))
-    latency = row(found, "latency")
-    assert latency.answer == "worse"
-    assert latency.confirmed is None
-    assert latency.value == pytest.approx(0.05, abs=0.01)
-    assert latency.p < latency.p_adjusted <= 0.01  # type: ignore[operator]
-    assert "not yet run again" in latency.because
-    assert found.repeat == [ONE]
+    latency: Any = row(found, "latency")
+    assert (latency.answer, latency.confirmed, latency.value) == ("worse", None, pytest.approx(0.05, abs=0.01))
+    assert latency.p < latency.p_adjusted <= 0.01
+    assert "not yet run again" in latency.because and found.repeat == [ONE]
     assert row(found, "latency", OTHER).answer == "same"
-
-
-def test_five_percent_faster_is_better_and_its_p_is_of_that() -> None:
-    latency = row(judged([done(ONE)], timed(ONE, slower=-0.05)), "latency")
-    assert latency.answer == "better"
-    assert latency.p_adjusted <= 0.01  # type: ignore[operator]
+    faster: Any = row(judged([done(ONE)], timed(ONE, slower=-0.05)), "latency")
+    assert faster.answer == "better" and faster.p_adjusted <= 0.01, "its p is of that"
 
 
 @pytest.mark.parametrize(
@@ -108,9 +101,8 @@ def test_a_second_run_confirms_an_alarm_or_takes_it_back(
     found = judged([done(ONE), done(ONE, attempt=2)], times)
     latency = row(found, "latency")
     assert (latency.answer, latency.confirmed) == (answer, confirmed)
-    assert said in latency.because
     assert latency.value == pytest.approx(slower, abs=0.01)  # of the second run's own times
-    assert found.repeat == []
+    assert said in latency.because and found.repeat == []
 
 
 @pytest.mark.parametrize(
@@ -123,21 +115,17 @@ def test_a_second_run_confirms_an_alarm_or_takes_it_back(
 def test_an_alarm_whose_second_run_failed_is_not_silent(second: Result, said: str) -> None:
     found = judged([done(ONE), second], timed(ONE, slower=0.05))
     latency = row(found, "latency")
-    assert latency.answer == "failed"
-    assert said in latency.because
+    assert latency.answer == "failed" and said in latency.because and found.repeat == []
     assert "+5." in latency.because or "+4." in latency.because
-    assert found.repeat == []
 
 
 def test_a_planted_loss_of_answers_is_found_and_stands_with_every_cell_of_the_build() -> None:
     both = [done(ONE), done(CELLS[1])]
     found = judged(both, items=answered(ONE, lost=100, gained=20))
     for cell in CELLS[:2]:
-        accuracy = row(found, "accuracy", cell)
-        assert accuracy.answer == "worse"
-        assert accuracy.value == pytest.approx(80 / 2000)
-        assert accuracy.low <= 0.04 <= accuracy.high  # type: ignore[operator]
-        assert accuracy.p_adjusted < 0.01  # type: ignore[operator]
+        accuracy: Any = row(found, "accuracy", cell)
+        assert (accuracy.answer, accuracy.value) == ("worse", pytest.approx(80 / 2000))
+        assert accuracy.low <= 0.04 <= accuracy.high and accuracy.p_adjusted < 0.01
         assert "answers lost +4.0 %" in accuracy.because
     assert found.repeat == []  # answers do not change by asking again
     lost = judged([done(ONE)], items=answered(ONE, lost=100, gained=20), accuracy=0.1)
@@ -155,12 +143,9 @@ def test_farther_from_the_float_model_or_less_likely_text_is_found() -> None:
 
 def test_of_two_in_a_row_that_are_equally_grave_it_is_always_the_same_one() -> None:
     """Else the line that its nights make would jump between them."""
-    both = row(judged([done(ONE)], items=answered(ONE, kl=0.03, nll=0.3)), "kl")
-    assert both.answer == "worse"
-    assert both.because.startswith("KL ")
-    fine = row(judged([done(ONE)], items=answered(ONE, kl=-0.0001, nll=0.001)), "kl")
-    assert fine.answer == "same"
-    assert fine.because.startswith("KL ")
+    for changes, answer in (({"kl": 0.03, "nll": 0.3}, "worse"), ({"kl": -0.0001, "nll": 0.001}, "same")):
+        kl = row(judged([done(ONE)], items=answered(ONE, **changes)), "kl")
+        assert kl.answer == answer and kl.because.startswith("KL ")
 
 
 def test_labels_without_sequences_or_likelihoods_are_enough() -> None:
@@ -177,11 +162,9 @@ def test_items_of_one_sequence_count_for_less() -> None:
         for each in answered(ONE)
     ]
     alone = [replace(each, sequence=None) for each in items]
-    clustered, single = (row(judged([done(ONE)], items=each), "accuracy") for each in (items, alone))
-    assert single.answer == "worse"
-    assert clustered.answer == "inconclusive"
-    assert clustered.value == single.value
-    assert clustered.smallest > single.smallest  # type: ignore[operator]
+    clustered, single = (judged_accuracy(each) for each in (items, alone))
+    assert (single.answer, clustered.answer) == ("worse", "inconclusive")
+    assert clustered.value == single.value and clustered.smallest > single.smallest
     assert "would have been called worse" in clustered.because
 
 
@@ -194,9 +177,8 @@ def test_crops_of_few_photographs_are_no_more_than_those() -> None:
         for each in answered(ONE)
     ]
     crops = [replace(each, logp=None, kl=None) for each in items]
-    words, photographs = (row(judged([done(ONE)], items=each), "accuracy") for each in (items, crops))
-    assert words.value == photographs.value
-    assert photographs.smallest > words.smallest  # type: ignore[operator]
+    words, photographs = (judged_accuracy(each) for each in (items, crops))
+    assert words.value == photographs.value and photographs.smallest > words.smallest
 
 
 def test_blocks_of_one_round_count_for_less() -> None:
@@ -207,38 +189,34 @@ def test_blocks_of_one_round_count_for_less() -> None:
         for each in timed(ONE)
     ]
     flat = [replace(each, round=0, block=each.round * BLOCKS + each.block) for each in times]
-    widths = []
-    for given in (times, flat):
-        latency = row(judged([done(ONE)], given), "latency")
-        widths.append(latency.high - latency.low)  # type: ignore[operator]
-    assert widths[0] > 1.2 * widths[1]
+    rounds, one = (row(judged([done(ONE)], taken), "latency") for taken in (times, flat))
+    assert rounds.high - rounds.low > 1.2 * (one.high - one.low)  # type: ignore[operator]
 
 
 def test_items_of_a_second_attempt_are_not_mixed_with_the_first_s() -> None:
     items = answered(ONE)
     again = [replace(each, attempt=2, correct=False) for each in items]
-    assert row(judged([done(ONE)], items=[*items, *again]), "accuracy").answer == "same"
+    assert judged_accuracy([*items, *again]).answer == "same"
 
 
 def test_size_is_counted() -> None:
     larger = row(judged([done(ONE, bytes=1020)]), "size")
     assert (larger.answer, larger.value) == ("worse", pytest.approx(0.02))
     assert larger.because == "bytes +2.0 %, more than 1.0 %"
-    assert row(judged([done(ONE, bytes=1005)]), "size").answer == "same"
-    assert row(judged([done(ONE, bytes=900)]), "size").answer == "better"
-    assert row(judged([done(ONE, bytes=None)]), "size").answer == "missing"
+    for size, answer in ((1005, "same"), (900, "better"), (None, "missing")):
+        assert row(judged([done(ONE, bytes=size)]), "size").answer == answer
 
 
 def test_drift_is_against_the_release_in_blocks_of_its_own() -> None:
     times = [*timed(ONE), *timed(ONE, slower=0.05, other="release", seed=3)]
-    found = judged([done(ONE, release_sha256="d" * 64)], times)
+    found = judged([done(ONE, **RELEASED)], times)
     assert row(found, "latency").answer == "same"
     drift = row(found, "drift")
     assert (drift.answer, drift.value) == ("worse", pytest.approx(0.05, abs=0.01))
     assert drift.because.startswith("against the last release: time ")
     assert found.repeat == [ONE]
     again = [*times, *(replace(each, attempt=2) for each in timed(ONE, slower=0.05, other="release", seed=4))]
-    found = judged([done(ONE, release_sha256="d" * 64), done(ONE, release_sha256="d" * 64, attempt=2)], again)
+    found = judged([done(ONE, **RELEASED), done(ONE, **RELEASED, attempt=2)], again)
     assert row(found, "drift").confirmed
     assert row(found, "latency").confirmed is None
 
@@ -251,18 +229,12 @@ def test_drift_of_answers_is_the_graver_of_the_two() -> None:
         replace(each, correct=lost[each.item]) if each.side in ("candidate", "baseline") else each for each in items
     ]
     times = [*timed(ONE), *timed(ONE, other="release", seed=3)]
-    found = judged([done(ONE, release_sha256="d" * 64)], times, items)
-    assert row(found, "accuracy").answer == "same"
+    found = judged([done(ONE, **RELEASED)], times, items)
     drift = row(found, "drift")
-    assert drift.answer == "worse"
+    assert (row(found, "accuracy").answer, drift.answer, found.repeat) == ("same", "worse", [])
     assert drift.because.startswith("against the last release: answers lost +5.0 %")
-    assert found.repeat == []
-
-
-def test_an_unloadable_release_is_said() -> None:
-    drift = row(judged([done(ONE, flags=("release-unloadable: it is gone",))], timed(ONE)), "drift")
-    assert drift.answer == "inconclusive"
-    assert drift.because == "the last release could not be loaded: it is gone"
+    gone = row(judged([done(ONE, flags=("release-unloadable: it is gone",))], timed(ONE)), "drift")
+    assert (gone.answer, gone.because) == ("inconclusive", "the last release could not be loaded: it is gone")
 
 
 def test_holm_is_across_the_night() -> None:
@@ -270,41 +242,27 @@ def test_holm_is_across_the_night() -> None:
     cells = [NightCell("tiny", f"r{i}", "cpu-x86", "onnxruntime", 1) for i in range(40)]
     # 10 of 2000 lost and none gained: p = 1/1024
     items = [*answered(cells[0], lost=10)]
-    alone = row(judged([done(cells[0])], items=items, accuracy=0.004), "accuracy", cells[0])
-    assert alone.answer == "worse"
-    for each in cells[1:]:
-        items += answered(each, n=400)
-    among = row(judged([done(each) for each in cells], items=items, accuracy=0.004), "accuracy", cells[0])
-    assert among.p == alone.p
-    assert among.p_adjusted > 40 * among.p  # type: ignore[operator]
-    assert among.answer == "inconclusive"
-    assert among.smallest > alone.smallest  # type: ignore[operator]
-
-
-def test_drift_is_in_the_same_family() -> None:
-    items = answered(ONE, lost=10)
-    alone = row(judged([done(ONE)], items=items), "accuracy")
-    times = timed(ONE, other="release")
-    both = row(judged([done(ONE, release_sha256="d" * 64)], times, items), "accuracy")
+    alone: Any = row(judged([done(cells[0])], items=items, accuracy=0.004), "accuracy", cells[0])
+    items += [item for each in cells[1:] for item in answered(each, n=400)]
+    among: Any = row(judged([done(each) for each in cells], items=items, accuracy=0.004), "accuracy", cells[0])
+    assert (alone.answer, among.answer, among.p) == ("worse", "inconclusive", alone.p)
+    assert among.p_adjusted > 40 * among.p and among.smallest > alone.smallest
+    # drift is in the same family
+    alone = judged_accuracy(answered(ONE, lost=10))
+    both = row(judged([done(ONE, **RELEASED)], timed(ONE, other="release"), answered(ONE, lost=10)), "accuracy")
     assert both.p == alone.p
     assert both.p_adjusted == pytest.approx(alone.p_adjusted * 4 / 3)  # accuracy, KL, log-perplexity; and drift
 
 
 def test_a_first_night_is_kept_and_says_so() -> None:
     first = done(ONE, baseline_sha256=None, baseline_bytes=None)
-    times = [each for each in timed(ONE) if each.side == "candidate"]
-    items = [each for each in answered(ONE) if each.side == "candidate"]
+    times, items = ([each for each in rows if each.side == "candidate"] for rows in (timed(ONE), answered(ONE)))  # type: ignore[attr-defined]
     found = judged([first], times, items)
-    assert {each.what: (each.answer, each.because) for each in found.decisions} == dict.fromkeys(
-        ("latency", "accuracy", "kl", "size"), ("inconclusive", NEW)
-    )
-    assert row(found, "latency").n == 160
-    assert row(found, "latency").value is None
-
-
-def test_a_baseline_that_does_not_load_is_never_the_same() -> None:
+    said = {each.what: (each.answer, each.because) for each in found.decisions}
+    assert said == dict.fromkeys(EVERY, ("inconclusive", NEW))
+    assert (row(found, "latency").n, row(found, "latency").value) == (160, None)
+    # a baseline that does not load is never the same
     gone = done(ONE, flags=("reused", "baseline-unloadable: no manifest.json"))
-    times = [each for each in timed(ONE) if each.side == "candidate"]
     latency = row(judged([gone], times), "latency")
     assert (latency.answer, latency.because) == ("inconclusive", "the baseline could not be loaded: no manifest.json")
 
@@ -313,15 +271,10 @@ def test_failed_and_missing_cells_have_answers_of_their_own() -> None:
     failed = Result.of(FIRST, ONE, "failed", error={"code": "out-of-memory", "where": "x", "value": "none left"})
     away = Result.of(FIRST, CELLS[1], "missing", error={"code": "no-machine", "value": "no node has l4"})
     found = judged([failed, away, done(CELLS[2])], timed(CELLS[2]), cells=CELLS)
-    assert row(found, "latency", ONE).answer == "failed"
-    assert row(found, "latency", ONE).because == "[out-of-memory] x: none left"
-    assert row(found, "latency", CELLS[1]).answer == "missing"
-    assert row(found, "latency", CELLS[2]).answer == "same"
-    bare = Result.of(FIRST, ONE, "failed")
-    assert row(judged([bare]), "latency").because == "no reason is known"
-    killed = row(found, "latency", CELLS[3])
-    assert killed.answer == "missing"
-    assert "--resume" in killed.because
+    rows = [row(found, "latency", cell) for cell in CELLS]
+    assert [each.answer for each in rows] == ["failed", "missing", "same", "missing"]
+    assert rows[0].because == "[out-of-memory] x: none left" and "--resume" in rows[3].because
+    assert row(judged([Result.of(FIRST, ONE, "failed")]), "latency").because == "no reason is known"
     order = [CELLS.index(NightCell.of(each.cell)) for each in found.decisions]
     assert order == sorted(order)
 
@@ -358,10 +311,8 @@ def test_times_that_are_none_fail_their_cell_alone(spoil: Callable[[Time], Time 
     times[5:6] = [] if spoilt is None else [spoilt]
     found = judged([done(ONE), done(OTHER)], [*times, *timed(OTHER, seed=1)], answered(ONE))
     latency = row(found, "latency")
-    assert latency.answer == "failed"
-    assert latency.because.startswith(f"[{code}] {ONE.key}")
-    assert row(found, "accuracy").answer == "same"
-    assert row(found, "latency", OTHER).answer == "same"
+    assert latency.answer == "failed" and latency.because.startswith(f"[{code}] {ONE.key}")
+    assert row(found, "accuracy").answer == row(found, "latency", OTHER).answer == "same"
 
 
 def test_a_wall_clock_that_goes_back_changes_nothing() -> None:
@@ -373,13 +324,10 @@ def test_a_wall_clock_that_goes_back_changes_nothing() -> None:
 def test_likelihoods_that_are_nan_fail_and_other_items_are_refused() -> None:
     items = answered(ONE)
     spoilt = [replace(each, logp=math.nan) if each.item == 7 else each for each in items]
-    kl = row(judged([done(ONE)], items=spoilt), "kl")
-    assert kl.answer == "failed"
-    assert "[values-invalid]" in kl.because
     short = [each for each in items if (each.item, each.side) != (7, "baseline")]
-    accuracy = row(judged([done(ONE)], items=short), "accuracy")
-    assert accuracy.answer == "failed"
-    assert "[items-differ]" in accuracy.because
+    for what, given, code in (("kl", spoilt, "values-invalid"), ("accuracy", short, "items-differ")):
+        failed = row(judged([done(ONE)], items=given), what)
+        assert failed.answer == "failed" and f"[{code}]" in failed.because
 
 
 def test_what_a_reader_must_know_is_said() -> None:

@@ -1,11 +1,10 @@
-"""The report page: complete, offline, safe with what others wrote, and clean in a real browser."""
+"""The report page: complete, offline, safe with what others wrote."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import hashlib
-import json
 import re
 import sys
 from typing import Any
@@ -19,13 +18,8 @@ from quantkit.measurement.rows import Row
 from quantkit.report.bundle import curves, speed
 from quantkit.report.bundle.accuracy import traps
 from report.hurt import hurt
-from report.shown import page
+from report.shown import HOSTILE, figures, page, text_of
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
-
-
-def text_of(html: str) -> str:
-    """The page without the packed library."""
-    return re.sub(r'id="plotly">.*?</script>', 'id="plotly"></script>', html, flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +27,15 @@ def full() -> str:
     return page(judged(), everything(), [planted.NOTE], harm=hurt())
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
+def test_page_holds(full: str) -> None:
+    text = text_of(full)
+    for part in (
         # the verdict with its three numbers
         "Ship it up to batch 8.",
         *("2.40× the speed of float32 at batch 1", "1.12× at batch 8", "0.81× at batch 16"),
         # speed
-        *(
-            "Faster at batch 1, 2, 4 and 8.",
-            "Slower at batch 16 and 32.",
-            "Break-even at batch 10 (95\u00a0% 9.6 to 11, ideal 19)",
-        ),
+        *("Faster at batch 1, 2, 4 and 8.", "Slower at batch 16 and 32."),
+        "Break-even at batch 10 (95\u00a0% 9.6 to 11, ideal 19)",
         *("Slower at 256 and 1,024 tokens.", "At 64 tokens no difference shows above the noise."),
         *("4,096 tokens: does not fit into memory.", "The tax at batch 1 is 8.83\u00a0ms, 28 % of float32&#39;s time"),
         "The effective bandwidth at batch 1 is 12.1 GB/s, 52 % of what the machine reads.",
@@ -52,46 +43,27 @@ def full() -> str:
         # accuracy, layers, sizes
         *("onnxruntime, level 0", "onnxruntime, level 4"),
         *(planted.NOTE, "largest in model.layers.2.mlp.down_proj, 3.7 %", "the hidden state is off by 3.0 %"),
-        *(
-            "Where the loss comes from: down_proj carries 80 %",
-            "Half of what the blocks add comes from 1 of 3 blocks: 2.",
-        ),
+        "Where the loss comes from: down_proj carries 80 %",
+        "Half of what the blocks add comes from 1 of 3 blocks: 2.",
         *("24 % of all KL lies in the worst 1 %", "… the cat sat on the·", "·mat (75 %)", "⏎ (50 %)"),
         "2 of 3 shared inputs had a channel more than 20 times its median channel, 0 have one now.",
         *("172 MB", "peak memory", "damping-raised", "no factor", "0.01 → 0.1", "gate kl_max"),
         # how to run it, and where it is from
         *("quantkit verify .", "AutoModelForCausalLM", "quantkit generate . --runtime onnxruntime", "og.Model("),
-        *(
-            "b" * 64,
-            "c" * 64,
-            "d" * 64,
-            planted.CONTENT,
-            "torch 2.13.0",
-            "quantkit compile hf:org/a-model@main",
-            "range: mse",
-        ),
-    ],
-)
-def test_page_holds(full: str, part: str) -> None:
-    assert part in text_of(full)
+        *("b" * 64, "c" * 64, "d" * 64, planted.CONTENT, "torch 2.13.0"),
+        *("quantkit compile hf:org/a-model@main", "range: mse"),
+    ):
+        assert part in text, part
+    assert page(judged(), everything(), [planted.NOTE], harm=hurt()) == full, "the same input, the same page"
 
 
-def test_same_input_same_page(full: str) -> None:
-    args = (judged(), everything(), [planted.NOTE])
-    assert page(*args) == page(*args)
-
-
-def test_one_file_of_a_few_megabytes(full: str) -> None:
+def test_one_file_of_a_few_megabytes_that_fetches_nothing(full: str) -> None:
     assert len(full.encode()) < 3e6
     assert full.count('id="plotly"') == 1
-
-
-def test_nothing_is_fetched(full: str) -> None:
     body = text_of(full)
     assert not re.findall(r"<(?:link|img|iframe|object|base)\b|\bsrc=|@import|url\(", body)
-    assert set(re.findall(r'href="([^"]*)"', body)) == {
-        *("#speed", "#accuracy", "#harm", "#size", "#decisions", "#run", "#provenance")
-    }
+    chapters = ("#speed", "#accuracy", "#harm", "#size", "#decisions", "#run", "#provenance")
+    assert set(re.findall(r'href="([^"]*)"', body)) == set(chapters)
 
 
 def test_the_policy_allows_these_scripts_alone(full: str) -> None:
@@ -105,70 +77,51 @@ def test_the_policy_allows_these_scripts_alone(full: str) -> None:
     assert "unsafe-inline" not in policy.split("style-src")[0]
 
 
-def test_figures_are_json_and_plotly_takes_them(full: str) -> None:
-    found = re.findall(r'<script type="application/json">(.*?)</script>', full, re.DOTALL)
-    assert len(found) == full.count('class="plot"') == 17
-    for text in found:
-        graph_objects.Figure(json.loads(text))
-
-
-def test_every_figure_has_its_words_and_every_table_its_heads(full: str) -> None:
+def test_figures_are_json_that_plotly_takes_with_words_and_tables_with_heads(full: str) -> None:
+    assert len(figures(full)) == full.count('class="plot"') == 17
+    for figure in figures(full):
+        graph_objects.Figure(figure)
     body = text_of(full)
     assert all(re.findall(r'class="plot" role="img" aria-label="([^"]*)"', body))
     assert body.count("<table") == body.count("</table>")
     assert body.count("<thead") + 2 == body.count("<table")  # the provenance has its heads in the rows
 
 
-HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!--"
-
-
-def test_hostile_names_change_nothing(full: str) -> None:
-    source = judged().model.source.model_copy(update={"ref": HOSTILE, "was": HOSTILE, "dtype": HOSTILE})
-    model = judged().model.model_copy(update={"name": HOSTILE, "source": source})
-    layers = [layer.model_copy(update={"name": f"{HOSTILE}.{i}.x"}) for i, layer in enumerate(judged().layers)]
-    decision = judged().decisions[0].model_copy(update={"where": HOSTILE, "reason": HOSTILE, "code": HOSTILE})
-    verdict = judged().verdict.model_copy(update={"because": [HOSTILE]})  # type: ignore[union-attr]
-    bad = judged().model_copy(
-        update={
-            "model": model,
-            "layers": layers,
-            "decisions": [decision],
-            "verdict": verdict,
-            "recipe": {"name": HOSTILE},
-        }
-    )
+def test_hostile_names_change_nothing() -> None:
+    usual = judged()
+    source = usual.model.source.model_copy(update={"ref": HOSTILE, "was": HOSTILE, "dtype": HOSTILE})
+    decision = usual.decisions[0].model_copy(update={"where": HOSTILE, "reason": HOSTILE, "code": HOSTILE})
+    changes = {
+        "model": usual.model.model_copy(update={"name": HOSTILE, "source": source}),
+        "layers": [layer.model_copy(update={"name": f"{HOSTILE}.{i}.x"}) for i, layer in enumerate(usual.layers)],
+        "decisions": [decision],
+        "verdict": usual.verdict.model_copy(update={"because": [HOSTILE]}),  # type: ignore[union-attr]
+        "recipe": {"name": HOSTILE},
+    }
     rows = [row.model_copy(update={"runtime": HOSTILE, "flags": [HOSTILE]}) for row in everything()]
-    text = page(bad, rows, [HOSTILE], harm=hurt(HOSTILE))
-    assert "<img" not in text
-    assert "<!--" not in text
+    text = page(usual.model_copy(update=changes), rows, [HOSTILE], harm=hurt(HOSTILE))
+    assert "<img" not in text and "<!--" not in text
     assert text.count("</script>") == text.count("<script")
-    for data in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL):
-        json.loads(data)
-        assert "\u2028" not in data
+    assert figures(text) and not any("\u2028" in data for data in re.findall('json">(.*?)</script>', text, re.DOTALL))
 
 
 def test_without_a_measurement_it_says_how_to_get_one() -> None:
     text = text_of(page(planted.manifest(), planted.rows(), []))
     assert "Not measured yet: nothing says whether it is faster" in text
     assert "quantkit export . --to onnx\nquantkit measure . --runtime onnxruntime" in text
-    assert 'id="speed"' not in text
-    assert "quantkit generate" not in text
-
-
-def test_without_a_checkpoint_the_page_offers_none() -> None:
+    assert 'id="speed"' not in text and "quantkit generate" not in text
     text = text_of(page(onnx_only(), exported_rows(), []))
     assert "Not measured yet: nothing says whether it is faster" in text
-    assert "quantkit export" not in text
-    assert "quantkit generate . --runtime onnxruntime" in text
-    assert not re.search("from_pretrained|vllm|og.Model", text)
+    assert "quantkit export" not in text and "quantkit generate . --runtime onnxruntime" in text
+    assert not re.search("from_pretrained|vllm|og.Model", text), "there is no checkpoint"
 
 
 def test_a_bad_verdict_is_said_as_it_is() -> None:
-    given = {"answer": "do_not_quantize", "because": ["batch 1: 0.9 times as fast", "batch 8: 0.4 times as fast"]}
-    text = text_of(page(onnx_only(verdict=given), timed_rows(), []))
+    verdict = {"answer": "do_not_quantize", "because": ["batch 1: 0.9 times as fast", "batch 8: 0.4 times as fast"]}
+    text = text_of(page(onnx_only(verdict=verdict), timed_rows(), []))
     told = text.split('class="verdict bad"')[1].split("</div>")[0]
     assert "Do not quantize here." in told
-    assert re.findall("<li>(.*?)</li>", told) == given["because"]
+    assert re.findall("<li>(.*?)</li>", told) == verdict["because"]
 
 
 def test_what_is_undecided_is_neither_good_nor_bad_and_no_large_number() -> None:
@@ -202,25 +155,20 @@ def test_a_chart_of_one_point_is_a_sentence_and_few_steps_are_told_once() -> Non
 
 
 def test_a_converted_source_is_said_once() -> None:
-    said = "The source was converted from gguf q4_1"
-    assert traps(exported_rows(), [])[0].startswith(said)
+    assert traps(exported_rows(), [])[0].startswith("The source was converted from gguf q4_1")
     assert traps(exported_rows(), ["converted from GGUF Q4_1"]) == []
 
 
-def test_a_failed_gate_comes_first() -> None:
+def test_a_failed_gate_comes_first_and_an_empty_bundle_has_a_page() -> None:
     checks = [*planted.manifest().checks, planted.FAILED_GATE]
     text = text_of(page(judged(state="gate_failed", checks=checks), [], []))
     assert "top1_agreement_min 0.821 &lt; 0.85" in text.split('class="verdict bad"')[0]
-
-
-def test_a_baseline_and_an_empty_bundle_have_a_page() -> None:
     text = text_of(page(planted.manifest(layers=[], files=[], decisions=[], checks=[], calibration=None), [], []))
-    assert "it is a baseline for other bundles" in text
-    assert 'class="plot"' not in text
+    assert "it is a baseline for other bundles" in text and 'class="plot"' not in text
 
 
 @pytest.mark.parametrize(
-    ("given", "marks"),
+    ("wins", "marks"),
     [
         # cut off at both ends: all of the range is shaded
         ({"wins": 1, "win_1_from": None, "win_1_to": None}, [(1, 32)]),
@@ -228,23 +176,15 @@ def test_a_baseline_and_an_empty_bundle_have_a_page() -> None:
         ({"wins": 0}, []),
     ],
 )
-def test_win_intervals_are_shaded(given: dict[str, Any], marks: list[tuple[float, float]]) -> None:
-    rows = [row for row in timed_rows() if row.name == "latency.decode_step" and row.shape["context"] == 128]  # type: ignore[index]
-    settings = {"accuracy_level": 4, "over": "batch", **given}
+def test_win_intervals_are_shaded(wins: dict[str, Any], marks: list[tuple[float, float]]) -> None:
     shape = {"new_tokens": 1, "context": 128}
-    even = Row(
-        name="tax.break_even", value=None, unit="1", subject="a", shape=shape, runtime="onnxruntime", settings=settings
-    )
+    rows = [row for row in timed_rows() if row.name == "latency.decode_step" and row.shape == shape]
+    known = {"shape": shape, "runtime": "onnxruntime", "settings": {"accuracy_level": 4, "over": "batch", **wins}}
+    even = Row(name="tax.break_even", value=None, unit="1", subject="a", **known)
     (section,) = speed.sections(judged(), [*rows, even])
     shapes = section.charts[1].figure["layout"]["shapes"]
     shaded = [(s["x0"], s["x1"]) for s in shapes if s.get("fillcolor") == "var(--win)"]
     assert shaded == [pytest.approx((max(a, 1 / 1.18), b), rel=0.2) for a, b in marks]
-
-
-def test_flags_become_warnings() -> None:
-    rows = [row.model_copy(update={"flags": ["noisy"]}) if row.batch == 4 else row for row in timed_rows()]
-    first = speed.sections(judged(), rows)[0]
-    assert "at batch 4: the machine was noisy" in first.cautions
 
 
 def test_plotly_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,23 +194,23 @@ def test_plotly_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.remedy == "pip install 'quantkit[report]'"
 
 
-def test_what_to_beware_of_in_every_curve_is_told_once() -> None:
-    rows = [
-        row.model_copy(update={"flags": [*row.flags, "noisy"]}) if row.name.startswith("latency.") else row
-        for row in timed_rows()
-    ]
-    assert text_of(page(onnx_only(), rows, [])).count("at every size: the machine was noisy") == 1
-    (first, *others) = speed.sections(onnx_only(), rows)
-    assert others
-    assert not first.cautions
+def test_flags_become_warnings_and_what_is_in_every_curve_is_told_once() -> None:
+    def noisy(*batches: int | None) -> list[Row]:
+        every = [(row, {"flags": [*row.flags, "noisy"]}) for row in timed_rows()]
+        named = [row.name.startswith("latency.") and (not batches or row.batch in batches) for row, _ in every]
+        return [row.model_copy(update=flags) if is_ else row for (row, flags), is_ in zip(every, named, strict=True)]
+
+    assert "at batch 4: the machine was noisy" in speed.sections(judged(), noisy(4))[0].cautions
+    assert text_of(page(onnx_only(), noisy(), [])).count("at every size: the machine was noisy") == 1
+    first, *others = speed.sections(onnx_only(), noisy())
+    assert others and not first.cautions
 
 
 def test_decode_and_prefill_of_every_runtime_stand_in_one_picture() -> None:
     """Tokens a second are counted here from the rows: batch times new tokens over seconds."""
     ours = [row for row in timed_rows() if row.name.startswith("latency.") and row.value]
-    card = [
-        row.model_copy(update={"runtime": "torch", "settings": {}, "value": (row.value or 0.0) / 2}) for row in ours
-    ]
+    halved = [{"runtime": "torch", "settings": {}, "value": (row.value or 0.0) / 2} for row in ours]
+    card = [row.model_copy(update=changes) for row, changes in zip(ours, halved, strict=True)]
     (section,) = speed.overview(curves.series(judged(), [*ours, *card]))
     assert section.title == "Every runtime at once"
     assert [panel.title for panel in section.charts] == ["Decode with 128 tokens of context", "Prefill at batch 1"]
@@ -285,8 +225,5 @@ def test_decode_and_prefill_of_every_runtime_stand_in_one_picture() -> None:
         }
         known["float32, onnxruntime, level 4"] = known["float32, torch"]
         assert drawn == {label: pytest.approx(rates) for label, rates in known.items()}
-
-
-def test_one_curve_alone_needs_no_other_picture() -> None:
     rows = [row for row in timed_rows() if row.name == "latency.prefill"]
-    assert speed.overview(curves.series(judged(), rows)) == []
+    assert speed.overview(curves.series(judged(), rows)) == [], "one curve alone needs no other picture"

