@@ -108,10 +108,8 @@ def test_paths_begin_at_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_budget_is_blocks_or_seconds() -> None:
-    assert made().budget.most == 40
-    assert made(budget={"rounds": 6}).budget.most == 24
-    assert made(budget={"blocks": 50}).budget.most == 50
-    assert made(budget={"seconds": 20}).budget.most is None
+    assert made().budget.most == 40 and made(budget={"rounds": 6}).budget.most == 24
+    assert made(budget={"blocks": 50}).budget.most == 50 and made(budget={"seconds": 20}).budget.most is None
 
 
 @pytest.mark.parametrize(
@@ -170,9 +168,7 @@ def test_a_budget_is_blocks_or_seconds() -> None:
 def test_what_is_wrong_is_one_line(change: dict[str, Any], code: str, part: str) -> None:
     with pytest.raises(InputError) as caught:
         made(**change)
-    assert caught.value.code == code
-    assert part in caught.value.line()
-    assert "nightly.yaml" in caught.value.line()
+    assert caught.value.code == code and part in caught.value.line() and "nightly.yaml" in caught.value.line()
     assert "\n" not in caught.value.line()
 
 

@@ -217,8 +217,7 @@ def test_drift_is_against_the_release_in_blocks_of_its_own() -> None:
     assert found.repeat == [ONE]
     again = [*times, *(replace(each, attempt=2) for each in timed(ONE, slower=0.05, other="release", seed=4))]
     found = judged([done(ONE, **RELEASED), done(ONE, **RELEASED, attempt=2)], again)
-    assert row(found, "drift").confirmed
-    assert row(found, "latency").confirmed is None
+    assert row(found, "drift").confirmed and row(found, "latency").confirmed is None
 
 
 def test_drift_of_answers_is_the_graver_of_the_two() -> None:
@@ -350,8 +349,7 @@ def test_a_night_is_decided_from_the_store(store: Store) -> None:
     store.begin(night(cells=(ONE,)))
     store.commit(done(ONE), timed(ONE, slower=0.05), answered(ONE))
     found = decide_night(store, FIRST, config())
-    assert row(found, "latency").answer == "worse"
-    assert row(found, "accuracy").answer == "same"
+    assert row(found, "latency").answer == "worse" and row(found, "accuracy").answer == "same"
     store.decide(FIRST, found.decisions)
     assert sorted(store.decisions(), key=str) == sorted(found.decisions, key=str)
     with pytest.raises(InputError, match=f"night-missing.*{SECOND}.*{FIRST}"):

@@ -56,8 +56,7 @@ def test_worse_or_failed_is_1_and_what_is_not_known_is_3(answers: tuple[Any, ...
 
 def test_a_first_night_passes_and_says_so(store: Store) -> None:
     found = decided(store, *["inconclusive"] * 4, first=CELLS)
-    assert found.exit == 0
-    assert found.counts == {"first": 4}
+    assert found.exit == 0 and found.counts == {"first": 4}
     # of a cell that had a baseline the same answer is not known
     other = decided(store, "inconclusive", "inconclusive", first=CELLS[:1], name=SECOND)
     assert other.exit == 3
@@ -137,8 +136,7 @@ def test_junit_has_what_its_schemas_ask_for(hostile: Gated) -> None:
         assert all(each.attrib.keys() == {"name", "value"} for each in suite[0])
         inner = [child for case in cases for child in case]
         for case in cases:
-            assert case.attrib.keys() == {"classname", "name", "time"}
-            assert len(case) <= 1
+            assert case.attrib.keys() == {"classname", "name", "time"} and len(case) <= 1
             assert re.fullmatch(r"\d+\.\d+", case.get("time", ""))
         for child in inner:
             assert child.attrib.keys() == {"message", "type"}
@@ -159,8 +157,7 @@ def test_gitlab_has_its_fields_and_findings_keep_their_fingerprints(hostile: Gat
     assert [each["severity"] for each in found] == ["major", "critical", "info", "minor"]
     for each in found:
         assert each.keys() == {"description", "check_name", "fingerprint", "severity", "location"}
-        assert each["location"].keys() == {"path", "lines"}
-        assert each["check_name"] == "quantkit-nightly-latency"
+        assert each["location"].keys() == {"path", "lines"} and each["check_name"] == "quantkit-nightly-latency"
         assert "\x1b" not in each["description"]
     assert [each["location"]["lines"] for each in found] == [{"begin": 3}, {"begin": 3}, {"begin": 4}, {"begin": 4}]
     assert len({each["fingerprint"] for each in found}) == 4
@@ -180,9 +177,7 @@ def test_github_s_table_holds_what_means_something_there(hostile: Gated) -> None
     assert len(rows) == 4
     assert all(row.count("|") == 9 for row in rows)
     assert not set("*`@[]~\\") & set("".join(rows).replace("&#", ""))
-    assert "<b>" not in text
-    assert "&lt;b&gt;" in text
-    assert "❌" in text
+    assert "<b>" not in text and "&lt;b&gt;" in text and "❌" in text
     assert "1 failed, 1 worse" in text
 
 
@@ -191,8 +186,7 @@ def test_github_s_table_is_bounded(store: Store) -> None:
     store.begin(night(cells=cells))
     store.decide(FIRST, [StoredDecision(FIRST, each.key, "latency", "failed", because="x" * 5000) for each in cells])
     text = github(gate(store))
-    assert len(text.encode()) < 300_000
-    assert "And 200 more" in text
+    assert len(text.encode()) < 300_000 and "And 200 more" in text
 
 
 def test_the_command_writes_its_files_whatever_the_answer(

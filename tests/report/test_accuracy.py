@@ -35,8 +35,7 @@ def test_a_classifier_has_its_answers_their_change_and_how_far_it_moved() -> Non
         "no change",
         "gate of top-1 −0.30",
     ]
-    assert "onnxruntime, original over 30 % sure: 99.1 %" in texts(moved)
-    assert "gate 97 %" in texts(moved)
+    assert "onnxruntime, original over 30 % sure: 99.1 %" in texts(moved) and "gate 97 %" in texts(moved)
     beside, own = right.charts[0].figure["data"]
     assert (own["x"], beside["x"]) == ([0.9124, 0.9962], [0.9138, 0.9964])
     change = right.charts[1].figure["data"][0]
@@ -62,8 +61,7 @@ def test_without_labels_only_what_moved() -> None:
 def test_an_encoder_and_a_plain_graph() -> None:
     right, moved = accuracy(labelled.encoder(), labelled.retrieved())
     assert "recall at 1, onnxruntime: −0.5 (−1.7 to +0.6), p 0.69" in texts(right)
-    assert "gate of recall at 1 −0.50" in texts(right)
-    assert right.charts[0].title == "Right partner found"
+    assert "gate of recall at 1 −0.50" in texts(right) and right.charts[0].title == "Right partner found"
     assert not moved.charts, "a chart of one point is a sentence"
     assert moved.said[0].startswith("Cosine to the original: 0.99861 (")
     (only,) = accuracy(labelled.classifier(), labelled.plain())
@@ -104,8 +102,7 @@ def test_card_holds(rows: list[Row], lines: list[str]) -> None:
     for line in lines:
         assert line in text
     assert "calibrated on | fashion-mnist (calib), 512 items |" in text
-    assert "gate top1\\_drop\\_max | ✓ holds | 0.140 ≤ 0.3 points" in text
-    assert "token ids" not in text
+    assert "gate top1\\_drop\\_max | ✓ holds | 0.140 ≤ 0.3 points" in text and "token ids" not in text
 
 
 def test_screen_holds(monkeypatch: pytest.MonkeyPatch) -> None:

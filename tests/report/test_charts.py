@@ -59,8 +59,7 @@ def test_labels_that_a_telephone_has_no_room_for_take_two_lines() -> None:
 def test_labels_never_overlap() -> None:
     found = charts.spread([0.2, 0.21, 0.22, 0.99, 0.995], 0.07)
     assert all(b - a >= 0.07 - 1e-12 for a, b in pairwise(found))
-    assert max(found) <= 1.0
-    assert found[0] == 0.2
+    assert max(found) <= 1.0 and found[0] == 0.2
 
 
 def test_an_annotation_stands_at_the_logarithm() -> None:
@@ -75,8 +74,7 @@ def test_rings_for_bounds_and_lines_without_points() -> None:
     graph_objects.Figure(figure)
     first, second = figure["data"]
     assert (first["mode"], first["text"]) == ("lines+text", ["", "&lt;b&gt;"]), "what has no points is below"
-    assert second["mode"] == "lines+markers+text"
-    assert second["marker"]["symbol"] == "diamond-open"
+    assert second["mode"] == "lines+markers+text" and second["marker"]["symbol"] == "diamond-open"
     # a bound at a single place would be invisible as a line
     (alone,) = charts.lines([Curve("x", "muted", [1], [1.0], bound=True)], ACROSS, UP)["data"]
     assert alone["mode"] == "lines+markers"
@@ -127,6 +125,5 @@ def test_labels_of_points_stand_apart(batches: list[int]) -> None:
     axis = charts.points_axis("batch", batches)
     places = [axis.share(tick) for tick in axis.ticks]
     assert all(right - left > 0.09 for left, right in pairwise(places))
-    assert set(axis.ticks) <= set(batches)
-    assert axis.ticks[0] == min(batches)
+    assert set(axis.ticks) <= set(batches) and axis.ticks[0] == min(batches)
     assert len(batches) > 3 or list(axis.ticks) == batches

@@ -151,8 +151,7 @@ def test_one_offline_file_with_all_sections(page: str, tmp_path: Path) -> None:
 
 
 def test_what_a_model_says_is_text_and_nothing_else(page: str) -> None:
-    assert "<img" not in page
-    assert "\x1b" not in page
+    assert "<img" not in page and "\x1b" not in page
     assert '&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;\\x1b[2J <span class="tone strong">[·war]</span>' in page
 
 
@@ -160,8 +159,7 @@ def test_every_cell_has_its_line_and_its_place_in_a_figure(page: str) -> None:
     for each in WHOLE.cells:
         assert say.difference(each) in page
     (steps,) = [trace for trace in figures(page)[1]["data"] if trace.get("name") == "step, context 128"]
-    assert steps["x"] == [1, 4, 16]
-    assert steps["y"] == pytest.approx([1 + each.effect for each in TIMES])
+    assert steps["x"] == [1, 4, 16] and steps["y"] == pytest.approx([1 + each.effect for each in TIMES])
     margins = next(trace for trace in figures(page)[0]["data"] if "error_x" in trace)["x"]
     assert margins == pytest.approx([each.effect / each.margin for each in WHOLE.cells if each.what == "accuracy"])
 
@@ -184,8 +182,7 @@ def test_what_is_not_known_has_no_section() -> None:
         assert f"<h2>{title}</h2>" not in bare
     assert not figures(bare), "a layer without a known error is in the table alone"
     encoder = html.page(document(replace(WHOLE, kind="encoder", flips=None)))
-    assert "pass, batch 1, 256 tokens" in encoder
-    assert "prefill" not in encoder
+    assert "pass, batch 1, 256 tokens" in encoder and "prefill" not in encoder
 
 
 def test_a_flip_without_its_text_is_shown_by_its_place() -> None:

@@ -136,8 +136,7 @@ def test_of_a_single_candidate_every_batch_and_what_memory_goes_into(
 def test_what_does_not_fit_has_no_time_and_stands_against_the_card_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     outlook = planned.outlook("bf16", "int4", model="llama-3-70b")
     shown = text(outlook, monkeypatch)
-    assert "✗" in line(shown, "bf16", "Does it fit")
-    assert "does not fit" in line(shown, "bf16", "How long")
+    assert "✗" in line(shown, "bf16", "Does it fit") and "does not fit" in line(shown, "bf16", "How long")
     assert "bf16: a sequence needs 2 devices" in shown
     assert line(shown, "bf16", "What it gives").split() == ["bf16", "–"]
     assert "that gives the most of those that fit" in shown
@@ -179,8 +178,7 @@ def test_rates_are_of_one_device_where_several_share_a_model(monkeypatch: pytest
     assert shared[1].forecast == alone[1].forecast / 4
     assert shared[1].interval == (alone[1].interval[0] / 4, alone[1].interval[1] / 4)
     shown = text(outlook, monkeypatch)
-    assert "tokens/s a device" in shown
-    assert say.expected(shared[1]) in line(shown, "bf16", "What it gives")
+    assert "tokens/s a device" in shown and say.expected(shared[1]) in line(shown, "bf16", "What it gives")
 
 
 def test_an_encoder_has_passes_and_no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,8 +354,7 @@ def test_hostile_text_stays_text() -> None:
 
 def test_more_candidates_than_colours(one: Outlook) -> None:
     many = replace(one, candidates=[replace(one.candidates[0], label=f"int4-{i}") for i in range(9)])
-    assert len(set(drawn.colours(many).values())) == 6
-    assert len(figures(html.page(document(many)))) == 6
+    assert len(set(drawn.colours(many).values())) == 6 and len(figures(html.page(document(many)))) == 6
 
 
 def test_what_the_page_needs(monkeypatch: pytest.MonkeyPatch, page: str, tmp_path: Path) -> None:

@@ -53,8 +53,7 @@ def test_what_was_measured_and_not_decided_waits(store: Store) -> None:
     store.begin(night())
     store.commit(result(CELLS[0]))
     found = data.read(store)
-    assert answers(found, CELLS[0].key) == ["missing"]
-    assert answers(found, CELLS[1].key) == ["missing"]
+    assert answers(found, CELLS[0].key) == ["missing"] and answers(found, CELLS[1].key) == ["missing"]
     assert found.waits[:, 0].tolist() == [key == CELLS[0].key for key in found.cells]
 
 
@@ -73,8 +72,7 @@ def test_clocks_that_were_wrong_are_said(store: Store) -> None:
     early = datetime(2026, 1, 2, 1, tzinfo=UTC)
     assert data.read(store, now=datetime(2026, 1, 4, tzinfo=UTC)).notes == []
     (note,) = data.read(store, now=early).notes
-    assert THIRD in note
-    assert "future" in note
+    assert THIRD in note and "future" in note
 
 
 def test_an_empty_store(tmp_path: Path) -> None:
@@ -112,9 +110,7 @@ def test_a_first_night_has_times_and_no_ratio(store: Store) -> None:
     store.begin(night())
     store.commit(result(CELL), [each for each in timed(CELL, rounds=2, blocks=2) if each.side == "candidate"])
     raw = read(store).raw
-    assert raw
-    assert list(raw.sides()) == ["candidate"]
-    assert len(raw.ratios()) == 0
+    assert raw and list(raw.sides()) == ["candidate"] and len(raw.ratios()) == 0
 
 
 def test_flips_are_what_one_side_has_right_and_the_other_wrong(store: Store) -> None:

@@ -82,15 +82,12 @@ def test_what_comes_from_models_is_escaped(site: Written) -> None:
 
 def test_a_cell_that_is_worse_tells_all(site: Written) -> None:
     page = page_of(site, SLOW)
-    assert "Worse: Latency +10.0 %" in page.text
-    assert "So for 2 nights in a row." in page.text
+    assert "Worse: Latency +10.0 %" in page.text and "So for 2 nights in a row." in page.text
     median = re.search(r"candidate, median (\d+\.\d)\sms", page.text)
     assert median
     assert float(median[1]) == pytest.approx(22, abs=0.5)  # of 20 ms, made 10 % slower
-    assert "4 blocks; their median is +" in page.text
-    assert "onnxruntime 1.30 → 1.31" in page.text
-    assert "Nothing has changed since 2026-01-02 03:00" in page.text
-    assert "100 B (100 bytes)" in page.text
+    assert "4 blocks; their median is +" in page.text and "onnxruntime 1.30 → 1.31" in page.text
+    assert "Nothing has changed since 2026-01-02 03:00" in page.text and "100 B (100 bytes)" in page.text
     (told, *_) = re.findall(r'<script type="application/json">(.*?)</script>', page.source)
     assert json.loads(told)["rows"][0][1][-1].replace("\u00a0", " ") == "worse, +10.0 % (+9.0 to +11.0 %)"
 
@@ -108,8 +105,7 @@ def test_a_cell_that_failed_and_one_without_data(site: Written) -> None:
     assert failed.having(class_="bad")
     assert {"2026-01-02 03:00:", "2026-01-03 03:00:"} <= set(re.findall(r"[-\d]+ \d\d:\d\d:", failed.text))
     away = page_of(site, AWAY)
-    assert "Missing" in away.text
-    assert "The night has no result of this cell" in away.text
+    assert "Missing" in away.text and "The night has no result of this cell" in away.text
     assert "No night has a figure of this cell yet." in away.text
 
 
@@ -142,9 +138,7 @@ def test_nothing_alarming_is_said_in_one_line(store: Store, tmp_path: Path) -> N
     written = write(store, tmp_path / "site")
     assert written.verdict == "Nothing alarming"
     page = Page(written.path)
-    assert "Nothing alarming." in page.text
-    assert "4 cells: 4 same." in page.text
-    assert not page.having(id="alarms")
+    assert "Nothing alarming." in page.text and "4 cells: 4 same." in page.text and not page.having(id="alarms")
 
 
 def test_a_first_night_is_called_one(store: Store, tmp_path: Path) -> None:
