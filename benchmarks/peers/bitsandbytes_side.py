@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from side import Clock, Quantized, Scheme, serve
+from side import Quantized, Scheme, serve, while_loading
 
 HOW = {
     "nf4": "`load_in_4bit`, nf4: its defaults",
@@ -15,39 +15,18 @@ SCHEMES = {"nf4-b64": ["nf4", "nf4, doubled scales"], "int8-w8a8": ["llm.int8"]}
 
 
 def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
-    """Quantized while it loads, so the clock includes loading; saved and loaded again."""
+    """See `while_loading`."""
     import torch
     import transformers
 
     settings: dict[str, Any] = {"load_in_8bit": True}
+    computed = {}
     if scheme.format == "nf4":
         doubled = request["method"] != "nf4"
         settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": doubled}
-        config = transformers.BitsAndBytesConfig(**settings, bnb_4bit_compute_dtype=torch.float32)
-    else:
-        config = transformers.BitsAndBytesConfig(**settings)
-
-    def load(folder: str, **options: Any) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, device_map="cpu", local_files_only=True, **options
-        ).eval()
-
-    clock = Clock()
-    model = load(request["model"], quantization_config=config)
-    spent = clock.cpu
-    model.save_pretrained(request["out"])
-    total, wall = clock.cpu, clock.wall
-    return Quantized(
-        lambda: load(request["out"]),
-        "transformers with bitsandbytes",
-        total,
-        spent,
-        wall,
-        ("bitsandbytes",),
-        settings=settings,
-        calibrated=False,
-        notes=["the clock includes loading"],
-    )
+        computed = {"bnb_4bit_compute_dtype": torch.float32}
+    config = transformers.BitsAndBytesConfig(**settings, **computed)
+    return while_loading(request, config, settings, package="bitsandbytes")
 
 
 if __name__ == "__main__":

@@ -94,9 +94,29 @@ class Clock:
         return time.perf_counter() - self._wall
 
 
-def original(folder: str | Path) -> Any:
+def original(folder: str | Path, **options: Any) -> Any:
     """The float model, or what plain transformers makes of a checkpoint."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    options |= {"dtype": torch.float32, "local_files_only": True}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def while_loading(request: dict[str, Any], config: Any, settings: dict[str, Any], *, package: str) -> Quantized:
+    """Quantized by transformers while it loads, so the clock includes loading; saved and loaded again."""
+    clock = Clock()
+    model = original(request["model"], device_map="cpu", quantization_config=config)
+    spent = clock.cpu
+    model.save_pretrained(request["out"])
+    return Quantized(
+        lambda: original(request["out"], device_map="cpu"),
+        f"transformers with {package}",
+        clock.cpu,
+        spent,
+        clock.wall,
+        (package,),
+        settings,
+        calibrated=False,
+        notes=["the clock includes loading"],
+    )
 
 
 def calibration(request: dict[str, Any]) -> list[list[int]]:

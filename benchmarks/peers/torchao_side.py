@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from side import Clock, Quantized, Scheme, serve
+from side import Quantized, Scheme, serve, while_loading
 
 HOW = {
     "rtn": "`IntxWeightOnlyConfig`: rounded",
@@ -42,36 +42,14 @@ def configuration(scheme: Scheme, method: str) -> Any:
 
 
 def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
-    """Quantized while it loads, so the clock includes loading; saved and loaded again."""
-    import torch
+    """See `while_loading`."""
     import transformers
 
     config = configuration(scheme, request["method"])
-
-    def load(folder: str, **options: Any) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, device_map="cpu", local_files_only=True, **options
-        ).eval()
-
-    clock = Clock()
-    model = load(request["model"], quantization_config=transformers.TorchAoConfig(config))
-    spent = clock.cpu
-    model.save_pretrained(request["out"])
-    total, wall = clock.cpu, clock.wall
-    notes = ["the clock includes loading"]
+    made = while_loading(request, transformers.TorchAoConfig(config), {"config": repr(config)}, package="torchao")
     if not scheme.activations:
-        notes.append("its codes are saved one a byte, whatever their bits")
-    return Quantized(
-        lambda: load(request["out"]),
-        "transformers with torchao",
-        total,
-        spent,
-        wall,
-        ("torchao",),
-        settings={"config": repr(config)},
-        calibrated=False,
-        notes=notes,
-    )
+        made.notes.append("its codes are saved one a byte, whatever their bits")
+    return made
 
 
 if __name__ == "__main__":

@@ -41,21 +41,23 @@ def servers(draw: st.DrawFn, grid: TimeGrid) -> Server:
     return Server(grid, grid, draw(st.integers(70, 200)), most, chunk, policy)
 
 
+def same(asked: Any, on: Server, rel: float) -> None:
+    fast, plain = run(*asked, on), plain_batching.serve(*asked, on)
+    assert list(fast.first) == pytest.approx([each.first for each in plain], rel=rel, abs=0)
+    assert list(fast.finish) == pytest.approx([each.finish for each in plain], rel=rel, abs=0)
+
+
 @settings(deadline=None, max_examples=150)
 @given(requests(), servers(DYADIC))
 def test_skipping_steps_changes_nothing(asked: Any, on: Server) -> None:
     """Means over three or more sequences are no sums of powers of two, so a few bits remain beyond two of them."""
-    fast, plain = run(*asked, on), plain_batching.serve(*asked, on)
-    assert fast.first == pytest.approx([each.first for each in plain], rel=1e-12)
-    assert fast.finish == pytest.approx([each.finish for each in plain], rel=1e-12)
+    same(asked, on, rel=1e-12)
 
 
 @settings(deadline=None, max_examples=100)
 @given(requests(), servers(CONSTANT))
 def test_skipping_steps_changes_no_bit_where_nothing_is_rounded(asked: Any, on: Server) -> None:
-    fast, plain = run(*asked, on), plain_batching.serve(*asked, on)
-    assert list(fast.first) == [each.first for each in plain]
-    assert list(fast.finish) == [each.finish for each in plain]
+    same(asked, on, rel=0)
 
 
 @pytest.mark.parametrize("policy", ["chunked", "prefill-first"])
@@ -68,9 +70,7 @@ def test_skipping_steps_changes_nothing_under_any_seconds(policy: Any, seed: int
         draw.integers(1, 40, 80).tolist(),
     )
     on = Server(ANY, ANY, 300, 7, 16, policy)
-    fast, plain = run(*asked, on), plain_batching.serve(*asked, on)
-    assert fast.first == pytest.approx([each.first for each in plain], rel=1e-12)
-    assert fast.finish == pytest.approx([each.finish for each in plain], rel=1e-12)
+    same(asked, on, rel=1e-12)
 
 
 @settings(deadline=None, max_examples=100)
