@@ -72,12 +72,12 @@ def taught(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
     prepared = prepare(request)
     subject, stages = TransformerSubject(prepared), Stages("open")
     with Build.open(prepared.out, subject.fingerprint(), resume=False) as build:
-        work = subject.work(build, Progress(), stages)
-        make(work, stages)
+        subject.begin(build, Progress(), stages)
+        make(subject)
         baseline = float_export(prepared.original, "onnx", request.recipe.export[0].options)
         source = prepared.original.sha256
         context = min(map(measure.context_of, [build.bundle / "onnx", baseline]))
-        ours = SpeedSide(str(build.bundle / "onnx"), f"{source} {name}", format_of(work.layers))
+        ours = SpeedSide(str(build.bundle / "onnx"), f"{source} {name}", format_of(subject.layers))
         job = SpeedJob(
             ours, SpeedSide(str(baseline), source, "float32"), machine.cores(), measure.fitting(QUICK, context)
         )

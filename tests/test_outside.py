@@ -27,7 +27,7 @@ from quantkit.bundle import Build
 from quantkit.errors import InputError
 from quantkit.model.device import ComputeDevice
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.opened import fingerprint
+from quantkit.pipeline.blocks.prepared import fingerprint
 from quantkit.plugins import outside
 from quantkit.recipe import Recipe
 

@@ -132,7 +132,7 @@ class _Measuring:
             return f"{self.link.carry(name, {file.name: file}, self._carried)}/{file.name}"
 
     def keep(self, rows: Sequence[Row], *, more: bool = False) -> None:
-        """Put rows into the bundle; see `pipeline.keep.keep`."""
+        """Put rows into the bundle; see `pipeline.verdict.keep`."""
         keep(self.bundle, rows, None, self.side.runtime, self.side.subject, self.progress, more=more)
 
     def scored(self) -> list[Row]:

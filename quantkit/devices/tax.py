@@ -37,7 +37,7 @@ _KNOWN = 18 * 4
 
 
 class TaxDevice:
-    """A device that linears are timed on; see `pipeline.tax.tax.Sweep`.
+    """A device that linears are timed on; see `pipeline.tax.Sweep`.
 
     Args:
         carrying: told what is carried.

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.pipeline.blocks.module import Pipeline
-    from quantkit.pipeline.blocks.opened import Prepared, fingerprint
-    from quantkit.pipeline.blocks.prepared import prepare
+    from quantkit.pipeline.blocks.prepared import Prepared, prepare
     from quantkit.pipeline.compile import Compiled, compile_model
     from quantkit.pipeline.measure import measure_bundle
     from quantkit.pipeline.progress import Progress
@@ -25,7 +24,6 @@ __all__ = [
     "Progress",
     "Request",
     "compile_model",
-    "fingerprint",
     "measure_bundle",
     "prepare",
 ]
@@ -34,11 +32,10 @@ _HOMES = {
     "DEFAULT_MODEL": "request",
     "Compiled": "compile",
     "Pipeline": "blocks.module",
-    "Prepared": "blocks.opened",
+    "Prepared": "blocks.prepared",
     "Progress": "progress",
     "Request": "request",
     "compile_model": "compile",
-    "fingerprint": "blocks.opened",
     "measure_bundle": "measure",
     "prepare": "blocks.prepared",
 }

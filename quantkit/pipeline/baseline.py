@@ -32,36 +32,42 @@ _PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxrunt
 
 
 def place(source: Source, exporter: str, options: Mapping[str, Any]) -> Path:
-    """Where the float model's bundle is kept, whether it is there or not; `float_export` has the arguments."""
+    """Return where the float model's bundle is kept, whether it is there or not; see `float_export`."""
     versions = machine.versions()
     key = {
         "quantkit": __version__,
         "source": source.sha256,
         "options": _options(exporter, options).model_dump(mode="json", exclude_unset=True),
         "versions": {name: versions.get(name) for name in _PACKAGES},
-        "exporter": _code(exporter),
+        # a cached graph of older code would not have the same fusions
+        "exporter": hashlib.sha256(b"".join(path.read_bytes() for path in _files(exporter))).hexdigest(),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return content.cache_dir() / "float" / name
 
 
+def _files(exporter: str) -> list[Path]:
+    """List the code that shapes a float graph or file, and a little more."""
+    folder, patterns = Path(__file__).parent.parent / "exporters", (f"{exporter}.py", f"{exporter}/**/*.py")
+    return sorted(path for pattern in ("values.py", *patterns, "trace/*.py") for path in folder.glob(pattern))
+
+
 def float_export(source: Source, exporter: str, options: Mapping[str, Any]) -> Path:
-    """The folder with the float model's file, made if it is not there; one process makes it, others wait.
+    """Return the folder with the float model's file, made if it is not there; one process makes it, others wait.
 
     Args:
         exporter: that makes it: one that stores a graph, or a file.
         options: of the quantized one's export; what changes the file has to be the same.
 
-    Raises:
-        InputError: the exporter's; `disk-space`, `cache-not-writable`.
-        GateError: `check-failed`, it does not compute what the model does.
+    Raises InputError: the exporter's; `disk-space`, `cache-not-writable`; GateError: `check-failed`, it does not
+    compute what the model does.
     """
     folder = place(source, exporter, options)
-    if not _is_there(folder):
+    if not cached.is_intact(folder):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with alone(folder.parent / "lock"):
-                if not _is_there(folder):
+                if not cached.is_intact(folder):
                     _make(folder, source, exporter, options)
         except (OSError, Stopped) as problem:
             # a full cache is no reason to stop and resume: nothing of the bundle is in it
@@ -79,12 +85,8 @@ def float_export(source: Source, exporter: str, options: Mapping[str, Any]) -> P
 
 
 def float_format(exporter: str, options: Mapping[str, Any]) -> str:
-    """What the weights of the float model are in, as an exporter makes it to be timed against."""
+    """Return the format of the float model's weights, as an exporter makes it to be timed against."""
     return str(getattr(_options(exporter, options), "floats", "float32"))
-
-
-def _is_there(folder: Path) -> bool:
-    return cached.is_intact(folder)
 
 
 def _make(folder: Path, source: Source, exporter: str, options: Mapping[str, Any]) -> None:
@@ -95,7 +97,8 @@ def _make(folder: Path, source: Source, exporter: str, options: Mapping[str, Any
     home = folder.parent
     for left in home.glob("*-*"):  # by a process that was killed: nobody else makes anything now
         shutil.rmtree(left, ignore_errors=True)
-    need = 4 * sum(entry.bytes for entry in source.weights.entries.values()) // _width(source.dtype)
+    width = {"float16": 2, "bfloat16": 2}.get(source.dtype, 4)
+    need = 4 * sum(entry.bytes for entry in source.weights.entries.values()) // width
     if shutil.disk_usage(home).free < 1.1 * need:
         raise OSError(errno.ENOSPC, f"it takes {words.size(need)}, which are not free")
     writer, chosen = load_exporter(exporter), _options(exporter, options)
@@ -112,22 +115,6 @@ def _make(folder: Path, source: Source, exporter: str, options: Mapping[str, Any
 
 
 def _options(exporter: str, options: Mapping[str, Any]) -> Any:
-    """Those of a quantized model's export, as the float model's has them."""
+    """Return those of a quantized model's export, as the float model's has them."""
     step = ExportStep(name=exporter, options=dict(options))
     return load_exporter(exporter).for_floats(step.settings)
-
-
-def _width(dtype: str) -> int:
-    return {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 4)
-
-
-def _files(exporter: str) -> list[Path]:
-    """The code that shapes a float graph or file, and a little more."""
-    folder = Path(__file__).parent.parent / "exporters"
-    own = (path for pattern in (f"{exporter}.py", f"{exporter}/**/*.py", "trace/*.py") for path in folder.glob(pattern))
-    return sorted([folder / "values.py", *own])
-
-
-def _code(exporter: str) -> str:
-    """A cached graph of older code would not have the same fusions."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in _files(exporter))).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from quantkit.errors import InputError, did_you_mean, from_validation
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
-from quantkit.pipeline import engines as engine
+from quantkit.pipeline import engines
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph, is_network, samples_of
 from quantkit.pipeline.progress import Progress
@@ -31,21 +31,18 @@ _SAMPLES = 16
 
 @dataclass(frozen=True)
 class Exported:
-    """What was added.
+    """An export that was added.
 
-    Args:
+    Attributes:
         bundle: with it; of a dry run, as it was.
         to: the exporter.
-        checks: of the new export.
-        decisions: taken on the way.
-        dry_run: whether nothing was written.
         engine: the engine that was built from the network that the bundle had, if that is all.
     """
 
     bundle: Bundle
     to: str
-    checks: list[Check]
-    decisions: list[Decision]
+    checks: Sequence[Check] = ()
+    decisions: Sequence[Decision] = ()
     dry_run: bool = False
     engine: str = ""
 
@@ -56,13 +53,12 @@ class Exported:
             return f"dry run: {self.to} can be added; nothing was written"
         if self.engine:
             said = f"{self.engine} was built from the network that the bundle has; its content_sha256 is what it was"
-            return ". ".join([said, *(each.reason for each in self.decisions)])
-        return (
-            f"{folder_of(self.to)}/ was added; the bundle's content_sha256 is now {self.bundle.manifest.content_sha256}"
-        )
+            return ". ".join([said, *(taken.reason for taken in self.decisions)])
+        sha256 = self.bundle.manifest.content_sha256
+        return f"{folder_of(self.to)}/ was added; the bundle's content_sha256 is now {sha256}"
 
     def as_dict(self) -> dict[str, Any]:
-        """`result` of the `--json` envelope."""
+        """Return the `result` of the `--json` envelope."""
         return {
             "bundle": str(self.bundle.path),
             "to": self.to,
@@ -90,16 +86,65 @@ def export_bundle(
             each other on its samples.
         dry_run: check what can be checked, write nothing.
 
-    Raises:
-        InputError: `unknown-exporter`, `export-unsupported`, `export-exists`, `bundle-without-checkpoint`,
-            `bundle-dense`, `bundle-not-writable`, `hash-mismatch`, `layout-unsupported`, the exporter's own; of a
-            graph `calibration-needed` and those of `load_inputs`.
-        GateError: `check-failed`, the result is not what the checkpoint is; nothing is added.
+    Raises InputError: `unknown-exporter`, `export-unsupported`, `export-exists`, `bundle-without-checkpoint`,
+    `bundle-dense`, `bundle-not-writable`, `hash-mismatch`, `layout-unsupported`, the exporter's own; of a graph
+    `calibration-needed` and those of `load_inputs`; GateError: `check-failed`, the result is not what the checkpoint
+    is; nothing is added.
     """
     progress = progress or Progress()
-    exporter = load_exporter(to, where="--to")
-    if exporter.builds and engine.has_network(bundle, to):
-        return _one_engine_more(bundle, exporter, changes, dry_run, progress)
+    exporter, manifest, graph = load_exporter(to, where="--to"), bundle.manifest, holds_graph(bundle)
+    if exporter.builds and engines.has_network(bundle, to):
+        # the network is there already: an engine of it for this GPU, or for the one that was asked for
+        chosen = exporter.Options(**engine_options(bundle, exporter, changes))
+        exporter.accepts(chosen, LayerSpec())
+        bundle.demand_writable()
+        bundle.demand_intact(f"{folder_of(to)}/network")  # other engines may be of other machines
+        if dry_run:
+            return Exported(bundle, to, dry_run=True)
+        added, path, notes = engines.add_engine(bundle, exporter, chosen, progress)
+        return Exported(added, to, decisions=notes, engine=path)
+    _demand_possible(bundle, exporter, calibration)
+    options = options_of(exporter, changes, bundle)
+    chosen = exporter.Options(**options)
+    if not graph:
+        # what a dry run finds is what the export finds
+        exporter.accepts(chosen, _layers(bundle))
+        _demand_codes(bundle)
+    place = folder_of(to)
+    bundle.demand_free(place)
+    bundle.demand_writable()
+    bundle.demand_intact()
+    samples = samples_of(bundle, calibration).first(_SAMPLES) if graph else {}
+    if dry_run:
+        return Exported(bundle, to, dry_run=True)
+    progress.plan({"export": 20.0, "check": 20.0})
+    home = bundle.path.resolve().parent
+    with tempfile.TemporaryDirectory(dir=home, prefix=f".{bundle.path.name}-{to}-") as temporary:
+        beside = Path(temporary)
+        progress.at("export", 0.0, to)
+        decisions, checks = _made(bundle, exporter, chosen, beside, samples, progress)
+        steps = [*manifest.recipe.get("export", []), {to: options}]
+        added = bundle.add_content(
+            place,
+            beside / place,
+            recipe={**manifest.recipe, "export": steps},
+            decisions=[*manifest.decisions, *decisions],
+            checks=[*manifest.checks, *checks],
+        )
+    # what they say of the bundle's exports and identity is of before
+    rows = of_original([Row.model_validate(row) for row in added.measurements], manifest.model.source.sha256)
+    files, missing = documents(added.manifest, rows, added.path)
+    if not any(entry.path == REPORT for entry in manifest.files):
+        files.pop(REPORT)  # nothing was measured that a page would show
+    for taken in missing:
+        progress.note(f"{taken.where}: {taken.reason}")
+    added = added.put_all(files)
+    progress.at("check", 1.0)
+    return Exported(added, to, checks, decisions)
+
+
+def _demand_possible(bundle: Bundle, exporter: Any, calibration: str | None) -> None:
+    """Refuse what no export can be made of."""
     graph = holds_graph(bundle)
     if graph and (is_network(bundle) or not exporter.reads_graphs):
         raise InputError(
@@ -115,106 +160,58 @@ def export_bundle(
         rule = "samples are what the exports of a graph are held against each other on"
         raise InputError("usage", where="--calibration", value="the bundle holds no graph", rule=rule)
     if not exporter.adds:
-        raise InputError(
-            "export-unsupported",
-            where=f"--to {to}",
-            value="made by a compile only",
-            rule="an export that is made from a checkpoint",
-            remedy=did_you_mean("onnx", [name for name in plugins.EXPORTERS.names() if name != to]),
-        )
-    from quantkit.exporters.values import Values
+        remedy = did_you_mean("onnx", [name for name in plugins.EXPORTERS.names() if name != exporter.name])
+        where, value = f"--to {exporter.name}", "made by a compile only"
+        rule = "an export that is made from a checkpoint"
+        raise InputError("export-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+
+
+def _layers(bundle: Bundle) -> LayerSpec:
+    """Describe the layers of a bundle with a checkpoint."""
     from quantkit.model.source.open import open_written
 
-    options = options_of(exporter, changes, bundle)
-    chosen = exporter.Options(**options)
     manifest = bundle.manifest
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
-    activations = {
-        layer.name: ActivationScheme.model_validate(layer.activations)
-        for layer in manifest.layers
-        if layer.activations is not None
-    }
+    inputs = {layer.name: layer.activations for layer in manifest.layers if layer.activations is not None}
     cache = (manifest.recipe.get("scheme") or {}).get("kv_cache")
-    stored = None if cache is None else CacheScheme.model_validate(cache)
-    if not graph:
-        # what a dry run finds is what the export finds
-        source = open_written(bundle.model_folder) if usage.has(manifest, "model/") else None
-        asked = LayerSpec(
-            schemes,
-            list(schemes),
-            activations=activations,
-            cache=stored,
-            source=source,
-            stacked=usage.experts(manifest),
-        )
-        exporter.accepts(chosen, asked)
-        _demand_codes(bundle)
-    place = folder_of(to)
-    bundle.demand_free(place)
-    bundle.demand_writable()
-    bundle.demand_intact()
-    samples = samples_of(bundle, calibration).first(_SAMPLES) if graph else {}
-    if dry_run:
-        return Exported(bundle, to, [], [], dry_run=True)
-    progress.plan({"export": 20.0, "check": 20.0})
-    with tempfile.TemporaryDirectory(
-        dir=bundle.path.resolve().parent, prefix=f".{bundle.path.name}-{to}-"
-    ) as temporary:
-        beside = Path(temporary)
-        progress.at("export", 0.0, to)
-        if graph:
-            decisions = exporter.add_graph(file_of(bundle), beside / place, chosen)
-        else:
-            decisions = exporter.export(beside / place, Values.of_bundle(bundle.path), chosen)
+    return LayerSpec(
+        schemes,
+        list(schemes),
+        activations={name: ActivationScheme.model_validate(scheme) for name, scheme in inputs.items()},
+        cache=None if cache is None else CacheScheme.model_validate(cache),
+        source=open_written(bundle.model_folder) if usage.has(manifest, "model/") else None,
+        stacked=usage.experts(manifest),
+    )
+
+
+def _made(
+    bundle: Bundle, exporter: Any, chosen: Any, beside: Path, samples: Mapping[str, Any], progress: Progress
+) -> tuple[list[Decision], list[Check]]:
+    """Make an export and check it, in a folder beside the bundle. Raises GateError `check-failed`."""
+    from quantkit.exporters.values import Values
+
+    place, graph = beside / folder_of(exporter.name), holds_graph(bundle)
+    if graph:
+        decisions = exporter.add_graph(file_of(bundle), place, chosen)
+    else:
+        decisions = exporter.export(place, Values.of_bundle(bundle.path), chosen)
         # the check reads the expected values from the checkpoint
-        for name in ("model", "manifest.json") if not graph else ():
+        for name in ("model", "manifest.json"):
             (beside / name).symlink_to((bundle.path / name).resolve())
-        progress.at("check", 0.0, f"reloading the {to}")
-        checks = exporter.check_graph(file_of(bundle), beside / place, samples) if graph else exporter.check(beside)
-        demand(checks, "the export is not what the checkpoint is; nothing was added. Please report it")
-        if exporter.builds:
-            built = exporter.build(beside, chosen, lambda share, words: progress.at("build", share, words))
-            decisions = [*decisions, *engine.notes(beside, built)]
-        recipe = {**manifest.recipe, "export": [*manifest.recipe.get("export", []), {to: options}]}
-        added = bundle.add_content(
-            place,
-            beside / place,
-            recipe=recipe,
-            decisions=[*manifest.decisions, *decisions],
-            checks=[*manifest.checks, *checks],
-        )
-    # what they say of the bundle's exports and identity is of before
-    rows = of_original([Row.model_validate(row) for row in added.measurements], manifest.model.source.sha256)
-    files, missing = documents(added.manifest, rows, added.path)
-    if not any(entry.path == REPORT for entry in manifest.files):
-        files.pop(REPORT)  # nothing was measured that a page would show
-    for each in missing:
-        progress.note(f"{each.where}: {each.reason}")
-    added = added.put_all(files)
-    progress.at("check", 1.0)
-    return Exported(added, to, checks, decisions)
-
-
-def _one_engine_more(
-    bundle: Bundle, exporter: Any, changes: Sequence[str], dry_run: bool, progress: Progress
-) -> Exported:
-    """The network is there already: an engine of it for this GPU, or for the one that was asked for."""
-    options = engine_options(bundle, exporter, changes)
-    chosen = exporter.Options(**options)
-    exporter.accepts(chosen, LayerSpec())
-    bundle.demand_writable()
-    bundle.demand_intact(f"{folder_of(exporter.name)}/network")  # other engines may be of other machines
-    if dry_run:
-        return Exported(bundle, exporter.name, [], [], dry_run=True)
-    added, path, notes = engine.add_engine(bundle, exporter, chosen, progress)
-    return Exported(added, exporter.name, [], notes, engine=path)
+    progress.at("check", 0.0, f"reloading the {exporter.name}")
+    checks = exporter.check_graph(file_of(bundle), place, samples) if graph else exporter.check(beside)
+    demand(checks, "the export is not what the checkpoint is; nothing was added. Please report it")
+    if exporter.builds:
+        built = exporter.build(beside, chosen, lambda share, words: progress.at("build", share, words))
+        decisions = [*decisions, *engines.notes(beside, built)]
+    return decisions, checks
 
 
 def engine_options(bundle: Bundle, exporter: Any, changes: Sequence[str]) -> dict[str, Any]:
-    """Options of an engine that is built from a bundle's network: for this GPU, where nobody asked for another."""
+    """Return the options of an engine from a bundle's network: for this GPU, where nobody asked for another."""
     options = options_of(exporter, changes, bundle)
     asked = {change.partition("=")[0] for change in changes}
-    return engine.here(options, dict.fromkeys(asked), exporter.capabilities(exporter.Options(**options)))
+    return engines.here(options, asked, exporter.capabilities(exporter.Options(**options)))
 
 
 def _demand_codes(bundle: Bundle) -> None:
@@ -231,7 +228,7 @@ def _demand_codes(bundle: Bundle) -> None:
 
 
 def options_of(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[str, Any]:
-    """The exporter's options: what the bundle's target says, then what was asked for."""
+    """Return the exporter's options: what the bundle's target says, then what was asked for."""
     target = bundle.manifest.target or {}
     read = [name for name in exporter.runtimes if name in target.get("runtimes", [])]
     said = dict(target.get("build", {}).get((read or exporter.runtimes)[0], {}))
@@ -242,9 +239,8 @@ def options_of(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[st
     for change in changes:
         name, equals, text = change.partition("=")
         if not equals:
-            raise InputError(
-                "set-invalid", where="--set", value=change, rule="NAME=YAML", remedy="e.g. accuracy_level=0"
-            )
+            remedy = "e.g. accuracy_level=0"
+            raise InputError("set-invalid", where="--set", value=change, rule="NAME=YAML", remedy=remedy)
         options[name] = parse_yaml(text, where=f"--set {name}")
     try:
         exporter.Options(**options)

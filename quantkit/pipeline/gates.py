@@ -24,16 +24,6 @@ UNJUDGED = "gate-not-judged"
 _WHERE = "gates."
 
 
-@dataclass(frozen=True)
-class _About:
-    """What a gate is about: rows of a name, what has them, what is held against the limit, and of which of them."""
-
-    name: str
-    takes: str
-    read: Callable[[Row], float | None]
-    among: Callable[[Row], bool] = lambda row: True
-
-
 def _itself(row: Row) -> float | None:
     return row.value
 
@@ -48,54 +38,63 @@ def _points_lost(row: Row) -> float | None:
     return None if lost is None else round(-100 * lost, 9) + 0.0
 
 
-def _of_classes(row: Row) -> bool:
-    """Whether a row is about a classifier's answers, not about next words."""
-    return "classes" in (row.shape or {})
+@dataclass(frozen=True)
+class _Subject:
+    """Rows of a name, what has them, what is held against the limit; of a classifier's answers, or of next words."""
+
+    name: str
+    takes: str
+    read: Callable[[Row], float | None] = _itself
+    classes: bool | None = None
+
+    def has(self, row: Row) -> bool:
+        """Tell whether a gate is about a row; longer contexts, and answers that the original is sure of, are told."""
+        shape = row.shape or {}
+        if row.name != self.name or "context" in shape or "surer_than" in row.settings:
+            return False
+        return self.classes in (None, "classes" in shape)
 
 
 _WORDS, _CLASSES = (
     "a language model, and its original",
     "an output with a row of classes a sample (labels or its name say so)",
 )
-_ABOUT = {
-    "kl_max": _About("accuracy.kl", "next words or classes", _itself),
-    "top1_agreement_min": _About("accuracy.top1_agreement", _WORDS, _itself, lambda row: not _of_classes(row)),
-    "perplexity_ratio_max": _About("accuracy.perplexity", _WORDS, _ratio),
-    "top1_drop_max": _About("accuracy.top1", f"{_CLASSES}, and labels", _points_lost),
-    "agreement_min": _About("accuracy.top1_agreement", _CLASSES, _itself, _of_classes),
-    "recall_drop_max": _About("accuracy.recall_at_1", "an encoder, and pairs of texts", _points_lost),
-    "cosine_min": _About("accuracy.cosine", "a model that gives vectors", _itself),
-    "bits_per_weight_max": _About("size.bits_per_weight", "quantized layers", _itself),
+_SUBJECTS = {
+    "kl_max": _Subject("accuracy.kl", "next words or classes"),
+    "top1_agreement_min": _Subject("accuracy.top1_agreement", _WORDS, classes=False),
+    "perplexity_ratio_max": _Subject("accuracy.perplexity", _WORDS, _ratio),
+    "top1_drop_max": _Subject("accuracy.top1", f"{_CLASSES}, and labels", _points_lost),
+    "agreement_min": _Subject("accuracy.top1_agreement", _CLASSES, classes=True),
+    "recall_drop_max": _Subject("accuracy.recall_at_1", "an encoder, and pairs of texts", _points_lost),
+    "cosine_min": _Subject("accuracy.cosine", "a model that gives vectors"),
+    "bits_per_weight_max": _Subject("size.bits_per_weight", "quantized layers"),
 }
 
 
 def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None) -> tuple[list[Check], list[Decision]]:
-    """One check for each gate that was set and each runtime it was measured in, on the worst of its rows there, and a
-    decision for each gate whose measurement there is none of: a note, if nobody asked for it.
+    """Check each gate that was set in each runtime it was measured in, on the worst of its rows there; with a decision
+    for each gate whose measurement there is none of: a note, if nobody asked for it.
+
+    The first runtime's checks are called `gate.kl_max`; others bear the runtime's name: `gate.onnxruntime.kl_max`.
 
     Args:
         asked: gates that somebody asked for; None is all.
-
-    The first runtime's checks are called `gate.kl_max`; others bear the runtime's name: `gate.onnxruntime.kl_max`.
     """
     checks: list[Check] = []
     unjudged: list[tuple[str, float, str]] = []
     for gate, limit in gates.model_dump().items():
         if limit is None:
             continue
-        about, worse = _ABOUT[gate], max if gate.endswith("_max") else min
-        found: dict[str | None, float] = {}
-        for row in rows:
-            if row.name == about.name and _is_plain(row) and about.among(row):
-                value = about.read(row)
-                if value is not None:
-                    found[row.runtime] = worse(value, found.get(row.runtime, value))
-        if not found:
+        about, worse = _SUBJECTS[gate], max if gate.endswith("_max") else min
+        worst: dict[str | None, float] = {}
+        for row in filter(about.has, rows):
+            if (value := about.read(row)) is not None:
+                worst[row.runtime] = worse(value, worst.get(row.runtime, value))
+        if not worst:
             unjudged.append((gate, limit, f"not judged: {about.name} was not measured, which takes {about.takes}"))
-        for number, (runtime, value) in enumerate(found.items()):
-            ok = worse(value, limit) == limit
+        for number, (runtime, value) in enumerate(worst.items()):
             label = f"gate.{gate}" if number == 0 else f"gate.{runtime}.{gate}"
-            checks.append(Check(name=label, value=value, limit=limit, ok=ok))
+            checks.append(Check(name=label, value=value, limit=limit, ok=worse(value, limit) == limit))
     meant = {gate for gate, *_ in unjudged if asked is None or gate in asked or not checks}
     return checks, [
         decision("gates", UNJUDGED if gate in meant else NOTE, f"{_WHERE}{gate}", reason, limit)
@@ -104,7 +103,7 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
 
 
 def allowed(gates: Gates, name: str, before: float | None) -> float | None:
-    """How much worse than another model the gates allow a bundle to be in a thing; None where none is about it.
+    """Return how much worse than another model the gates allow a bundle to be in a thing; None where none is about it.
 
     What no gate names follows from one that does: who agrees on a share m of the words has lost at most 1 − m of them;
     KL bounds the chance that the guesses differ (Pinsker: TV ≤ √(KL / 2)); and of a model that knows how sure it may be
@@ -118,7 +117,6 @@ def allowed(gates: Gates, name: str, before: float | None) -> float | None:
         In the unit of `DecidedCell.effect`: nats, or a share.
     """
     kl, agreement, ratio = gates.kl_max, gates.top1_agreement_min, gates.perplexity_ratio_max
-    of_classes, cosine = gates.agreement_min, gates.cosine_min
     if name == "accuracy.kl":
         return None if kl is None else kl - (before or 0.0)
     if name == "accuracy.next_word":
@@ -128,40 +126,34 @@ def allowed(gates: Gates, name: str, before: float | None) -> float | None:
     drops = {"accuracy.top1": gates.top1_drop_max, "accuracy.recall_at_1": gates.recall_drop_max}
     if (points := drops.get(name)) is not None:
         return points / 100
-    least = {"accuracy.top1_agreement": of_classes, "accuracy.cosine": cosine}.get(name)
+    least = {"accuracy.top1_agreement": gates.agreement_min, "accuracy.cosine": gates.cosine_min}.get(name)
     return None if least is None else (1.0 if before is None else before) - least
 
 
 def warnings(decisions: Sequence[Decision]) -> list[str]:
-    """What a reader has to know: of gates that were asked for and not judged, of formats that are not computed
-    in, of weights that stay in floats."""
-    said = {
+    """Say what a reader has to know: of gates that were asked for and not judged, of formats that are not computed in,
+    of weights that stay in floats."""
+    texts = {
         UNJUDGED: "{0.where} {0.from_:g} is {0.reason}",
         EMULATED: "{0.where}: {0.reason}",
         FLOATS: "{0.reason}",
     }
-    return [said[each.code].format(each) for each in decisions if each.code in said]
+    return [texts[taken.code].format(taken) for taken in decisions if taken.code in texts]
 
 
 def still_unjudged(decisions: Sequence[Decision], checks: Sequence[Check]) -> list[Decision]:
-    """Decisions without those on gates that have a check by now."""
+    """Leave out decisions on gates that have a check by now."""
     judged = {f"{_WHERE}{check.name.rpartition('.')[2]}" for check in figures.gates(checks)}
-    return [each for each in decisions if each.code not in (UNJUDGED, NOTE) or each.where not in judged]
+    return [taken for taken in decisions if taken.code not in (UNJUDGED, NOTE) or taken.where not in judged]
 
 
 def measured(gate: str, rows: Sequence[Row]) -> Row | None:
-    """The first row that a gate is about."""
-    about = _ABOUT[gate]
-    return next((row for row in rows if row.name == about.name and _is_plain(row) and about.among(row)), None)
-
-
-def _is_plain(row: Row) -> bool:
-    """What a longer context costs, and what becomes of the answers that the original is sure of, is told, not gated."""
-    return "context" not in (row.shape or {}) and "surer_than" not in row.settings
+    """Return the first row that a gate is about."""
+    return next(filter(_SUBJECTS[gate].has, rows), None)
 
 
 def failed_gate(manifest: Manifest) -> GateError | None:
-    """The error of a bundle whose gate failed."""
+    """Return the error of a bundle whose gate failed."""
     failed = [check for check in figures.gates(manifest.checks) if not check.ok]
     if manifest.state == "complete" or not failed:
         return None
@@ -182,25 +174,19 @@ def demand(checks: Iterable[Check], remedy: str, *, of: str = "") -> None:
     Args:
         of: what the checks are of, where that is not what was asked for.
 
-    Raises:
-        GateError: `check-failed`, with the first that failed.
+    Raises GateError: `check-failed`, with the first that failed.
     """
     failed = next((check for check in checks if not check.ok), None)
-    if failed is None:
-        return
-    value = "not known" if failed.value is None else f"{failed.value:.4g}"
-    raise GateError(
-        "check-failed",
-        where=": ".join(part for part in (of, failed.where or failed.name) if part),
-        value=f"{failed.name} is {value}",
-        rule=failed.rule,
-        remedy=remedy,
-    )
+    if failed is not None:
+        value = "not known" if failed.value is None else f"{failed.value:.4g}"
+        where = ": ".join(part for part in (of, failed.where or failed.name) if part)
+        value = f"{failed.name} is {value}"
+        raise GateError("check-failed", where=where, value=value, rule=failed.rule, remedy=remedy)
 
 
 def refuse(decisions: Sequence[Decision]) -> None:
     """Raise GateError for the first decision that the recipe did not ask for, if there is any."""
-    unasked = [found for found in decisions if found.code not in {*ASKED, NOTE}]
+    unasked = [taken for taken in decisions if taken.code not in {*ASKED, NOTE}]
     if unasked:
         first = unasked[0]
         raise GateError(
@@ -214,18 +200,16 @@ def refuse(decisions: Sequence[Decision]) -> None:
 
 def _written(taken: Decision) -> str:
     """Say how a recipe asks for what was decided."""
-    if taken.code == EXPERTS:
-        return f"add '*.{taken.where.rpartition('.')[2]}' to the recipe's `keep`"
-    if taken.code == FLOATS:
-        return "name in the recipe's `keep` the modules in its blocks that are meant to stay in floats"
-    if taken.code == UNJUDGED:
-        return f"take the gate out: --set {taken.where}=null"
-    if taken.code == "expert-unrouted":
-        return (
-            "calibrate on more text (calibration.samples), or be content with less: --set calibration.expert_tokens=1"
-        )
-    if taken.code == EMULATED:
-        return "take another recipe or target"
+    ways = {
+        EXPERTS: f"add '*.{taken.where.rpartition('.')[2]}' to the recipe's `keep`",
+        FLOATS: "name in the recipe's `keep` the modules in its blocks that are meant to stay in floats",
+        UNJUDGED: f"take the gate out: --set {taken.where}=null",
+        "expert-unrouted": "calibrate on more text (calibration.samples), "
+        "or be content with less: --set calibration.expert_tokens=1",
+        EMULATED: "take another recipe or target",
+    }
+    if taken.code in ways:
+        return ways[taken.code]
     if taken.where.startswith("scheme.") and taken.to is not None:
         return f"ask for it: --set {taken.where}={taken.to}"
     return "write it into the recipe (keep, overrides, settings)"

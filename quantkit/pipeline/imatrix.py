@@ -21,35 +21,27 @@ if TYPE_CHECKING:
 
 
 def weighed_by(file: Path, recipe: str, changes: Sequence[str] = ()) -> tuple[list[str], tuple[Decision, ...]]:
-    """The changes that make a recipe weigh errors by a file, and what they do otherwise than it says.
+    """Return the changes that make a recipe weigh errors by a file, and what they do otherwise than it says.
 
     Rounding to nearest weighs by it. Where a GGUF file is written, it stands in for a solver too: whoever has such a
     file wants what llama-quantize makes of it.
 
-    Args:
-        recipe: its name or path. changes: to it, besides.
-
-    Raises:
-        InputError: `imatrix-unused`, it has no pass that does; those of `Recipe.load`.
+    Raises InputError: `imatrix-unused`, it has no pass that does; those of `Recipe.load`.
     """
-    found, path = Recipe.load(recipe, changes), json.dumps(str(file.expanduser().resolve()))
-    if any(step.name == Rtn.name for step in found.passes):
+    asked, path = Recipe.load(recipe, changes), json.dumps(str(file.expanduser().resolve()))
+    if any(step.name == Rtn.name for step in asked.passes):
         return [f"{Rtn.name}.imatrix={path}", f"{Rtn.name}.range=importance"], ()
-    solving = [step.reference for step in found.passes if "codes" in plugins.PASSES.of(step).ensures]
-    if not solving or all(step.name != GGUF.name for step in found.export):
-        raise InputError(
-            "imatrix-unused",
-            where="--imatrix",
-            value=f"{recipe} has no pass `{Rtn.name}`",
-            rule="it weighs the errors of rounding to nearest; a solver weighs by the Hessian of its own calibration",
-            remedy="leave --imatrix out, or use --recipe rtn-int4",
-        )
-    rounding = f"{Rtn.name}: {{range: importance, imatrix: {path}}}"
-    before = found.as_dict()["passes"]
-    kept = [json.dumps(step) for step in before if next(iter(step)) not in solving]
+    solving = [step.reference for step in asked.passes if "codes" in plugins.PASSES.of(step).ensures]
+    if not solving or all(step.name != GGUF.name for step in asked.export):
+        value = f"{recipe} has no pass `{Rtn.name}`"
+        rule = "it weighs the errors of rounding to nearest; a solver weighs by the Hessian of its own calibration"
+        remedy = "leave --imatrix out, or use --recipe rtn-int4"
+        raise InputError("imatrix-unused", where="--imatrix", value=value, rule=rule, remedy=remedy)
+    rounding = f"{{{Rtn.name}: {{range: importance, imatrix: {path}}}}}"
+    kept = [json.dumps(step) for step in asked.as_dict()["passes"] if next(iter(step)) not in solving]
     reason = f"--imatrix {file.name} weighs the errors of rounding to nearest, as llama-quantize does"
     taken = decision(Rtn.name, NOTE, "passes", reason, ", ".join(solving), Rtn.name)
-    return [f"passes=[{', '.join([*kept, f'{{{rounding}}}'])}]"], (taken,)
+    return [f"passes=[{', '.join([*kept, rounding])}]"], (taken,)
 
 
 def importance_of(
@@ -65,15 +57,13 @@ def importance_of(
     """Run a model on its calibration set, one block in memory, and write what its linears are given.
 
     Args:
-        model: as for a compile.
         out: the file; `.dat` is the format of before.
         calibration: a set's name or a user's file.
         samples, tokens: sequences, and the length of each.
         generated: share of them that the model writes itself.
 
-    Raises:
-        InputError: of `open_model` and of the calibration set; `file-unwritable`, `not-writable`. Stopped: `disk-full`.
-        MissingDependency: gguf.
+    Raises InputError: of `open_model` and of the calibration set; `file-unwritable`, `not-writable`. Stopped:
+    `disk-full`; MissingDependency: gguf.
     """
     from quantkit.calibrate.statistics import imatrix
     from quantkit.model.source.open import open_model
@@ -88,6 +78,6 @@ def importance_of(
     changes = [f"calibration.{name}={value}" for name, value in asked.items()]
     seen, _ = texts.load(Recipe.load("float", changes), source, calibrate=True, decisions=[])
     assert seen is not None
-    found = imatrix.collected(StreamedModel(source), seen.ids, [texts.public(calibration)])
-    imatrix.write(found, out)
-    return found
+    matrix = imatrix.collected(StreamedModel(source), seen.ids, [texts.public(calibration)])
+    imatrix.write(matrix, out)
+    return matrix

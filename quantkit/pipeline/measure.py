@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.graphs.answers import SampleCost
 
-Tell = Callable[[float], None]
 # a compile looks at a few shapes; `quantkit measure` at all of them
 QUICK = TimingPlan(batches=(1, 4, 16), contexts=(128,), prefills=(256, 1024), seconds=60.0, cell_seconds=60.0, rounds=4)
 # of a model that does not decode: one text and many, as short as a query and as long as a passage
@@ -65,7 +64,7 @@ _MAKING = 15
 class MeasuredAgainst:
     """What a bundle is measured against, and on what.
 
-    Args:
+    Attributes:
         subject: its identity in the rows: of the model that the bundle was made from, the hash of that; else of a
             bundle its `content_sha256`.
         format: of its weights.
@@ -94,7 +93,7 @@ class MeasuredAgainst:
         return None if self.stream is None else self.stream.source.weights.total_bytes()
 
     def floats_in_torch(self) -> StreamedModel:
-        """The float model, which steps on a GPU are timed against. Raises InputError `baseline-needed`."""
+        """Return the float model, which steps on a GPU are timed against. Raises InputError `baseline-needed`."""
         if self.stream is None or self.format != "float32":
             rule = "on a GPU times are set against the float model in bfloat16"
             remedy = "--baseline MODEL, or --no-speed"
@@ -102,10 +101,9 @@ class MeasuredAgainst:
         return self.stream
 
     def floats(self, bundle: Bundle, runtime: str) -> tuple[Path, str]:
-        """The folder of the float model in what a runtime reads, and its format; made if it is not there.
+        """Return the folder of the float model in what a runtime reads, and its format; made if it is not there.
 
-        Raises:
-            InputError, GateError: those of `float_export`.
+        Raises InputError, GateError: those of `float_export`.
         """
         if self.folder is not None:
             return self.folder, self.format
@@ -115,7 +113,7 @@ class MeasuredAgainst:
         return float_export(self.stream.source, exporter, options), float_format(exporter, options)
 
     def costs(self) -> SampleCost:
-        """What one sample takes of a graph. Raises InputError: those of `graphs.answers.cost`."""
+        """Return what one sample takes of a graph. Raises InputError: those of `graphs.answers.cost`."""
         from quantkit.graph.sites import sites
         from quantkit.pipeline.graphs.answers import cost
 
@@ -135,7 +133,7 @@ def measure(
     engine: Any = None,
     across: bool = False,
     progress: Progress | None = None,
-    scored: Tell | None = None,
+    scored: Callable[[float], None] | None = None,
 ) -> tuple[list[Row], Items | None]:
     """Measure what one runtime runs of a bundle, finished or still in its build.
 
@@ -149,10 +147,9 @@ def measure(
         scored: told the share of the score that is done; None tells `progress`.
 
     Returns:
-        The rows, and what was found at each position of a decoder.
+        The rows, and what was learnt of each position of a decoder.
 
-    Raises:
-        InputError, GateError, MissingDependency: of what opens, scores and times.
+    Raises InputError, GateError, MissingDependency: of what opens, scores and times.
     """
     progress = progress or Progress()
     rows: list[Row] = []
@@ -174,14 +171,8 @@ def measure(
 def sizes(bundle: Bundle, original: MeasuredAgainst, folder: str) -> list[Row]:
     """Weigh what lies in one folder of a bundle."""
     manifest = bundle.manifest
-    return size_rows(
-        manifest.layers,
-        manifest.files,
-        subject=manifest.content_sha256,
-        baseline=original.subject,
-        baseline_bytes=original.bytes,
-        folder=folder,
-    )
+    against: dict[str, Any] = {"baseline": original.subject, "baseline_bytes": original.bytes}
+    return size_rows(manifest.layers, manifest.files, subject=manifest.content_sha256, folder=folder, **against)
 
 
 def _score(
@@ -194,24 +185,20 @@ def _score(
 ) -> tuple[list[Row], Items | None]:
     from quantkit.measurement.accuracy import score
 
-    assert original.stream is not None and original.tokens is not None
-    subject = bundle.manifest.content_sha256
+    stream = original.stream
+    assert stream is not None and original.tokens is not None
+    subject, folder = bundle.manifest.content_sha256, weighed or folder_of(export_of(runtime))
     candidate = load_runtime(runtime).open(bundle.path) if candidate is None else candidate
-    folder = weighed or folder_of(export_of(runtime))
     rows = sizes(bundle, original, folder)
     rows += read_rows(candidate.ways, subject=subject, folder=folder)
-    found, items = score.rows(
-        original.stream, candidate, original.tokens, subject=subject, runtime=runtime, progress=tell
-    )
-    found = score.flagged(found, bundle.manifest.model.source.was)
-    return rows + [_renamed(row, original.stream.source.sha256, original.subject) for row in found], items
-
-
-def _renamed(row: Row, old: str, new: str) -> Row:
-    """The row with its baseline's identity: a checkpoint of the float model has another hash than the model."""
-    if row.baseline is None or row.baseline.subject != old:
-        return row
-    return row.model_copy(update={"baseline": row.baseline.model_copy(update={"subject": new})})
+    scores, items = score.rows(stream, candidate, original.tokens, subject=subject, runtime=runtime, progress=tell)
+    for row in score.flagged(scores, bundle.manifest.model.source.was):
+        # a checkpoint of the float model has another hash than the model
+        if row.baseline is not None and row.baseline.subject == stream.source.sha256:
+            named = row.baseline.model_copy(update={"subject": original.subject})
+            row = row.model_copy(update={"baseline": named})  # noqa: PLW2901
+        rows.append(row)
+    return rows, items
 
 
 def _score_graph(
@@ -230,23 +217,23 @@ def _score_graph(
     own = runner(bundle, runtime) if candidate is None else candidate
     expected = answers(graph.model, samples, lambda done: tell(done / 2))
     given = answers(own, samples, lambda done: tell((1 + done) / 2))
-    subject = bundle.manifest.content_sha256
-    rows = agreement(
-        expected, given, samples, kinds_of(graph.model), subject=subject, baseline=original.subject, runtime=runtime
-    )
+    subject, baseline = bundle.manifest.content_sha256, original.subject
+    kinds = kinds_of(graph.model)
+    rows = agreement(expected, given, samples, kinds, subject=subject, baseline=baseline, runtime=runtime)
     return [*sizes(bundle, original, weighed or file_of(bundle, runtime).parent.name), *rows], None
 
 
 def _time(
     bundle: Bundle, original: MeasuredAgainst, runtime: str, plan: TimingPlan, progress: Progress, *, across: bool
 ) -> list[Row]:
-    """Times of what a runtime reads, in turns with the float model's."""
+    """Time what a runtime reads, in turns with the float model in what it reads."""
     from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, run
 
-    manifest, folder = bundle.manifest, load_runtime(runtime).folder(bundle)
+    manifest, reads = bundle.manifest, load_runtime(runtime)
+    folder = reads.folder(bundle)
     progress.at("speed", 0.0, f"the float model as {export_of(runtime)}, for comparison")
     baseline, form = original.floats(bundle, runtime)
-    floats = load_runtime(runtime).floats or runtime
+    floats = reads.floats or runtime
     other = _across(bundle, original, progress) if across and floats != RUNTIME else None
     ours = SpeedSide(str(folder), manifest.content_sha256, format_of(manifest.layers), runtime=runtime)
     theirs = SpeedSide(str(baseline), original.subject, form, runtime=floats)
@@ -259,7 +246,7 @@ def _time(
 def _time_graph(
     bundle: Bundle, original: MeasuredAgainst, runtime: str, plan: TimingPlan, progress: Progress
 ) -> list[Row]:
-    """Times of a graph and its float one, on real inputs; a graph of a fixed batch at that alone."""
+    """Time a graph and its float one, on real inputs; a graph of a fixed batch at that alone."""
     from quantkit.measurement.timing.speed import Samples, SpeedJob, SpeedSide, run
 
     manifest, graph, samples = bundle.manifest, original.graph, original.samples
@@ -273,16 +260,16 @@ def _time_graph(
     with tempfile.TemporaryDirectory(prefix="quantkit-speed-") as folder:
         file = Path(folder) / "samples.npz"
         np.savez(file, allow_pickle=False, **samples.first(max(batches)))
-        given = Samples(str(file), float(sum(costs.macs.values())), float(costs.outputs))
+        inputs = Samples(str(file), float(sum(costs.macs.values())), float(costs.outputs))
         ours = SpeedSide(str(path), manifest.content_sha256, format_of(manifest.layers), size, runtime)
         theirs = SpeedSide(str(graph.path), original.subject, "float32", graph.bytes)
-        job = SpeedJob(ours, theirs, machine.cores(), plan, given)
+        job = SpeedJob(ours, theirs, machine.cores(), plan, inputs)
         return run(job, lambda share, words: progress.at("speed", share, words))
 
 
 def _across(bundle: Bundle, original: MeasuredAgainst, progress: Progress) -> SpeedSide | None:
-    """What ONNX Runtime runs in turns with a file of another runtime: the bundle's own graph, else the float model's;
-    None, with a note, where there is neither."""
+    """Return what ONNX Runtime runs in turns with a file of another runtime: the bundle's own graph, else the float
+    model's; None, with a note, where there is neither."""
     from quantkit.measurement.timing.speed import SpeedSide
 
     manifest, name = bundle.manifest, export_of(RUNTIME)
@@ -297,15 +284,15 @@ def _across(bundle: Bundle, original: MeasuredAgainst, progress: Progress) -> Sp
         return None
     progress.at("speed", 0.0, f"the float model as {name}, for comparison")
     try:
-        made = float_export(source, name, options_of(bundle, name))
+        folder = float_export(source, name, options_of(bundle, name))
     except (InputError, MissingDependency, GateError) as problem:
         progress.note(f"not timed beside {RUNTIME}: {problem.line()}")
         return None
-    return SpeedSide(str(made), original.subject, "float32")
+    return SpeedSide(str(folder), original.subject, "float32")
 
 
 def _on_gpu(bundle: Bundle, original: MeasuredAgainst, engine: Any, plan: TimingPlan, progress: Progress) -> list[Row]:
-    """An engine against torch in bfloat16, or steps on quantkit's own kernels against the same. Raises InputError."""
+    """Time an engine against torch in bfloat16, or steps on quantkit's own kernels against it. Raises InputError."""
     from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.timing import cuda as speed_cuda
 
@@ -316,16 +303,16 @@ def _on_gpu(bundle: Bundle, original: MeasuredAgainst, engine: Any, plan: Timing
 
     if engine is not None:
         return speed_cuda.run_engine(engine, bundle, source, fitting(plan, engine.capacity), device, progress=tell)
-    rows, said = speed_cuda.run(bundle, source, plan, device, progress=tell)
-    if said:
-        progress.note(said)
+    rows, note = speed_cuda.run(bundle, source, plan, device, progress=tell)
+    if note:
+        progress.note(note)
     return rows
 
 
 def quick_times(
     bundle: Bundle, original: MeasuredAgainst, runtime: str, progress: Progress
 ) -> tuple[list[Row], list[Decision]]:
-    """The quick look of a compile; what prevents it is a decision, not the end of the compile."""
+    """Take the quick look of a compile; what prevents it is a decision, not the end of the compile."""
     plan = quick("network" if original.graph is not None else bundle.manifest.model.kind)
     try:
         return measure(bundle, original, runtime, accuracy=False, plan=plan, progress=progress)[0], []
@@ -350,10 +337,8 @@ def measure_bundle(
         plan: shapes and seconds of the timing; its batches default to the target's, up to 32.
         decisions: gets what was done otherwise than asked: text that had to come from elsewhere.
 
-    Raises:
-        InputError: `baseline-needed`, where the source was a folder; `bundle-without-onnx` or `-checkpoint`;
-            `nothing-to-score-on`, where `calibration` has nothing for this.
-        MissingDependency: of the runtime.
+    Raises InputError: `baseline-needed`, where the source was a folder; `bundle-without-onnx` or `-checkpoint`;
+    `nothing-to-score-on`, where `calibration` has nothing for this; MissingDependency: of the runtime.
     """
     progress, decisions = progress or Progress(), [] if decisions is None else decisions
     runtime = runtime or default_runtime(bundle)
@@ -402,8 +387,8 @@ def measure_bundle(
 
 
 def default_runtime(bundle: Bundle) -> str:
-    """ONNX Runtime where the bundle has a graph, or a graph's network, and the package is there; else torch, or what
-    reads its one file."""
+    """Choose ONNX Runtime where the bundle has a graph, or a graph's network, and the package is there; else torch, or
+    what reads its one file."""
     held = (bundle.path / "model").is_dir() or (bundle.path / "onnx").is_dir() or is_network(bundle)
     if not held and (runtime := usage.file_runtime(bundle.manifest)):
         return runtime
@@ -421,16 +406,15 @@ def original_of(
     """Open what the bundle is measured against, and refuse what cannot be.
 
     Args:
-        baseline: a model, a graph or a bundle; None is what the bundle was made from, where that can be found.
+        baseline: a model, a graph or a bundle; None is what the bundle was made from, where that can be had.
         timed: the runtime that its floats are timed in; None where nothing is timed.
         calibration: the set that scores; None is the one that the bundle was calibrated on.
         decisions: gets what was done otherwise than asked.
 
-    Raises:
-        InputError: `baseline-needed`, `baseline-kind`, `baseline-inputs`, `baseline-vocabulary`, `calibration-needed`,
-            `nothing-to-score-on`, `bundle-without-onnx`, `-gguf`, `bundle-without-checkpoint`, `hash-mismatch`, those
-            of `open_model`, `open_graph` and `load_inputs`.
-        MissingDependency: torch, where nothing can be measured without.
+    Raises InputError: `baseline-needed`, `baseline-kind`, `baseline-inputs`, `baseline-vocabulary`,
+    `calibration-needed`, `nothing-to-score-on`, `bundle-without-onnx`, `-gguf`, `bundle-without-checkpoint`,
+    `hash-mismatch`, those of `open_model`, `open_graph` and `load_inputs`; MissingDependency: torch, where nothing can
+    be measured without.
     """
     if holds_graph(bundle):
         from quantkit.graph.open import open_graph
@@ -439,23 +423,23 @@ def original_of(
         graph = open_graph(file)
         demand_inputs(bundle, graph)
         return MeasuredAgainst(graph.sha256, graph=graph, samples=scoring(bundle, graph.inputs, calibration, alias))
-    found = _opened(bundle, baseline, timed)
-    if found.stream is None:
+    opened = _opened(bundle, baseline, timed)
+    if opened.stream is None:
         if not timed:
             raise MissingDependency("torch", extra="compile", purpose="measuring accuracy")
-        return found
+        return opened
     from quantkit.measurement.accuracy.purpose import TextResults
     from quantkit.pipeline.blocks import tokens
 
-    decisions, source, recipe = [] if decisions is None else decisions, found.stream.source, bundle.manifest.recipe
+    decisions, source, recipe = [] if decisions is None else decisions, opened.stream.source, bundle.manifest.recipe
     text = tokens.again(Recipe.done(recipe), source, calibration, bundle.manifest.calibration, decisions)
     if source.kind == "encoder":
-        decisions += TextResults(found.stream, text).decisions()
-    return replace(found, tokens=text)
+        decisions += TextResults(opened.stream, text).decisions()
+    return replace(opened, tokens=text)
 
 
 def _opened(bundle: Bundle, baseline: str | None, timed: str | None) -> MeasuredAgainst:
-    """Of a transformer, without what scores it."""
+    """Open the original of a transformer, without what scores it."""
     source, has_torch = bundle.manifest.model.source, machine.has("torch")
     if baseline is not None and (Path(baseline).expanduser() / MANIFEST).is_file():
         other = Bundle.load(baseline)
@@ -477,18 +461,21 @@ def _opened(bundle: Bundle, baseline: str | None, timed: str | None) -> Measured
         from quantkit.model.source.open import open_model
         from quantkit.model.streaming.stream import StreamedModel
 
-        opened = open_model(baseline or _origin(source.ref), trust_remote_code=None)
+        if baseline is None and source.ref.startswith("path:"):
+            name = source.ref.removeprefix("path:")
+            value = f"the bundle was made from a folder or file called {name!r}"
+            rule = "a bundle holds no path of the machine it was made on"
+            remedy = f"--baseline ./{name}, where it lies"
+            raise InputError("baseline-needed", where="--baseline", value=value, rule=rule, remedy=remedy)
+        opened = open_model(baseline or source.ref.removeprefix("alias:"), trust_remote_code=None)
         _demand_alike(bundle, opened.kind, opened.config, baseline or opened.ref)
         return MeasuredAgainst(opened.sha256, stream=StreamedModel(opened))
     if timed:
-        raise InputError(
-            "baseline-needed",
-            where="--baseline",
-            value="torch is not installed, so the float model cannot be exported here",
-            rule="speed is measured against the float model in the same runtime",
-            remedy="--baseline FOLDER of a bundle compiled elsewhere with --recipe float --set "
-            f"'export=[{{{export_of(timed)}: {{}}}}]'",
-        )
+        value = "torch is not installed, so the float model cannot be exported here"
+        rule = "speed is measured against the float model in the same runtime"
+        remedy = "--baseline FOLDER of a bundle compiled elsewhere with --recipe float --set "
+        remedy += f"'export=[{{{export_of(timed)}: {{}}}}]'"
+        raise InputError("baseline-needed", where="--baseline", value=value, rule=rule, remedy=remedy)
     return MeasuredAgainst("")
 
 
@@ -506,29 +493,15 @@ def _demand_alike(bundle: Bundle, kind: str, config: dict[str, Any], where: str)
 
 
 def config_of(bundle: Bundle) -> dict[str, Any]:
-    """`config.json` of a bundle's model, from whichever export has it; empty where none does."""
+    """Read `config.json` of a bundle's model, from whichever export has it; empty where none does."""
     for place in ("model", "onnx"):
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(limits.read(bundle.path / place / "config.json")))
     return {}
 
 
-def _origin(ref: str) -> str:
-    """The reference that opens a bundle's source again."""
-    if ref.startswith("path:"):
-        name = ref.removeprefix("path:")
-        raise InputError(
-            "baseline-needed",
-            where="--baseline",
-            value=f"the bundle was made from a folder or file called {name!r}",
-            rule="a bundle holds no path of the machine it was made on",
-            remedy=f"--baseline ./{name}, where it lies",
-        )
-    return ref.removeprefix("alias:")
-
-
 def _steps_on_gpu(bundle: Bundle, runtime: str, progress: Progress) -> bool:
-    """Whether quantkit's own kernels run a bundle here: a decoder for a GPU, in torch, where torch sees one."""
+    """Tell whether quantkit's own kernels run a bundle here: a decoder for a GPU, in torch, where torch sees one."""
     kind, target = bundle.manifest.model.kind, target_of(bundle.manifest)
     if runtime != "torch" or kind != "decoder" or target.kind != "gpu" or not (gpus := machine.gpus()[0]):
         return False
@@ -539,14 +512,14 @@ def _steps_on_gpu(bundle: Bundle, runtime: str, progress: Progress) -> bool:
 
 
 def quick(kind: str) -> TimingPlan:
-    """What a compile looks at, for a kind of model."""
+    """Return what a compile looks at, for a kind of model."""
     if kind == "network":
         return replace(QUICK, batches=_TEXTS, seconds=40.0)
     return QUICK if kind == "decoder" else replace(QUICK, batches=_TEXTS, seconds=60.0)
 
 
 def fitting(plan: TimingPlan, context: int, kind: str = "decoder") -> TimingPlan:
-    """A plan whose shapes a model of so many positions has; one that does not decode has its batches in prefills."""
+    """Fit shapes into a model of so many positions; one that does not decode has its batches in prefills."""
     if kind != "decoder":
         plan = replace(plan, batches=(), contexts=(), prefill_batches=plan.batches, prefills=_LENGTHS)
     contexts = sorted({min(wanted, context - 1) for wanted in plan.contexts})
@@ -555,11 +528,11 @@ def fitting(plan: TimingPlan, context: int, kind: str = "decoder") -> TimingPlan
 
 
 def batches_of(bundle: Bundle) -> list[int]:
-    """The target's batches, up to 32."""
+    """List the target's batches, up to 32."""
     return [size for size in target_of(bundle.manifest).batches if size <= _LARGEST] or [1]
 
 
 def with_changes(plan: TimingPlan, batches: Sequence[int] | None, seconds: float | None) -> TimingPlan:
-    """A plan with some of its numbers replaced."""
+    """Replace some of a plan's numbers."""
     plan = replace(plan, batches=tuple(sorted(set(batches)))) if batches else plan
     return replace(plan, seconds=seconds) if seconds else plan

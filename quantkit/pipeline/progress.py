@@ -17,27 +17,23 @@ class Progress:
     """Receives the stages, then how far each is. This one says nothing to nobody."""
 
     def begin(self, what: str) -> None:
-        """What is being done."""
+        """Take what is being done."""
 
     def plan(self, stages: Mapping[str, float]) -> None:
-        """The stages to come, in order, with the number of parts that each has."""
+        """Take the stages to come, in order, with the number of parts that each has."""
 
     def at(self, stage: str, done: float, detail: str = "") -> None:
-        """A stage is `done` (0..1); `detail` names what it is at."""
+        """Take how far a stage is, 0 to 1; `detail` names what it is at."""
 
     def note(self, line: str) -> None:
-        """Something worth a line: a decision, a caveat."""
+        """Take something worth a line: a decision, a caveat."""
 
 
 @contextmanager
 def showing(asked: bool = True) -> Iterator[Progress]:
-    """A progress that shows itself: a bar on a terminal or in a notebook, else lines on stderr.
+    """Show progress: a bar on a terminal or in a notebook, else lines on stderr; `asked=False` says nothing.
 
-    Args:
-        asked: False says nothing.
-
-    Raises:
-        InputError: `usage`, what is neither True nor False.
+    Raises InputError: `usage`, what is neither True nor False.
     """
     given.flags(progress=asked)
     if not asked:
@@ -86,7 +82,7 @@ class Overall(Progress):
 class Stage:
     """One stage that has ended.
 
-    Args:
+    Attributes:
         name: `open`, `prove`, `quantize`, `export`, `check`, `build`, `score`, `speed` or `finish`.
         seconds: by the wall clock.
         cpu_seconds: user and system, of this process, all its threads, and the processes that it waited for.
@@ -99,7 +95,7 @@ class Stage:
     memory_peak_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in a result."""
+        """Return it as it stands in a result."""
         return asdict(self)
 
 
@@ -108,8 +104,7 @@ class Stages:
 
     def __init__(self, first: str = "open") -> None:
         self.ended: list[Stage] = []
-        self._name = first
-        self._began = self._now()
+        self._name, self._began = first, self._now()
 
     def begin(self, name: str) -> None:
         """End the present stage and begin another."""
@@ -117,7 +112,7 @@ class Stages:
         self._name = name
 
     def end(self) -> list[Stage]:
-        """End the present stage; all that have ended."""
+        """End the present stage; return all that have ended."""
         now = self._now()
         wall, cpu = (after - before for after, before in zip(now, self._began, strict=True))
         self.ended.append(Stage(self._name, wall, cpu, machine.peak_bytes()))

@@ -16,17 +16,19 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import content, machine
+from quantkit.bundle import Build
 from quantkit.bundle.disk import not_writable
 from quantkit.errors import InputError, QuantkitError
 from quantkit.exporters.carried import carried
-from quantkit.pipeline.estimate import demand_disk, estimate, spec
+from quantkit.pipeline.compile import make
+from quantkit.pipeline.estimate import demand_disk
 from quantkit.pipeline.progress import Progress, Stages
-from quantkit.pipeline.request import Request
+from quantkit.pipeline.request import Request, takes_graph
 from quantkit.planning.compiling import CompileSpec, Compiling, elements, peaks
 from quantkit.recipe import Override, Recipe
 from quantkit.report.kit import words
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.pipeline.blocks.opened import Prepared
+    from quantkit.pipeline.blocks.prepared import Prepared
 
 # sequences of the longer run; seconds that looking through the other blocks may take
 FEW, _LOOKING = 4, 5.0
@@ -48,14 +50,16 @@ _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _DENSE_FIRST, _DENSE_LISTED = "first_k_dense_replace", "mlp_only_layers"
 # rows of the vocabulary that are kept
 ROWS = 4096
+# stage -> (processor seconds, seconds by the wall clock)
+_Taken = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found out before it would have been.
+    """What was learnt before it would have been.
 
-    Args:
-        code: stable: that of the error it would have been.
+    Attributes:
+        code: that of the error it would have been.
         line: for people, with the remedy.
         fails: whether the compile would end with it.
     """
@@ -67,9 +71,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rehearsal found.
+    """The result of a rehearsal.
 
-    Args:
+    Attributes:
         compiling: what the whole will take, corrected by what the block took; None where it never came so far.
         findings: what would fail, and what is worth knowing.
         block: that was run; "" where none was.
@@ -89,15 +93,15 @@ class Rehearsal:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that the compile would end with."""
+        """Whether nothing was learnt that the compile would end with."""
         return not any(finding.fails for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON."""
         return {
             "ok": self.ok,
             "compiling": self.compiling.as_dict() if self.compiling is not None else None,
-            "findings": [{"code": each.code, "line": each.line, "fails": each.fails} for each in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "block": self.block or None,
             "sequences": self.sequences,
             "measured_cpu_seconds": dict(self.measured),
@@ -110,19 +114,11 @@ class Rehearsal:
 def rehearse(request: Request, progress: Progress | None = None) -> Rehearsal:
     """Find out what a compile would take, and what it would fail with; nothing of it is kept.
 
-    Raises:
-        InputError: `compile-unknown`, of a graph of images.
+    Raises InputError: `compile-unknown`, of a graph of images.
     """
-    from quantkit.pipeline.request import takes_graph
-
     if takes_graph(request.model):
-        raise InputError(
-            "compile-unknown",
-            where=request.model,
-            value="a float ONNX graph",
-            rule="blocks of transformers are rehearsed",
-            remedy="quantkit compile --dry-run says what becomes of a graph",
-        )
+        rule, remedy = "blocks of transformers are rehearsed", "quantkit compile --dry-run says what becomes of a graph"
+        raise InputError("compile-unknown", where=request.model, value="a float ONNX graph", rule=rule, remedy=remedy)
     return _Rehearsing(request, progress or Progress()).run()
 
 
@@ -134,7 +130,7 @@ class _Rehearsing:
         self.findings: list[Finding] = []
 
     def run(self) -> Rehearsal:
-        from quantkit.pipeline.blocks.prepared import prepare
+        from quantkit.pipeline.blocks.prepared import estimate, prepare
 
         began = time.perf_counter()
         self.progress.plan({"open": 1.0, "quantize": 3.0, "export": 3.0, "check": 3.0})
@@ -151,7 +147,7 @@ class _Rehearsing:
 
     @contextlib.contextmanager
     def _noting(self, instead: str = "") -> Iterator[None]:
-        """What is raised inside is a finding; of a library's own exceptions, under the code `instead`."""
+        """Turn what is raised inside into a finding; a library's own exceptions, under the code `instead`."""
         try:
             yield
         except QuantkitError as problem:
@@ -164,6 +160,8 @@ class _Rehearsing:
 
     def _block(self, prepared: Prepared, expected: Compiling) -> Rehearsal:
         """Compile the largest block alone."""
+        from quantkit.pipeline.blocks.prepared import spec
+
         index = _largest(prepared)
         name, whole = prepared.stream.block_names[index], spec(prepared)
         few = min(FEW, whole.sequences)
@@ -193,40 +191,36 @@ class _Rehearsing:
         if not runs:
             return Rehearsal(expected, [], block=name, sequences=few)
         own = peak if peak is not None and peak > before else None
-        measured = {stage: cpu for stage, (cpu, _) in runs[-1][1].items()}
+        memory = dict(expected.memory)
+        if own is not None:  # by as much as it was over what sizes say of the block
+            parts = ("open", "begin", *_REHEARSED)
+            reckoned = max(size for part, size in peaks(alone).items() if part.partition(" ")[0] in parts)
+            memory = {part: size + own - reckoned for part, size in memory.items()}
         layers = whole.architecture.layers
         share = sum(elements(layer.matrices) for layer in layers) / max(elements(layers[index].matrices), 1.0)
         seconds = _multiplied(runs, whole.sequences, share)
-        compiling = replace(expected, memory=_corrected(expected, alone, own), seconds=seconds)
-        return Rehearsal(compiling, [], name, few, measured, own)
+        measured = {stage: cpu for stage, (cpu, _) in runs[-1][1].items()}
+        return Rehearsal(replace(expected, memory=memory, seconds=seconds), [], name, few, measured, own)
 
     def _compile(self, prepared: Prepared, index: int, out: Path, model: Path, samples: int) -> _Taken:
-        """What the block's quantizing, exports and checks take."""
-        from quantkit.bundle import Build
+        """Quantize, export and check the block; what each takes."""
         from quantkit.pipeline.blocks.prepared import prepare
         from quantkit.pipeline.blocks.subject import TransformerSubject
-        from quantkit.pipeline.compile import make
 
-        request = replace(
-            self.request,
-            model=str(model.absolute()),
-            recipe=alone(prepared.request.recipe, prepared, index),
-            out=out,
-            resume=False,
-            strict=False,
-            speed=False,
-            as_shipped=False,
-        )
+        recipe = alone(prepared.request.recipe, prepared, index)
+        off: dict[str, Any] = dict.fromkeys(("resume", "strict", "speed", "as_shipped"), False)
+        request = replace(self.request, model=str(model.absolute()), recipe=recipe, out=out, **off)
         seen = prepared.calibration
         if seen is not None:
             seen = replace(seen, ids=few_of(seen.ids, max(samples, 1)))
         scoring = replace(prepared.scoring, ids=few_of(prepared.scoring.ids, 1), pairs=None)
-        stages = Stages("open")
+        watch = Stages("open")
         subject = TransformerSubject(prepare(request, whole=False, seen=(seen, scoring)))
         with Build.open(out, subject.fingerprint(), resume=False) as build:
-            make(subject.work(build, self.progress, stages), stages)
+            subject.begin(build, self.progress, watch)
+            make(subject)
         taken: _Taken = {}
-        for stage in stages.end():
+        for stage in watch.end():
             if stage.name in _REHEARSED:
                 cpu, wall = taken.get(stage.name, (0.0, 0.0))
                 taken[stage.name] = (cpu + stage.cpu_seconds, wall + stage.seconds)
@@ -234,7 +228,7 @@ class _Rehearsing:
 
     @contextlib.contextmanager
     def _room(self, out: Path) -> Iterator[Path]:
-        """A folder beside where the bundle will be; gone at the end."""
+        """Make a folder beside where the bundle will be; gone at the end."""
         parent = next((folder for folder in out.absolute().parents if folder.is_dir()), Path())
         try:
             home = Path(tempfile.mkdtemp(dir=parent, prefix=f".{out.name}-rehearsal-"))
@@ -246,7 +240,7 @@ class _Rehearsing:
             shutil.rmtree(home, ignore_errors=True)
 
     def _look_through(self, prepared: Prepared) -> None:
-        """Weights of the other blocks, as many as there is time for: NaN, infinity, files cut short."""
+        """Read the weights of the other blocks, as many as there is time for: NaN, infinity, files cut short."""
         weights, end = prepared.original.weights, time.perf_counter() + _LOOKING
         names = list(weights.entries)
         for done, name in enumerate(names):
@@ -258,12 +252,14 @@ class _Rehearsing:
             with self._noting():
                 weights.read(name)
             if len(self.findings) > before:
-                if any(finding == self.findings[-1] for finding in self.findings[:-1]):
+                if self.findings[-1] in self.findings[:-1]:
                     self.findings.pop()  # the block had it already
                 return
 
     def _demand_room(self, expected: Compiling, out: Path) -> None:
-        """Disk for the bundle and for the float model, and memory."""
+        """Look for disk for the bundle and for the float model, and for memory."""
+        import psutil
+
         with self._noting():
             demand_disk(expected, out)
         cache = content.cache_dir()
@@ -271,7 +267,8 @@ class _Rehearsing:
         if expected.disk.cache > (free := shutil.disk_usage(home).free):
             line = f"{home}: {words.size(free)} are free, the float model takes {words.size(expected.disk.cache)}"
             self.findings.append(Finding("disk-space", f"{line}: speed would not be measured", fails=False))
-        limit, free = machine.memory_limit(), machine.memory_available() + _resident()
+        # what this process has now it may use again
+        limit, free = machine.memory_limit(), machine.memory_available() + int(psutil.Process().memory_info().rss)
         need = f"it takes about {words.size(expected.peak)} ({expected.at_peak})"
         if expected.peak > limit:
             line = f"{need}, this process may have {words.size(limit)}"
@@ -282,7 +279,7 @@ class _Rehearsing:
 
 
 def _largest(prepared: Prepared) -> int:
-    """The block with the most weights to quantize; of all its weights, where nothing is quantized."""
+    """Return the block with the most weights to quantize; of all its weights, where nothing is quantized."""
     names, layers = prepared.stream.block_names, prepared.layers
 
     def size(block: str) -> tuple[int, int]:
@@ -292,14 +289,9 @@ def _largest(prepared: Prepared) -> int:
     return max(range(len(names)), key=lambda index: size(names[index]))
 
 
-# stage -> (processor seconds, seconds by the wall clock)
-_Taken = dict[str, tuple[float, float]]
-
-
 def _multiplied(runs: Sequence[tuple[int, _Taken]], sequences: int, share: float) -> dict[str, float]:
-    """Seconds of the whole: those of the block, in a straight line through what it took on (sequences, seconds), times
-    how much larger all blocks are.
-    """
+    """Return seconds of the whole: those of the block, in a straight line through what it took on (sequences, seconds),
+    times how much larger all blocks are."""
     (few, first), (many, last) = runs[0], runs[-1]
     seconds = {}
     for stage, (_, wall) in last.items():
@@ -309,7 +301,7 @@ def _multiplied(runs: Sequence[tuple[int, _Taken]], sequences: int, share: float
 
 
 def _as_cut(whole: CompileSpec, index: int, sequences: int) -> CompileSpec:
-    """The compile of one block alone, with the vocabulary that is kept."""
+    """Describe the compile of one block alone, with the vocabulary that is kept."""
     model = whole.architecture
     vocabulary = model.head.N if model.head is not None else model.vocabulary
     model = replace(model, layers=[model.layers[index]])
@@ -319,36 +311,18 @@ def _as_cut(whole: CompileSpec, index: int, sequences: int) -> CompileSpec:
     return replace(whole, architecture=model, sequences=sequences, scored=whole.scored_length, timed=False)
 
 
-def _corrected(expected: Compiling, alone: CompileSpec, own: int | None) -> dict[str, float]:
-    """Peaks of the whole: where the block's was measured, by as much as it was over what sizes say of it."""
-    if own is None:
-        return dict(expected.memory)
-    reckoned = [peak for part, peak in peaks(alone).items() if part.partition(" ")[0] in ("open", "begin", *_REHEARSED)]
-    return {part: peak + own - max(reckoned) for part, peak in expected.memory.items()}
-
-
-def _resident() -> int:
-    """Bytes that this process has now: what it may use again."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
 # --- a model of one block --------------------------------------------------------------------------------------------
 
 
 def cut(prepared: Prepared, index: int, folder: Path) -> None:
-    """Write the model of block `index` alone.
+    """Write the model of block `index` alone: its weights are read here, and a few others.
 
-    Args:
-        prepared: of the whole model; its weights are read here, those of the block and a few others.
-
-    Raises:
-        InputError: `weights-nonfinite`, `weights-truncated`; `block-not-alone`, where the config of one layer makes
-            another block.
+    Raises InputError: `weights-nonfinite`, `weights-truncated`; `block-not-alone`, where the config of one layer makes
+    another block.
     """
     from safetensors.torch import save_file
 
+    from quantkit.model.source.open import open_model
     from quantkit.model.streaming.stream import StreamedModel
 
     source = prepared.original
@@ -360,94 +334,76 @@ def cut(prepared: Prepared, index: int, folder: Path) -> None:
         shutil.copyfile(path, folder / name)
     config = _config(source.config, index, len(stream.block_names))
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tensors = dict(_tensors(stream, index, _vocabulary(source.config)))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _demand_same_block(prepared, index, folder)
+    save_file(dict(_tensors(stream, index)), folder / "model.safetensors", metadata={"format": "pt"})
+    mine = prepared.stream.blocks[index]
+    theirs = StreamedModel(open_model(str(folder.absolute()), trust_remote_code=None, hashed=False)).blocks[0]
+    shapes = [{name: tuple(value.shape) for name, value in block.named_parameters()} for block in (mine, theirs)]
+    if shapes[0] != shapes[1] or type(mine) is not type(theirs):
+        where, rule = stream.block_names[index], "a block is rehearsed as the only one of a model"
+        value = "a config of one layer makes another block"
+        raise InputError("block-not-alone", where=where, value=value, rule=rule)
 
 
 def alone(recipe: Recipe, prepared: Prepared, index: int) -> Recipe:
-    """The recipe for block `index` as the only one: its layers are stored as they will be in the whole model."""
+    """Return the recipe for block `index` as the only one: its layers are stored as they will be in the whole model."""
     layers, before = prepared.layers, prepared.stream.block_names[index]
     default = recipe.scheme.weights
     overrides = []
     for name in layers.inside:
-        if not name.startswith(f"{before}."):
-            continue
         scheme = layers.schemes.get(name)
-        if default is not None and scheme != default:
+        if name.startswith(f"{before}.") and default is not None and scheme != default:
             stored = None if scheme is None else scheme.model_dump(mode="json")
             overrides.append(Override(match=renamed(name, before), weights=stored))
     if layers.head is not None and layers.schemes[layers.head] != default:
         overrides.append(Override(match="lm_head", weights=layers.schemes[layers.head].model_dump(mode="json")))
-    keep = [each for each in recipe.keep if each in ("embeddings", "lm_head", "norms")]
+    keep = [role for role in recipe.keep if role in ("embeddings", "lm_head", "norms")]
     # by which a layer is what its number says
     plain = recipe.scheme.model_copy(update={"mixture": None})
     return recipe.model_copy(update={"overrides": overrides, "keep": keep, "scheme": plain})
 
 
 def renamed(name: str, block: str) -> str:
-    """A name inside a block as it is where that block is number 0."""
+    """Rename what is inside a block as it is where that block is number 0."""
     return f"{block.rpartition('.')[0]}.0{name.removeprefix(block)}"
 
 
 def _config(config: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:
-    """With one layer; what is listed by layer keeps the entry of that one."""
-    found: dict[str, Any] = {}
+    """Return a config with one layer; what is listed by layer keeps the entry of that one."""
+    cut: dict[str, Any] = {}
     for key, value in config.items():
         inner = isinstance(value, dict) and key.endswith("_config")
         listed = isinstance(value, list) and len(value) == count > 1
-        found[key] = _config(value, index, count) if inner else [value[index]] if listed else value
+        cut[key] = _config(value, index, count) if inner else [value[index]] if listed else value
     for key in _COUNTS:
-        if found.get(key) == count:
-            found[key] = 1
-    if isinstance(found.get(_DENSE_FIRST), int):
-        found[_DENSE_FIRST] = int(index < found[_DENSE_FIRST])
+        if cut.get(key) == count:
+            cut[key] = 1
+    if isinstance(cut.get(_DENSE_FIRST), int):
+        cut[_DENSE_FIRST] = int(index < cut[_DENSE_FIRST])
     if isinstance(config.get(_DENSE_LISTED), list):
-        found[_DENSE_LISTED] = [0] if index in config[_DENSE_LISTED] else []
-    if isinstance(found.get("vocab_size"), int):
-        found["vocab_size"] = min(ROWS, found["vocab_size"])
+        cut[_DENSE_LISTED] = [0] if index in config[_DENSE_LISTED] else []
+    if isinstance(cut.get("vocab_size"), int):
+        cut["vocab_size"] = min(ROWS, cut["vocab_size"])
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if isinstance(found.get(key), int) and found[key] >= ROWS:
-            found[key] = 0
-    return found
+        if isinstance(cut.get(key), int) and cut[key] >= ROWS:
+            cut[key] = 0
+    return cut
 
 
-def _vocabulary(config: Mapping[str, Any]) -> int:
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    return size if isinstance(size, int) else 0
-
-
-def _tensors(stream: StreamedModel, index: int, vocabulary: int) -> Iterator[tuple[str, Tensor]]:
-    """What the cut model stores, each tensor of the files once."""
-    block, seen = stream.block_names[index], set()
-    weights = stream.source.weights
+def _tensors(stream: StreamedModel, index: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the cut model stores, each tensor of the files once."""
+    block, seen, config = stream.block_names[index], set(), stream.source.config
+    weights, vocabulary = stream.source.weights, config.get("vocab_size") or 0
+    vocabulary = vocabulary or (config.get("text_config") or {}).get("vocab_size")
     for name, file in stream.files.items():
         inside = name.startswith(f"{block}.")
         if file in seen or (not inside and name.startswith(f"{stream.path}.")):
             continue
         seen.add(file)
-        value = (
-            weights.beginning(file, ROWS) if not inside and weights.entries[file].shape[:1] == (vocabulary,) else None
-        )
+        table = not inside and weights.entries[file].shape[:1] == (vocabulary,)
+        value = weights.beginning(file, ROWS) if table else None
         yield renamed(name, block) if inside else name, weights.read(file) if value is None else value
 
 
-def _demand_same_block(prepared: Prepared, index: int, folder: Path) -> None:
-    from quantkit.model.source.open import open_model
-    from quantkit.model.streaming.stream import StreamedModel
-
-    mine = prepared.stream.blocks[index]
-    theirs = StreamedModel(open_model(str(folder.absolute()), trust_remote_code=None, hashed=False)).blocks[0]
-    shapes = [{name: tuple(value.shape) for name, value in block.named_parameters()} for block in (mine, theirs)]
-    if shapes[0] != shapes[1] or type(mine) is not type(theirs):
-        raise InputError(
-            "block-not-alone",
-            where=prepared.stream.block_names[index],
-            value="a config of one layer makes another block",
-            rule="a block is rehearsed as the only one of a model",
-        )
-
-
 def few_of(ids: Tensor, samples: int) -> Tensor:
-    """Ids of the first sequences, in the vocabulary that is kept."""
+    """Return ids of the first sequences, in the vocabulary that is kept."""
     return ids[:samples].remainder(ROWS)

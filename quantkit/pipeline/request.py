@@ -1,9 +1,7 @@
-"""What is asked of a compile, validated as a whole before torch is imported.
+"""What is asked of a compile, validated as a whole before torch is imported; which models are float ONNX graphs.
 
-Which models are compiled as float ONNX graphs, and where the file of one lies.
-
-A torch module is exported into the user's cache, and named after what it is.
-A bundle of it says `module:CLASS` and the hash of the exported graph; `quantkit measure` finds that in the cache.
+A torch module is exported into the user's cache, and named after what it is. A bundle of it says `module:CLASS` and the
+hash of the exported graph; `quantkit measure` looks that up in the cache.
 """
 
 from __future__ import annotations
@@ -38,32 +36,29 @@ from quantkit.target import Target
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
 DEFAULT_MODEL = "smollm2-135m"
+REF = "module:"
 
 
 @dataclass(frozen=True)
 class Request:
     """One compile.
 
-    Args:
+    Attributes:
         model: alias, folder, `hf:org/name` or .onnx file.
-        recipe: validated.
-        target: validated.
         out: the bundle's name; None chooses `./<model>--<recipe>`, then `-2`, ...
         resume: go on with an unfinished build.
         strict: a decision that was not asked for is an error.
-        trust_remote_code: allow a model's own code to run.
         speed: time the result against the float model, where the target is this machine.
         left_out: exports of the recipe that no runtime of the target reads.
         module: class of the torch module that the .onnx file was exported from.
         as_shipped: whether the exports are those of a shipped recipe, which says what it does, not to whom: an export
             for the target's own runtime may be added to them.
+        gates_asked: gates that a recipe of one's own or a change names; a shipped recipe's are for several kinds of
+            models, and not all of them for each.
         device: where it computes: `cpu`, `cuda`, `cuda:N`, or `auto`.
         tf32: whether products of float32 round their inputs, on a GPU.
         taken: what was done otherwise than the recipe says, before the compile began.
-        gates_asked: gates that a recipe of one's own or a change names; a shipped recipe's are for several kinds of
-            models, and not all of them for each.
     """
 
     model: str
@@ -113,40 +108,27 @@ class Request:
                 text that recipes name unless they say otherwise.
             allow_code: run the files that the recipe's passes name.
 
-        Raises:
-            InputError: anything that is not what it has to be.
+        Raises InputError: anything that is not what it has to be.
         """
-        given.flags(
-            resume=resume,
-            strict=strict,
-            trust_remote_code=trust_remote_code,
-            allow_code=allow_code,
-            speed=speed,
-            tf32=tf32,
-        )
+        flags: dict[str, Any] = {
+            "resume": resume,
+            "strict": strict,
+            "trust_remote_code": trust_remote_code,
+            "speed": speed,
+        }
+        given.flags(**flags, allow_code=allow_code, tf32=tf32)
         given.demand("device", device, (str,), "cpu, cuda, cuda:N or auto")
         if demand_name(device) == CPU and tf32:
-            raise InputError(
-                "usage",
-                where="--tf32",
-                value="--device cpu",
-                rule="it says how a GPU multiplies float32; a processor does it in float32",
-                remedy="--device cuda or auto; or without --tf32",
-            )
-        if isinstance(recipe, Mapping):
-            name = str(recipe.get("name", "own"))
-            chosen = Recipe.from_dict(dict(recipe), name=name, changes=changes, allow_code=allow_code)
-        elif not isinstance(recipe, Recipe):
-            given.demand("recipe", recipe, (str, Path), "a name, a path, a Recipe, or a mapping as in its YAML")
-            chosen = Recipe.load(recipe, changes, allow_code=allow_code)
-        elif changes:
-            allow_code = allow_code or bool(recipe.code)
-            chosen = Recipe.from_dict(recipe.as_dict(), name=recipe.name, changes=changes, allow_code=allow_code)
-        else:
-            chosen = recipe
+            rule = "it says how a GPU multiplies float32; a processor does it in float32"
+            remedy = "--device cuda or auto; or without --tf32"
+            raise InputError("usage", where="--tf32", value="--device cpu", rule=rule, remedy=remedy)
+        chosen = _recipe(recipe, changes, allow_code=allow_code)
         shipped = isinstance(recipe, str) and not content.is_path(recipe)
         if calibration is None and shipped and not _names(changes, "calibration.set"):
-            calibration = _own_set(model, chosen)
+            alias = ALIASES.get(model)
+            # an encoder is scored on pairs, where the recipe names nothing but the default
+            if alias and alias.kind == "encoder" and chosen.calibration.set == CalibrationChoice().set:
+                calibration = alias.calibration
         if calibration is not None:
             kept = chosen.calibration.model_copy(update={"set": given.model(calibration, "calibration")})
             chosen = chosen.model_copy(update={"calibration": kept})
@@ -155,39 +137,40 @@ class Request:
         kind = kind_of(model)
         if kind is not None:
             # which of the two a graph is, its file says, and that is opened by the compile
-            file = is_graph(model)
-            support.demand_kind(
-                chosen, aimed, ("encoder", kind) if file else (kind,), model, "an ONNX graph" if file else one(kind)
-            )
+            kinds: Sequence[Kind] = ("encoder", kind) if is_graph(model) else (kind,)
+            support.demand_kind(chosen, aimed, kinds, model, "an ONNX graph" if is_graph(model) else one(kind))
         answer = support.ask(chosen, aimed, kind)
         where = given.path(out, "out")
         if where is not None and where.exists() and not resume:
-            raise InputError(
-                "out-exists",
-                where=str(where),
-                value="exists already",
-                rule="nothing is overwritten",
-                remedy="choose another --out, or delete it",
-            )
+            rule, remedy = "nothing is overwritten", "choose another --out, or delete it"
+            raise InputError("out-exists", where=str(where), value="exists already", rule=rule, remedy=remedy)
+        limits = chosen.gates.model_dump().items()
+        asked = (gate for gate, limit in limits if limit is not None)
         return cls(
             model,
             answer.recipe,
             aimed,
             where,
-            resume,
-            strict,
-            trust_remote_code,
-            speed,
-            answer.left_out,
+            **flags,
+            left_out=answer.left_out,
             as_shipped=shipped and not _names(changes, "export"),
-            gates_asked=frozenset(
-                gate
-                for gate, limit in chosen.gates.model_dump().items()
-                if limit is not None and (not shipped or _names(changes, f"gates.{gate}"))
-            ),
+            gates_asked=frozenset(gate for gate in asked if not shipped or _names(changes, f"gates.{gate}")),
             device=device,
             tf32=tf32,
         )
+
+
+def _recipe(recipe: str | Path | Recipe | Mapping[str, Any], changes: Sequence[str], *, allow_code: bool) -> Recipe:
+    if isinstance(recipe, Mapping):
+        name = str(recipe.get("name", "own"))
+        return Recipe.from_dict(dict(recipe), name=name, changes=changes, allow_code=allow_code)
+    if not isinstance(recipe, Recipe):
+        given.demand("recipe", recipe, (str, Path), "a name, a path, a Recipe, or a mapping as in its YAML")
+        return Recipe.load(recipe, changes, allow_code=allow_code)
+    if not changes:
+        return recipe
+    allow_code = allow_code or bool(recipe.code)
+    return Recipe.from_dict(recipe.as_dict(), name=recipe.name, changes=changes, allow_code=allow_code)
 
 
 def demand_model(model: str) -> None:
@@ -195,8 +178,7 @@ def demand_model(model: str) -> None:
 
     A night's plan is read where its models need not lie, so that `Request.of` does not ask.
 
-    Raises:
-        InputError: `adapter-unmerged`, those of `model.sight`.
+    Raises InputError: `adapter-unmerged`, those of `model.sight`.
     """
     if content.is_path(model):
         demand_no_adapter(Path(model), model)
@@ -204,26 +186,18 @@ def demand_model(model: str) -> None:
 
 
 def _names(changes: Sequence[str], key: str) -> bool:
-    """Whether a change is of that key, or of what lies in it or around it."""
+    """Tell whether a change is of that key, or of what lies in it or around it."""
     paths = [change.partition("=")[0].strip() for change in changes]
     return any(path == key or path.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{path}.") for path in paths)
 
 
-def _own_set(model: str, recipe: Recipe) -> str | None:
-    """The set of a shipped encoder, where the recipe names none but the default; an encoder is scored on pairs."""
-    alias = ALIASES.get(model)
-    if alias is None or alias.kind != "encoder" or recipe.calibration.set != CalibrationChoice().set:
-        return None
-    return alias.calibration
-
-
 def this_machine() -> str:
-    """The shipped target of this machine's processor."""
+    """Name the shipped target of this machine's processor."""
     return "cpu-arm" if platform.machine().lower() in ("aarch64", "arm64") else "cpu-x86"
 
 
 def runs_here(target: Target) -> bool:
-    """Whether a target's runtime can be timed on this machine: a CPU of its kind, with the instructions it names."""
+    """Tell whether a target's runtime can be timed here: on a CPU of its kind, with the instructions it names."""
     vendors = {"cpu-x86": {"x86", "intel", "amd"}, "cpu-arm": {"arm", "apple"}}[this_machine()]
     named = target.arch.isa if isinstance(target.arch.isa, list) else []
     able = target.arch.vendor in vendors and set(named) <= set(machine.isa_features())
@@ -231,15 +205,15 @@ def runs_here(target: Target) -> bool:
 
 
 def kind_of(model: str) -> Kind | None:
-    """What its name alone says of a model; None where it has to be opened. A graph, whatever it takes, is compiled as
-    networks are."""
+    """Return what its name alone says of a model; None where it has to be opened. A graph, whatever it takes, is
+    compiled as networks are."""
     alias = ALIASES.get(model)
     return "network" if is_graph(model) else None if alias is None else alias.kind
 
 
 def with_own_runtime(request: Request, kind: str) -> Request:
-    """The request with an ONNX export, for encoders in 8-bit integers where that is what computes in them: on a CPU
-    torch expands a checkpoint's weights to floats, ONNX Runtime does not.
+    """Add an ONNX export for encoders in 8-bit integers where that is what computes in them: on a CPU torch expands a
+    checkpoint's weights to floats, ONNX Runtime does not.
 
     Args:
         request: one whose exports are a shipped recipe's is changed, no other.
@@ -257,59 +231,48 @@ def with_own_runtime(request: Request, kind: str) -> Request:
 
 
 def for_target(request: Request, asked: LayerSpec) -> tuple[Request, dict[str, str]]:
-    """The request with options of its exports settled that depend on the target; export -> how, of those.
-
-    Args:
-        asked: the layers of the model.
-    """
+    """Settle options of the exports that depend on the target; with export -> how, of those."""
     from quantkit.measurement.timing.speed import compared
 
     trial = partial(compared, threads=machine.cores()) if runs_here(request.target) else None
     steps: list[ExportStep] = []
-    said: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for step in request.recipe.export:
         changes, reason = load_exporter(step.name).for_target(step.settings, request.target, asked, trial)
         steps.append(step.model_copy(update={"options": {**step.options, **changes}}))
-        said |= {step.name: reason} if reason else {}
-    return replace(request, recipe=request.recipe.model_copy(update={"export": steps})), said
+        reasons |= {step.name: reason} if reason else {}
+    return replace(request, recipe=request.recipe.model_copy(update={"export": steps})), reasons
 
 
 def default_out(model: str, recipe: str, *, resume: bool) -> Path:
-    """`./<model>--<recipe>`, or with `-2`, `-3`, ... where that is taken; when resuming, the latest unfinished one."""
+    """Name `./<model>--<recipe>`, or with `-2`, `-3`, ... where that is taken; to resume, the latest unfinished one."""
     base = f"{model}--{recipe}"
     if resume:
         ours = re.compile(rf"{re.escape(base)}(-\d+)?\.partial")
         unfinished = [path for path in Path().iterdir() if ours.fullmatch(path.name)]
-        unfinished.sort(key=lambda path: path.stat().st_mtime)
         if unfinished:
-            return Path(unfinished[-1].name.removesuffix(".partial"))
-    number = 1
-    while True:
-        path = Path(base if number == 1 else f"{base}-{number}")
-        if not path.exists() and not Path(f"{path}.partial").exists():
-            return path
+            return Path(max(unfinished, key=lambda path: path.stat().st_mtime).name.removesuffix(".partial"))
+    number, path = 1, Path(base)
+    while path.exists() or Path(f"{path}.partial").exists():
         number += 1
-
-
-REF = "module:"
+        path = Path(f"{base}-{number}")
+    return path
 
 
 def place(sha256: str) -> Path:
-    """Where the graph of a module is kept."""
+    """Tell where the graph of a module is kept."""
     return cache_dir() / "modules" / f"{sha256}.onnx"
 
 
 def with_module(request: Request, module: nn.Module, example_inputs: Any) -> Request:
-    """The request with a module's exported graph for its model.
+    """Export a module, and put its graph into the request as its model.
 
     Args:
         module: of tensors to tensors, in float32.
         example_inputs: a tensor, several in their order, or by name: [n, ...] each. All sizes but n are fixed in the
             graph; n is free, unless the module fixes it.
 
-    Raises:
-        InputError: `module-kind`, `module-inputs`, `module-export`.
-        MissingDependency: torch.
+    Raises InputError: `module-kind`, `module-inputs`, `module-export`; MissingDependency: torch.
     """
     try:
         import onnx_ir as ir
@@ -335,48 +298,45 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any) -> Req
                     node.metadata_props.clear()  # paths of whoever exported it
                 ir.save(model, file)
             except Exception as problem:  # of the module itself, or whatever torch's exporter raises
-                raise _not_exported(name, problem) from None
+                cause = problem.__cause__ or problem
+                lines = (line.strip() for line in str(cause).splitlines())
+                reason = next((line for line in lines if line), type(cause).__name__)
+                raise InputError(
+                    "module-export",
+                    where=name,
+                    value=f"{type(cause).__name__}: {reason[:300]}",
+                    rule="torch.onnx.export(module, example_inputs, dynamo=True) makes a graph of it",
+                    remedy="mend what it names, or export it yourself and give the .onnx file",
+                ) from None
             kept = place(file_sha256(file))
             file.replace(kept)
     return replace(request, model=str(kept), module=name)
 
 
-def _examples(given: Any, name: str) -> list[Tensor] | dict[str, Tensor]:
-    """By position or by name, two samples at least: of one, the exporter takes it that there is never another."""
+def _examples(inputs: Any, name: str) -> list[Tensor] | dict[str, Tensor]:
+    """Take inputs by position or by name, two samples at least: of one, the exporter takes it that there is never
+    another."""
     import torch
 
-    by_name = isinstance(given, Mapping)
-    tensors = dict(given) if by_name else dict(enumerate(given if isinstance(given, Sequence) else [given]))
-    if not tensors or not all(isinstance(each, torch.Tensor) and each.ndim for each in tensors.values()):
+    by_name = isinstance(inputs, Mapping)
+    tensors = dict(inputs) if by_name else dict(enumerate(inputs if isinstance(inputs, Sequence) else [inputs]))
+    if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.ndim for tensor in tensors.values()):
         raise InputError(
             "module-inputs",
             where=name,
-            value="no example_inputs" if given is None else f"example_inputs are {one(type(given).__name__)}",
+            value="no example_inputs" if inputs is None else f"example_inputs are {one(type(inputs).__name__)}",
             rule="a module is exported as it is called: a tensor, several, or a dict of them, [n, ...] each",
             remedy="example_inputs=torch.randn(2, 3, 224, 224)",
         )
-    doubled = {key: torch.cat([each, each]) if len(each) == 1 else each for key, each in tensors.items()}
-    return {str(key): each for key, each in doubled.items()} if by_name else list(doubled.values())
-
-
-def _not_exported(name: str, problem: Exception) -> InputError:
-    cause = problem.__cause__ or problem
-    reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-    return InputError(
-        "module-export",
-        where=name,
-        value=f"{type(cause).__name__}: {reason[:300]}",
-        rule="torch.onnx.export(module, example_inputs, dynamo=True) makes a graph of it",
-        remedy="mend what it names, or export it yourself and give the .onnx file",
-    )
+    doubled = {str(key): torch.cat([own, own]) if len(own) == 1 else own for key, own in tensors.items()}
+    return doubled if by_name else list(doubled.values())
 
 
 @dataclass(frozen=True)
 class Located:
     """The file of a graph.
 
-    Args:
-        path: of the ONNX file.
+    Attributes:
         ref: what a manifest calls it.
         name: what the bundle is named after.
         alias: of a shipped model, which has a calibration set of its own, and says what becomes of images before it.
@@ -389,13 +349,13 @@ class Located:
 
 
 def takes_graph(model: str) -> bool:
-    """Whether a model is compiled as a float ONNX graph: a file of one, or a shipped network."""
+    """Tell whether a model is compiled as a float ONNX graph: a file of one, or a shipped network."""
     alias = ALIASES.get(model)
     return is_graph(model) or (alias is not None and alias.kind == "network")
 
 
 def located(request: Request) -> Located:
-    """Where the graph of a request lies; a shipped one is materialized."""
+    """Locate the graph of a request; a shipped one is materialized."""
     alias = ALIASES.get(request.model)
     if alias is not None:
         return Located(materialize(alias) / "model.onnx", f"alias:{alias.name}", alias.name, alias)

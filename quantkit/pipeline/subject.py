@@ -1,16 +1,18 @@
-"""What is compiled, behind one interface: a transformer in blocks, or a float graph in products.
+"""What is compiled: a transformer in blocks, or a float graph in products, from the open model to the last row.
 
-A `Subject` is opened and found good, with nothing written; its `Work` is what is done to it in a build. `compile.py`
-alone knows the order of their methods.
+`compile.py` alone knows the order of the steps. Each adds its decisions and checks to those of the subject, and commits
+what takes long, so that a resume does not do it again.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from quantkit import machine
+from quantkit._version import __version__
 from quantkit.bundle import (
     Build,
     Bundle,
@@ -28,117 +30,124 @@ from quantkit.pipeline.request import Request
 from quantkit.planning.compiling import Compiling
 
 
-@dataclass(frozen=True)
-class Engines:
-    """What was compiled from checked exports.
+def fingerprint(request: Request, packages: Sequence[str], **own: Any) -> dict[str, Any]:
+    """Return everything that a bundle's content depends on.
 
     Args:
-        hashes: of its files, by path in the bundle.
-        decisions: what a reader has to know of it.
-        checks: that engines do what was asked.
+        packages: those that it depends on.
+        own: what a kind of model adds.
     """
+    import torch
 
-    hashes: Mapping[str, str] = field(default_factory=dict)
-    decisions: Sequence[Decision] = ()
-    checks: Sequence[Check] = ()
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What scoring has found.
-
-    Args:
-        rows: accuracy and size.
-        checks: that confirm the scores from outside.
-        decisions: what was not confirmed, or not run, each with its reason.
-    """
-
-    rows: list[Row]
-    checks: Sequence[Check] = ()
-    decisions: Sequence[Decision] = ()
+    versions = machine.versions()
+    return {
+        "quantkit": __version__,
+        "recipe": request.recipe.as_dict(),
+        "code": request.recipe.outside(),
+        "threads": torch.get_num_threads(),
+        "isa": machine.isa(),
+        "versions": {name: versions[name] for name in packages if name in versions},
+        **own,
+    }
 
 
-class Work(Protocol):
-    """The steps of one compile, in a build; what takes long is committed, so that a resume does not do it again.
-
-    A step that not every compile has (`prove`, `quantize`, `build`, `speed`) begins its own stage.
+class Subject(ABC):
+    """A model that was opened and found good, and its compile in a build.
 
     Attributes:
-        layers: what was quantized; known after `solve`.
+        request: as it is compiled: with what its target adds or leaves out.
+        notes: what a reader has to know of the source.
+        decisions, checks: so far.
+        engines: hashes of what was compiled from the exports, by path in the bundle.
         quantize_cpu: processor seconds from calibration to packed weights; known after `export`.
     """
 
-    @property
-    def layers(self) -> list[LayerEntry]: ...  # noqa: D102
+    build: Build
+    progress: Progress
+    watch: Stages
 
-    quantize_cpu: float
+    def __init__(self, request: Request, out: Path, decisions: list[Decision], notes: Sequence[str]) -> None:
+        self.request, self.out, self.decisions, self.notes = request, out, decisions, notes
+        self.device = ComputeDevice()
+        self.checks: list[Check] = []
+        self.layers: list[LayerEntry] = []
+        self.engines: Mapping[str, str] = {}
+        self.quantize_cpu = 0.0
 
-    def prove(self) -> list[Check]:
-        """Hold what calibrates and scores against the model itself. Raises InputError `stream-differs`."""
+    def begin(self, build: Build, progress: Progress, watch: Stages) -> None:
+        """Start the work in a build; steps that not every compile has begin their own stage of the watch."""
+        self.build, self.progress, self.watch = build, progress, watch
 
-    def solve(self) -> list[Decision]:
-        """Choose all codes, each unit (a block, a product) committed before the next."""
-
-    def export(self) -> list[Decision]:
-        """Write every export of the recipe into the bundle."""
-
-    def check(self) -> tuple[list[Check], list[Decision]]:
-        """Load every export again in its runtime. Raises GateError `check-failed`."""
-
-    def engines(self) -> Engines:
-        """Compile the checked exports that engines are built from, and look into them where this machine can."""
-
-    def score(self, bundle: Bundle, engines: Mapping[str, str]) -> Scores:
-        """Accuracy and size against the original.
-
-        Args:
-            bundle: as it was just written.
-            engines: hashes of what was compiled, by path in the bundle.
-        """
-
-    def time(self, bundle: Bundle) -> tuple[list[Row], list[Decision]]:
-        """Speed against the original, and why it was not measured."""
-
-    def weights(self, decisions: Sequence[Decision]) -> list[WeightsEntry]:
-        """Every tensor of the source accounted for; empty where a graph's own constants are all there is."""
-
-
-class Subject(Protocol):
-    """A model that was opened; everything that can be refused has been.
-
-    Attributes:
-        request: as it is compiled: what a target adds or leaves out is in its recipe.
-        out: the bundle's place.
-        decisions: taken so far.
-        notes: what is to be known of the source.
-        expected: what the compile will take of memory and disk.
-        stages: in order, with the number of parts that each has.
-        device: where it computes.
-    """
-
-    request: Request
-    out: Path
-    decisions: list[Decision]
-    notes: Sequence[str]
-    device: ComputeDevice
+    def planned(self) -> dict[str, Any]:
+        """Return what the compile would do, as JSON: sizes in bytes; time is known after the first block."""
+        asked = self.request.recipe.as_dict()
+        return {
+            **self.described(),
+            "notes": list(self.notes),
+            "recipe": self.request.recipe.name,
+            "target": self.request.target.name,
+            "passes": asked["passes"],
+            "export": asked["export"],
+            "seconds": None,
+            "memory_bytes": round(self.expected.peak),
+            "disk_bytes": self.expected.as_dict()["disk_bytes"],
+            "out": str(self.out),
+            "decisions": [decision.as_dict() for decision in self.decisions],
+        }
 
     @property
-    def expected(self) -> Compiling: ...  # noqa: D102
+    @abstractmethod
+    def expected(self) -> Compiling:
+        """What the compile will take of memory and disk."""
 
     @property
-    def stages(self) -> Mapping[str, float]: ...  # noqa: D102
+    @abstractmethod
+    def stages(self) -> Mapping[str, float]:
+        """Stages in their order, with the number of parts of each."""
 
+    @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that the bundle's content depends on."""
+        """Return everything that the bundle's content depends on."""
 
+    @abstractmethod
     def demand_unchanged(self) -> None:
         """Hold the source against the hash that the manifest names. Raises InputError `source-changed`."""
 
+    @abstractmethod
     def entries(self) -> tuple[ModelEntry, CalibrationEntry | None]:
-        """The model, and what it is calibrated on, as a manifest lists them."""
+        """Return the model and its calibration set, as a manifest lists them."""
 
-    def planned(self) -> dict[str, Any]:
-        """What the compile would do, as JSON."""
+    @abstractmethod
+    def described(self) -> dict[str, Any]:
+        """Return model, schemes and sets for `planned`."""
 
-    def work(self, build: Build, progress: Progress, stages: Stages) -> Work:
-        """The work on it, in a build."""
+    def prove(self) -> None:  # noqa: B027
+        """Hold what calibrates and scores against the model itself. Raises InputError `stream-differs`."""
+
+    @abstractmethod
+    def solve(self) -> None:
+        """Choose all codes, each unit (a block, a product) committed before the next."""
+
+    @abstractmethod
+    def export(self) -> None:
+        """Write every export of the recipe into the bundle."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Load every export again in its runtime. Raises GateError `check-failed`."""
+
+    @abstractmethod
+    def compile_engines(self) -> None:
+        """Compile the checked exports that engines are built from, and look into them where this machine can."""
+
+    @abstractmethod
+    def score(self, bundle: Bundle) -> list[Row]:
+        """Measure accuracy and size against the original. Raises GateError `check-failed`."""
+
+    @abstractmethod
+    def time(self, bundle: Bundle) -> list[Row]:
+        """Measure speed against the original; what prevents it is a decision."""
+
+    @abstractmethod
+    def weights(self) -> list[WeightsEntry]:
+        """Account for every tensor of the source."""

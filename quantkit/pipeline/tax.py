@@ -1,6 +1,6 @@
 """`quantkit tax`: what quantized products cost on this machine beyond what its own limits ask for, and what to do.
 
-What `quantkit tax` is asked, checked before anything is timed: shapes, formats, batches, traffic, device.
+What is asked is checked before anything is timed: shapes, formats, batches, traffic, device.
 
 **How a bundle multiplies** (`BundleWays`): its blocks, its head, and where its graph has a second way, many rows. A
 head that is stored otherwise than the blocks has a variant of its own. A graph with `prefill: int8` multiplies fewer
@@ -13,7 +13,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,175 +40,21 @@ from quantkit.target import Target
 Report = Callable[[float, str], None]
 # what times one thread count
 Sweep = Callable[[SweepJob, Report], list[Row]]
+DEVICES = ("cpu", "cuda")
 # the flag of a processor that is a program
 EMULATED = "emulated"
 # what the fastest kernel depends on besides the device
 _RECORDED = ("torch", "triton", "driver")
-
-
-@dataclass(frozen=True)
-class TaxAnswer:
-    """What was found.
-
-    Args:
-        plan: what was timed.
-        rows: of all thread counts.
-        verdicts: threads -> the verdict on each variant; 0 is a GPU.
-        advice: threads -> what to do.
-        notes: what a reader must know.
-    """
-
-    plan: TaxPlan
-    rows: Sequence[Row]
-    verdicts: Mapping[int, Sequence[Verdict]]
-    advice: Mapping[int, Verdict]
-    notes: Sequence[str] = field(default=())
-
-    @property
-    def inconclusive(self) -> bool:
-        """Whether noise hides what to do, whatever the number of threads."""
-        return bool(self.advice) and all(each.answer == "inconclusive" for each in self.advice.values())
-
-    def choices(self, variant: str) -> Recorded | None:
-        """Which kernel at which batch, for a variant that our kernels ran on a GPU; None where they did not."""
-        timed = [
-            row
-            for row in self.rows
-            if row.name == "latency.op" and row.settings.get("variant") == variant and row.value is not None
-        ]
-        timings = [_timing(row) for row in timed if row.settings.get("kernel") in LAYERS]
-        device = timed[0].device if timed else None
-        if not timings or device is None:
-            return None
-        versions = {name: version for name, version in timed[0].versions.items() if name in _RECORDED}
-        return Recorded(device.model_dump(mode="json"), versions, variant, fastest(timings))
-
-    def reported(self) -> Taxed:
-        """For the page and the screen."""
-        plan = self.plan
-        found = (self.rows, self.verdicts, self.advice, plan.traffic, self.notes)
-        return Taxed(plan.shapes, plan.on.target, *found, baseline=plan.on.baseline, version=__version__)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The result of the command."""
-        return {
-            "model": self.plan.shapes.name or None,
-            "linears": [each.model_dump() for each in self.plan.shapes.linears],
-            "source": self.plan.shapes.source,
-            "target": self.plan.on.target.name,
-            "on": next((row.on for row in self.rows), None),
-            "baseline": self.plan.on.baseline,
-            "traffic": {str(batch): share for batch, share in (self.plan.traffic or {}).items()} or None,
-            "advice": [{"threads": n or None, **each.model_dump(mode="json")} for n, each in self.advice.items()],
-            "verdicts": [
-                {"threads": n or None, **each.model_dump(mode="json")}
-                for n, found in self.verdicts.items()
-                for each in found
-            ],
-            "measurements": [row.as_dict() for row in self.rows],
-        }
-
-
-def measure_tax(plan: TaxPlan, progress: Report | None = None, sweep: Sweep | None = None) -> TaxAnswer:
-    """Time it and judge it; an emulator's times are not judged.
-
-    Args:
-        sweep: what times; None: this machine.
-
-    Raises:
-        InputError: what the timed process met.
-        MissingDependency: onnxruntime, onnx, scipy or torch; on a GPU triton.
-    """
-    progress = progress or (lambda share, words: None)
-    rows: list[Row] = []
-    judged: dict[int, Sequence[Verdict]] = {}
-    advice: dict[int, Verdict] = {}
-    for i, threads in enumerate(plan.threads):
-
-        def report(share: float, words: str, i: int = i, threads: int = threads) -> None:
-            of = f", {threads} threads" if len(plan.threads) > 1 else ""
-            progress((i + share) / len(plan.threads), f"{words}{of}")
-
-        job = SweepJob(
-            [linear.model_dump() for linear in plan.shapes.distinct()],
-            plan.shapes.name,
-            plan.on.baseline,
-            plan.variants,
-            plan.batches,
-            threads,
-            plan.seconds / len(plan.threads),
-            plan.seed,
-        )
-        found = (sweep or ops_run.run)(job, report)
-        rows += found
-        if any(EMULATED in row.flags for row in found):
-            continue
-        judged[threads], advice[threads] = judge(found, plan)
-    first = [row for row in rows if row.settings.get("threads") in (None, plan.threads[0], 0)]
-    said = plan.ways.said(first, plan.shapes, plan.batches) if plan.ways is not None and advice else []
-    return TaxAnswer(plan, rows, judged, advice, [*said, *_notes(rows)])
-
-
-def _timing(row: Row) -> KernelTiming:
-    """One row as the dispatcher takes it."""
-    op, place = row.op, "config."
-    assert op is not None
-    assert op.N and op.K and op.M
-    tiles = {name.removeprefix(place): int(size or 0) for name, size in row.settings.items() if name.startswith(place)}
-    kernel = str(row.settings["kernel"])
-    return KernelTiming(kernel, (op.N, op.K), op.M, row.value or 0.0, row.resident_bytes or 0, tiles or None)
-
-
-def record(answer: TaxAnswer) -> None:
-    """Put what was chosen on a GPU into the bundle that was asked about, if there is one; remember it all."""
-    plan = answer.plan
-    # what a device says that it is does not teach this machine's forecasts
-    efficiency.keep([row.as_dict() for row in answer.rows if row.on is None])
-    if plan.records and plan.bundle is not None and (choices := answer.choices(plan.subject)):
-        plan.bundle.put(FILE, choices.as_bytes())
-
-
-def judge(rows: Sequence[Row], plan: TaxPlan) -> tuple[list[Verdict], Verdict]:
-    """(the verdict on each variant, what to do), from the rows of one thread count."""
-    layer = ALL if plan.shapes.name else None
-    timed = [row for row in rows if row.name == "latency.op" and row.op is not None and row.op.layer == layer]
-    measured = [
-        MeasuredFormat(
-            name, [row for row in timed if row.settings.get("variant") == name and row.op and row.op.layer == layer]
-        )
-        for name in plan.variants
-    ]
-    found = verdicts(measured, plan.batches, plan.traffic)
-    return found, advise(measured, plan.batches, traffic=plan.traffic, subject=plan.subject)
-
-
-def _notes(rows: Sequence[Row]) -> list[str]:
-    """What the flags say that no single row does."""
-    found = []
-    wrong = sorted({str(row.settings.get("variant")) for row in rows if "wrong-result" in row.flags})
-    if wrong:
-        found.append(f"not timed, because the runtime gave wrong numbers: {', '.join(wrong)}")
-    if any(EMULATED in row.flags for row in rows):
-        found.append("an emulator: what it computes counts, how long it takes says nothing of any machine: no verdict")
-    if slowed := [row for row in rows if "throttled" in row.flags]:
-        which = "GPU" if slowed[0].device is not None and slowed[0].device.kind == "gpu" else "processor"
-        less = ", or lower its power limit," if which == "GPU" else ""
-        found.append(f"the {which}'s clocks fell while it was timed: let it cool{less} and time it again")
-    return found
-
-
-DEVICES = ("cpu", "cuda")
-
-
-# what products are timed on
-On = Processor | Graphics
+# what `exporters/onnx/integers/products.py` does by token
+MANY = "int8.token"
+_BLOCK = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Question:
     """What is asked, as it was typed.
 
-    Args:
+    Attributes:
         model: a bundle, a folder with a config or weights, a `config.json`, or a shipped name; None: `shapes`.
         shapes: `4096x14336`, ...
         formats: names of formats or variants (`int4`, `int4.g32.level0`), patterns (`int4*`), `all`.
@@ -238,199 +84,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class TaxPlan:
-    """What will be timed, all of it known to fit.
-
-    Args:
-        shapes: the linears.
-        on: the device.
-        bundle: what was asked about, if it is one.
-        variants: without the baseline.
-        subject: the variant that a bundle's own format is; "" where none is asked about.
-        batches: rising.
-        traffic: as asked.
-        threads: one run each; 0 is a GPU.
-        seconds: for all runs.
-        seed: as asked.
-        ways: how the bundle multiplies, if one is asked about.
-    """
-
-    shapes: LinearShapes
-    on: On
-    bundle: Bundle | None
-    variants: Sequence[str]
-    subject: str
-    batches: Sequence[int]
-    traffic: Mapping[int, float] | None
-    threads: Sequence[int]
-    seconds: float
-    seed: int
-    ways: BundleWays | None = None
-
-    @property
-    def records(self) -> bool:
-        """Whether choices of kernels go into the bundle: on a GPU."""
-        return self.bundle is not None and 0 in self.threads
-
-
-def prepare(asked: Question) -> TaxPlan:
-    """Check all that is asked. Raises InputError, one line each."""
-    on = _timed_on(asked)
-    bundle = _bundle(asked)
-    found, multiplies = _of_bundle(bundle, on) if bundle is not None else (_shapes(asked), None)
-    own = multiplies.body if multiplies is not None else ""
-    batches = sorted({*(asked.batches or ([] if asked.traffic else on.target.batches)), *(asked.traffic or {})})
-    if not batches or batches[0] < 1:
-        raise InputError("usage", where="--batch", value=batches, rule="batches are numbers from 1 up")
-    names = list(asked.formats) or ([own] if own else list(on.formats))
-    ours = [each for each in multiplies.variants if each == own or _fits(each, found, on)] if multiplies else []
-    variants = _variants([*ours, *names], found, on)
-    threads = on.threads(asked.threads)
-    return TaxPlan(
-        found, on, bundle, variants, own, batches, asked.traffic, threads, asked.seconds, asked.seed, multiplies
-    )
-
-
-def batch_range(text: str) -> list[int]:
-    """What `--batch` says: `1,8,64` as numbers; `1:4096` doubles from 1 to 4,096. Raises InputError."""
-    found: list[int] = []
-    for part in (part.strip() for part in text.split(",")):
-        ends = part.split(":")
-        if not (1 <= len(ends) <= 2 and all(end.isdecimal() and int(end) > 0 for end in ends)):
-            rule = "numbers from 1 up, with commas, or a range that doubles: 1,8,64 or 1:4096"
-            raise InputError("usage", where="--batch", value=text, rule=rule)
-        first, last = int(ends[0]), int(ends[-1])
-        if last < first:
-            raise InputError("usage", where="--batch", value=text, rule="a range rises")
-        while first < last:
-            found.append(first)
-            first *= 2
-        found.append(last)
-    return sorted(set(found))
-
-
-def _timed_on(asked: Question) -> On:
-    """The device; without a word that of the target. Raises InputError."""
-    device = asked.device
-    if not device:
-        device = "cuda" if asked.target and Target.load(asked.target).kind == "gpu" else "cpu"
-    if device not in DEVICES:
-        raise InputError("unknown-device", where="--device", value=device, remedy=did_you_mean(device, DEVICES))
-    found: On = Graphics.of(asked.target) if device == "cuda" else Processor.of(asked.target, asked.cores)
-    demand_runtime(asked.runtime, found.runtime, "GPU" if device == "cuda" else "CPU")
-    return found
-
-
-def _bundle(asked: Question) -> Bundle | None:
-    """The bundle that is asked about, if it is one."""
-    if asked.model is None or asked.shapes or not content.is_path(asked.model):
-        return None
-    path = Path(asked.model).expanduser()
-    return Bundle.load(path) if (path / MANIFEST).is_file() else None
-
-
-def _shapes(asked: Question) -> LinearShapes:
-    """The linears of a model that is no bundle, or those that were typed."""
-    if (asked.model is None) == (not asked.shapes):
-        raise InputError(
-            "usage",
-            where="quantkit tax",
-            value="a model and --shape" if asked.model else "neither a model nor --shape",
-            rule="one of them says which linears are timed",
-            remedy=f"quantkit tax --shape 4096x14336, or one of {', '.join(shapes.names())}",
-        )
-    if asked.model is None:
-        return shapes.typed(asked.shapes)
-    if not content.is_path(asked.model):
-        if asked.model in configs.shipped_names():
-            return shapes.shipped(asked.model)
-        if asked.model.startswith("hf:"):
-            remedy = "name its config.json, a folder with its weights, or --shape KxN"
-            raise InputError("model-remote", where=asked.model, value="not fetched for its shapes alone", remedy=remedy)
-        raise unknown_name("model", asked.model, {*shapes.names(), *ALIASES})
-    return _of_folder(Path(asked.model).expanduser())
-
-
-def _of_bundle(bundle: Bundle, on: On) -> tuple[LinearShapes, BundleWays]:
-    """The quantized linears of a bundle, and the variants that they are."""
-    layers = bundle.manifest.layers
-    if not layers:
-        raise InputError(
-            "no-linears", where=str(bundle.path), value="nothing in it is quantized", remedy="name its model"
-        )
-    stored = {f"{layer.name}.weight": layer.shape for layer in layers}
-    found = shapes.from_tensors(stored, bundle.manifest.model.name)
-    own = [(layer.name, on.own(layer.scheme, layer.activations), (layer.shape[1], layer.shape[0])) for layer in layers]
-    return found, ways(bundle, own)
-
-
-def _of_folder(path: Path) -> LinearShapes:
-    """From stored weights where there are some, else from the config."""
-    from quantkit.model.source.weights import Weights
-
-    config_file = path if path.is_file() else path / "config.json"
-    if not config_file.is_file():
-        raise InputError(
-            "file-missing",
-            where=str(path),
-            value="no bundle and no config.json there",
-            remedy="name a bundle, a model's folder or its config.json, or --shape KxN",
-        )
-    try:
-        config = json.loads(limits.read(config_file))
-    except (OSError, ValueError) as error:
-        raise InputError("config-invalid", where=str(config_file), value=str(error)) from None
-    if not isinstance(config, dict):
-        raise InputError("config-invalid", where=str(config_file), value="not an object")
-    name = (path.parent if path.is_file() else path).resolve().name
-    if path.is_dir() and any(path.glob("*.safetensors")):
-        stored = {tensor: entry.shape for tensor, entry in Weights.open(path).entries.items()}
-        return shapes.from_tensors(stored, name, tied_head=bool(config.get("tie_word_embeddings")))
-    return shapes.from_config(config, name)
-
-
-def _variants(names: Iterable[str], found: LinearShapes, on: On) -> list[str]:
-    """The variants that names, patterns and formats mean, each once, every one of them fit for every shape."""
-    known = on.names()
-    chosen: dict[str, None] = {}
-    for name in names:
-        if name == "all" or any(letter in name for letter in "*?["):
-            matching = known if name == "all" else fnmatch.filter(known, name)
-            fitting = [each for each in matching if _fits(each, found, on)]
-            if not fitting:
-                raise InputError("unknown-variant", where="--format", value=name, remedy=did_you_mean(name, known))
-            chosen |= dict.fromkeys(fitting)
-        elif name in known or name == on.baseline:
-            chosen[name] = None
-        else:
-            chosen[on.usual(name, found)] = None
-    chosen.pop(on.baseline, None)
-    if not chosen:
-        value = f"{on.baseline} alone"
-        raise InputError("usage", where="--format", value=value, rule="it is the baseline", remedy="name another")
-    for name in chosen:
-        on.check(name, found)
-    return list(chosen)
-
-
-def _fits(name: str, found: LinearShapes, on: On) -> bool:
-    try:
-        on.check(name, found)
-    except InputError:
-        return False
-    return True
-
-
-# what `exporters/onnx/integers/products.py` does by token
-MANY = "int8.token"
-_BLOCK = re.compile(r"\.\d+\.")
-
-
-@dataclass(frozen=True)
 class BundleWays:
     """The variants that the products of a bundle are.
 
-    Args:
+    Attributes:
         body: of most linears.
         head: (K, N) of the head; None where it is not quantized.
         head_variant: of it.
@@ -445,15 +102,15 @@ class BundleWays:
     @property
     def variants(self) -> list[str]:
         """Each once."""
-        return list(dict.fromkeys(each for each in (self.body, self.head_variant, self.many) if each))
+        return list(dict.fromkeys(name for name in (self.body, self.head_variant, self.many) if name))
 
     def at(self, rows: int) -> str:
-        """What the blocks' products are for so many rows."""
+        """Name the variant of the blocks' products for so many rows."""
         return self.many if self.many and rows >= ROWS else self.body
 
     def said(self, rows: Sequence[Row], shapes: LinearShapes, batches: Sequence[int]) -> list[str]:
-        """What all products take at each batch, as the bundle multiplies, and the head's share; nothing where that is
-        neither several ways nor a head."""
+        """Say what all products take at each batch, as the bundle multiplies, and the head's share; nothing where that
+        is neither several ways nor a head."""
         if len(self.variants) < 2 and self.head is None:
             return []
         timed = {
@@ -461,16 +118,16 @@ class BundleWays:
             for row in rows
             if row.name == "latency.op" and row.op is not None and row.op.layer != ALL and row.value is not None
         }
-        found = []
+        lines = []
         for batch in batches:
             ours = theirs = head = 0.0
-            for each in shapes.distinct():
-                last = self.head == (each.K, each.N)
-                row = timed.get(((each.K, each.N), batch, self.head_variant if last else self.at(batch)))
+            for linear in shapes.distinct():
+                last = self.head == (linear.K, linear.N)
+                row = timed.get(((linear.K, linear.N), batch, self.head_variant if last else self.at(batch)))
                 if row is None or row.baseline is None:
                     break
-                ours += each.count * (row.value or 0.0)
-                theirs += each.count * row.baseline.value
+                ours += linear.count * (row.value or 0.0)
+                theirs += linear.count * row.baseline.value
                 head += (row.value or 0.0) if last else 0.0
             else:
                 text = f"batch {batch}, as this bundle multiplies ({self.at(batch)}): {words.moment(ours)} of products"
@@ -478,28 +135,312 @@ class BundleWays:
                 if self.head is not None:
                     what = f"{self.head[0]}x{self.head[1]}, {self.head_variant}"
                     text += f"; the head ({what}) takes {words.percent(head / ours, 0)}"
-                found.append(text)
-        return found
+                lines.append(text)
+        return lines
 
 
-def ways(bundle: Bundle, own: Sequence[tuple[str, str, tuple[int, int]]]) -> BundleWays:
-    """How a bundle multiplies.
+@dataclass(frozen=True)
+class TaxPlan:
+    """What will be timed, all of it known to fit.
 
-    Args:
-        own: (name, variant, (K, N)) of each quantized linear.
+    Attributes:
+        bundle: what was asked about, if it is one.
+        variants: without the baseline.
+        batches: rising.
+        threads: one run each; 0 is a GPU.
+        ways: how the bundle multiplies, if one is asked about.
     """
-    names = [variant for _, variant, _ in own]
-    last = next(((variant, shape) for name, variant, shape in own if not _BLOCK.search(name)), None)
+
+    asked: Question
+    shapes: LinearShapes
+    on: Processor | Graphics
+    bundle: Bundle | None
+    variants: Sequence[str]
+    batches: Sequence[int]
+    threads: Sequence[int]
+    ways: BundleWays | None = None
+
+    @property
+    def subject(self) -> str:
+        """The variant that a bundle's own format is; "" where none is asked about."""
+        return self.ways.body if self.ways is not None else ""
+
+    @property
+    def records(self) -> bool:
+        """Whether choices of kernels go into the bundle: on a GPU."""
+        return self.bundle is not None and 0 in self.threads
+
+
+@dataclass(frozen=True)
+class TaxAnswer:
+    """The tax, measured.
+
+    Attributes:
+        rows: of all thread counts.
+        verdicts: threads -> the verdict on each variant; 0 is a GPU.
+        advice: threads -> what to do.
+        notes: what a reader must know.
+    """
+
+    plan: TaxPlan
+    rows: Sequence[Row]
+    verdicts: Mapping[int, Sequence[Verdict]]
+    advice: Mapping[int, Verdict]
+    notes: Sequence[str] = ()
+
+    @property
+    def inconclusive(self) -> bool:
+        """Whether noise hides what to do, whatever the number of threads."""
+        return bool(self.advice) and all(advice.answer == "inconclusive" for advice in self.advice.values())
+
+    def choices(self, variant: str) -> Recorded | None:
+        """Choose a kernel for each batch, of a variant that our kernels ran on a GPU; None where they did not."""
+        timed = [
+            row
+            for row in self.rows
+            if row.name == "latency.op" and row.settings.get("variant") == variant and row.value is not None
+        ]
+        timings = [_timing(row) for row in timed if row.settings.get("kernel") in LAYERS]
+        device = timed[0].device if timed else None
+        if not timings or device is None:
+            return None
+        versions = {name: version for name, version in timed[0].versions.items() if name in _RECORDED}
+        return Recorded(device.model_dump(mode="json"), versions, variant, fastest(timings))
+
+    def reported(self) -> Taxed:
+        """Return it for the page and the screen."""
+        plan = self.plan
+        about = (self.rows, self.verdicts, self.advice, plan.asked.traffic, self.notes)
+        return Taxed(plan.shapes, plan.on.target, *about, baseline=plan.on.baseline, version=__version__)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result of the command."""
+        plan = self.plan
+        judged = [(n, verdict) for n, verdicts in self.verdicts.items() for verdict in verdicts]
+        return {
+            "model": plan.shapes.name or None,
+            "linears": [linear.model_dump() for linear in plan.shapes.linears],
+            "source": plan.shapes.source,
+            "target": plan.on.target.name,
+            "on": next((row.on for row in self.rows), None),
+            "baseline": plan.on.baseline,
+            "traffic": {str(batch): share for batch, share in (plan.asked.traffic or {}).items()} or None,
+            "advice": [{"threads": n or None, **advice.model_dump(mode="json")} for n, advice in self.advice.items()],
+            "verdicts": [{"threads": n or None, **verdict.model_dump(mode="json")} for n, verdict in judged],
+            "measurements": [row.as_dict() for row in self.rows],
+        }
+
+
+def prepare(asked: Question) -> TaxPlan:
+    """Check all that is asked. Raises InputError, one line each."""
+    device = asked.device
+    if not device:
+        device = "cuda" if asked.target and Target.load(asked.target).kind == "gpu" else "cpu"
+    if device not in DEVICES:
+        raise InputError("unknown-device", where="--device", value=device, remedy=did_you_mean(device, DEVICES))
+    on = Graphics.of(asked.target) if device == "cuda" else Processor.of(asked.target, asked.cores)
+    demand_runtime(asked.runtime, on.runtime, "GPU" if device == "cuda" else "CPU")
+    bundle, multiplies = None, None
+    if asked.model is not None and not asked.shapes and content.is_path(asked.model):
+        path = Path(asked.model).expanduser()
+        bundle = Bundle.load(path) if (path / MANIFEST).is_file() else None
+    if bundle is None:
+        linears = _shapes(asked)
+    else:
+        linears, multiplies = _of_bundle(bundle, on)
+    batches = sorted({*(asked.batches or ([] if asked.traffic else on.target.batches)), *(asked.traffic or {})})
+    if not batches or batches[0] < 1:
+        raise InputError("usage", where="--batch", value=batches, rule="batches are numbers from 1 up")
+    names = list(asked.formats) or list(on.formats)
+    if multiplies is not None:
+        own = multiplies.body
+        ours = [name for name in multiplies.variants if name == own or _fits(name, linears, on)]
+        names = [*ours, *(asked.formats or [own])]
+    variants = _variants(names, linears, on)
+    return TaxPlan(asked, linears, on, bundle, variants, batches, on.threads(asked.threads), multiplies)
+
+
+def batch_range(text: str) -> list[int]:
+    """Read `--batch`: `1,8,64` as numbers; `1:4096` doubles from 1 to 4,096. Raises InputError."""
+    batches: list[int] = []
+    for part in (part.strip() for part in text.split(",")):
+        ends = part.split(":")
+        if not (1 <= len(ends) <= 2 and all(end.isdecimal() and int(end) > 0 for end in ends)):
+            rule = "numbers from 1 up, with commas, or a range that doubles: 1,8,64 or 1:4096"
+            raise InputError("usage", where="--batch", value=text, rule=rule)
+        first, last = int(ends[0]), int(ends[-1])
+        if last < first:
+            raise InputError("usage", where="--batch", value=text, rule="a range rises")
+        while first < last:
+            batches.append(first)
+            first *= 2
+        batches.append(last)
+    return sorted(set(batches))
+
+
+def _shapes(asked: Question) -> LinearShapes:
+    """Return the linears of a model that is no bundle, or those that were typed."""
+    if (asked.model is None) == (not asked.shapes):
+        value = "a model and --shape" if asked.model else "neither a model nor --shape"
+        rule = "one of them says which linears are timed"
+        remedy = f"quantkit tax --shape 4096x14336, or one of {', '.join(shapes.names())}"
+        raise InputError("usage", where="quantkit tax", value=value, rule=rule, remedy=remedy)
+    if asked.model is None:
+        return shapes.typed(asked.shapes)
+    if content.is_path(asked.model):
+        return _of_folder(Path(asked.model).expanduser())
+    if asked.model in configs.shipped_names():
+        return shapes.shipped(asked.model)
+    if asked.model.startswith("hf:"):
+        remedy = "name its config.json, a folder with its weights, or --shape KxN"
+        raise InputError("model-remote", where=asked.model, value="not fetched for its shapes alone", remedy=remedy)
+    raise unknown_name("model", asked.model, {*shapes.names(), *ALIASES})
+
+
+def _of_bundle(bundle: Bundle, on: Processor | Graphics) -> tuple[LinearShapes, BundleWays]:
+    """Return the quantized linears of a bundle, and the variants that they are."""
     manifest = bundle.manifest
-    asked = any(
-        (options or {}).get("prefill") == "int8"
-        for step in manifest.recipe.get("export") or []
-        for options in step.values()
+    if not manifest.layers:
+        where, value = str(bundle.path), "nothing in it is quantized"
+        raise InputError("no-linears", where=where, value=value, remedy="name its model")
+    linears = shapes.from_tensors(
+        {f"{layer.name}.weight": layer.shape for layer in manifest.layers}, manifest.model.name
     )
-    second = asked and not any(each.code == "prefill-same" for each in manifest.decisions)
-    return BundleWays(
-        max(names, key=names.count),
-        None if last is None else last[1],
-        "" if last is None else last[0],
+    variants = [on.own(layer.scheme, layer.activations) for layer in manifest.layers]
+    outside = zip(manifest.layers, variants, strict=True)
+    head = next(((layer, variant) for layer, variant in outside if not _BLOCK.search(layer.name)), None)
+    options = [options or {} for step in manifest.recipe.get("export") or [] for options in step.values()]
+    second = any(option.get("prefill") == "int8" for option in options)
+    second = second and not any(taken.code == "prefill-same" for taken in manifest.decisions)
+    return linears, BundleWays(
+        max(variants, key=variants.count),
+        None if head is None else (head[0].shape[1], head[0].shape[0]),
+        "" if head is None else head[1],
         MANY if second else "",
     )
+
+
+def _of_folder(path: Path) -> LinearShapes:
+    """Read shapes from stored weights where there are some, else from the config."""
+    from quantkit.model.source.weights import Weights
+
+    config_file = path if path.is_file() else path / "config.json"
+    if not config_file.is_file():
+        remedy = "name a bundle, a model's folder or its config.json, or --shape KxN"
+        raise InputError("file-missing", where=str(path), value="no bundle and no config.json there", remedy=remedy)
+    try:
+        config = json.loads(limits.read(config_file))
+    except (OSError, ValueError) as error:
+        raise InputError("config-invalid", where=str(config_file), value=str(error)) from None
+    if not isinstance(config, dict):
+        raise InputError("config-invalid", where=str(config_file), value="not an object")
+    name = (path.parent if path.is_file() else path).resolve().name
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        stored = {tensor: entry.shape for tensor, entry in Weights.open(path).entries.items()}
+        return shapes.from_tensors(stored, name, tied_head=bool(config.get("tie_word_embeddings")))
+    return shapes.from_config(config, name)
+
+
+def _variants(names: Iterable[str], linears: LinearShapes, on: Processor | Graphics) -> list[str]:
+    """Return the variants that names, patterns and formats mean, each once, every one of them fit for every shape."""
+    known = on.names()
+    chosen: dict[str, None] = {}
+    for name in names:
+        if name == "all" or any(letter in name for letter in "*?["):
+            matching = known if name == "all" else fnmatch.filter(known, name)
+            fitting = [variant for variant in matching if _fits(variant, linears, on)]
+            if not fitting:
+                raise InputError("unknown-variant", where="--format", value=name, remedy=did_you_mean(name, known))
+            chosen |= dict.fromkeys(fitting)
+        else:
+            chosen[name if name in known or name == on.baseline else on.usual(name, linears)] = None
+    chosen.pop(on.baseline, None)
+    if not chosen:
+        value = f"{on.baseline} alone"
+        raise InputError("usage", where="--format", value=value, rule="it is the baseline", remedy="name another")
+    for name in chosen:
+        on.check(name, linears)
+    return list(chosen)
+
+
+def _fits(name: str, linears: LinearShapes, on: Processor | Graphics) -> bool:
+    try:
+        on.check(name, linears)
+    except InputError:
+        return False
+    return True
+
+
+def measure_tax(plan: TaxPlan, progress: Report | None = None, sweep: Sweep | None = None) -> TaxAnswer:
+    """Time it and judge it; an emulator's times are not judged.
+
+    Args:
+        sweep: what times; None: this machine.
+
+    Raises InputError: what the timed process met; MissingDependency: onnxruntime, onnx, scipy or torch; on a GPU
+    triton.
+    """
+    progress, count = progress or (lambda share, words: None), len(plan.threads)
+    rows: list[Row] = []
+    judged: dict[int, Sequence[Verdict]] = {}
+    advice: dict[int, Verdict] = {}
+    linears = [linear.model_dump() for linear in plan.shapes.distinct()]
+    for i, threads in enumerate(plan.threads):
+
+        def report(share: float, words: str, i: int = i, threads: int = threads) -> None:
+            of = f", {threads} threads" if count > 1 else ""
+            progress((i + share) / count, f"{words}{of}")
+
+        asked = (plan.variants, plan.batches, threads, plan.asked.seconds / count, plan.asked.seed)
+        swept = (sweep or ops_run.run)(SweepJob(linears, plan.shapes.name, plan.on.baseline, *asked), report)
+        rows += swept
+        if not any(EMULATED in row.flags for row in swept):
+            judged[threads], advice[threads] = judge(swept, plan)
+    first = [row for row in rows if row.settings.get("threads") in (None, plan.threads[0], 0)]
+    said = plan.ways.said(first, plan.shapes, plan.batches) if plan.ways is not None and advice else []
+    return TaxAnswer(plan, rows, judged, advice, [*said, *_notes(rows)])
+
+
+def _timing(row: Row) -> KernelTiming:
+    """Read one row as the dispatcher takes it."""
+    op, place = row.op, "config."
+    assert op is not None
+    assert op.N and op.K and op.M
+    tiles = {name.removeprefix(place): int(size or 0) for name, size in row.settings.items() if name.startswith(place)}
+    kernel = str(row.settings["kernel"])
+    return KernelTiming(kernel, (op.N, op.K), op.M, row.value or 0.0, row.resident_bytes or 0, tiles or None)
+
+
+def record(answer: TaxAnswer) -> None:
+    """Put what was chosen on a GPU into the bundle that was asked about, if there is one; remember it all."""
+    plan = answer.plan
+    # what a device says that it is does not teach this machine's forecasts
+    efficiency.keep([row.as_dict() for row in answer.rows if row.on is None])
+    if plan.records and plan.bundle is not None and (choices := answer.choices(plan.subject)):
+        plan.bundle.put(FILE, choices.as_bytes())
+
+
+def judge(rows: Sequence[Row], plan: TaxPlan) -> tuple[list[Verdict], Verdict]:
+    """Return (the verdict on each variant, what to do), from the rows of one thread count."""
+    layer, traffic = ALL if plan.shapes.name else None, plan.asked.traffic
+    timed = [row for row in rows if row.name == "latency.op" and row.op is not None and row.op.layer == layer]
+    measured = [
+        MeasuredFormat(name, [row for row in timed if row.settings.get("variant") == name]) for name in plan.variants
+    ]
+    advice = advise(measured, plan.batches, traffic=traffic, subject=plan.subject)
+    return verdicts(measured, plan.batches, traffic), advice
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """Say what the flags say that no single row does."""
+    notes = []
+    wrong = sorted({str(row.settings.get("variant")) for row in rows if "wrong-result" in row.flags})
+    if wrong:
+        notes.append(f"not timed, because the runtime gave wrong numbers: {', '.join(wrong)}")
+    if any(EMULATED in row.flags for row in rows):
+        notes.append("an emulator: what it computes counts, how long it takes says nothing of any machine: no verdict")
+    if slowed := [row for row in rows if "throttled" in row.flags]:
+        which = "GPU" if slowed[0].device is not None and slowed[0].device.kind == "gpu" else "processor"
+        less = ", or lower its power limit," if which == "GPU" else ""
+        notes.append(f"the {which}'s clocks fell while it was timed: let it cool{less} and time it again")
+    return notes

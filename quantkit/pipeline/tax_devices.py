@@ -24,9 +24,8 @@ RUNTIME = "onnxruntime"
 class Processor:
     """A CPU, that products are timed on.
 
-    Args:
+    Attributes:
         target: whose figures stand beside the measured ones, and whose build settings are the usual ones.
-        cores: that it has.
     """
 
     target: Target
@@ -38,48 +37,42 @@ class Processor:
 
     @classmethod
     def of(cls, target: str | None, cores: int | None = None) -> Processor:
-        """This machine's, or the one that is named; so are its cores. Raises InputError `device-absent` for a GPU."""
-        found = Target.load(target or this_machine())
-        if found.kind != "cpu":
-            raise InputError(
-                "device-absent",
-                where="--target",
-                value=f"{found.name} is a GPU",
-                rule="the tax is measured on the machine at hand",
-                remedy=f"run it there with --device cuda, or use --target {this_machine()}",
-            )
-        return cls(found, cores or machine.cores())
+        """Take this machine's, or the one that is named; so are its cores. Raises InputError `device-absent`."""
+        aimed = Target.load(target or this_machine())
+        if aimed.kind != "cpu":
+            remedy = f"run it there with --device cuda, or use --target {this_machine()}"
+            raise _elsewhere("--target", f"{aimed.name} is a GPU", remedy)
+        return cls(aimed, cores or machine.cores())
 
     def threads(self, asked: Sequence[int]) -> list[int]:
-        """Each once; all cores where none is asked for. Raises InputError `threads-invalid`."""
+        """Return each once; all cores where none is asked for. Raises InputError `threads-invalid`."""
         threads = list(dict.fromkeys(asked)) or [self.cores]
         if min(threads) < 1 or max(threads) > self.cores:
-            raise InputError(
-                "threads-invalid",
-                where="--threads",
-                value=max(threads, key=lambda n: (n > self.cores, -n)),
-                rule=f"from 1 to its {self.cores} cores: more would wait for one another",
-            )
+            worst = max(threads, key=lambda n: (n > self.cores, -n))
+            rule = f"from 1 to its {self.cores} cores: more would wait for one another"
+            raise InputError("threads-invalid", where="--threads", value=worst, rule=rule)
         return threads
 
     def names(self) -> list[str]:
-        """Of all variants."""
+        """Name all variants."""
         from quantkit.exporters.onnx import single_op as single
 
         return single.names()
 
-    def usual(self, name: str, found: LinearShapes) -> str:
-        """What quantkit exports of a format, in a group that fits the shapes. Raises InputError for no format here."""
+    def usual(self, name: str, linears: LinearShapes) -> str:
+        """Return what quantkit exports of a format, in a group that fits the shapes. Raises InputError for none."""
         from quantkit.exporters.onnx import single_op as single
 
-        build = self._build()
-        usual = single.usual(name, block=_group(found, int(build.get("block", 128))), level=self._level())
+        block = int(self._build().get("block", 128))
+        # the largest group up to the target's block that divides every K; the block itself if none does
+        groups = [size for size in single.GROUPS if size <= block and _divides(size, linears)]
+        usual = single.usual(name, block=max(groups, default=block), level=self._level())
         if usual not in self.names():
             raise absent(name, self.names(), f"{RUNTIME} on a CPU")
         return usual
 
     def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
-        """The variant that a bundle's scheme is."""
+        """Name the variant that a bundle's scheme is."""
         from quantkit.exporters.onnx.single_op import GROUPS
 
         name, group = str(scheme.get("format")), scheme.get("group")
@@ -89,13 +82,13 @@ class Processor:
                 return f"{name}.g{max(fitting)}.level{self._level()}"
         return name
 
-    def check(self, name: str, found: LinearShapes) -> None:
+    def check(self, name: str, linears: LinearShapes) -> None:
         """Refuse a variant that cannot run here or does not fit a shape. Raises InputError."""
         from quantkit.exporters.onnx import single_op as single
 
         variant = single.variant(name)
         self.target.check([(variant.format, variant.scheme.symmetric if variant.scheme else True)], RUNTIME)
-        for linear in found.linears:
+        for linear in linears.linears:
             single.check_shape(variant, linear.K, linear.N)
 
     def _build(self) -> Mapping[str, Any]:
@@ -105,48 +98,41 @@ class Processor:
         return int(self._build().get("accuracy_level", 4))
 
 
+def _divides(size: int, linears: LinearShapes) -> bool:
+    return all(linear.K % size == 0 for linear in linears.linears)
+
+
+def _elsewhere(where: str, value: str, remedy: str) -> InputError:
+    rule = "the tax is measured on the machine at hand"
+    return InputError("device-absent", where=where, value=value, rule=rule, remedy=remedy)
+
+
 def absent(name: str, known: Sequence[str], where: str) -> InputError:
-    """The error for a format that cannot be run here, or for no format at all."""
+    """Return the error for a format that cannot be run here, or for no format at all."""
     if name not in plugins.FORMATS:
         return unknown_name("format", name, {*plugins.FORMATS.names(), *known}, where="--format")
     having = []
-    for target in (Target.load(each) for each in content.names("export")):
+    for target in map(Target.load, content.names("export")):
         native = [runtime for runtime, cell in target.formats.get(name, {}).items() if cell.state == "native"]
         having += [f"{target.name} ({', '.join(native)})"] if native else []
-    return InputError(
-        "format-absent",
-        where="--format",
-        value=f"{name} does not run in {where}",
-        rule="emulating it would not measure it",
-        remedy=f"computed natively by {'; '.join(having)}" if having else "no target that is known computes in it",
-    )
+    value, rule = f"{name} does not run in {where}", "emulating it would not measure it"
+    remedy = f"computed natively by {'; '.join(having)}" if having else "no target that is known computes in it"
+    return InputError("format-absent", where="--format", value=value, rule=rule, remedy=remedy)
 
 
 def demand_runtime(asked: str, own: str, where: str) -> None:
     """Refuse a runtime that is not the one products are timed in. Raises InputError `runtime-unsupported`."""
     if asked and asked != own:
-        raise InputError(
-            "runtime-unsupported",
-            where="--runtime",
-            value=asked,
-            rule=f"on a {where} single products are timed in {own}",
-            remedy=f"use {own}" if asked in plugins.RUNTIMES else did_you_mean(asked, [own]),
-        )
-
-
-def _group(found: LinearShapes, block: int) -> int:
-    """The largest group up to the target's block that divides every K; the block itself if none does."""
-    from quantkit.exporters.onnx.single_op import GROUPS
-
-    fitting = [size for size in GROUPS if size <= block and all(linear.K % size == 0 for linear in found.linears)]
-    return max(fitting, default=block)
+        rule = f"on a {where} single products are timed in {own}"
+        remedy = f"use {own}" if asked in plugins.RUNTIMES else did_you_mean(asked, [own])
+        raise InputError("runtime-unsupported", where="--runtime", value=asked, rule=rule, remedy=remedy)
 
 
 @dataclass(frozen=True)
 class Graphics:
     """A GPU, that products are timed on.
 
-    Args:
+    Attributes:
         target: whose figures stand beside the measured ones.
         name: as the driver gives it.
         sm: compute capability: 90.
@@ -161,24 +147,17 @@ class Graphics:
 
     @classmethod
     def of(cls, target: str | None) -> Graphics:
-        """The first GPU of this machine.
+        """Take the first GPU of this machine.
 
-        Raises:
-            InputError: `device-absent`, no GPU, or another than the target; `device-unsupported`, one that is too old;
-                `target-unknown`, no shipped target goes by its name.
-            MissingDependency: triton.
+        Raises InputError: `device-absent`, no GPU, or another than the target; `device-unsupported`, one that is too
+        old; `target-unknown`, no shipped target goes by its name; MissingDependency: triton.
         """
-        found, reason = machine.gpus()
-        if not found:
-            raise InputError(
-                "device-absent",
-                where="--device cuda",
-                value=f"no GPU here: {reason}",
-                rule="kernels are timed on the device that they are for",
-                remedy="run it where there is one, with pip install 'quantkit[gpu]'; --device cpu times this processor",
-            )
-        name, capability = str(found[0]["name"]), str(found[0]["sm"])
-        sm = int(capability.replace(".", ""))
+        gpus, reason = machine.gpus()
+        if not gpus:
+            value, rule = f"no GPU here: {reason}", "kernels are timed on the device that they are for"
+            remedy = "run it where there is one, with pip install 'quantkit[gpu]'; --device cpu times this processor"
+            raise InputError("device-absent", where="--device cuda", value=value, rule=rule, remedy=remedy)
+        name, capability = str(gpus[0]["name"]), str(gpus[0]["sm"])
         if too_old(capability):
             raise InputError("device-unsupported", where=name, value=f"SM {capability}", rule=GPUS)
         if not machine.has("triton"):
@@ -186,14 +165,9 @@ class Graphics:
         aimed = Target.load(target) if target else target_of(name)
         if aimed.kind != "gpu" or aimed.arch.sm != capability:
             what = f"a GPU of SM {aimed.arch.sm}" if aimed.kind == "gpu" else "a processor"
-            raise InputError(
-                "device-absent",
-                where="--target",
-                value=f"{aimed.name} is {what}; here is {name}, SM {capability}",
-                rule="the tax is measured on the machine at hand",
-                remedy="run it there, or leave --target out",
-            )
-        return cls(aimed, name, sm)
+            value = f"{aimed.name} is {what}; here is {name}, SM {capability}"
+            raise _elsewhere("--target", value, "run it there, or leave --target out")
+        return cls(aimed, name, int(capability.replace(".", "")))
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -201,50 +175,48 @@ class Graphics:
         return ("int4", "int8.dynamic", *(["fp8_e4m3.dynamic"] if self.sm >= 89 else []), "nf4")
 
     def threads(self, asked: Sequence[int]) -> list[int]:
-        """One run, of no threads. Raises InputError `usage`."""
+        """Return one run, of no threads. Raises InputError `usage`."""
         if asked:
             raise InputError("usage", where="--threads", value="threads of a GPU", rule="they are a processor's")
         return [0]
 
     def names(self) -> list[str]:
-        """Of all variants."""
+        """Name all variants."""
         from quantkit.measurement.cuda.sides import known
         from quantkit.measurement.operators.cuda import foreign, torch_names
 
         return [*known(), *torch_names(), *foreign()]
 
-    def usual(self, name: str, found: LinearShapes) -> str:
-        """int4 in the largest group that fits the shapes, nf4 with doubled scales. Raises InputError for no format."""
+    def usual(self, name: str, linears: LinearShapes) -> str:
+        """Return int4 in the largest group that fits the shapes, nf4 with doubled scales. Raises InputError."""
         if name == "int4":
-            fitting = [size for size in (128, 64, 32) if all(linear.K % size == 0 for linear in found.linears)]
+            fitting = [size for size in (128, 64, 32) if _divides(size, linears)]
             return f"int4.g{fitting[0]}" if fitting else "int4.channel"
         if name == "nf4":
             return "nf4.g64.double"
         raise absent(name, self.names(), "our kernels or an operator of torch on a GPU")
 
     def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
-        """The variant that a bundle's scheme is, or the format where it is none of them."""
+        """Name the variant that a bundle's scheme is, or the format where it is none of them."""
         from quantkit.measurement.operators.cuda import foreign
 
         for other in foreign().values():
             if other.stands_for(scheme, activations):
                 return other.name
-        form, granularity = str(scheme.get("format")), scheme.get("granularity")
-        symmetric = scheme.get("symmetric", True)
-        group = f"g{scheme.get('group')}" if granularity == "group" else "channel"
+        form, inputs = str(scheme.get("format")), activations or {}
         parts = [form]
         if form in ("int4", "nf4"):
-            parts.append(group)
-        if not symmetric:
+            parts.append(f"g{scheme.get('group')}" if scheme.get("granularity") == "group" else "channel")
+        if not scheme.get("symmetric", True):
             parts.append("zeros")
         if scheme.get("scale") == "double":
             parts.append("double")
-        if activations is not None and activations.get("dynamic") and activations.get("granularity") == "token":
+        if inputs.get("dynamic") and inputs.get("granularity") == "token":
             parts.append("dynamic")
         name = ".".join(parts)
         return name if name in self.names() else form
 
-    def check(self, name: str, found: LinearShapes) -> None:
+    def check(self, name: str, linears: LinearShapes) -> None:
         """Refuse a variant that this GPU cannot multiply, or that does not fit a shape. Raises InputError."""
         from quantkit.kernels.native import require
         from quantkit.measurement.cuda.sides import FormatVariant
@@ -253,26 +225,20 @@ class Graphics:
         variant = foreign().get(name) or variant_of(name)
         if isinstance(variant, FormatVariant) and variant.native:
             require(variant.kind, self.sm)
-        for linear in found.linears:
+        for linear in linears.linears:
             check_shape(variant, linear)
 
 
 def target_of(name: str) -> Target:
-    """The shipped target of a GPU by the driver's name for it: `NVIDIA A100-SXM4-80GB` is `a100`.
+    """Return the shipped target of a GPU by the driver's name for it: `NVIDIA A100-SXM4-80GB` is `a100`.
 
-    Raises:
-        InputError: `target-unknown`.
+    Raises InputError: `target-unknown`.
     """
     said = name.lower().replace(" ", "-")
-    targets = [Target.load(each) for each in content.names("export")]
-    graphics = [target for target in targets if target.kind == "gpu"]
+    graphics = [target for target in map(Target.load, content.names("export")) if target.kind == "gpu"]
     for target in graphics:
         if re.search(rf"(?<![a-z0-9]){re.escape(target.name)}(?![a-z0-9])", said):
             return target
-    raise InputError(
-        "target-unknown",
-        where="--device cuda",
-        value=f"no target is called like {name}",
-        rule="its figures stand beside the measured ones",
-        remedy=f"name one of its architecture, or a file of your own: --target {', '.join(t.name for t in graphics)}",
-    )
+    value, rule = f"no target is called like {name}", "its figures stand beside the measured ones"
+    remedy = f"name one of its architecture, or a file of your own: --target {', '.join(t.name for t in graphics)}"
+    raise InputError("target-unknown", where="--device cuda", value=value, rule=rule, remedy=remedy)

@@ -182,7 +182,8 @@ def test_an_interrupted_compile_keeps_the_scales(model: Path, tmp_path: Path, mo
     made = recipe(scheme=scheme, export=[{"checkpoint": {"layout": "int-quantized"}}])
     with monkeypatch.context() as patch:
         patch.setattr(
-            "quantkit.pipeline.blocks.subject.BlocksWork.export", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+            "quantkit.pipeline.blocks.subject.TransformerSubject.export",
+            lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         with pytest.raises(Exception):  # noqa: B017 (whatever stops it)
             compile_model(Request.of(str(model), recipe=made, out=tmp_path / "again", speed=False))

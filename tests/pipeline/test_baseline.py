@@ -79,7 +79,7 @@ def test_another_source_exporter_or_version_gets_another(
     if change == "source":
         source = replace(source, sha256="0" * 64)
     elif change == "code":
-        monkeypatch.setattr(baseline, "_code", lambda exporter: "other")
+        monkeypatch.setattr(baseline, "_files", lambda exporter: [])
     else:
         monkeypatch.setattr("quantkit.machine.versions", lambda: {"onnxruntime": "0.1"})
     assert baseline.place(source, "onnx", OPTIONS) != before

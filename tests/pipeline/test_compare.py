@@ -1,4 +1,7 @@
-"""Two bundles against each other: what is decided, what is refused, and what is said of what is missing."""
+"""Two bundles against each other: what is decided, what is refused, and what is said of what is missing.
+
+Two bundles are timed in turns, each in the runtime that reads it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,13 +27,16 @@ from quantkit.measurement.compared import Compared, DecidedCell
 from quantkit.measurement.rows import Row, read_rows, write_rows
 from quantkit.measurement.timing.rounds import RoundsJob
 from quantkit.measurement.timing.schedule import Timing
+from quantkit.pipeline import sides
 from quantkit.pipeline.compare import Margins, compare_bundles
 from quantkit.pipeline.sides import open_sides
 from quantkit.report import compared as words
 from quantkit.report.compared import document
+from quantkit.runtimes.llama_cpp.runtime import LlamaCpp
 
 if TYPE_CHECKING:
     from conftest import Made
+
 
 GOOD = Plant("good")
 WORSE = Plant("worse", seed=2, worse=0.04)
@@ -269,20 +276,15 @@ def test_another_text_is_refused_with_the_command(
     assert f"quantkit measure {other}" in said
 
 
-def test_a_text_that_was_cut_otherwise_is_refused_with_what_to_set(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("tokens", 256), ("template", "chat")])
+def test_a_text_that_was_made_otherwise_is_refused_with_what_to_set(
+    key: str, value: object, home: Path, tmp_path: Path
+) -> None:
     subject = compared(home / "good", home / "equal").b.content_sha256
-    recipe = {"name": "x", "export": [{"checkpoint": {}}], "calibration": {"tokens": 256}}
-    plant = EQUAL.but("equal", changes={"recipe": recipe})
-    other = write(tmp_path, plant, rows=scores(subject, sha256="f" * 64))
-    assert "--set calibration.tokens=256" in refused("items-differ", other, home / "good")
-
-
-def test_a_text_that_one_wrote_as_conversations_is_refused_with_what_to_set(home: Path, tmp_path: Path) -> None:
-    subject = compared(home / "good", home / "equal").b.content_sha256
-    recipe = {"name": "x", "export": [{"checkpoint": {}}], "calibration": {"template": "chat"}}
+    recipe = {"name": "x", "export": [{"checkpoint": {}}], "calibration": {key: value}}
     other = write(tmp_path, EQUAL.but("equal", changes={"recipe": recipe}), rows=scores(subject, sha256="f" * 64))
-    assert "--set calibration.template=chat" in refused("items-differ", other, home / "good")
-    assert "--set calibration.template=null" in refused("items-differ", home / "good", other)
+    assert f"--set calibration.{key}={value}" in refused("items-differ", other, home / "good")
+    assert f"--set calibration.{key}=null" in refused("items-differ", home / "good", other)
 
 
 def test_items_that_are_missing_or_of_another_text_are_refused(home: Path, tmp_path: Path) -> None:
@@ -562,3 +564,12 @@ def test_a_loss_of_time_that_the_bundle_s_verdict_ships_is_no_failure(
     assert (words.headline(found) == "mixed") == (code == 1)
     asked = Margins(latency=0.05)
     assert compared("hf:org/a-model@main", made, margins=asked).exit == 1  # type: ignore[arg-type]
+
+
+def test_a_file_is_timed_by_what_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle: Any = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace())
+    monkeypatch.setattr(sides.usage, "file_runtime", lambda manifest: "llama_cpp")
+    monkeypatch.setattr(LlamaCpp, "checked", lambda self, given: given.path / "gguf")
+    monkeypatch.setattr(sides, "holds_graph", lambda given: False)
+    monkeypatch.setattr(LlamaCpp, "context", lambda self, folder: 77)
+    assert sides._reader(bundle) == (tmp_path / "gguf", "llama_cpp", 77)

@@ -476,7 +476,7 @@ def test_a_checkpoint_that_there_is_no_room_to_run_is_said_and_refused_by_strict
 
     monkeypatch.setattr(Source, "can_be_cut", lambda *_: False)
     monkeypatch.setattr(machine, "memory_available", lambda *_: 10**4)
-    monkeypatch.setattr("quantkit.pipeline.blocks.subject.BlocksWork._fitting_blocks", lambda *_: 1)
+    monkeypatch.setattr("quantkit.pipeline.blocks.subject.TransformerSubject._fitting_blocks", lambda *_: 1)
     with pytest.raises(GateError, match=r"strict.*reload-not-run"):
         run(llama, recipe(), tmp_path / "out", strict=True)
     bundle = run(llama, recipe(), tmp_path / "out", resume=True)

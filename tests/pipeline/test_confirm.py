@@ -1,4 +1,7 @@
-"""The score, held against plain transformers: what is wrong on either side is seen."""
+"""The score, held against plain transformers: what is wrong on either side is seen.
+
+What was exported is scored by the runtime that reads it, or it is said why not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from quantkit.measurement.accuracy.positions import Accuracy, Items
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline.blocks import score as confirming
-from quantkit.pipeline.blocks.score import KL, LOSS, ORIGINAL, OUTPUT, confirm
+from quantkit.pipeline.blocks.score import KL, LOSS, ORIGINAL, OUTPUT, confirm, unscored
+from quantkit.recipe import ExportStep
+from quantkit.runtimes import load_runtime
 
 
 def stream_of(name: str, folder: Path) -> StreamedModel:
@@ -112,3 +117,18 @@ def test_where_inputs_are_rounded_both_sides_see_the_same_tokens(
     monkeypatch.setattr(confirming, "_reloaded", lambda *_: logits.roll(1, dims=-1))
     held = {each.name: each for each in confirm(stream, tmp_path / "llama", ids, elsewhere)}
     assert held[LOSS].ok and not held[KL].ok
+
+
+@pytest.mark.parametrize("library", ["tensorrt", "tensorrt_rtx"])
+def test_an_engine_is_asked_of_the_library_that_made_it(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tensorrt", "tensorrt_rtx"):
+        runtime = load_runtime(name)
+        monkeypatch.setattr(type(runtime), "why_not_here", lambda self, folder=None: f"no {self.name} here")
+    steps = [
+        ExportStep(name="checkpoint", options={}),
+        ExportStep(name="tensorrt", options={"library": library, "sm": "9.0"}),
+    ]
+    (said,) = unscored(steps, tmp_path)
+    assert said.reason == f"not run: no {library} here"

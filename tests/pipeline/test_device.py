@@ -21,9 +21,9 @@ from quantkit.model.device import ComputeDevice, Lane, demand_name, put
 from quantkit.model.source.weights import Weights
 from quantkit.model.streaming.stream import LoadedModel, ReadAhead
 from quantkit.passes import Outcome, Pass
-from quantkit.pipeline import Request, compile_model, estimate
+from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks import prepared, quantize
-from quantkit.pipeline.blocks.opened import Prepared, fingerprint
+from quantkit.pipeline.blocks.prepared import Prepared, fingerprint
 from quantkit.pipeline.blocks.work import PassRun, work
 from quantkit.pipeline.compile import opened
 from quantkit.planning.compiling import USABLE, CompileSpec, fit
@@ -103,7 +103,7 @@ def test_a_gpu_that_is_not_here(model: Path, tmp_path: Path) -> None:
 
 
 def planted_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(estimate, "present", lambda name: ("cuda:0", "Planted", free))
+    monkeypatch.setattr(prepared, "present", lambda name: ("cuda:0", "Planted", free))
 
 
 def test_a_card_that_is_too_small(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def chosen(of: Prepared) -> tuple[ComputeDevice, str]:
         return ComputeDevice("cpu:0", "a processor", chunk=3), "planted"
 
-    monkeypatch.setattr(estimate, "chosen_device", chosen)
+    monkeypatch.setattr(prepared, "chosen_device", chosen)
     return None
 
 

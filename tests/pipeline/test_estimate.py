@@ -1,7 +1,13 @@
-"""What is expected of a compile before it begins, of models that are open."""
+"""What is expected of a compile before it begins, of models that are open.
+
+What a stage took: its own share of the clock, and none of the next one's.
+
+What a plan says of a bundle's weights is what the bundle holds: real compiles, read back by their manifest.
+"""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +16,18 @@ import torch
 import zoo
 from pipeline.conftest import recipe
 
+from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.measurement.size import folder_of, weight_bytes
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.storage import Storage
 from quantkit.pipeline import Request
-from quantkit.pipeline.blocks.opened import Prepared
-from quantkit.pipeline.blocks.prepared import prepare
-from quantkit.pipeline.estimate import architecture, demand_disk, estimate, line, spec
+from quantkit.pipeline.blocks.prepared import Prepared, architecture, estimate, prepare, spec
+from quantkit.pipeline.estimate import demand_disk, line
+from quantkit.pipeline.progress import Stages
 from quantkit.planning.compiling import described
+from quantkit.planning.memory import storage
+from quantkit.recipe import Recipe
 
 
 def prepared(name: str, byte_tokenizer: Any, tmp_path: Path, **changes: Any) -> Prepared:
@@ -79,9 +91,58 @@ def test_a_disk_that_does_not_hold_it_is_refused(
 
 
 def test_tables_for_each_block_are_given_beside_hidden_states(byte_tokenizer: Any, tmp_path: Path) -> None:
-    from quantkit.pipeline.estimate import _beside
+    from quantkit.pipeline.blocks.prepared import _beside
 
     found = prepared("llama-tied", byte_tokenizer, tmp_path)
     assert spec(found).beside == 0
     found.stream.skeleton.add_module("tables", torch.nn.Embedding(258, 3 * 96, device="meta"))
     assert _beside(found.stream, 64) == 3 * 96
+
+
+def test_each_stage_has_its_own_share() -> None:
+    stages = Stages("open")
+    time.sleep(0.02)
+    stages.begin("quantize")
+    stages.begin("export")
+    opened, quantized, exported = stages.end()
+    assert [each.name for each in (opened, quantized, exported)] == ["open", "quantize", "export"]
+    assert opened.seconds >= 0.02 > quantized.seconds >= 0
+    assert opened.cpu_seconds < 0.02  # asleep
+    assert 0 < opened.memory_peak_bytes <= exported.memory_peak_bytes
+
+
+def test_processes_that_were_waited_for_count() -> None:
+    import subprocess
+    import sys
+
+    stages = Stages()
+    program = "import time\nwhile time.process_time() < 0.1: pass"
+    subprocess.run([sys.executable, "-S", "-c", program], check=True)
+    (only,) = stages.end()
+    assert only.cpu_seconds >= 0.05  # the clock ticks in hundredths
+
+
+def planned(path: Path, export: str) -> tuple[Storage, int]:
+    """What its config and its recipe come to, and what its files are."""
+    manifest = Bundle.load(path).manifest
+    recipe = Recipe.from_dict({k: v for k, v in manifest.recipe.items() if k != "name"}, name="x")
+    return storage(configs.read(str(path)), recipe, export), weight_bytes(manifest.files, folder=folder_of(export))
+
+
+@pytest.mark.parametrize("which", ["packed", "both"])
+def test_a_checkpoint(made: Any, which: str) -> None:
+    found, real = planned(getattr(made, which), "checkpoint")
+    assert found.total == pytest.approx(real, rel=0.005)
+
+
+@pytest.mark.parametrize("which", ["both", "floating"])
+def test_a_graph_with_its_data(made: Any, which: str) -> None:
+    """All tensors of the graph; the graph itself is a few kB, which are much beside a model this small."""
+    import onnx
+
+    path = getattr(made, which)
+    found, real = planned(path, "onnx")
+    graph = onnx.load(str(path / "onnx" / "model.onnx"))
+    tensors = sum(onnx.numpy_helper.to_array(each).nbytes for each in graph.graph.initializer)
+    assert found.total - found.files == pytest.approx(tensors, rel=0.005)
+    assert found.files == pytest.approx(real - tensors, abs=3_000)

@@ -195,4 +195,4 @@ def test_where_no_engine_runs_nothing_is_looked_into(folder: Path) -> None:
     from quantkit.recipe import ExportStep
 
     steps = [ExportStep(name="tensorrt", options={}), ExportStep(name="checkpoint", options={})]
-    assert engine.of_exports(steps, folder, [], {}, strict=True) == []
+    assert engine.of_exports(steps, folder, [], {}) == []

@@ -73,8 +73,11 @@ def test_everything_that_the_runtime_runs_is_measured_and_decided_on(made: Made,
     assert names >= {"accuracy.kl", "size.bytes", "latency.decode_step", "latency.prefill"}
     assert {row.subject for row in found if row.runtime} == {bundle.manifest.content_sha256}
     after = Bundle.load(bundle.path)
-    assert after.manifest.verdict is not None
+    assert isinstance(after.manifest.verdict, Verdict)
     assert after.manifest.verdict.answer == "ship_it"
+    times = [row for row in stored(bundle, "latency.decode_step") if row.baseline]
+    because = " ".join(after.manifest.verdict.because)
+    assert all(f"{row.baseline.ratio:.2f} times" in because for row in times if row.baseline)
     assert after.manifest.content_sha256 == bundle.manifest.content_sha256
     assert sound(bundle)
     for name in (REPORT, "README.md"):
@@ -87,29 +90,23 @@ def test_everything_that_the_runtime_runs_is_measured_and_decided_on(made: Made,
     assert job.theirs.subject == bundle.manifest.model.source.sha256
 
 
-def test_measured_twice_the_rows_are_there_once(made: Made, copied: Copy, timer: Timer) -> None:
+def test_rows_of_a_kind_are_there_once_and_torch_leaves_the_verdict(made: Made, copied: Copy, timer: Timer) -> None:
     bundle = copied(made.both)
     first = measure_bundle(bundle, str(made.model), plan=PLAN)
-    count = len(Bundle.load(bundle.path).measurements)
-    timer.ratio = lambda batch: 0.5
-    assert len(measure_bundle(bundle, str(made.model), plan=PLAN)) == len(first)
-    after = Bundle.load(bundle.path)
-    assert len(after.measurements) == count
-    assert after.manifest.verdict is not None
-    assert after.manifest.verdict.answer == "do_not_quantize"
-
-
-def test_torch_measures_accuracy_and_leaves_the_verdict(made: Made, copied: Copy, timer: Timer) -> None:
-    bundle = copied(made.both)
-    measure_bundle(bundle, str(made.model), plan=PLAN)
     found = measure_bundle(bundle, str(made.model), runtime="torch")
     assert {row.runtime for row in found if row.name.startswith("accuracy.")} == {"torch"}
     assert not [row for row in found if is_timing(row)]
-    after = Bundle.load(bundle.path)
-    assert after.manifest.verdict is not None
-    assert after.manifest.verdict.answer == "ship_it"
+    before = Bundle.load(bundle.path)
+    assert before.manifest.verdict is not None
+    assert before.manifest.verdict.answer == "ship_it"
     assert len(timer.jobs) == 1
-    assert [check.name for check in after.manifest.checks] == [check.name for check in bundle.manifest.checks]
+    assert [check.name for check in before.manifest.checks] == [check.name for check in bundle.manifest.checks]
+    timer.ratio = lambda batch: 0.5
+    assert len(measure_bundle(bundle, str(made.model), plan=PLAN)) == len(first)
+    after = Bundle.load(bundle.path)
+    assert len(after.measurements) == len(before.measurements)
+    assert after.manifest.verdict is not None
+    assert after.manifest.verdict.answer == "do_not_quantize"
 
 
 def test_on_the_gpu_of_its_target_steps_in_torch_are_timed(
@@ -413,12 +410,3 @@ def test_a_plan_takes_what_is_given() -> None:
     plan = TimingPlan()
     assert with_changes(plan, None, None) == plan
     assert with_changes(plan, [4, 1, 4], 60.0) == replace(plan, batches=(1, 4), seconds=60.0)
-
-
-def test_a_verdict_is_stored_with_the_rows_it_rests_on(made: Made, copied: Copy) -> None:
-    bundle = copied(made.both)
-    measure_bundle(bundle, str(made.model), plan=PLAN)
-    verdict = Bundle.load(bundle.path).manifest.verdict
-    assert isinstance(verdict, Verdict)
-    times = [row for row in stored(bundle, "latency.decode_step") if row.baseline]
-    assert all(f"{row.baseline.ratio:.2f} times" in " ".join(verdict.because) for row in times if row.baseline)

@@ -180,21 +180,12 @@ def test_a_graph_is_loaded_there(tmp_path: Path) -> None:
     assert "onnx-unreadable" in checks[-1].where
 
 
-def test_a_device_goes_on_with_the_same_words(made: Made, tmp_path: Path) -> None:
-    bundle = Bundle.load(made.both)
-    here = load_runtime("onnxruntime").generate(bundle, "The state of", new_tokens=6)
-    device = local(tmp_path / "there", "pi5", absent=ABSENT)
-    there = generate_on(bundle, device, "The state of", runtime="onnxruntime", new_tokens=6)
-    assert there["text"] == here["text"]
-    assert there["tokens"] == here["tokens"]
-
-
-def test_generate_on_a_device(
+def test_a_device_goes_on_with_the_same_words(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager
     def reach(on: str, **_: Any) -> Iterator[Any]:
-        yield local(tmp_path / "there", on)
+        yield local(tmp_path / "there", on, absent=ABSENT)
 
     monkeypatch.setattr("quantkit.devices.named.reach", reach)
     words = ["generate", str(made.both), "--prompt", "The state of", "--new-tokens", "4", "--json"]
@@ -204,6 +195,7 @@ def test_generate_on_a_device(
         answers.append(json.loads(capsys.readouterr().out)["result"])
     here, there = answers
     assert (there["text"], there["tokens"], there["device"]) == (here["text"], 4, "pi5")
+    assert there["tokens"] == here["tokens"]
 
 
 def test_two_bundles_are_timed_in_turns_there(made: Made, tmp_path: Path) -> None:

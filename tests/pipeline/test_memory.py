@@ -19,7 +19,7 @@ import zoo
 from quantkit import machine
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
-from quantkit.pipeline.blocks.subject import BlocksWork
+from quantkit.pipeline.blocks.subject import TransformerSubject
 
 # 4 x 384 x 384 + 3 x 384 x 768 weights, float32
 BLOCK = 4 * (4 * 384 * 384 + 3 * 384 * 768)
@@ -56,7 +56,9 @@ def test_what_is_compared_follows_from_sizes_and_from_what_is_free(
     block, outside = (
         4 * sum(value.numel() for value in module.parameters()) for module in (stream.blocks[0], stream.rest())
     )
-    prepared: Any = SimpleNamespace(stream=stream, source=stream.source)
+    prepared: Any = SimpleNamespace(
+        stream=stream, source=stream.source, request=None, out=None, decisions=[], device=None
+    )
     open_bytes, rest = 10**8, outside - 6 * block
 
     def fitting(free: float, resident: int, expected: float, limit: int = 0) -> int:
@@ -65,7 +67,9 @@ def test_what_is_compared_follows_from_sizes_and_from_what_is_free(
         monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=resident))
         monkeypatch.setattr(machine, "memory_limit", lambda: limit)
         taken: Any = SimpleNamespace(peak=open_bytes + expected, memory={"open": float(open_bytes)})
-        return BlocksWork(prepared, None, None, None, taken)._fitting_blocks()  # type: ignore[arg-type]
+        subject = TransformerSubject(prepared)
+        subject.expected = taken
+        return subject._fitting_blocks()
 
     monkeypatch.setattr(machine, "peak_bytes", lambda: 10**12)
     room = 2 * (rest + 3.5 * block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Recorded
 from quantkit.measurement.operators import run as ops_run
-from quantkit.pipeline.tax import Question, TaxAnswer, batch_range, judge, measure_tax, prepare, record
+from quantkit.pipeline.tax import BundleWays, Question, TaxAnswer, batch_range, judge, measure_tax, prepare, record
 from quantkit.pipeline.tax_devices import Graphics
 from quantkit.report.kit import words
 
@@ -205,7 +206,7 @@ def test_a_model_is_judged_by_the_sum_of_its_linears(planted_run: list[Any]) -> 
 
 def test_a_bundle_whose_format_loses_is_told_what_to_use() -> None:
     plan = prepare(Question(shapes=["256x64"], formats=["nf4", "int4"], batches=[1, 4], threads=[1]))
-    asked = type(plan)(**{**plan.__dict__, "subject": "nf4.g64"})
+    asked = replace(plan, ways=BundleWays("nf4.g64", None, "", ""))
     job = ops_run.SweepJob(
         [each.model_dump() for each in plan.shapes.linears], "", "float32", plan.variants, [1, 4], 1, 1.0
     )

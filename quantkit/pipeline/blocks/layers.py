@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import nn
 
@@ -40,20 +40,23 @@ if TYPE_CHECKING:
 
     from quantkit.model.streaming.stream import StreamedModel
 
-
-State = Literal["quantized", "carried", "unused"]
-# (state, reason, whether it is a linear weight, whether the recipe asked for it) -> (name, elements) of each
-Sums = dict[tuple[State, str, bool, bool], list[tuple[str, int]]]
-QUANTIZED: State = "quantized"
-CARRIED: State = "carried"
-UNUSED: State = "unused"
+QUANTIZED: Literal["quantized"] = "quantized"
 _HEAD = "the recipe keeps the head"
+
+
+class _Fate(NamedTuple):
+    """What becomes of a tensor."""
+
+    state: Literal["quantized", "carried", "unused"]
+    reason: str
+    linear: bool
+    asked: bool
 
 
 def account(
     stream: StreamedModel, quantized: Collection[str], decisions: Sequence[Decision], *, head: bool
 ) -> list[WeightsEntry]:
-    """What becomes of every tensor of the source's files, those of one reason together.
+    """Account for every tensor of the source's files, those of one reason together.
 
     Args:
         quantized: full names of its linears with codes.
@@ -61,18 +64,13 @@ def account(
         head: whether the recipe stores the head in its scheme.
     """
     modules = dict(stream.skeleton.named_modules())
-    reasons = {each.where: each for each in decisions}
+    reasons = {taken.where: taken for taken in decisions}
     users: dict[str, list[str]] = {}
     for name, file in stream.files.items():
         users.setdefault(file, []).append(name)
-    sums: Sums = {}
+    sums: dict[_Fate, list[tuple[str, int]]] = {}
     for file, entry in stream.source.weights.entries.items():
-        key: tuple[State, str, bool, bool] = (
-            UNUSED,
-            f"{stream.source.architecture} has no such parameter",
-            False,
-            False,
-        )
+        fate = _Fate("unused", f"{stream.source.architecture} has no such parameter", False, False)
         names = users.get(file, [])
         owners = {name.rpartition(".")[0]: name for name in reversed(names)}
         wanted = [owner for owner in owners if owner in quantized or (head and owner == stream.head)]
@@ -80,51 +78,46 @@ def account(
         wanted += [owner for owner in owners if isinstance(modules[owner], nn.Embedding)]
         chosen = owners[wanted[0]] if wanted else next(iter(names), "")
         if chosen:
-            key = _one(chosen, modules, quantized, reasons, stream, head=head)
-        sums.setdefault(key, []).append((file, math.prod(entry.shape)))
+            fate = _fate(chosen, modules, quantized, reasons, stream, head=head)
+        sums.setdefault(fate, []).append((file, math.prod(entry.shape)))
     return _entries(sums)
 
 
 def account_graph(model: ir.Model, quantized: Collection[str], decisions: Sequence[Decision]) -> list[WeightsEntry]:
-    """The same of a float ONNX graph: its products' weights, and its tables of embeddings.
+    """Account for the weights of a float ONNX graph's products, and its tables of embeddings.
 
     Args:
         quantized: names of its products with codes; one that no decision speaks of either is kept by the recipe.
     """
     from quantkit.graph.sites import ZEROS, left_in_floats, sites
 
-    reasons = {each.where: each for each in decisions if each.code != NOTE}
-    sums: Sums = {}
+    reasons = {taken.where: taken for taken in decisions if taken.code != NOTE}
+    sums: dict[_Fate, list[tuple[str, int]]] = {}
     for site in sites(model):
-        key: tuple[State, str, bool, bool] = (QUANTIZED, "", True, True)
+        fate, taken = _Fate(QUANTIZED, "", True, True), reasons.get(site.name)
         if site.name not in quantized:
-            taken = reasons.get(site.name)
-            key = (CARRIED, "the recipe keeps it", True, True)
-            if taken is not None:
-                key = (CARRIED, taken.reason, True, taken.code in ASKED)
-        sums.setdefault(key, []).append((site.name, site.weight.size))
-    for each in left_in_floats(model):
-        key = (CARRIED, each.reason or "embeddings", bool(each.reason), each.reason in ("", ZEROS))
-        sums.setdefault(key, []).append((each.name, each.elements))
+            reason, asked = (taken.reason, taken.code in ASKED) if taken else ("the recipe keeps it", True)
+            fate = _Fate("carried", reason, True, asked)
+        sums.setdefault(fate, []).append((site.name, site.weight.size))
+    for left in left_in_floats(model):
+        fate = _Fate("carried", left.reason or "embeddings", bool(left.reason), left.reason in ("", ZEROS))
+        sums.setdefault(fate, []).append((left.name, left.elements))
     return _entries(sums)
 
 
-def _entries(sums: Sums) -> list[WeightsEntry]:
+def _entries(sums: Mapping[_Fate, list[tuple[str, int]]]) -> list[WeightsEntry]:
     return [
         WeightsEntry(
-            state=state,
-            reason=reason,
-            linear=linear,
-            asked=asked,
-            tensors=len(found),
-            elements=sum(count for _, count in found),
-            example=max(found, key=lambda each: each[1])[0],
+            **fate._asdict(),
+            tensors=len(tensors),
+            elements=sum(count for _, count in tensors),
+            example=max(tensors, key=lambda tensor: tensor[1])[0],
         )
-        for (state, reason, linear, asked), found in sorted(sums.items())
+        for fate, tensors in sorted(sums.items())
     ]
 
 
-def _one(
+def _fate(
     name: str,
     modules: Mapping[str, nn.Module],
     quantized: Collection[str],
@@ -132,25 +125,24 @@ def _one(
     stream: StreamedModel,
     *,
     head: bool,
-) -> tuple[State, str, bool, bool]:
-    """(state, reason, whether it is a linear weight, whether the recipe asked for it) of a parameter."""
+) -> _Fate:
     from quantkit.model.structure.traced import find_head
 
     owner, _, leaf = name.rpartition(".")
     module = modules[owner]
     if owner in quantized and leaf == "weight":
-        return QUANTIZED, "", True, True
+        return _Fate(QUANTIZED, "", True, True)
     if beside := no_product(module, leaf):
-        return CARRIED, beside, False, True
+        return _Fate("carried", beside, False, True)
     if not head and owner == find_head(stream.skeleton):  # a masked language model's too, which no recipe quantizes
-        return CARRIED, _HEAD, False, True
+        return _Fate("carried", _HEAD, False, True)
     taken = reasons.get(owner)
     if taken is not None:
-        return CARRIED, taken.reason, True, taken.code in (AS_ASKED, ROUTER, EXPERTS_KEPT)
-    inside = any(name.startswith(f"{block}.") for block in stream.block_names)
+        return _Fate("carried", taken.reason, True, taken.code in (AS_ASKED, ROUTER, EXPERTS_KEPT))
     if not is_linear(module):
-        return CARRIED, f"a parameter of {type(module).__name__}, which is no linear", True, False
-    return CARRIED, "it was not decided on" if inside else "it lies outside the blocks", True, False
+        return _Fate("carried", f"a parameter of {type(module).__name__}, which is no linear", True, False)
+    inside = any(name.startswith(f"{block}.") for block in stream.block_names)
+    return _Fate("carried", "it was not decided on" if inside else "it lies outside the blocks", True, False)
 
 
 def no_product(module: nn.Module, leaf: str) -> str:
@@ -164,7 +156,7 @@ def no_product(module: nn.Module, leaf: str) -> str:
 
 
 def left_in_floats(entries: Iterable[WeightsEntry], *, unasked: bool = False) -> float | None:
-    """The share of linear weights that stay in floats, 0 to 1; `unasked`: of those that the recipe did not ask for.
+    """Return the share of linear weights that stay in floats, 0 to 1; `unasked`: of those that nobody asked for.
 
     None where there are no linear weights, or nothing is quantized.
     """
@@ -177,7 +169,7 @@ def left_in_floats(entries: Iterable[WeightsEntry], *, unasked: bool = False) ->
 
 
 def about(entries: Sequence[WeightsEntry]) -> list[Decision]:
-    """The decision on what stays in floats although nobody asked for it, where that is too much."""
+    """Record what stays in floats although nobody asked for it, where that is too much."""
     share = left_in_floats(entries, unasked=True)
     if share is None or share <= FLOATS_LIMIT:
         return []
@@ -191,7 +183,7 @@ def about(entries: Sequence[WeightsEntry]) -> list[Decision]:
 class Layers:
     """The linears inside the blocks, and the head if it is to be quantized.
 
-    Args:
+    Attributes:
         shapes: full name -> [N, K], of every one.
         schemes: full name -> scheme, of those to quantize.
         plain: full names of those that are `torch.nn.Linear`, which is what other libraries can load quantized.
@@ -222,28 +214,22 @@ class Layers:
         return max((max(shape) for shape in self.inside.values()), default=1)
 
     def padded(self) -> list[str]:
-        """The layers whose last group is filled up with zeros."""
+        """Name the layers whose last group is filled up with zeros."""
         return [name for name, scheme in self.schemes.items() if scheme.padding(self.shapes[name][1])]
 
     def asked(self, *, partly: bool = False, cache: CacheScheme | None = None) -> LayerSpec:
-        """What an export has to hold of a compile of these."""
-        return LayerSpec(
-            self.schemes,
-            self.plain,
-            self.padded(),
-            self.tied,
-            self.shapes,
-            self.merged,
-            partly,
-            self.activations,
-            cache,
-        )
+        """Return what an export has to hold of a compile of these."""
+        stored = (self.schemes, self.plain, self.padded(), self.tied, self.shapes, self.merged)
+        return LayerSpec(*stored, partly, self.activations, cache)
 
     def entry(
         self, name: str, tensor: QuantTensor, error: float | None, static: InputScale | None = None
     ) -> LayerEntry:
-        """A quantized layer as the manifest lists it; `error` is its relative squared weight error, `static` the fixed
-        scale of its input.
+        """Describe a quantized layer for the manifest.
+
+        Args:
+            error: its relative squared weight error.
+            static: the fixed scale of its input.
         """
         form = load_format(tensor.scheme.format)
         rows, columns = self.shapes[name]
@@ -271,19 +257,17 @@ def lay_out(
     """Decide for every linear inside the blocks of a model (with or without weights), and for its head.
 
     Args:
-        recipe: its scheme, overrides, `keep` and `on_indivisible`.
-        model: has the blocks at `block_names`.
         block_names: paths of the blocks; `""` for a model that is one block.
         dtype: what the source stores; bfloat16 models read bfloat16 scales.
         head: a decoder's language-model head, by its name; quantized unless the recipe keeps it. None leaves it out.
         largest: parameter -> its largest magnitude, of those that were looked at.
 
-    Raises:
-        InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `nothing-to-quantize`.
+    Raises InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `nothing-to-quantize`.
     """
     shapes: dict[str, tuple[int, int]] = {}
     plain, merged = set(), set()
     apart: dict[str, bool] = {}
+    owners: dict[int, list[str]] = {}  # linears with one weight in common
     for block in block_names:
         for path, module in model.get_submodule(block).named_modules():
             name = f"{block}.{path}" if block else path
@@ -292,6 +276,7 @@ def lay_out(
             if is_linear(module):
                 rows, columns = weight_of(module).shape
                 shapes[name] = (rows, columns)
+                owners.setdefault(id(module.weight), []).append(name)
                 if isinstance(module, nn.Linear):
                     plain.add(name)
             elif any(not no_product(module, leaf) for leaf, _ in module.named_parameters(recurse=False)):
@@ -305,39 +290,21 @@ def lay_out(
         plain.add(head)
         others = (value for name, value in model.named_parameters(remove_duplicate=False) if name != f"{head}.weight")
         tied = frozenset([head] if any(value is weight for value in others) else [])
-    found = assign(
+    shared = [names for names in owners.values() if len(names) > 1]
+    magnitudes = {name: (largest or {}).get(f"{name}.weight") for name in shapes}
+    chosen = assign(
         recipe,
         shapes,
         dtype,
         head=head,
         routers=experts.routers(model),
-        shared=_shared(model, [name for name in shapes if name != head]),
-        largest={name: each for name in shapes if (each := (largest or {}).get(f"{name}.weight")) is not None},
+        shared={name: next(other for other in names if other != name) for names in shared for name in names},
+        largest={name: value for name, value in magnitudes.items() if value is not None},
         apart=apart,
         model=type(model).__name__,
     )
-    if head is not None and found.head is None:
+    if head is not None and chosen.head is None:
         del shapes[head]
-    return Layers(
-        shapes,
-        found.schemes,
-        frozenset(plain),
-        found.decisions,
-        found.head,
-        tied if found.head is not None else frozenset(),
-        found.activations,
-        frozenset(merged),
-    )
-
-
-def _shared(model: nn.Module, linears: Sequence[str]) -> dict[str, str]:
-    """Linears that have their weight in common with another one -> that one."""
-    owners: dict[int, list[str]] = {}
-    for name in linears:
-        owners.setdefault(id(model.get_submodule(name).weight), []).append(name)
-    return {
-        name: next(other for other in names if other != name)
-        for names in owners.values()
-        if len(names) > 1
-        for name in names
-    }
+        tied = frozenset()
+    more = (chosen.decisions, chosen.head, tied, chosen.activations, frozenset(merged))
+    return Layers(shapes, chosen.schemes, frozenset(plain), *more)

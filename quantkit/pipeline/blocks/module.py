@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and sequences as YAML would give them; what is neither is left to validation."""
+    """Return mappings and sequences as YAML would give them; what is neither is left to validation."""
     if isinstance(value, Mapping):
         return dict(value)
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 class Pipeline:
@@ -53,7 +53,6 @@ class Pipeline:
         seed: int = 0,
         allow_code: bool = False,
     ) -> None:
-        """Validate passes and scheme; torch is not imported."""
         data = {
             "schema": 1,
             "summary": "a pipeline",
@@ -79,9 +78,8 @@ class Pipeline:
         Returns:
             the same module. `self.tensors` holds the codes by layer, `self.decisions` what was done otherwise.
 
-        Raises:
-            InputError: `stream-differs` and `stream-unsupported`, before anything of it is changed: run block by block,
-                a transformer does not give what it gives as a whole; those of the recipe and of the passes.
+        Raises InputError: `stream-differs` and `stream-unsupported`, before anything of it is changed: run block by
+        block, a transformer does not give what it gives as a whole; those of the recipe and of the passes.
         """
         import torch
 
@@ -107,16 +105,9 @@ class Pipeline:
                 if outcome.unties and getattr(model.config, "tie_word_embeddings", False):
                     model.config.tie_word_embeddings = False  # type: ignore[union-attr]
         probe = inputs[:2, :12] if stream.path else inputs[:2]
+        how: dict[str, Any] = {"widest": layers.widest, "dtype": dtype, "seed": self.recipe.seed}
         for worked in work(
-            stream,
-            steps,
-            layers.schemes,
-            inputs,
-            probe_ids=probe,
-            widest=layers.widest,
-            dtype=dtype,
-            activations=layers.activations,
-            seed=self.recipe.seed,
+            stream, steps, layers.schemes, inputs, probe_ids=probe, activations=layers.activations, **how
         ):
             self.decisions += worked.decisions
             for name, tensor in worked.block.tensors.items():

@@ -1,35 +1,124 @@
 """Everything that can be refused is refused here, before the first block is touched: open, lay out, check, load.
 
-request -> opened model -> model as passes of scope `model` will have it -> layers, steps, token sets
+request -> opened model -> model as passes of scope `model` will have it -> layers, steps, token sets -> device
 """
 
 from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from quantkit.bundle import Decision
+from quantkit.bundle import Build, Decision
 from quantkit.errors import InputError, one
 from quantkit.exporters import LayerSpec, load_exporter
-from quantkit.model.device import CPU
+from quantkit.model.device import AUTO, CPU, ComputeDevice, present
+from quantkit.model.sizes import configs
+from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
 from quantkit.model.sizes.assigned import EXPERTS, EXPERTS_KEPT, UNTIED, takes_head
 from quantkit.model.source import pretrained
+from quantkit.model.source.files import file_sha256
 from quantkit.model.structure.kinds import model_graph
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
-from quantkit.pipeline import estimate
+from quantkit.pipeline import baseline, subject
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.layers import about, account, lay_out
-from quantkit.pipeline.blocks.opened import Prepared, Sets
-from quantkit.pipeline.request import Request, default_out, for_target, with_own_runtime
+from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
+from quantkit.pipeline.estimate import PROCESSORS, has_timer, lies
+from quantkit.pipeline.request import Request, default_out, for_target, runs_here, with_own_runtime
+from quantkit.planning.compiling import CompileSpec, Compiling, fit, predict, timed
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned
 from quantkit.recipe import Recipe
 
 if TYPE_CHECKING:
+    from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.exporters.values import Values
+    from quantkit.model.source.open import Source
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks.work import PassRun
+
+# what calibrates (None where no pass looks at data), and what scores
+Sets = tuple["TokenSet | None", "TokenSet"]
+# packages that a bundle's content depends on
+_PACKAGES = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
+_GRAPH = ("onnx", "onnx-ir", "onnxscript")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request whose every input was opened and found good; nothing has been written.
+
+    Attributes:
+        original: the model as opened.
+        source: the same, untied where a pass of scope `model` will make two tensors of a tied one.
+        cpu_seconds: processor seconds that passes of scope `model` took to find out what they will do.
+        device: where it computes; `stream` is there.
+    """
+
+    request: Request
+    original: Source
+    source: Source
+    stream: StreamedModel
+    layers: Layers
+    steps: list[PassRun]
+    calibration: TokenSet | None
+    scoring: TokenSet
+    out: Path
+    decisions: list[Decision]
+    cpu_seconds: float = 0.0
+    device: ComputeDevice = field(default_factory=ComputeDevice)
+
+    def unchanged(self) -> StreamedModel:
+        """Return the model as it was opened, without what passes of scope `model` make of it."""
+        from quantkit.model.streaming.stream import StreamedModel
+
+        return self.placed(StreamedModel(self.original)) if self.stream.transforms else self.stream
+
+    def placed(self, stream: StreamedModel) -> StreamedModel:
+        """Move a model to where this compile computes."""
+        return stream.on(self.device.torch, self.device.place)
+
+    def values(self, build: Build, *, written: bool = False) -> Values:
+        """Read all that was committed, as exporters take it.
+
+        Args:
+            written: whether files are written from it, and held against other libraries: on the processor.
+        """
+        from quantkit.exporters.values import Values
+        from quantkit.model.finished import Finished
+        from quantkit.model.streaming.stream import CPU as PROCESSOR
+
+        names = ("block-*.safetensors", "head.safetensors", "rest.safetensors")
+        files = sorted(path for name in names for path in build.steps.glob(name))
+        cache = self.request.recipe.scheme.kv_cache
+        stream = self.stream.on(PROCESSOR) if written and not self.device.is_cpu else self.stream
+        done = Finished(files, self.layers.schemes, self.layers.activations, cache)
+        return Values.of_results(self.source, stream, done)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the result will be timed: something of it can be, and the target is this machine."""
+        request = self.request
+        able = request.speed and bool(self.layers.schemes)
+        return able and runs_here(request.target) and has_timer(request.recipe)
+
+
+def fingerprint(prepared: Prepared) -> dict[str, Any]:
+    """Return everything that a bundle's content depends on."""
+    matrices = (step.settings.model_dump().get("imatrix") for step in prepared.steps)
+    return subject.fingerprint(
+        prepared.request,
+        (*_PACKAGES, *_GRAPH),
+        model=prepared.source.ref,
+        source=prepared.source.sha256,
+        files=[file_sha256(Path(file)) for file in matrices if file],
+        calibration=prepared.calibration.sha256 if prepared.calibration else None,
+        scoring=prepared.scoring.sha256,
+        **prepared.device.as_dict(),
+    )
 
 
 def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: Sets | None = None) -> Prepared:
@@ -41,10 +130,8 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
         write: whether the model writes what it is calibrated on, which takes minutes: a dry run counts it alone.
         seen: what calibrates and what scores; None loads what the recipe names.
 
-    Raises:
-        InputError: anything that would make it fail later.
+    Raises InputError: anything that would make it fail later.
     """
-    from quantkit.model.source.files import MODULES, pools
     from quantkit.model.source.open import open_model
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.model.structure.names import obstacles
@@ -53,21 +140,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
 
     recipe = request.recipe
     source = open_model(request.model, trust_remote_code=request.trust_remote_code, hashed=whole)
-    said, named = "", str((source.config.get("architectures") or [""])[0])
-    if named != source.architecture and named.endswith("ForCausalLM") and pools(source.path):
-        other = "a copy of the folder without that file is a decoder, which llama.cpp pools as it is told"
-        said = f"an encoder, as {MODULES} pools {named} ({other})"
-    demand_kind(recipe, request.target, (source.kind,), source.ref, said)
-    if recipe.scheme.kv_cache is not None and source.kind != "decoder":
-        raise InputError(
-            "cache-unknown",
-            where=source.ref,
-            value=one(source.kind),
-            rule="only a decoder has a KV cache",
-            remedy="--set scheme.kv_cache=null",
-        )
-    if source.kind == "network":
-        raise model_graph(source.architecture, source.ref)
+    _demand_purpose(request, source)
     request = with_own_runtime(request, source.kind)
     added = len(request.recipe.export) > len(recipe.export)
     recipe = request.recipe
@@ -85,13 +158,13 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     cpu_seconds = time.process_time() - begun
     original, source = source, stream.source
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head, largest=largest)
-    for each in steps:
-        each.run.accepts({name: columns for name, (_, columns) in layers.inside.items()}, each.settings)
+    for step in steps:
+        step.run.accepts({name: columns for name, (_, columns) in layers.inside.items()}, step.settings)
     partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
     asked = replace(
         layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
         obstacles=obstacles(stream.skeleton, stream.files),
-        stacked=[each.where for each in layers.decisions if each.code in (EXPERTS, EXPERTS_KEPT)],
+        stacked=[kept.where for kept in layers.decisions if kept.code in (EXPERTS, EXPERTS_KEPT)],
         untraced="" if has_interface(stream.skeleton) else type(stream.skeleton).__name__,
         source=source,
         largest=largest,
@@ -103,42 +176,52 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     decisions = [*request.taken, *request.support.decisions(source.kind, experts), *taken, *layers.decisions]
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
-    looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
     if not source.trust_remote_code and pretrained.offers_code(source.path):
         reason = "the model's own code is not trusted: it stays behind, and what goes along does not name it"
         decisions.append(decision("open", NOTE, "auto_map", reason))
+    looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
     calibration, scoring = seen or tokens.load(
         recipe, source, calibrate=looks, decisions=decisions, write=whole and write
     )
+    notes = list(settled.items())
     if added:
         reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
-        decisions.append(decision("export", NOTE, "onnx", reason))
-    decisions += [decision("export", NOTE, name, reason) for name, reason in settled.items()]
-    for name in request.left_out:
-        reason = f"no runtime of {request.target.name} reads it with all that the recipe stores: "
-        reason += ", ".join(request.target.runtimes)
-        decisions.append(decision("export", NOTE, name, reason))
-    decisions += [decision("export", NOTE, "checkpoint", said) for said in caveats(recipe, request.target)]
-    notes = calibration.notes if calibration else ()
+        notes.insert(0, ("onnx", reason))
+    reason = f"no runtime of {request.target.name} reads it with all that the recipe stores: "
+    notes += [(name, reason + ", ".join(request.target.runtimes)) for name in request.left_out]
+    notes += [("checkpoint", caveat) for caveat in caveats(recipe, request.target)]
+    decisions += [decision("export", NOTE, name, reason) for name, reason in notes]
     where = tokens.public(recipe.calibration.set)
-    decisions += [decision("calibrate", NOTE, where, note) for note in notes]
+    decisions += [decision("calibrate", NOTE, where, note) for note in (calibration.notes if calibration else ())]
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
-    found = Prepared(
+    prepared = Prepared(
         request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds
     )
-    return found if request.device == CPU else _on_device(found)
+    if request.device == CPU:
+        return prepared
+    device, said = chosen_device(prepared)
+    prepared = replace(prepared, device=device, decisions=[*decisions, decision("device", NOTE, device.name, said)])
+    return replace(prepared, stream=prepared.placed(stream))
 
 
-def _on_device(prepared: Prepared) -> Prepared:
-    """On the device that was asked for, if a block fits on it. Raises InputError (`device-absent`, `device-memory`)."""
-    device, said = estimate.chosen_device(prepared)
-    decisions = [*prepared.decisions, decision("device", NOTE, device.name, said)]
-    found = replace(prepared, device=device, decisions=decisions)
-    return replace(found, stream=found.placed(prepared.stream))
+def _demand_purpose(request: Request, source: Source) -> None:
+    """Refuse a model of another kind than the recipe is for. Raises InputError `model-kind`, `cache-unknown`."""
+    from quantkit.model.source.files import MODULES, pools
+
+    said, named = "", str((source.config.get("architectures") or [""])[0])
+    if named != source.architecture and named.endswith("ForCausalLM") and pools(source.path):
+        other = "a copy of the folder without that file is a decoder, which llama.cpp pools as it is told"
+        said = f"an encoder, as {MODULES} pools {named} ({other})"
+    demand_kind(request.recipe, request.target, (source.kind,), source.ref, said)
+    if request.recipe.scheme.kv_cache is not None and source.kind != "decoder":
+        rule, remedy = "only a decoder has a KV cache", "--set scheme.kv_cache=null"
+        raise InputError("cache-unknown", where=source.ref, value=one(source.kind), rule=rule, remedy=remedy)
+    if source.kind == "network":
+        raise model_graph(source.architecture, source.ref)
 
 
 def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tuple[StreamedModel, list[Decision]]:
-    """The model as passes of scope `model` will have it, and what they decided."""
+    """Return the model as passes of scope `model` will have it, and what they decided."""
     from quantkit.model.source.open import untied
     from quantkit.model.streaming.stream import StreamedModel
 
@@ -156,9 +239,8 @@ def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tupl
             before, after = stream.source.weights.total_bytes(), source.weights.total_bytes()
             reason = f"it will differ from the embedding that it was tied to: {after - before} bytes more"
             decisions.append(decision(step.run.name, UNTIED, stream.head or "head", reason, before, after))
-            made = StreamedModel(source)
-            made.transforms = stream.transforms
-            stream = made
+            transforms, stream = stream.transforms, StreamedModel(source)
+            stream.transforms = transforms
         stream.transforms.append(outcome.transform)
     return stream, decisions
 
@@ -166,8 +248,7 @@ def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tupl
 def _demand_equal_experts(stream: StreamedModel) -> None:
     """Prove on the first block with experts that they are what their linears make of them; the others are of its class.
 
-    Raises:
-        InputError: `architecture-unsupported`.
+    Raises InputError: `architecture-unsupported`.
     """
     from quantkit.model.structure import experts
 
@@ -187,9 +268,124 @@ def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
             problems.append(problem)
     if not problems:
         return
-    out = {found[1]: each for each in problems if (found := re.match(r"leave `(\w+)` out", each.remedy))}
-    first = next((each for each in problems if each not in out.values()), problems[0])
+    leaving = ((re.match(r"leave `(\w+)` out", problem.remedy), problem) for problem in problems)
+    out = {match[1]: problem for match, problem in leaving if match}
+    first = next((problem for problem in problems if problem not in out.values()), problems[0])
     if out and first not in out.values():
         first = with_remedy(first, f"{next(iter(out.values())).remedy}, and {first.remedy}")
     left = [step for step in recipe.export if step.name not in list(out)[1:]]
     raise spelt_out(first, recipe.model_copy(update={"export": left}))
+
+
+def estimate(prepared: Prepared) -> Compiling:
+    """Predict memory and disk of the compile on this machine's processor; of a GPU's compile it says so."""
+    expected = predict(spec(prepared))
+    return expected if prepared.device.is_cpu else replace(expected, notes=(*expected.notes, PROCESSORS))
+
+
+def spec(prepared: Prepared) -> CompileSpec:
+    """Describe the compile in sizes."""
+    recipe, model, schemes = prepared.request.recipe, architecture(prepared), prepared.layers.schemes
+    coded = {}
+    for matrix in [*model.inside(), *([model.head] if model.head is not None else [])]:
+        # of experts one entry stands for many
+        stored = [name for name in schemes if name == matrix.name or fnmatchcase(name, matrix.name)]
+        if stored:
+            coded[matrix.name] = schemes[stored[0]]
+    samples, length = prepared.calibration.ids.shape if prepared.calibration is not None else (0, 0)
+    scored, scored_length = prepared.scoring.ids.shape
+    if prepared.scoring.pairs is not None:  # both texts of each
+        scored = 2 * prepared.scoring.items
+    step = timed(recipe)
+    made = step is not None and baseline.place(prepared.original, step.name, step.options).exists()
+    return CompileSpec(
+        model,
+        recipe,
+        coded,
+        samples,
+        length,
+        scored * scored_length,
+        scored_length,
+        timed=prepared.is_timed,
+        baseline=prepared.is_timed and step is not None and not made,
+        beside=_beside(prepared.stream, model.hidden),
+    )
+
+
+def chosen_device(prepared: Prepared) -> tuple[ComputeDevice, str]:
+    """Choose where a compile computes, in sizes that are known before it begins, and say why.
+
+    Raises InputError: `device-absent`; `device-memory`, where it was named and a block does not fit.
+    """
+    asked = prepared.request.device
+    try:
+        name, model, free = present("cuda" if asked == AUTO else asked)
+    except InputError as problem:
+        if asked != AUTO:
+            raise
+        return ComputeDevice(), f"on the processor: {problem.value}; products in float32"
+    fitting = fit(replace(spec(prepared), live=prepared.stream.flow.live), free)
+    said = lies(fitting, asked, model)
+    if not fitting.fits:
+        return ComputeDevice(), f"{said}; products in float32"
+    device = ComputeDevice(name, model, fitting.chunk, fitting.resident, prepared.request.tf32)
+    return device, f"{said}; products in {device.products}"
+
+
+def _beside(stream: StreamedModel, hidden: int) -> int:
+    """Count the values of a token that are looked up for blocks beside its hidden states: an embedding outside the
+    blocks that is wider than those has a part for each block."""
+    from torch import nn
+
+    tables = [
+        module.embedding_dim
+        for name, module in stream.skeleton.named_modules()
+        if isinstance(module, nn.Embedding) and not name.startswith(f"{stream.path}.")
+    ]
+    return sum(width for width in tables if width > hidden)
+
+
+def architecture(prepared: Prepared) -> Architecture:
+    """Describe the model in sizes: by its config, where that gives the linears that it has; else by its modules.
+
+    What the modules do not tell is how attention looks at tokens: it is then left out of what a forward computes.
+    """
+    source, shapes, stream = prepared.source, prepared.layers.inside, prepared.stream
+    if configs.is_known(source.config):
+        try:
+            known = configs.from_config(source.config, source.name)
+        except InputError:
+            pass
+        else:
+            mine = sum(any(_stands(m, name, shape) for m in known.inside()) for name, shape in shapes.items())
+            if mine == len(shapes) == sum(matrix.count for matrix in known.inside()):
+                return known
+    layers = []
+    for name in stream.block_names:
+        matrices = [
+            Matrix(linear, *shape) for linear, shape in shapes.items() if linear.startswith(f"{name}.") or not name
+        ]
+        layers.append(BlockShapes(name, matrices, None))
+    inside = sum(matrix.parameters for layer in layers for matrix in layer.matrices)
+    head = stream.skeleton.get_parameter(f"{stream.head}.weight").shape if stream.head else None
+    config = source.config
+    sizes = (config.get("hidden_size"), config.get("n_embd"), config.get("d_model"))
+    stored = sum(value.numel() for value in stream.skeleton.parameters())
+    return Architecture(
+        name=source.name,
+        kind=source.kind,
+        model_type=str(config.get("model_type", "")),
+        dtype=source.dtype,
+        hidden=next((size for size in sizes if isinstance(size, int)), prepared.layers.widest),
+        layers=layers,
+        embeddings=max(stored - inside, 0),
+        others=0,
+        head=Matrix(str(stream.head), *head) if head is not None else None,
+        tied=True,  # the embedding's elements hold those of a head of its own
+        assumed=("its linears alone: its config is not known",),
+    )
+
+
+def _stands(matrix: Matrix, name: str, shape: tuple[int, int]) -> bool:
+    """Tell whether an entry of an architecture is a linear of the model, or one of many experts'."""
+    return shape == (matrix.N, matrix.K) and (matrix.name == name or fnmatchcase(name, matrix.name))

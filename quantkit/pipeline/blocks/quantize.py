@@ -16,81 +16,71 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantkit.bundle import Build, LayerEntry
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.formats import QuantTensor
+from quantkit.model import finished
 from quantkit.model.structure.traced import weight_of
 from quantkit.passes.assign import assigner, in_pieces
 from quantkit.passes.solvers.moments import Moments
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.opened import Prepared
+from quantkit.pipeline.blocks.prepared import Prepared
+from quantkit.pipeline.blocks.work import PassRun, Rare, Worked, work
 from quantkit.pipeline.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from quantkit.model.finished import Finished
     from quantkit.model.streaming.stream import Answers, StreamedModel
     from quantkit.pipeline.blocks.layers import Layers
-    from quantkit.pipeline.blocks.work import PassRun, Worked
+
+# a few tokens are enough to trace a block and to prove its folds
+_PROBE = (2, 12)
+# seconds between hidden states that are kept, on a GPU
+_EVERY = 30.0
 
 
-def settings_of(steps: Sequence[PassRun]) -> dict[str, Any]:
-    """Name of each pass -> its settings, as `passes.assign.product` takes them."""
-    return {step.run.name: step.settings for step in steps}
-
-
-def needs(steps: Sequence[PassRun]) -> frozenset[str]:
-    """The statistics that the pass needs which gives the head its codes."""
-    passes = settings_of(steps)
-    found = assigner(passes)
-    return found.needs_with(passes[found.name]) if found is not None else frozenset()
-
-
-def brought(stream: StreamedModel, head: str, steps: Sequence[PassRun]) -> Moments | None:
-    """What the pass that gives the head its codes knows of its inputs without calibration; None: nothing.
-
-    Raises:
-        InputError: the pass's.
-    """
-    passes = settings_of(steps)
-    found = assigner(passes)
-    if found is None:
-        return None
-    columns = int(stream.skeleton.get_parameter(f"{head}.weight").shape[1])
-    return found.brought(head, columns, passes[found.name])
-
-
-def moments_of(
-    stream: StreamedModel, worked: Worked, ids: Tensor, head: str, steps: Sequence[PassRun]
-) -> Moments | None:
-    """Of the head's inputs, behind the quantized blocks; None where no statistics are needed.
+def _head_moments(prepared: Prepared, head: str, worked: Worked) -> Moments | None:
+    """Return the moments of the head's inputs; None where the pass that gives it its codes needs none.
 
     Args:
         worked: the last block.
-        ids: [samples, tokens] that calibrate.
-        head: its name in the skeleton.
 
-    Raises:
-        InputError: `activations-nonfinite`.
+    Raises InputError: `activations-nonfinite`; the pass's.
     """
-    if not needs(steps) or worked.hidden is None or worked.calls is None:
+    stream, passes = prepared.stream, _passes(prepared.steps)
+    chosen = assigner(passes)
+    if chosen is None:
         return None
-    found = stream.answers_of(worked.calls, ids, worked.hidden)
+    columns = int(stream.skeleton.get_parameter(f"{head}.weight").shape[1])
+    moments = chosen.brought(head, columns, passes[chosen.name])
+    needs = chosen.needs_with(passes[chosen.name])
+    if moments is not None or prepared.calibration is None or not needs:
+        return moments
+    if worked.hidden is None or worked.calls is None:
+        return None
+    ids = prepared.calibration.ids
+    after = stream.answers_of(worked.calls, ids, worked.hidden)
     before: Answers | None = None
-    if "original_inputs" in needs(steps) and worked.original is not None and worked.originals is not None:
+    if "original_inputs" in needs and worked.original is not None and worked.originals is not None:
         before = stream.answers_of(worked.originals, ids, worked.original)
     seen = InputStats(name=head)
     for index in range(len(ids)):
-        seen.add(found.given(head, index)[None], None if before is None else before.given(head, index)[None])
+        seen.add(after.given(head, index)[None], None if before is None else before.given(head, index)[None])
     return moments_of_sums(seen, head)
 
 
+def _passes(steps: Sequence[PassRun]) -> dict[str, Any]:
+    """Name of each pass -> its settings, as `passes.assign` takes them."""
+    return {step.run.name: step.settings for step in steps}
+
+
 def moments_of_sums(seen: InputStats, name: str = "") -> Moments:
-    """Of one product's inputs, as its solver takes them; errors call it by its name."""
+    """Return the moments of one product's inputs, as its solver takes them; errors call it by its name."""
     hessian = seen.hessian.double()
     cross = None if seen.drift is None else (hessian + seen.drift.double())[None]
     return Moments(hessian[None], cross, tuple(half.double()[None] for half in seen.halves), name=name)
@@ -99,7 +89,7 @@ def moments_of_sums(seen: InputStats, name: str = "") -> Moments:
 def quantize_head(
     stream: StreamedModel, layers: Layers, passes: Mapping[str, Any], moments: Moments | None = None
 ) -> tuple[QuantTensor, LayerEntry]:
-    """Codes of the head `layers.head`, by its scheme there, and its entry in the manifest.
+    """Choose the codes of the head `layers.head`, by its scheme there; with its entry in the manifest.
 
     The embedding that a head may share its weight with stays as it is; only the product that makes the logits uses the
     codes.
@@ -119,12 +109,6 @@ def quantize_head(
     return tensor, layers.entry(layers.head, tensor, error)
 
 
-# a few tokens are enough to trace a block and to prove its folds
-_PROBE = (2, 12)
-# seconds between hidden states that are kept, on a GPU
-_EVERY = 30.0
-
-
 def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     """Put every block that is not committed yet through the passes, then what lies outside the blocks.
 
@@ -134,27 +118,22 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     Args:
         build: where `block-0000`, ..., `head` and `rest` are committed.
     """
-    import torch
-    from safetensors.torch import load_file
-
     from quantkit.model.device import Lane
     from quantkit.model.streaming.stream import ReadAhead
-    from quantkit.pipeline.blocks.work import Rare, work
 
-    choice = prepared.request.recipe.calibration
+    recipe, device, layers = prepared.request.recipe, prepared.device, prepared.layers
     count = len(prepared.stream.block_names)
     start = sum(key.startswith("block-") for key in build.done())
     if start == count:
         _finish_rest(prepared, build)
         return
     begun = time.process_time()
-    kept = _latest(build, start)
-    place = prepared.device.place
-    states = {} if kept is None else {n: v.to(place) for n, v in load_file(_hidden_file(build, kept)).items()}
-    generator = torch.Generator().manual_seed(prepared.request.recipe.seed)
-    probe_ids = torch.randint(0, tokens.vocabulary(prepared.source), _PROBE, generator=generator)
+    kept = next((index for index in range(start - 1, -1, -1) if _hidden_file(build, index).exists()), None)
+    states: dict[str, Tensor] = {}
+    if kept is not None:
+        states = {name: value.to(device.place) for name, value in load_file(_hidden_file(build, kept)).items()}
+    generator = torch.Generator().manual_seed(recipe.seed)
     progress.at("quantize", start / count, f"block {start + 1} of {count}")
-    device = prepared.device
     keeping = _Keeping(start if kept is None else kept, 0.0 if device.is_cpu else _EVERY)
     with ExitStack() as stack:
         lanes = [stack.enter_context(Lane(device.torch)) for _ in range(2)]
@@ -162,21 +141,21 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         for worked in work(
             prepared.stream if device.is_cpu else ReadAhead(prepared.stream, lanes[0]),
             prepared.steps,
-            prepared.layers.schemes,
+            layers.schemes,
             prepared.calibration.ids if prepared.calibration else None,
-            probe_ids=probe_ids,
-            widest=prepared.layers.widest,
+            probe_ids=torch.randint(0, tokens.vocabulary(prepared.source), _PROBE, generator=generator),
+            widest=layers.widest,
             dtype=getattr(torch, prepared.source.dtype),
-            seed=prepared.request.recipe.seed,
-            activations=prepared.layers.activations,
-            cache=prepared.request.recipe.scheme.kv_cache,
-            fuses=any(load_exporter(step.name).fuses for step in prepared.request.recipe.export),
+            seed=recipe.seed,
+            activations=layers.activations,
+            cache=recipe.scheme.kv_cache,
+            fuses=any(load_exporter(step.name).fuses for step in recipe.export),
             chunk=device.chunk,
             start=start,
             begun=0 if kept is None else kept + 1,
-            hidden=states.get("hidden"),
-            original=states.get("original"),
-            rare=Rare(choice.expert_tokens, choice.experts),
+            hidden=states.pop("hidden", None),
+            original=states.pop("original", None),
+            rare=Rare(recipe.calibration.expert_tokens, recipe.calibration.experts),
             finished=_finished(prepared, build),
         ):
             index = worked.block.index
@@ -212,7 +191,7 @@ class _Keeping:
         self._last, self._every, self._at = last, every, time.monotonic()
 
     def after(self, worked: Worked) -> tuple[bool, int]:
-        """Whether to keep those behind a block, and the block whose states they replace."""
+        """Tell whether to keep those behind a block, and the block whose states they replace."""
         if worked.hidden is None or time.monotonic() - self._at < self._every:
             return False, self._last
         before, self._last, self._at = self._last, worked.block.index, time.monotonic()
@@ -223,70 +202,45 @@ def _hidden_file(build: Build, index: int) -> Path:
     return build.steps / f"hidden-{index:04}.safetensors"
 
 
-def _latest(build: Build, start: int) -> int | None:
-    """The last block before `start` whose hidden states were kept."""
-    return next((index for index in range(start - 1, -1, -1) if _hidden_file(build, index).exists()), None)
-
-
 def _commit(prepared: Prepared, build: Build, worked: Worked, cpu_seconds: float, keep: tuple[bool, int]) -> None:
     """Write one block, and the hidden states behind it."""
-    from safetensors.torch import save_file
-
-    from quantkit.model import finished
-
-    index = worked.block.index
+    block = worked.block
     result = build.temporary("block.safetensors")
-    named = {worked.block.full_name(name): tensor for name, tensor in worked.block.tensors.items()}
-    finished.save(result, named, _changed(prepared, worked), worked.block.input_scales(), worked.block.cache_scales())
-    files, remove = {result: build.steps / f"block-{index:04}.safetensors"}, []
+    named = {block.full_name(name): tensor for name, tensor in block.tensors.items()}
+    finished.save(result, named, _changed(prepared, worked), block.input_scales(), block.cache_scales())
+    files, remove = {result: build.steps / f"block-{block.index:04}.safetensors"}, []
     if keep[0]:
         outputs = {"hidden": worked.hidden, "original": worked.original}
         kept = build.temporary("hidden.safetensors")
         save_file({name: value.contiguous() for name, value in outputs.items() if value is not None}, kept)
-        files[kept] = _hidden_file(build, index)
-        remove = [before] if (before := _hidden_file(build, keep[1])).exists() and keep[1] != index else []
+        files[kept] = _hidden_file(build, block.index)
+        remove = [before] if (before := _hidden_file(build, keep[1])).exists() and keep[1] != block.index else []
     record = {**_record(prepared, worked), "cpu_seconds": cpu_seconds}
-    build.commit(f"block-{index:04}", record, files, remove=remove)
-
-
-def results(prepared: Prepared, build: Build) -> Finished:
-    """All that was committed, for exporters to read."""
-    from quantkit.model.finished import Finished
-
-    names = ("block-*.safetensors", "head.safetensors", "rest.safetensors")
-    files = sorted(path for name in names for path in build.steps.glob(name))
-    layers, cache = prepared.layers, prepared.request.recipe.scheme.kv_cache
-    return Finished(files, layers.schemes, layers.activations, cache)
+    build.commit(f"block-{block.index:04}", record, files, remove=remove)
 
 
 def _finished(prepared: Prepared, build: Build) -> Callable[[int], nn.Module]:
-    """Blocks by their numbers, as they were committed; nothing is opened before the first is asked for."""
-    from quantkit.exporters.values import Values
+    """Give blocks by their numbers, as they were committed; nothing is opened before the first is asked for."""
 
     @functools.cache
     def running() -> StreamedModel:
-        values = Values.of_results(prepared.source, prepared.stream, results(prepared, build))
-        return prepared.placed(values.running())
+        return prepared.placed(prepared.values(build).running())
 
     return lambda index: running().load(index)
 
 
 def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Progress) -> None:
-    """Commit the head's codes, found on what the last block puts out."""
-    from quantkit.model import finished
-
-    layers, steps = prepared.layers, prepared.steps
+    """Commit the head's codes, chosen on what the last block puts out."""
+    layers = prepared.layers
     if layers.head is None or "head" in build.done():
         return
     progress.at("quantize", 1.0, layers.head)
     begun = time.process_time()
-    moments = brought(prepared.stream, layers.head, steps)
-    if moments is None and prepared.calibration is not None:
-        moments = moments_of(prepared.stream, worked, prepared.calibration.ids, layers.head, steps)
-    tensor, entry = quantize_head(prepared.stream, layers, settings_of(steps), moments)
+    moments = _head_moments(prepared, layers.head, worked)
+    tensor, entry = quantize_head(prepared.stream, layers, _passes(prepared.steps), moments)
     result = build.temporary("head.safetensors")
     finished.save(result, {entry.name: tensor}, {})
-    taken = [] if moments is None else [each.as_dict() for each in moments.decisions]
+    taken = [] if moments is None else [decision.as_dict() for decision in moments.decisions]
     seconds = time.process_time() - begun
     record = {"layers": [entry.model_dump(mode="json")], "decisions": taken, "cpu_seconds": seconds}
     build.commit("head", record, {result: build.steps / "head.safetensors"})
@@ -294,64 +248,54 @@ def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Pro
 
 def _finish_rest(prepared: Prepared, build: Build) -> None:
     """Commit what lies outside the blocks and was changed by passes of scope `model`."""
-    import torch
-
-    from quantkit.model import finished
-
     stream = prepared.stream
     if not stream.transforms or "rest" in build.done():
         return
     dtype = getattr(torch, prepared.source.dtype)
     model = stream.rest()
-    found: dict[str, Any] = {}
-    by_file: dict[str, Any] = {}
+    changed: dict[str, Tensor] = {}
+    by_file: dict[str, Tensor] = {}
     for name in stream.rest_names():
         value = stream.value(model, name).to(dtype)
         if stream.files[name] in by_file and not torch.equal(by_file[stream.files[name]], value):
-            raise InputError(
-                "tied-apart",
-                where=name,
-                value="a pass changed one of two tied tensors",
-                rule="tied tensors are stored once",
-                remedy="the pass has to say that it unties",
-            )
+            rule, remedy = "tied tensors are stored once", "the pass has to say that it unties"
+            what = "a pass changed one of two tied tensors"
+            raise InputError("tied-apart", where=name, value=what, rule=rule, remedy=remedy)
         by_file[stream.files[name]] = value
         if not torch.equal(value, stream.tensor(name).to(dtype)):
-            found[name] = value.contiguous()
+            changed[name] = value.contiguous()
     result = build.temporary("rest.safetensors")
-    finished.save(result, {}, found)
+    finished.save(result, {}, changed)
     build.commit("rest", {}, {result: build.steps / "rest.safetensors"})
 
 
-def _changed(prepared: Prepared, worked: Worked) -> dict[str, Any]:
-    """The block's parameters that folds changed, in the dtype they are stored in."""
-    import torch
-
+def _changed(prepared: Prepared, worked: Worked) -> dict[str, Tensor]:
+    """Return the block's parameters that folds changed, in the dtype they are stored in."""
     stream = prepared.stream
     dtype = getattr(torch, prepared.source.dtype)
     quantized = {f"{name}.weight" for name in worked.block.tensors}
-    found = {}
+    changed = {}
     for name, value in worked.block.module.named_parameters():
         full = worked.block.full_name(name)
         if name not in quantized and full in stream.files:
             stored = value.detach().to(dtype)
             if not torch.equal(stored, stream.tensor(full).to(dtype)):
-                found[full] = stored
-    return found
+                changed[full] = stored
+    return changed
 
 
 def _record(prepared: Prepared, worked: Worked) -> dict[str, Any]:
-    """What the journal keeps of a block: its layers, what was fused, what was decided."""
-    layers = []
-    for name, tensor in worked.block.tensors.items():
-        full = worked.block.full_name(name)
-        static = worked.block.input_scales().get(full)
+    """Return what the journal keeps of a block: its layers, what was fused, what was decided."""
+    layers, block = [], worked.block
+    for name, tensor in block.tensors.items():
+        full = block.full_name(name)
         error = worked.errors.get(full)
-        entry = prepared.layers.entry(full, tensor, None if error is None else float(error), static)
-        entry = entry.model_copy(update={"routed": worked.routed.get(full)})
-        layers.append(entry.model_dump(mode="json"))
+        entry = prepared.layers.entry(
+            full, tensor, None if error is None else float(error), block.input_scales().get(full)
+        )
+        layers.append(entry.model_copy(update={"routed": worked.routed.get(full)}).model_dump(mode="json"))
     return {
         "layers": layers,
-        "fusions": [[worked.block.full_name(name) for name in members] for members in worked.block.fusions],
+        "fusions": [[block.full_name(name) for name in members] for members in block.fusions],
         "decisions": [decision.as_dict() for decision in worked.decisions],
     }

@@ -8,7 +8,7 @@ other models what they give, token by token. Neither side of that runs any code 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.opened import Prepared
-from quantkit.pipeline.blocks.quantize import results
+from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.measure import MeasuredAgainst, measure, sizes
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import HARM
@@ -51,20 +50,14 @@ _PART = 8
 
 
 def original_of(prepared: Prepared) -> MeasuredAgainst:
-    """What a compile measures against, and on what: both are open."""
+    """Return the original of a compile, which is open."""
     return MeasuredAgainst(prepared.source.sha256, stream=prepared.unchanged(), tokens=prepared.scoring)
 
 
 def score_exports(
-    prepared: Prepared,
-    build: Build,
-    progress: Progress,
-    bundle: Bundle,
-    built: Mapping[str, str],
-    *,
-    whole: bool = True,
+    prepared: Prepared, build: Build, progress: Progress, bundle: Bundle, built: Mapping[str, str], *, whole: bool
 ) -> tuple[list[Row], list[Check]]:
-    """Accuracy of every export, each in its own runtime, and sizes; `harm.json` is written with the first.
+    """Score and weigh every export in its own runtime; `harm.json` is written with the first.
 
     Args:
         bundle: as it was just written.
@@ -99,8 +92,8 @@ def score_exports(
         def tell(done: float, number: int = number) -> None:
             progress.at("score", (number + _SCORED * done) / len(exports))
 
-        found, items = measure(bundle, against, runtime, candidate=candidate, weighed=folder, scored=tell)
-        rows += found if number == 0 else _without_bits(found)
+        scored, items = measure(bundle, against, runtime, candidate=candidate, weighed=folder, scored=tell)
+        rows += scored if number == 0 else _without_bits(scored)
         if items is not None:
             items.save(bundle.path / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
         tensors = load_exporter(step.name).stores == "tensors"
@@ -118,15 +111,15 @@ def score_exports(
 
 
 def _without_bits(rows: Sequence[Row]) -> list[Row]:
-    """Of a second export: the bits of a weight are those of the first."""
+    """Return the rows of a second export: the bits of a weight are those of the first."""
     return [row for row in rows if row.name != "size.bits_per_weight"]
 
 
 def _harm(
     prepared: Prepared, original: StreamedModel, dense: StreamedModel, layers: list[str], items: Items | None
 ) -> Harm:
-    """How the error grows through the model, and where it differs most from its original: in words, or in ids where the
-    source has no tokenizer."""
+    """Measure how the error grows through the model, and where it differs most from its original: in words, or in ids
+    where the source has no tokenizer."""
     from quantkit.measurement.accuracy.harm import through_depth, worst
 
     ids, before = prepared.scoring.ids, original if prepared.stream.transforms else None
@@ -141,30 +134,28 @@ def _harm(
 
 
 def runs_here(runtime: str, bundle: Path | None = None) -> bool:
-    """Whether what a runtime reads, of a bundle, can be run on this machine: an engine needs its GPU."""
+    """Tell whether this machine runs what a runtime reads of a bundle: an engine needs its GPU."""
     return load_runtime(runtime).why_not_here(bundle) is None
 
 
 def unscored(exports: Sequence[ExportStep], bundle: Path) -> list[Decision]:
-    """What was exported and could not be run here, each with the reason."""
-    found = []
-    for step in exports:
-        runtime = reader(step.name, step.options)
-        if not runs_here(runtime, bundle):
-            reason = load_runtime(runtime).why_not_here(bundle)
-            found.append(decision("measure", NOTE, folder_of(step.name), f"not run: {reason}"))
-    return found
+    """Record what was exported and could not be run here, each with the reason."""
+    reasons = {step.name: load_runtime(reader(step.name, step.options)).why_not_here(bundle) for step in exports}
+    return [
+        decision("measure", NOTE, folder_of(name), f"not run: {reason}")
+        for name, reason in reasons.items()
+        if reason is not None
+    ]
 
 
 def _score_long(prepared: Prepared, bundle: Bundle, original: StreamedModel, progress: Progress) -> list[Row]:
-    """What the quantized cache costs at a long context, beside what the rest costs there."""
+    """Score the quantized cache at a long context, beside what the rest costs there."""
     from quantkit.measurement.accuracy import score
     from quantkit.runtimes.torch import RUNTIME as TORCH
 
-    recipe = prepared.request.recipe
+    recipe, folder = prepared.request.recipe, bundle.path / "model"
     progress.at("score", 0.9, f"up to {score.CONTEXT:,} tokens, with a quantized and a float cache")
-    folder = bundle.path / "model"
-    found = score.long_rows(
+    rows = score.long_rows(
         original,
         {
             score.named(recipe.scheme.kv_cache): prepared.placed(TORCH.stream(folder)),
@@ -175,26 +166,24 @@ def _score_long(prepared: Prepared, bundle: Bundle, original: StreamedModel, pro
         runtime=TORCH.name,
         settings={"dtype": "float32"},
     )
-    return score.flagged(found, prepared.source.was)
+    return score.flagged(rows, prepared.source.was)
 
 
 def _dense(prepared: Prepared, build: Build, step: ExportStep) -> StreamedModel:
-    """The model with the values that an export holds, inputs quantized, where no checkpoint holds it."""
-    from quantkit.exporters.values import Values
-
-    values = Values.of_results(prepared.source, prepared.stream, results(prepared, build))
-    return prepared.placed(load_exporter(step.name).held(values, step.settings).running())
+    """Return the model with the values that an export holds, inputs quantized, where no checkpoint holds it."""
+    return prepared.placed(load_exporter(step.name).held(prepared.values(build), step.settings).running())
 
 
 def torch_threads() -> int:
-    """Threads that torch computes with; a session that is scored takes as many."""
+    """Count the threads that torch computes with; a session that is scored takes as many."""
     import torch
 
     return torch.get_num_threads()
 
 
 def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: Items | None) -> list[Check]:
-    """`score.loss` and `score.kl` of a decoder; of another model `score.original`, and `score.output` of the export.
+    """Check `score.loss` and `score.kl` of a decoder; of another model `score.original`, and `score.output` of the
+    export.
 
     Args:
         folder: of the written checkpoint; None confirms the original alone.
@@ -206,10 +195,8 @@ def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: It
     few = ids[:_SEQUENCES, :_TOKENS]
     machine.let_go()  # embeddings and heads that were scored with
     before = _given(original.source, original, few)
-    after = None if folder is None else _reloaded(folder, original, few)
-    if folder is None or after is None:
-        streamed = rounded = None
-    else:
+    after = streamed = rounded = None
+    if folder is not None and (after := _reloaded(folder, original, few)) is not None:
         streamed = _streamed(folder, few) if items is None or _rounds_inputs(folder) else None
         rounded = _streamed(folder, few, rounded=True) if _has_kernels(folder) else None
     if items is not None:
@@ -227,7 +214,7 @@ def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: It
 def _decoder(
     before: Tensor, after: Tensor | None, ids: Tensor, items: Items, streamed: Tensor | None, rounded: Tensor | None
 ) -> list[Check]:
-    """Loss of the original and KL of the candidate, in nats, against what was scored.
+    """Check the loss of the original and the KL of the candidate, in nats, against what was scored.
 
     Args:
         before, after: logits [samples, tokens, vocabulary] of plain transformers, of the original and of the export.
@@ -263,7 +250,7 @@ def _divergences(before: Tensor, logits: Tensor) -> Tensor:
 
 
 def _of_positions(logits: Tensor, value: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """A value of every position but the last, by log-probabilities [samples, some positions, vocabulary] and which."""
+    """Take a value of every position but the last, by log-probabilities [samples, some positions, vocabulary]."""
     import torch
 
     parts = torch.arange(logits.shape[1] - 1).split(_PART)  # in float64 a large vocabulary takes 2 MB a position
@@ -272,9 +259,7 @@ def _of_positions(logits: Tensor, value: Callable[[Tensor, Tensor], Tensor]) -> 
 
 
 def _given(source: Source, like: StreamedModel, ids: Tensor, *, cached: bool = False) -> Tensor:
-    """What the model of plain transformers gives for ids [samples, tokens]; `cached` as its config says."""
-    from contextlib import nullcontext
-
+    """Run the model of plain transformers on ids [samples, tokens]; `cached` as its config says."""
     import torch
 
     from quantkit.model.source.open import quiet_loading
@@ -285,14 +270,14 @@ def _given(source: Source, like: StreamedModel, ids: Tensor, *, cached: bool = F
         model = source.load()
         with torch.no_grad(), nullcontext() if cached else uncached(model):
             runs = like.runs(model)
-            found = answer(runs(input_ids=ids) if cached else forward(runs, ids)).float()
+            answers = answer(runs(input_ids=ids) if cached else forward(runs, ids)).float()
     del model
     machine.let_go()
-    return found
+    return answers
 
 
 def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
-    """The same of a written checkpoint, expanded by its library; None where transformers leaves out what was scored."""
+    """Run a written checkpoint, expanded by its library; None where transformers leaves out what was scored."""
     from quantkit.model import layouts, run_time
     from quantkit.model.source.open import open_written
 
@@ -305,7 +290,7 @@ def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
 
 
 def _streamed(folder: Path, ids: Tensor, *, rounded: bool = False) -> Tensor:
-    """What the stream that scores a written checkpoint gives for ids [samples, tokens]; `rounded`: as kernels may."""
+    """Run the stream that scores a written checkpoint on ids [samples, tokens]; `rounded`: as kernels may."""
     from quantkit.model.finished import DenseWeights
     from quantkit.model.streaming.transforms import RoundedProducts
     from quantkit.runtimes.torch.reloaded import reloaded
@@ -318,15 +303,15 @@ def _streamed(folder: Path, ids: Tensor, *, rounded: bool = False) -> Tensor:
 
 
 def _quantization(folder: Path) -> dict[str, Any] | None:
-    """The `quantization_config` of a written checkpoint."""
+    """Read the `quantization_config` of a written checkpoint."""
     from quantkit.model.source.open import open_written
 
-    found: dict[str, Any] | None = open_written(folder).config.get("quantization_config")
-    return found
+    config: dict[str, Any] | None = open_written(folder).config.get("quantization_config")
+    return config
 
 
 def _rounds_inputs(folder: Path) -> bool:
-    """Whether inputs or the cache are rounded as the model runs.
+    """Tell whether inputs or the cache are rounded as the model runs.
 
     A number between two codes then goes either way by the last bit of a sum, which the length of a sequence changes:
     plain transformers on two threads, run on 96 tokens, departs from itself, run on 512, by 0.015 nats (SmolLM2-135M,
@@ -337,21 +322,21 @@ def _rounds_inputs(folder: Path) -> bool:
     return run_time.is_named(_quantization(folder))
 
 
-def _has_kernels(folder: Path | None) -> bool:
-    """Whether a written checkpoint is multiplied in kernels of its library."""
+def _has_kernels(folder: Path) -> bool:
+    """Tell whether a written checkpoint is multiplied in kernels of its library."""
     from quantkit.model import layouts, run_time
 
-    config = None if folder is None else _quantization(folder)
+    config = _quantization(folder)
     return config is not None and not run_time.weights_are_dense(config) and layouts.of(config).kernels
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
-    """The worst token's difference, of its norm."""
+    """Return the worst token's difference, of its norm."""
     if found.shape != expected.shape:
         return float("inf")
-    found, expected = found.cpu(), expected.cpu()  # one side may come from a GPU
-    size = expected.double().norm(dim=-1).clamp(min=1e-30)
-    return float(((found.double() - expected.double()).norm(dim=-1) / size).max())
+    found, expected = found.cpu().double(), expected.cpu().double()  # one side may come from a GPU
+    size = expected.norm(dim=-1).clamp(min=1e-30)
+    return float(((found - expected).norm(dim=-1) / size).max())
 
 
 def _check(name: str, value: float, limit: float) -> Check:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import machine
 from quantkit.bundle import (
-    Build,
     Bundle,
     CalibrationEntry,
-    Check,
     Decision,
     LayerEntry,
     ModelEntry,
@@ -23,27 +20,27 @@ from quantkit.bundle import (
     WeightsEntry,
 )
 from quantkit.exporters import load_exporter, reader
+from quantkit.formats import stored_bits
 from quantkit.measurement.accuracy.purpose import TextResults
 from quantkit.measurement.rows import Row
 from quantkit.model.sizes.assigned import takes_head
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline import engines as engine
+from quantkit.pipeline import engines
 from quantkit.pipeline.blocks.layers import account
-from quantkit.pipeline.blocks.opened import Prepared, fingerprint
-from quantkit.pipeline.blocks.quantize import quantize, results
+from quantkit.pipeline.blocks.prepared import Prepared, estimate, fingerprint
+from quantkit.pipeline.blocks.quantize import quantize
 from quantkit.pipeline.blocks.score import KL, OUTPUT, original_of, score_exports, unscored
-from quantkit.pipeline.estimate import estimate, head_size, times
-from quantkit.pipeline.gates import demand, refuse
+from quantkit.pipeline.gates import demand
 from quantkit.pipeline.measure import quick_times
-from quantkit.pipeline.progress import Progress, Stages
-from quantkit.pipeline.request import Request, runs_here
-from quantkit.pipeline.subject import Engines, Scores
+from quantkit.pipeline.request import runs_here
+from quantkit.pipeline.subject import Subject
 from quantkit.planning import efficiency
 from quantkit.planning.compiling import WHOLE, Compiling, timed
-from quantkit.recipe import ExportStep
+from quantkit.report.bundle import figures
 from quantkit.runtimes import load_runtime
 
 if TYPE_CHECKING:
+    from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.exporters.values import Values
 
 # a checkpoint whose tensors were compared, but no logits
@@ -52,42 +49,38 @@ UNRUN = "reload-not-run"
 _COPIES = 2
 
 
-class TransformerSubject:
-    """See `pipeline/subject.py`."""
+class TransformerSubject(Subject):
+    """A transformer, block by block; the state between the steps is what is on disk."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self.prepared = prepared
-        self.request: Request = prepared.request
-        self.out: Path = prepared.out
-        self.decisions: list[Decision] = prepared.decisions
-        self.notes: Sequence[str] = prepared.source.notes
-        self.device = prepared.device
+        super().__init__(prepared.request, prepared.out, prepared.decisions, prepared.source.notes)
+        self.prepared, self.device = prepared, prepared.device
 
     @cached_property
     def expected(self) -> Compiling:
-        """What the compile will take of memory and disk."""
+        """See `Subject`."""
         return estimate(self.prepared)
 
     @property
     def stages(self) -> Mapping[str, float]:
-        """In order, with the number of their parts: blocks, or exports."""
+        """Stages with the number of their blocks, or exports."""
         blocks, exports = len(self.prepared.stream.block_names), len(self.request.recipe.export)
         quantizes = bool(self.prepared.steps) or self.prepared.calibration is not None
         builds = any(load_exporter(step.name).builds for step in self.request.recipe.export)
         stages = {"open": 1.0, "prove": 1.0, "quantize": blocks * quantizes, "export": exports, "check": exports}
-        stages |= {"build": blocks * builds, "score": blocks, "speed": blocks * times(self.prepared), "finish": 1.0}
+        stages |= {"build": blocks * builds, "score": blocks, "speed": blocks * self.prepared.is_timed, "finish": 1.0}
         return {name: float(parts) for name, parts in stages.items() if parts}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that the bundle's content depends on."""
+        """See `Subject`."""
         return fingerprint(self.prepared)
 
     def demand_unchanged(self) -> None:
-        """Of the folder."""
+        """See `Subject`."""
         self.prepared.source.demand_unchanged()
 
     def entries(self) -> tuple[ModelEntry, CalibrationEntry | None]:
-        """The model, and what it is calibrated on, as a manifest lists them."""
+        """See `Subject`."""
         source, seen = self.prepared.source, self.prepared.calibration
         origin = SourceEntry(ref=source.ref, sha256=source.sha256, dtype=source.dtype, was=source.was)
         model = ModelEntry(name=source.name, kind=source.kind, source=origin)
@@ -104,190 +97,177 @@ class TransformerSubject:
             generated=seen.generated or None,
         )
 
-    def planned(self) -> dict[str, Any]:
-        """What the compile would do, as JSON."""
-        from quantkit.pipeline.dry_run import planned
+    def described(self) -> dict[str, Any]:
+        """See `Subject`."""
+        source, layers, calibration = self.prepared.source, self.prepared.layers, self.prepared.calibration
+        counts: dict[str, list[float]] = {}
+        for name, scheme in layers.schemes.items():
+            shape = layers.shapes[name]
+            sums = counts.setdefault(figures.scheme_of(scheme.model_dump(mode="json")), [0, 0, 0.0])
+            for place, amount in enumerate((1, shape[0] * shape[1], stored_bits(shape, scheme))):
+                sums[place] += amount
+        return {
+            "model": {
+                **{key: getattr(source, key) for key in ("name", "ref", "kind", "dtype", "was")},
+                "bytes": source.weights.total_bytes(),
+            },
+            "schemes": [
+                {"scheme": scheme, "layers": int(count), "bits_per_weight": bits / weights}
+                for scheme, (count, weights, bits) in counts.items()
+            ],
+            "kept": [name for name in layers.shapes if name not in layers.schemes] if layers.schemes else [],
+            "calibration": _set(calibration) if calibration else None,
+            "scoring": _set(self.prepared.scoring),
+        }
 
-        return planned(self.prepared)
-
-    def work(self, build: Build, progress: Progress, stages: Stages) -> BlocksWork:
-        """The work on it, in a build."""
-        return BlocksWork(self.prepared, build, progress, stages, self.expected)
-
-
-class BlocksWork:
-    """See `pipeline/subject.py`; the state between the steps is what is on disk.
-
-    Args:
-        prepared: what to compile.
-        build: where it is committed.
-        progress: told how far it is.
-        stages: the stop watch.
-        expected: what the compile takes.
-    """
-
-    def __init__(
-        self, prepared: Prepared, build: Build, progress: Progress, stages: Stages, expected: Compiling
-    ) -> None:
-        self.prepared, self.build, self.progress, self.stages = prepared, build, progress, stages
-        self.expected = expected
-        self.layers: list[LayerEntry] = []
-        self.quantize_cpu = 0.0
-
-    def prove(self) -> list[Check]:
-        """That the stream, which calibrates and scores, is the model: before the first block is touched."""
+    def prove(self) -> None:
+        """Prove that the stream, which calibrates and scores, is the model: before the first block is touched."""
         from quantkit.model.streaming import own_forward
 
-        self.stages.begin("prove")
+        self.watch.begin("prove")
         self.progress.at("prove", 0.0, "the stream against the model's own forward")
-        original = self.prepared.unchanged()
-        check = own_forward.demand_equal(original, self.prepared.scoring.ids, self._fitting_blocks())
+        original, scoring = self.prepared.unchanged(), self.prepared.scoring
+        self.checks.append(own_forward.demand_equal(original, scoring.ids, self._fitting_blocks()))
         if original.source.kind == "encoder":
-            self.prepared.decisions.extend(TextResults(original, self.prepared.scoring).decisions())
-            if self.request.strict:
-                refuse(self.prepared.decisions)
+            self.decisions += TextResults(original, scoring).decisions()
         machine.let_go()
         self.progress.at("prove", 1.0)
-        return [check]
 
-    def solve(self) -> list[Decision]:
-        """Blocks through the passes, then what lies outside them."""
+    def solve(self) -> None:
+        """Put blocks through the passes, then what lies outside them."""
         prepared = self.prepared
         if prepared.steps or prepared.calibration is not None:
-            self.stages.begin("quantize")
+            self.watch.begin("quantize")
             with prepared.device.arithmetic():
                 quantize(prepared, self.build, self.progress)
         done = sorted(self.build.done().items())  # blocks in their order, then the head
         records = [record for key, record in done if key.startswith(("block-", "head"))]
-        self.layers = [LayerEntry.model_validate(each) for record in records for each in record["layers"]]
+        self.layers = [LayerEntry.model_validate(layer) for record in records for layer in record["layers"]]
         self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
-        return [Decision.model_validate(each) for record in records for each in record.get("decisions", [])]
+        self.decisions += [Decision.model_validate(one) for record in records for one in record.get("decisions", [])]
 
-    def export(self) -> list[Decision]:
-        """Every export, from what was committed."""
-        steps, taken = self.request.recipe.export, list[Decision]()
+    def export(self) -> None:
+        """See `Subject`."""
+        steps = self.request.recipe.export
         for number, step in enumerate(steps):
             self.progress.at("export", number / len(steps), step.name)
             before = time.process_time()
             exporter = load_exporter(step.name)
-            taken += exporter.export(self.build.bundle / exporter.place, self._decided, step.settings) or []
+            self.decisions += exporter.export(self.build.bundle / exporter.place, self._decided, step.settings) or []
             if exporter.stores == "tensors":
                 self.quantize_cpu += time.process_time() - before
         self.progress.at("export", 1.0)
-        return taken
 
-    def check(self) -> tuple[list[Check], list[Decision]]:
+    def check(self) -> None:
         """Load every export again in somebody else's library and compare; a mismatch ends the compile."""
-        checks: list[Check] = []
+        from quantkit.exporters.checkpoint.reload import APART
+
+        checks, blocks = [], self._fitting_blocks()
         for step in self.request.recipe.export:
             self.progress.at("check", 0.0, f"reloading the {step.name}")
-            checks += load_exporter(step.name).check(
-                self.build.bundle, self._decided, step.settings, blocks=self._fitting_blocks()
-            )
+            checks += load_exporter(step.name).check(self.build.bundle, self._decided, step.settings, blocks=blocks)
         self.progress.at("check", 1.0)
         demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
-        return checks, _about_reload(checks)
+        self.checks += checks
+        if any(check.name == APART for check in checks):
+            reason = (
+                "its class makes no model of its first blocks alone, and there is no room for all of it: its tensors "
+                "were compared, and no logits"
+            )
+            self.decisions.append(decision("check", UNRUN, "model/", reason))
 
-    def engines(self) -> Engines:
-        """What is compiled from a checked export, and what it really does, where this machine can look."""
-        made: dict[str, str] = {}
-        request = self.request
-        for step in request.recipe.export:
+    def compile_engines(self) -> None:
+        """See `Subject`."""
+        built: dict[str, str] = {}
+        for step in self.request.recipe.export:
             exporter = load_exporter(step.name)
             if exporter.builds:
-                self.stages.begin("build")
-                made |= exporter.build(
+                self.watch.begin("build")
+                built |= exporter.build(
                     self.build.bundle, step.settings, lambda share, words: self.progress.at("build", share, words)
                 )
-        notes = engine.notes(self.build.bundle, made)
-        looked = engine.of_exports(request.recipe.export, self.build.bundle, self.layers, made, strict=request.strict)
-        taken = [taken for each in looked for taken in each.decisions()]
-        return Engines(made, [*notes, *taken], [each.check for each in looked])
+        self.engines = built
+        self.decisions += engines.notes(self.build.bundle, built)
+        for inspected in engines.of_exports(self.request.recipe.export, self.build.bundle, self.layers, built):
+            self.decisions += inspected.decisions()
+            self.checks.append(inspected.check)
 
-    def score(self, bundle: Bundle, engines: Mapping[str, str]) -> Scores:
-        """Every export in its own runtime, confirmed by plain transformers where the model fits."""
+    def score(self, bundle: Bundle) -> list[Row]:
+        """Score every export in its own runtime, confirmed by plain transformers where the model fits."""
         prepared, exports = self.prepared, self.request.recipe.export
         whole = self._fitting_blocks() == len(prepared.stream.block_names)
-        rows, confirmed = score_exports(prepared, self.build, self.progress, bundle, engines, whole=whole)
-        reason, checkpoint = "", any(load_exporter(step.name).stores == "tensors" for step in exports)
+        rows, confirmed = score_exports(prepared, self.build, self.progress, bundle, self.engines, whole=whole)
+        demand(confirmed, "the figures are not those of the export; nothing was delivered. Please report it")
+        self.checks += confirmed
+        reason = ""
         if not whole:
             why = "plain transformers does not hold the whole model in the memory of this compile"
             reason = f"not confirmed outside of the stream: {why}"
-        elif checkpoint and not {KL, OUTPUT} & {each.name for each in confirmed}:
+        elif any(load_exporter(step.name).stores == "tensors" for step in exports) and not {KL, OUTPUT} & {
+            check.name for check in confirmed
+        }:
             why = "as transformers loads the checkpoint, it leaves out some of what is quantized"
             reason = f"of the original alone confirmed: {why}"
-        said = [decision("score", NOTE, "score", reason)] if reason else []
-        return Scores(rows, confirmed, [*said, *unscored(exports, bundle.path)])
+        self.decisions += [decision("score", NOTE, "score", reason)] if reason else []
+        self.decisions += unscored(exports, bundle.path)
+        return rows
 
-    def time(self, bundle: Bundle) -> tuple[list[Row], list[Decision]]:
-        """The ONNX graph, or the file, against the float model's, if there is one and it runs on this machine; what
-        prevents it is a decision, not the end of the compile."""
-        step = timed(self.request.recipe)
-        if step is None or not times(self.prepared):
-            return [], self._untimed(step)
-        self.stages.begin("speed")
+    def time(self, bundle: Bundle) -> list[Row]:
+        """Time the ONNX graph, or the file, against the float model's, if there is one and it runs on this machine."""
+        request, step = self.request, timed(self.request.recipe)
+        if step is None or not (request.speed and self.prepared.layers.schemes):
+            return []
         runtime = reader(step.name, step.options)
+        if not self.prepared.is_timed:
+            reason = f"target {request.target.name} is another machine"
+            if runs_here(request.target):
+                reason = str(load_runtime(runtime).why_not_here())
+            self.decisions.append(decision("measure", NOTE, "speed", reason))
+            return []
+        self.watch.begin("speed")
         rows, untimed = quick_times(bundle, original_of(self.prepared), runtime, self.progress)
+        self.decisions += untimed
         efficiency.keep([row.as_dict() for row in rows])
-        return rows, untimed
+        return rows
 
-    def weights(self, decisions: Sequence[Decision]) -> list[WeightsEntry]:
-        """Every tensor of the source, accounted for."""
-        names = {each.name for each in self.layers}
-        return account(self.prepared.stream, names, decisions, head=takes_head(self.request.recipe))
-
-    @property
-    def request(self) -> Request:
-        """As it is compiled."""
-        return self.prepared.request
+    def weights(self) -> list[WeightsEntry]:
+        """See `Subject`."""
+        names = {layer.name for layer in self.layers}
+        return account(self.prepared.stream, names, self.decisions, head=takes_head(self.request.recipe))
 
     @cached_property
     def _decided(self) -> Values:
-        """What was committed, as exporters take it."""
-        from quantkit.exporters.values import Values
-
-        prepared = self.prepared
-        return Values.of_results(prepared.source, prepared.on_processor(), results(prepared, self.build))
+        return self.prepared.values(self.build, written=True)
 
     def _fitting_blocks(self) -> int:
-        """How many blocks plain transformers may have in memory at once: all of a small model, else as many as the
-        rest of the compile takes room for.
+        """Count the blocks that plain transformers may have in memory at once: all of a small model, else as many as
+        the rest of the compile takes room for.
 
         Sizes say that, and what is free but for this process: what it had in memory before is no matter. At least one:
         memory then grows with the size of a block, never with their number.
         """
         import psutil
 
-        stream, weights = self.prepared.stream, self.prepared.source.weights
+        stream, source = self.prepared.stream, self.prepared.source
         blocks = [sum(value.numel() for value in block.parameters()) for block in stream.blocks]
-        outside = sum(math.prod(weights.entries[name].shape) for name in {stream.files[x] for x in stream.rest_names()})
+        files = {stream.files[name] for name in stream.rest_names()}
+        outside = sum(math.prod(source.weights.entries[name].shape) for name in files)
         begun, resident = self.expected.memory.get("open", 0.0), int(psutil.Process().memory_info().rss)
         free = machine.memory_available() + resident - begun
         if 4 * (sum(blocks) + outside) <= min(WHOLE, machine.memory_limit() // 4, free / 2):
             return len(blocks)
+        config = source.config
+        head = int(config.get("vocab_size", 0)) * int(config.get("hidden_size", config.get("n_embd", 0)))
         # what lies outside the blocks comes along, and logits of a few tokens
-        room = min(self.expected.peak - begun, free) // (4 * _COPIES) - max(outside, 2 * head_size(self.prepared))
+        room = min(self.expected.peak - begun, free) // (4 * _COPIES) - max(outside, 2 * head)
         return max(1, sum(together <= room for together in itertools.accumulate(blocks)))
 
-    def _untimed(self, step: ExportStep | None) -> list[Decision]:
-        """Why an export that could have been timed was not, where nobody asked for that."""
-        request = self.request
-        if not (request.speed and step is not None and self.prepared.layers.schemes):
-            return []
-        reason = f"target {request.target.name} is another machine"
-        if runs_here(request.target):
-            reason = str(load_runtime(reader(step.name, step.options)).why_not_here())
-        return [decision("measure", NOTE, "speed", reason)]
 
-
-def _about_reload(checks: Sequence[Check]) -> list[Decision]:
-    """That what was written was not run, where it cannot be in the memory that there is."""
-    from quantkit.exporters.checkpoint.reload import APART
-
-    if not any(check.name == APART for check in checks):
-        return []
-    reason = (
-        "its class makes no model of its first blocks alone, and there is no room for all of it: its tensors were "
-        "compared, and no logits"
-    )
-    return [decision("check", UNRUN, "model/", reason)]
+def _set(tokens: TokenSet) -> dict[str, Any]:
+    about: dict[str, Any] = {"set": tokens.name, "split": tokens.split}
+    if tokens.split == "eval" and tokens.pairs is not None:
+        return about | {"pairs": tokens.items}
+    samples, length = tokens.ids.shape
+    more = {"begins": tokens.begins, "generated": tokens.generated or None}
+    about |= {"samples": samples, "tokens": length}
+    return about | {name: value for name, value in more.items() if value is not None}

@@ -33,26 +33,28 @@ _IDS = (".jsonl", ".json", ".parquet")
 
 
 def public(reference: str) -> str:
-    """A calibration set as a bundle may name it: by its name, or a file's name without its folder."""
+    """Name a calibration set as a bundle may: by its name, or a file's name without its folder."""
     return f"path:{Path(reference).name}" if content.is_path(reference) else reference
 
 
 def without_paths(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as a bundle may hold it: no path of the machine it was made on; files of passes lie beside it."""
+    """Return a recipe as a bundle may hold it: no path of this machine; files of passes lie beside it."""
     data = recipe.as_dict()
-    calibration = {**data["calibration"], "set": public(recipe.calibration.set)}
     files = {str(code.path): code.public for code in recipe.code}
-    passes = [{files.get(name, name): _public(settings) for name, settings in step.items()} for step in data["passes"]]
+    passes = [
+        {
+            files.get(name, name): settings
+            | ({"imatrix": public(settings["imatrix"])} if settings.get("imatrix") else {})
+            for name, settings in step.items()
+        }
+        for step in data["passes"]
+    ]
+    calibration = {**data["calibration"], "set": public(recipe.calibration.set)}
     return {**data, "calibration": calibration, "passes": passes}
 
 
-def _public(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a pass whose file goes by its name alone."""
-    return settings | {key: public(settings[key]) for key in ("imatrix",) if settings.get(key)}
-
-
 def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> int:
-    """Tokens a sequence: those asked for, or as many as the model has positions."""
+    """Return the tokens of a sequence: those asked for, or as many as the model has positions."""
     most = positions(source.config)
     if most is not None and tokens > most:
         reason = f"the model has {most} positions"
@@ -64,57 +66,45 @@ def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> i
 def demand_talking(choice: CalibrationChoice, kind: str) -> None:
     """Refuse a chat template, and text of its own, for what is no decoder.
 
-    Raises:
-        InputError: `calibration-template`, `calibration-generated`.
+    Raises InputError: `calibration-template`, `calibration-generated`.
     """
+    said = f"and the model's kind is {kind}"
     if choice.generated and kind != "decoder":
-        raise InputError(
-            "calibration-generated",
-            where="calibration.generated",
-            value=f"{choice.generated:g}, and the model's kind is {kind}",
-            rule="a decoder writes text",
-            remedy="--set calibration.generated=0",
-        )
+        where, value = "calibration.generated", f"{choice.generated:g}, {said}"
+        rule, remedy = "a decoder writes text", "--set calibration.generated=0"
+        raise InputError("calibration-generated", where=where, value=value, rule=rule, remedy=remedy)
     if choice.template is not None and kind != "decoder":
-        raise InputError(
-            pack.CODE,
-            where="calibration.template",
-            value=f"{choice.template}, and the model's kind is {kind}",
-            rule="conversations are what a decoder goes on with",
-            remedy=pack.NONE,
-        )
+        where, value = "calibration.template", f"{choice.template}, {said}"
+        rule = "conversations are what a decoder goes on with"
+        raise InputError(pack.CODE, where=where, value=value, rule=rule, remedy=pack.NONE)
 
 
 def load(
     recipe: Recipe, source: Source, *, calibrate: bool, decisions: list[Decision], write: bool = True
 ) -> tuple[TokenSet | None, TokenSet]:
-    """What to calibrate on (None if no pass looks at data), and what to score on.
+    """Load what to calibrate on (None if no pass looks at data), and what to score on.
 
     Args:
         decisions: gets what was done otherwise than asked.
         write: have the model write its share; else sequences of the set stand in for it, for their number and length.
 
-    Raises:
-        InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template` and `-generated`, an encoder's.
+    Raises InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template` and `-generated`, an encoder's.
     """
     from quantkit.calibrate.tokens.ids import LONGEST, is_pairs, load_pair_tokens, load_tokens
     from quantkit.measurement.accuracy.purpose import purpose_of
 
     choice = recipe.calibration
     demand_talking(choice, source.kind)
-    tokenizer = _tokenizer(source, recipe)
     tokens = sequence_length(choice.tokens, source, decisions)
-    common = _common(recipe, source, tokenizer, tokens)
+    common = _common(recipe, source, tokens)
     if source.kind == "encoder" and is_pairs(choice.set):
+        del common["special"], common["template"]
         seen = load_pair_tokens(choice.set, "calib", samples=choice.samples, **common) if calibrate else None
         # whole texts are scored, however short the sequences are that calibrate
         common["tokens"] = sequence_length(LONGEST, source, [])
         common["samples"] = -(-SCORED // common["tokens"])
         return seen, load_pair_tokens(choice.set, "eval", **common)
-    common |= _as_in_use(recipe, source)
-    calibration = None
-    if calibrate:
-        calibration = _calibrating(recipe, source, common, decisions, write=write)
+    calibration = _calibrating(recipe, source, common, decisions, write=write) if calibrate else None
     if source.kind == "encoder" and purpose_of(source).gives == "text":
         common["tokens"] = min(tokens, _TEXT)  # one answer a text: more texts rather than longer ones
     samples = -(-SCORED // max(common["tokens"] - 1, 1))
@@ -134,22 +124,22 @@ def load(
             samples = -(-SCORED // max(common["tokens"] - 1, 1))
         elif error.code != "calibration-short":
             raise
-    if tokenizer is None or choice.set == _FALLBACK:
-        raise InputError(
-            "nothing-to-score-on",
-            where=choice.set,
-            value=problem,
-            rule=f"accuracy is scored on at least {SCORED} positions that did not calibrate",
-            remedy="give a longer set, or one with an eval split, or a model folder with a tokenizer",
-        )
+    if common["tokenizer"] is None or choice.set == _FALLBACK:
+        remedy = "give a longer set, or one with an eval split, or a model folder with a tokenizer"
+        raise _nothing(choice.set, problem, remedy)
     decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
     return calibration, load_tokens(_FALLBACK, "eval", samples=samples, **common)
+
+
+def _nothing(where: str, value: str, remedy: str) -> InputError:
+    rule = f"accuracy is scored on at least {SCORED} positions that did not calibrate"
+    return InputError("nothing-to-score-on", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def _calibrating(
     recipe: Recipe, source: Source, common: dict[str, Any], decisions: list[Decision], *, write: bool
 ) -> TokenSet:
-    """Sequences of the recipe's set, and behind them those that the model writes."""
+    """Load sequences of the recipe's set, and behind them those that the model writes."""
     from quantkit.calibrate.tokens.generated import fits, generated
     from quantkit.calibrate.tokens.ids import ids_sha256, load_tokens
     from quantkit.calibrate.tokens.pack import frame
@@ -158,83 +148,74 @@ def _calibrating(
     own = round(choice.generated * choice.samples)
     if not own:
         return load_tokens(choice.set, "calib", samples=choice.samples, **common)
-    found = load_tokens(choice.set, "calib", samples=max(1, choice.samples - own), **common)
-    given = found.ids[: choice.samples - own]
-    length = found.ids.shape[1]
+    loaded = load_tokens(choice.set, "calib", samples=max(1, choice.samples - own), **common)
     written = None
     if write:
         before = frame(common["tokenizer"])[0]
-        written = generated(source, samples=own, tokens=length, seed=recipe.seed, before=before)
+        written = generated(source, samples=own, tokens=loaded.ids.shape[1], seed=recipe.seed, before=before)
     if written is None and (write or not fits(source)):
         reason = "the model does not fit in memory whole, so it writes nothing: all are of the set"
         decisions.append(decision("calibrate", INSTEAD, "calibration.generated", reason, choice.generated, 0))
         return load_tokens(choice.set, "calib", samples=choice.samples, **common)
     if written is None:
-        written = found.ids.repeat(-(-own // len(found.ids)), 1)[:own]
-    ids = torch.cat([given, written])
-    return replace(found, ids=ids, sha256=ids_sha256(ids.numpy()), generated=own)
+        written = loaded.ids.repeat(-(-own // len(loaded.ids)), 1)[:own]
+    ids = torch.cat([loaded.ids[: choice.samples - own], written])
+    return replace(loaded, ids=ids, sha256=ids_sha256(ids.numpy()), generated=own)
 
 
 def again(
     recipe: Recipe, source: Source, asked: str | None, seen: CalibrationEntry | None, decisions: list[Decision]
 ) -> TokenSet:
-    """What scores a finished bundle: the set that was asked for, it or nothing; else the recipe's.
+    """Load what scores a finished bundle: the set that was asked for, it or nothing; else the recipe's.
 
     Args:
         asked: a set's name or path; None asks for none.
         seen: what the bundle was calibrated on, if on anything.
         decisions: gets what was done otherwise than the recipe says.
 
-    Raises:
-        InputError: `nothing-to-score-on`, where `asked` is too short, has no text, or is what calibrated the bundle;
-            those of `load_tokens`.
+    Raises InputError: `nothing-to-score-on`, where `asked` is too short, has no text, or is what calibrated the bundle;
+    those of `load_tokens`.
     """
-    if asked is None and recipe.calibration.set.startswith("path:"):
-        own, reason = recipe.calibration.set, "a bundle does not hold the file that it was calibrated on"
-        decisions.append(decision("score", "scored-elsewhere", own, reason, own, _FALLBACK))
-        recipe = _on(recipe, _FALLBACK)
     taken: list[Decision] = []
     if asked is None:
+        if recipe.calibration.set.startswith("path:"):
+            own, reason = recipe.calibration.set, "a bundle does not hold the file that it was calibrated on"
+            decisions.append(decision("score", "scored-elsewhere", own, reason, own, _FALLBACK))
+            recipe = _on(recipe, _FALLBACK)
         scoring = load(recipe, source, calibrate=seen is not None, decisions=taken, write=False)[1]
         # how it was calibrated was decided when it was compiled
-        decisions += [each for each in taken if each.code != INSTEAD]
+        decisions += [step for step in taken if step.code != INSTEAD]
         return scoring
     recipe = _on(recipe, asked)
     _, scoring = load(recipe, source, calibrate=False, decisions=taken)
-    problem = next((each.reason for each in taken if each.to == _FALLBACK), "")
+    problem = next((step.reason for step in taken if step.to == _FALLBACK), "")
     if not problem and seen is not None and _calibrated(recipe, source, seen, scoring):
         problem = "the bundle was calibrated on it"
     if problem:
-        raise InputError(
-            "nothing-to-score-on",
-            where=asked,
-            value=problem,
-            rule=f"accuracy is scored on at least {SCORED} positions that did not calibrate",
-            remedy="another set, or a longer one",
-        )
+        raise _nothing(asked, problem, "another set, or a longer one")
     decisions += taken
     return scoring
 
 
 def _on(recipe: Recipe, chosen: str) -> Recipe:
-    """A recipe with another calibration set."""
+    """Replace a recipe's calibration set."""
     return recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"set": chosen})})
 
 
 def _calibrated(recipe: Recipe, source: Source, seen: CalibrationEntry, scoring: TokenSet) -> bool:
-    """Whether a bundle was calibrated on sequences of its recipe's set that would score it."""
+    """Tell whether a bundle was calibrated on sequences of its recipe's set that would score it."""
     from quantkit.calibrate.tokens.ids import load_tokens
 
     if scoring.pairs is not None:
         return False  # their splits are apart
+    own = seen.generated or 0
     try:
-        common = _common(recipe, source, _tokenizer(source, recipe), seen.tokens) | _as_in_use(recipe, source)
-        own = seen.generated or 0
-        found = load_tokens(recipe.calibration.set, "calib", samples=max(1, seen.samples - own), **common)
+        common = _common(recipe, source, seen.tokens)
+        loaded = load_tokens(recipe.calibration.set, "calib", samples=max(1, seen.samples - own), **common)
     except InputError:
         return False  # there are no such sequences in it
     # what the model wrote is in the hash too, and nowhere else
-    return (own > 0 or found.sha256 == seen.ids_sha256) and _overlap(found, scoring)
+    return (own > 0 or loaded.sha256 == seen.ids_sha256) and _overlap(loaded, scoring)
 
 
 def guiding(
@@ -246,23 +227,21 @@ def guiding(
     calibration: TokenSet | None,
     decisions: list[Decision],
 ) -> TokenSet:
-    """The text that may guide a choice: the `tune` split of the recipe's set, which neither calibrates nor scores.
+    """Load the text that may guide a choice: the `tune` split of the recipe's set, which neither calibrates nor scores.
 
     Args:
         decisions: gets what was done otherwise than asked.
 
-    Raises:
-        InputError: of `load_tokens`.
+    Raises InputError: of `load_tokens`.
     """
     from quantkit.calibrate.tokens.ids import load_tokens
 
-    common = _common(recipe, source, _tokenizer(source, recipe), tokens) | _as_in_use(recipe, source)
-    common["samples"] = samples
+    common = _common(recipe, source, tokens) | {"samples": samples}
     chosen, problem = recipe.calibration.set, "it has nothing that calibration did not see"
     try:
-        found = load_tokens(chosen, "tune", **common)
-        if calibration is None or not _overlap(calibration, found):
-            return found
+        loaded = load_tokens(chosen, "tune", **common)
+        if calibration is None or not _overlap(calibration, loaded):
+            return loaded
     except InputError as error:
         if error.code not in ("calibration-short", "calibration-split", "calibration-random") or chosen == _FALLBACK:
             raise
@@ -272,17 +251,11 @@ def guiding(
 
 
 def long(recipe: Recipe, source: Source, tokens: int, samples: int) -> TokenSet:
-    """A few sequences of `tokens`, or of as many as the model has positions, to score on; of the recipe's set, where it
-    is long enough.
-
-    Raises:
-        InputError: of `load_tokens`.
-    """
+    """Load a few sequences of `tokens`, or of as many as the model has positions, to score on; of the recipe's set,
+    where it is long enough. Raises InputError: of `load_tokens`."""
     from quantkit.calibrate.tokens.ids import load_tokens
 
-    tokens = sequence_length(tokens, source, [])
-    common = _common(recipe, source, _tokenizer(source, recipe), tokens) | _as_in_use(recipe, source)
-    common["samples"] = samples
+    common = _common(recipe, source, sequence_length(tokens, source, [])) | {"samples": samples}
     try:
         return load_tokens(recipe.calibration.set, "eval", **common)
     except InputError as error:
@@ -292,7 +265,7 @@ def long(recipe: Recipe, source: Source, tokens: int, samples: int) -> TokenSet:
 
 
 def vocabulary(source: Source) -> int:
-    """Token ids lie below it."""
+    """Return the number that token ids lie below. Raises InputError `vocabulary-unknown`."""
     size = source.config.get("vocab_size")
     if isinstance(size, int):
         return size
@@ -300,35 +273,31 @@ def vocabulary(source: Source) -> int:
     with suppress(NotImplementedError):
         table = getattr(source.skeleton().get_input_embeddings(), "weight", None)
     if table is None:
-        raise InputError(
-            "vocabulary-unknown",
-            where=source.ref,
-            value=f"{source.architecture} names no table of embeddings",
-            rule="token ids lie below the size of the vocabulary",
-            remedy='set "vocab_size" in config.json',
-        )
+        value = f"{source.architecture} names no table of embeddings"
+        rule, remedy = "token ids lie below the size of the vocabulary", 'set "vocab_size" in config.json'
+        raise InputError("vocabulary-unknown", where=source.ref, value=value, rule=rule, remedy=remedy)
     return int(table.shape[0])
 
 
-def _common(recipe: Recipe, source: Source, tokenizer: Any, tokens: int) -> dict[str, Any]:
-    """What every set is asked for."""
-    return {"tokenizer": tokenizer, "tokens": tokens, "seed": recipe.seed, "vocab_size": vocabulary(source)}
+def _common(recipe: Recipe, source: Source, tokens: int) -> dict[str, Any]:
+    """Return what every set is asked for.
 
-
-def _as_in_use(recipe: Recipe, source: Source) -> dict[str, Any]:
-    """How sequences of a text begin and end: outliers lie there, and a fixed scale has to have seen them."""
-    special = "around" if source.kind == "encoder" else "before"
-    return {"special": special, "template": recipe.calibration.template}
-
-
-def _tokenizer(source: Source, recipe: Recipe) -> Any:
-    """The model's; None where it has none and the set holds token ids."""
+    Sequences of a text begin and end as in use: outliers lie there, and a fixed scale has to have seen them.
+    """
+    tokenizer = None
     try:
-        return source.tokenizer()
+        tokenizer = source.tokenizer()
     except InputError as error:
         if error.code != "tokenizer-missing" or not recipe.calibration.set.endswith(_IDS):
-            raise
-        return None
+            raise  # else the set holds token ids
+    return {
+        "tokenizer": tokenizer,
+        "tokens": tokens,
+        "seed": recipe.seed,
+        "vocab_size": vocabulary(source),
+        "special": "around" if source.kind == "encoder" else "before",
+        "template": recipe.calibration.template,
+    }
 
 
 def _overlap(calibration: TokenSet, scoring: TokenSet) -> bool:

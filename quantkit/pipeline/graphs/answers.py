@@ -31,13 +31,7 @@ _SCORED = 32
 
 @dataclass(frozen=True)
 class SampleCost:
-    """What one sample takes.
-
-    Args:
-        macs: site -> multiply-accumulates.
-        outputs: numbers that come out.
-        inner: numbers that products make on the way.
-    """
+    """Multiply-accumulates of one sample by site, numbers that come out, and that products make on the way."""
 
     macs: Mapping[str, int]
     outputs: int
@@ -45,7 +39,7 @@ class SampleCost:
 
 
 def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> SampleCost:
-    """Counted on the shapes of a run with real inputs.
+    """Count on the shapes of a run with real inputs.
 
     Raises:
         InputError: `onnx-unrunnable`; `onnx-outputs` where they are no finite floats, which nothing could be scored by.
@@ -58,22 +52,19 @@ def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> SampleCost:
     samples = len(next(iter(feed.values())))
     macs = {site.name: site.macs(shown[site.output].shape, samples) for site in sites}
     outputs = [str(value.name) for value in model.graph.outputs]
-    _demand_floats({name: shown[name] for name in dict.fromkeys([*outputs, *by])})
-    came = sum(shown[name].size for name in outputs)
-    return SampleCost(macs, came // samples, sum(shown[site.output].size for site in sites) // samples)
-
-
-def _demand_floats(outputs: Feed) -> None:
-    floats = {name: array for name, array in outputs.items() if array.dtype.kind == "f"}
-    bad = [name for name, array in floats.items() if not np.isfinite(array).all()]
+    compared = list(dict.fromkeys([*outputs, *by]))
+    floats = [name for name in compared if shown[name].dtype.kind == "f"]
+    bad = [name for name in floats if not np.isfinite(shown[name]).all()]
     if bad or not floats:
         raise InputError(
             "onnx-outputs",
-            where=", ".join(bad) or ", ".join(outputs),
+            where=", ".join(bad or compared),
             value="NaN or infinity for calibration samples" if bad else "no floats",
             rule="what comes out is finite floats, by which the quantized graph is compared",
             remedy="check the samples and the weights" if bad else "give out what the last operator reads, too",
         )
+    came = sum(shown[name].size for name in outputs)
+    return SampleCost(macs, came // samples, sum(shown[site.output].size for site in sites) // samples)
 
 
 def kinds_of(graph: ir.Model | Path) -> OutputKinds:
@@ -91,7 +82,7 @@ def answers(
     report: Callable[[float], None] = lambda done: None,
     size: int = _SCORED,
 ) -> dict[str, Array]:
-    """Name of each output -> [n, ...], for all samples; of rows whose number differs, an array [n] of arrays.
+    """Return each output's [n, ...] by its name; of rows whose number differs, an array [n] of arrays.
 
     Where an output has no row a sample, each sample is run by itself, if the graph takes one.
     """
@@ -126,7 +117,7 @@ def _joined(values: Sequence[Array], sizes: Sequence[int]) -> Array:
 
 
 def classes_of(expected: Mapping[str, Array], samples: InputSet, said: OutputKinds) -> list[str]:
-    """The outputs that tell classes apart: those of which the graph says so, else the one that labels must be for."""
+    """Name the outputs that tell classes apart: those of which the graph says so, else the one labels must be for."""
     shapes = {name: value.shape for name, value in expected.items() if value.dtype.kind == "f"}
     lists = {shape[1] for shape in shapes.values() if len(shape) > 2}
     # what has a column for each row of another output is one number of each: `scores` beside `boxes`
@@ -146,7 +137,7 @@ def classes_of(expected: Mapping[str, Array], samples: InputSet, said: OutputKin
 
 
 def of_classes(values: Array) -> Array:
-    """Logits or chances of classes [n, C]; of a single number those of no and of yes."""
+    """Return logits or chances of classes [n, C]; of a single number those of no and of yes."""
     values = values.reshape(len(values), -1)
     if values.shape[1] > 1:
         return values
@@ -164,11 +155,7 @@ def agreement(
     baseline: str,
     runtime: str = RUNTIME,
 ) -> list[Row]:
-    """Accuracy of one graph's answers against another's.
-
-    Args:
-        said: what the graph says of its outputs.
-    """
+    """Score one graph's answers against another's; `said` is what the graph says of its outputs."""
     from quantkit.measurement.accuracy.labelled import About, classification
     from quantkit.measurement.accuracy.outputs import outputs
 

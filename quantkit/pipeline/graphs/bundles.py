@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ from quantkit.runtimes.tensorrt.file import FOLDER as ENGINE
 from quantkit.runtimes.tensorrt.file import NETWORK
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from quantkit.calibrate.sets.inputs import GraphInput, InputSet
     from quantkit.graph.open import FloatGraph
 
@@ -34,8 +32,8 @@ _CODES = ".weight.codes"
 
 
 def holds_graph(bundle: Bundle) -> bool:
-    """Whether a bundle was compiled from a float ONNX graph: every network was, and an encoder that came as a file of
-    one or as a module."""
+    """Tell whether a bundle was compiled from a float ONNX graph: every network was, and an encoder that came as a file
+    of one or as a module."""
     model = bundle.manifest.model
     if model.kind == "encoder":
         return is_graph(model.source.ref) or model.source.ref.startswith(REF)
@@ -43,7 +41,7 @@ def holds_graph(bundle: Bundle) -> bool:
 
 
 def file_of(bundle: Bundle, runtime: str = _ONNXRUNTIME) -> Path:
-    """A bundle's graph: what a runtime runs; of ONNX Runtime, the network of an engine where it has that."""
+    """Return a bundle's graph for a runtime; for ONNX Runtime, the network of an engine where it has that."""
     if runtime != _ONNXRUNTIME:
         own = load_runtime(runtime)
         return own.folder(bundle) / own.graph
@@ -52,12 +50,12 @@ def file_of(bundle: Bundle, runtime: str = _ONNXRUNTIME) -> Path:
 
 
 def is_network(bundle: Bundle) -> bool:
-    """Whether a bundle of a graph holds the network of an engine: scored on a CPU, but not timed."""
+    """Tell whether a bundle of a graph holds the network of an engine: scored on a CPU, but not timed."""
     return holds_graph(bundle) and file_of(bundle).parent.name == ENGINE
 
 
 def runner(bundle: Bundle, runtime: str) -> Any:
-    """What gives a bundle's answers in a runtime."""
+    """Open what gives a bundle's answers in a runtime."""
     from quantkit.graph.run import Runner
 
     path = file_of(bundle, runtime)
@@ -67,54 +65,46 @@ def runner(bundle: Bundle, runtime: str) -> Any:
 
 
 def reload_graph(bundle: Bundle) -> list[Check]:
-    """Whether the file's floats are numbers, and whether ONNX Runtime multiplies all of its codes in integers.
+    """Check that the file's floats are numbers, and that ONNX Runtime multiplies all of its codes in integers.
 
-    Raises:
-        InputError: `onnx-unreadable`; MissingDependency: onnx-ir, onnxruntime.
+    Raises InputError: `onnx-unreadable`; MissingDependency: onnx-ir, onnxruntime.
     """
     import onnx_ir as ir
 
     from quantkit.graph import integer
     from quantkit.runtimes.onnxruntime.open import write_optimized
 
-    path = file_of(bundle)
-    if path.parent.name == ENGINE:
-        stored = ir.load(path).graph.initializers
-        return _stored(bundle, stored, len(_codes(stored)))
+    path, multiplied = file_of(bundle), list[Check]()
     with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as folder:
-        optimized = Path(folder) / MODEL
-        write_optimized(path, optimized)
+        if path.parent.name != ENGINE:
+            optimized = Path(folder) / MODEL
+            write_optimized(path, optimized)
         stored = ir.load(path).graph.initializers
-        sites = [integer.QuantizedSite(name.removesuffix(_CODES), name, 1.0) for name in _codes(stored)]
-        found = integer.found(ir.load(optimized), sites)
-    runs = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
-    integer_layers = Check(name="integer.layers", value=found.share, limit=1.0, ok=found.share == 1.0, where=runs)
-    return [*_stored(bundle, stored, len(sites)), integer_layers]
-
-
-def _codes(stored: Mapping[str, ir.Value]) -> list[str]:
-    """The weights in codes; a float graph may have tensors of such names."""
-    kinds = [(name, value.dtype) for name, value in stored.items() if name.endswith(_CODES)]
-    return [name for name, dtype in kinds if dtype is not None and dtype.bitwidth <= 8]
-
-
-def _stored(bundle: Bundle, stored: Mapping[str, ir.Value], codes: int) -> list[Check]:
-    """Whether the floats of a file are numbers, and whether there are as many weights in codes as there have to be."""
-    bad = []
-    for name, value in stored.items():
-        if value.dtype is None or not value.dtype.is_floating_point() or value.const_value is None:
-            continue
-        if not np.isfinite(value.const_value.numpy().astype(np.float32)).all():
-            bad.append(name)
-    missing = len(bundle.manifest.layers) - codes
+        # a float graph may have tensors of such names
+        kinds = [(name, value.dtype) for name, value in stored.items() if name.endswith(_CODES)]
+        codes = [name for name, dtype in kinds if dtype is not None and dtype.bitwidth <= 8]
+        if path.parent.name != ENGINE:
+            sites = [integer.QuantizedSite(name.removesuffix(_CODES), name, 1.0) for name in codes]
+            found = integer.found(ir.load(optimized), sites)
+            runs = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
+            ok = found.share == 1.0
+            multiplied = [Check(name="integer.layers", value=found.share, limit=1.0, ok=ok, where=runs)]
+    floats = {
+        name: value.const_value.numpy().astype(np.float32)
+        for name, value in stored.items()
+        if value.dtype is not None and value.dtype.is_floating_point() and value.const_value is not None
+    }
+    bad = [name for name, values in floats.items() if not np.isfinite(values).all()]
+    missing = len(bundle.manifest.layers) - len(codes)
     return [
         Check(name="scales.finite", value=float(len(bad)), limit=0.0, ok=not bad, where=", ".join(bad[:3])),
         Check(name="layers.stored", value=float(abs(missing)), limit=0.0, ok=not missing),
+        *multiplied,
     ]
 
 
 def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None]:
-    """The float graph to compare with."""
+    """Find the float graph to compare with. Raises InputError `baseline-needed`, `baseline-kind`."""
     ref, sha256 = bundle.manifest.model.source.ref, bundle.manifest.model.source.sha256
     own = ALIASES.get(ref.removeprefix("alias:"))
     if baseline is None:
@@ -135,40 +125,31 @@ def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None
         return materialize(alias) / MODEL, alias
     path = Path(baseline).expanduser()
     if path.suffix.lower() != ".onnx" or (path / MANIFEST).exists():
-        raise InputError(
-            "baseline-kind",
-            where=f"--baseline {baseline}",
-            value="no .onnx file",
-            rule="a graph is measured against a float graph",
-            remedy="--baseline ./model.onnx",
-        )
+        where, rule = f"--baseline {baseline}", "a graph is measured against a float graph"
+        remedy = "--baseline ./model.onnx"
+        raise InputError("baseline-kind", where=where, value="no .onnx file", rule=rule, remedy=remedy)
     return path, own
 
 
 def demand_inputs(bundle: Bundle, graph: FloatGraph) -> None:
-    """Refuse a float graph that takes something else."""
+    """Refuse a float graph that takes something else. Raises InputError `baseline-inputs`."""
     import onnx_ir as ir
 
     mine = [str(value.name) for value in ir.load(file_of(bundle)).graph.inputs]
-    given = [each.name for each in graph.inputs]
-    if mine != given:
-        raise InputError(
-            "baseline-inputs",
-            where=graph.path.name,
-            value=f"it takes {', '.join(given)}",
-            rule=f"the bundle's graph takes {', '.join(mine)}",
-            remedy="--baseline with the graph that the bundle was made from",
-        )
+    theirs = [entry.name for entry in graph.inputs]
+    if mine != theirs:
+        value, rule = f"it takes {', '.join(theirs)}", f"the bundle's graph takes {', '.join(mine)}"
+        remedy = "--baseline with the graph that the bundle was made from"
+        raise InputError("baseline-inputs", where=graph.path.name, value=value, rule=rule, remedy=remedy)
 
 
 def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
-    """What a bundle's graph is scored and timed on: the `eval` split of the set that it was calibrated on.
+    """Load what a bundle's graph is scored and timed on: the `eval` split of the set that it was calibrated on.
 
     Args:
         calibration: another set, or where its own is, if that was a file.
 
-    Raises:
-        InputError: `calibration-needed`, those of `load_inputs`; MissingDependency: onnx-ir.
+    Raises InputError: `calibration-needed`, those of `load_inputs`; MissingDependency: onnx-ir.
     """
     import onnx_ir as ir
 
@@ -179,19 +160,14 @@ def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
 
 
 def scoring(bundle: Bundle, inputs: Sequence[GraphInput], calibration: str | None, alias: Alias | None) -> InputSet:
-    """The samples that score a graph of such inputs; the arguments are those of `samples_of`."""
+    """Load the samples that score a graph of such inputs; see `samples_of`."""
     from quantkit.calibrate.sets.inputs import load_inputs
 
-    recipe = Recipe.done(bundle.manifest.recipe)
-    seen = bundle.manifest.calibration
+    recipe, seen = Recipe.done(bundle.manifest.recipe), bundle.manifest.calibration
     name = calibration or (seen.set if seen else recipe.calibration.set)
     if calibration is None and name not in content.names("calibration"):
-        raise InputError(
-            "calibration-needed",
-            where="--calibration",
-            value=f"the bundle was calibrated on a file called {name!r}",
-            rule="a bundle holds no path of the machine it was made on",
-            remedy=f"--calibration ./{name}",
-        )
+        value, remedy = f"the bundle was calibrated on a file called {name!r}", f"--calibration ./{name}"
+        rule = "a bundle holds no path of the machine it was made on"
+        raise InputError("calibration-needed", where="--calibration", value=value, rule=rule, remedy=remedy)
     how = alias.preprocess if alias is not None else None
     return load_inputs(name, "eval", inputs, samples=None, seed=recipe.seed, preprocess=how)

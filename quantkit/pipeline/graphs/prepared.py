@@ -1,6 +1,6 @@
-"""A graph that is to be compiled: opened, fused, its products and images found good, before anything is written.
+"""A graph that is to be compiled: opened, fused, its products and samples found good, before anything is written.
 
-What TensorRT can make of a graph: refused or kept in 16 bits before any work is done.
+What TensorRT can make of a graph is refused or kept in 16 bits here, too:
 
 weights and inputs      int8 or fp8_e4m3 on both sides: convolutions and products of matrices
 weights alone           int8, int4 or fp8_e4m3: products of matrices; a convolution of codes would be expanded first
@@ -35,7 +35,6 @@ from quantkit.pipeline.request import Request, default_out, located
 from quantkit.planning.support import ask, demand_kind, graph_schemes
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.runtimes.tensorrt.file import DATA, NETWORK
-from quantkit.scheme import ActivationScheme
 
 if TYPE_CHECKING:
     from quantkit.calibrate.sets.card import Split
@@ -46,22 +45,20 @@ if TYPE_CHECKING:
     from quantkit.model.source.alias import Alias
     from quantkit.runtimes.tensorrt.library import Library
 
+EXPORT = TENSORRT.name
+WEIGHTS = ("int8", "int7", "int4", "fp8_e4m3")
+_ONNX = ("", "ai.onnx")
+
 
 @dataclass(frozen=True)
 class PreparedGraph:
-    """Opened and found good; nothing has been written.
+    """A float graph, opened, fused and found good; nothing has been written.
 
-    Args:
-        request: as asked.
-        graph: float, fused.
+    Attributes:
         ref: `alias:fashion-mnist-cnn` or `path:model.onnx`.
         sites: that are quantized.
-        calib: what calibrates.
-        scoring: what scores.
         held: what the choice of products to keep is measured on; None where none is made.
         cost: of one sample.
-        out: the bundle's place.
-        decisions: so far.
     """
 
     request: Request
@@ -83,8 +80,8 @@ class PreparedGraph:
         return [*self.request.recipe.keep, *map(glob.escape, names)] if names else []
 
 
-def _demand_processor(request: Request) -> None:
-    """Raises InputError (`device-unsupported`)."""
+def prepare(request: Request) -> PreparedGraph:
+    """Open and check everything. Raises InputError."""
     if request.device not in (CPU, AUTO):
         raise InputError(
             "device-unsupported",
@@ -93,68 +90,58 @@ def _demand_processor(request: Request) -> None:
             rule="graphs are observed and solved in ONNX Runtime on the processor",
             remedy="--device cpu, or auto",
         )
-
-
-def prepare(request: Request) -> PreparedGraph:
-    """Open and check everything. Raises InputError."""
-    _demand_processor(request)
     from quantkit.graph.fuse import fuse, fusions
     from quantkit.graph.open import open_graph
     from quantkit.graph.sites import sites
 
     recipe, file = request.recipe, located(request)
-    path, ref, alias = file.path, file.ref, file.alias
-    graph = open_graph(path, file.name)
+    graph, engine = open_graph(file.path, file.name), wanted(recipe)
     # an encoder is a graph all the same, and compiled as networks are
-    demand_kind(recipe, request.target, (graph.kind, "network"), ref, f"{one(graph.kind)}, as an ONNX graph")
+    demand_kind(recipe, request.target, (graph.kind, "network"), file.ref, f"{one(graph.kind)}, as an ONNX graph")
     tokens.demand_talking(recipe.calibration, graph.kind)
-    engine = wanted(recipe)
     as_asked = recipe
     if EXPORT in request.left_out:
         as_asked = recipe.model_copy(update={"export": [ExportStep(name=EXPORT)]})
-    answer = ask(as_asked, request.target, "network")
+    decisions = ask(as_asked, request.target, "network").decisions("network")
     weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else graph_schemes(recipe)
-    decisions = answer.decisions("network")
-    calib = inputs_of(request, graph, "calib", alias, recipe.calibration.images)
-    scoring = inputs_of(request, graph, "eval", alias, None)
+    calib = inputs_of(request, graph, "calib", file.alias, recipe.calibration.images)
+    scoring = inputs_of(request, graph, "eval", file.alias, None)
     feed = calib.first(2)
     by_tensor = weights is not None and weights.granularity == "tensor"
     # with one scale a channel it gains weights nothing and costs activations something
-    chosen_fusions = fusions([feed], equalize=by_tensor)
-    fused, _ = fuse(graph.model, [feed], chosen=chosen_fusions)
-    missed = [each for each in fused if not each.done]
-    decisions += [decision(each.fusion, NOTE, each.node, each.reason) for each in missed]
-    found = sites(graph.model)
-    _check_globs(recipe, [site.name for site in found])
-    chosen = [site for site in found if not _kept(site.name, recipe)]
+    fused, _ = fuse(graph.model, [feed], chosen=fusions([feed], equalize=by_tensor))
+    decisions += [decision(step.fusion, NOTE, step.node, step.reason) for step in fused if not step.done]
+    products = sites(graph.model)
+    _check_globs(recipe, [site.name for site in products])
+    patterns = [*recipe.keep, *(override.match for override in recipe.overrides if override.weights is None)]
+    chosen = [site for site in products if not any(fnmatch.fnmatch(site.name, pattern) for pattern in patterns)]
     if engine is not None:
         chosen, taken = takes(engine, recipe, graph, chosen)
         decisions += taken
     if not chosen and weights is not None:
         raise InputError(
             "no-linears",
-            where=path.name,
-            value=f"{len(found)} products with constant weights" + (", all kept" if found else ""),
+            where=file.path.name,
+            value=f"{len(products)} products with constant weights" + (", all kept" if products else ""),
             rule="something is quantized",
-            remedy="--set keep=[]" if found else "a float graph with convolutions or linears",
+            remedy="--set keep=[]" if products else "a float graph with convolutions or linears",
         )
     if weights is not None:
         decisions += about(account_graph(graph.model, [site.name for site in chosen], decisions))
-    for step in recipe.passes:
-        each = pass_of(step)
-        if each.on_graphs:
-            code = NOTE if each.for_blocks else "declined"
-            decisions.append(decision(step.name, code, graph.name, each.on_graphs))
+    for step, run in ((step, pass_of(step)) for step in recipe.passes):
+        if run.on_graphs:
+            code = NOTE if run.for_blocks else "declined"
+            decisions.append(decision(step.name, code, graph.name, run.on_graphs))
     grouped = [site.name for site in chosen if site.group > 1]
     if by_tensor and grouped and any(step.name == Gptq.name for step in recipe.passes):
         reason = f"{len(grouped)} convolutions in groups have one scale, which no group can choose alone"
         decisions.append(decision(Gptq.name, "nearest", grouped[0], reason, Gptq.name, Rtn.name))
     sliding = sum(site.is_conv for site in chosen)
-    if activations and activations.dynamic and sliding and not _by_tensor(activations):
+    dynamic = activations is not None and activations.dynamic
+    if activations and dynamic and sliding and (activations.granularity, activations.symmetric) != ("tensor", False):
         reason = f"{sliding} convolutions sum over space: one scale and one zero point for all that comes in"
         decisions.append(decision("activations", "by-tensor", graph.name, reason, activations.granularity, "tensor"))
     mixed = next((step.settings for step in recipe.passes if step.name == Mixed.name), None)
-    dynamic = activations is not None and activations.dynamic
     if mixed is not None and dynamic:
         raise InputError(
             "scheme-unsupported",
@@ -163,9 +150,9 @@ def prepare(request: Request) -> PreparedGraph:
             rule="products are kept high among those with fixed scales",
             remedy="--set scheme.activations.dynamic=false, or leave the pass out",
         )
-    held = None if mixed is None else inputs_of(request, graph, "tune", alias, mixed.samples)
+    held = None if mixed is None else inputs_of(request, graph, "tune", file.alias, mixed.samples)
     sets = [calib, scoring] if held is None else [calib, scoring, held]
-    decisions += [decision("calibrate", NOTE, each.name, note) for each in sets for note in each.notes]
+    decisions += [decision("calibrate", NOTE, data.name, note) for data in sets for note in data.notes]
     graph_export = plugins.exporters_that_store("graph")[0]
     becomes = ExportStep(name=graph_export, options={"dialect": "onnxruntime"}) if engine is None else engine
     others = [step.name for step in recipe.export if step.name != becomes.name]
@@ -176,7 +163,7 @@ def prepare(request: Request) -> PreparedGraph:
         recipe = recipe.model_copy(update={"export": [becomes]})
         request = replace(request, recipe=recipe)
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
-    costs = cost(graph.model, found, feed)
+    costs = cost(graph.model, products, feed)
     if scoring.labels is not None and int(scoring.labels.max()) >= max(costs.outputs, 2):
         raise InputError(
             "label-out-of-range",
@@ -185,51 +172,32 @@ def prepare(request: Request) -> PreparedGraph:
             rule=f"the graph gives {costs.outputs} numbers a sample, so that its classes are below that",
             remedy="score it on samples with labels of its own classes",
         )
-    return PreparedGraph(request, graph, ref, chosen, calib, scoring, held, costs, out, decisions)
+    return PreparedGraph(request, graph, file.ref, chosen, calib, scoring, held, costs, out, decisions)
 
 
 def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:
     """Refuse what would be passed over in silence. Raises InputError `scheme-unsupported`, `-unmatched`."""
-    for each in recipe.overrides:
-        if each.weights is not None or each.activations is not None:
-            raise InputError(
-                "scheme-unsupported",
-                where=f"overrides: {each.match}",
-                value="a scheme of its own",
-                rule="of a graph, a product has the recipe's scheme or stays in float32",
-                remedy="`weights: null` in the override, or keep",
-            )
-    asked = [("override-unmatched", "overrides", each.match) for each in recipe.overrides]
-    asked += [("keep-unmatched", "keep", pattern) for pattern in recipe.keep if pattern not in ROLES]
+    for override in recipe.overrides:
+        if override.weights is not None or override.activations is not None:
+            where, remedy = f"overrides: {override.match}", "`weights: null` in the override, or keep"
+            rule = "of a graph, a product has the recipe's scheme or stays in float32"
+            raise InputError("scheme-unsupported", where=where, value="a scheme of its own", rule=rule, remedy=remedy)
+    asked = [("override", "overrides", override.match) for override in recipe.overrides]
+    asked += [("keep", "keep", pattern) for pattern in recipe.keep if pattern not in ROLES]
     for code, where, pattern in asked:
         if not any(fnmatch.fnmatch(name, pattern) for name in names):
-            raise InputError(
-                code,
-                where=where,
-                value=f"{pattern!r} matches no product",
-                rule="every glob matches something",
-                remedy=did_you_mean(pattern, names),
-            )
-
-
-def _by_tensor(scheme: ActivationScheme) -> bool:
-    """Whether it has one scale and one zero point for all that comes in."""
-    return (scheme.granularity, scheme.symmetric) == ("tensor", False)
-
-
-def _kept(name: str, recipe: Recipe) -> bool:
-    patterns = [*recipe.keep, *(each.match for each in recipe.overrides if each.weights is None)]
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+            value, remedy = f"{pattern!r} matches no product", did_you_mean(pattern, names)
+            rule = "every glob matches something"
+            raise InputError(f"{code}-unmatched", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def inputs_of(request: Request, graph: FloatGraph, split: Split, alias: Alias | None, samples: int | None) -> InputSet:
-    """The recipe's set where the graph takes it, else the model's own. Raises InputError."""
+    """Load the recipe's set where the graph takes it, else the model's own. Raises InputError."""
     from quantkit.calibrate.sets.inputs import load_inputs
 
-    recipe = request.recipe
+    recipe, how = request.recipe, alias.preprocess if alias is not None else None
 
     def load(name: str) -> InputSet:
-        how = alias.preprocess if alias is not None else None
         asked: dict[str, Any] = {"samples": samples, "seed": recipe.seed, "preprocess": how}
         return load_inputs(name, split, graph.inputs, where=graph.path.name, **asked)
 
@@ -249,32 +217,24 @@ def inputs_of(request: Request, graph: FloatGraph, split: Split, alias: Alias | 
         ) from None
 
 
-EXPORT = TENSORRT.name
-_ONNX = ("", "ai.onnx")
-WEIGHTS = ("int8", "int7", "int4", "fp8_e4m3")
-
-
 def wanted(recipe: Recipe) -> ExportStep | None:
-    """The recipe's TensorRT export; None where a graph becomes one for ONNX Runtime."""
+    """Return the recipe's TensorRT export; None where a graph becomes one for ONNX Runtime."""
     return next((step for step in recipe.export if step.name == EXPORT), None)
 
 
 def takes(
     step: ExportStep, recipe: Recipe, graph: FloatGraph, chosen: Sequence[Site]
 ) -> tuple[list[Site], list[Decision]]:
-    """The products that are quantized, and what is not and why.
+    """Choose the products that an engine has quantized, and say what is not and why.
 
     Args:
         chosen: products that the recipe does not keep.
 
-    Raises:
-        InputError: `scheme-unsupported`, `layout-unsupported`, `network-unsupported`, `profile-unknown-size`,
-            `gpu-absent`, `sm-unsupported`.
-        MissingDependency: the library.
+    Raises InputError: `scheme-unsupported`, `layout-unsupported`, `network-unsupported`, `profile-unknown-size`,
+    `gpu-absent`, `sm-unsupported`; MissingDependency: the library.
     """
     weights, activations = recipe.scheme.weights, recipe.scheme.activations
-    exporter = load_exporter(EXPORT)
-    library = TENSORRT.parser(step.settings)
+    exporter, library = load_exporter(EXPORT), TENSORRT.parser(step.settings)
     _demand_known(graph, library)
     if step.settings.type != "float16":
         raise InputError(
@@ -284,43 +244,43 @@ def takes(
             rule="a graph becomes a network in float16: nothing here computes convolutions in bfloat16 to check it by",
             remedy="--set tensorrt.type=float16",
         )
-    if any(each.name == Mixed.name for each in recipe.passes):
-        raise InputError(
-            "scheme-unsupported",
-            where=f"recipe {recipe.name}",
-            value="the pass mixed",
-            rule="what it keeps is searched for with ONNX Runtime's kernels",
-            remedy="--recipe int8-tensorrt; `keep` names what stays in 16 bits",
-        )
-    if weights is None:
-        exporter.accepts(step.settings, LayerSpec())
-        _demand_read(graph, library)
-        return [], []
-    sides = {weights.format.replace("int7", "int8"), activations.format if activations else ""}
-    if weights.format not in WEIGHTS or (activations is not None and len(sides) > 1):
-        raise InputError(
-            "scheme-unsupported",
-            where=f"recipe {recipe.name}",
-            value=f"weights {weights.format}, inputs {activations.format if activations else 'float'}",
-            rule=f"weights are in {', '.join(WEIGHTS)}; inputs are as the weights, in 8 bits, or floats",
-            remedy="--recipe int8-tensorrt",
-        )
-    found, decisions = [], []
-    for site in chosen:
-        reason = _why_kept(site, recipe)
-        if reason:
-            decisions.append(decision(EXPORT, "kept", site.name, reason, weights.format, "float16"))
+    unsupported = ""
+    sides = {form.format.replace("int7", "int8") for form in (weights, activations) if form is not None}
+    if any(run.name == Mixed.name for run in recipe.passes):
+        unsupported, rule = "the pass mixed", "what it keeps is searched for with ONNX Runtime's kernels"
+        remedy = "--recipe int8-tensorrt; `keep` names what stays in 16 bits"
+    elif weights is not None and (weights.format not in WEIGHTS or len(sides) > 1):
+        unsupported = f"weights {weights.format}, inputs {activations.format if activations else 'float'}"
+        rule = f"weights are in {', '.join(WEIGHTS)}; inputs are as the weights, in 8 bits, or floats"
+        remedy = "--recipe int8-tensorrt"
+    if unsupported:
+        where = f"recipe {recipe.name}"
+        raise InputError("scheme-unsupported", where=where, value=unsupported, rule=rule, remedy=remedy)
+    asked, decisions = LayerSpec(), list[Decision]()
+    fitting: list[Site] = []
+    for site in chosen if weights is not None else ():
+        assert weights is not None
+        columns = site.matrix().shape[1]
+        if site.is_conv and activations is None:
+            why = (
+                "a convolution multiplies what has 8 bits on both sides, or floats: codes of weights alone are expanded"
+            )
+        elif recipe.on_indivisible == "keep" and weights.group and columns % weights.group:
+            why = f"K {columns} is no multiple of {weights.group}"
         else:
-            found.append(site)
-    names = [site.name for site in found]
-    asked = LayerSpec(
-        dict.fromkeys(names, weights),
-        shapes={site.name: site.matrix().shape for site in found},
-        activations=dict.fromkeys(names, activations) if activations is not None else {},
-    )
+            fitting.append(site)
+            continue
+        decisions.append(decision(EXPORT, "kept", site.name, why, weights.format, "float16"))
+    if weights is not None:
+        names = [site.name for site in fitting]
+        asked = LayerSpec(
+            dict.fromkeys(names, weights),
+            shapes={site.name: site.matrix().shape for site in fitting},
+            activations=dict.fromkeys(names, activations) if activations is not None else {},
+        )
     exporter.accepts(step.settings, asked)
     _demand_read(graph, library)
-    return found, decisions
+    return fitting, decisions
 
 
 def _demand_read(graph: FloatGraph, library: Library | None) -> None:
@@ -339,17 +299,6 @@ def _demand_read(graph: FloatGraph, library: Library | None) -> None:
         Runner(path, literal=True)  # which checks and scores the network
 
 
-def _why_kept(site: Site, recipe: Recipe) -> str:
-    weights = recipe.scheme.weights
-    assert weights is not None
-    if site.is_conv and recipe.scheme.activations is None:
-        return "a convolution multiplies what has 8 bits on both sides, or floats: codes of weights alone are expanded"
-    columns = site.matrix().shape[1]
-    if recipe.on_indivisible == "keep" and weights.group and columns % weights.group:
-        return f"K {columns} is no multiple of {weights.group}"
-    return ""
-
-
 def _demand_known(graph: FloatGraph, library: Library | None) -> None:
     """Refuse operators that no engine can be made of, and free sizes that no profile speaks of."""
     from quantkit.exporters.tensorrt.parser import Refused, refusal, unknown
@@ -364,12 +313,12 @@ def _demand_known(graph: FloatGraph, library: Library | None) -> None:
     ]
     if refused:
         raise refusal(graph.path.name, "TensorRT", refused)
-    for each in graph.inputs:
-        if None in each.shape[1:]:
+    for entry in graph.inputs:
+        if None in entry.shape[1:]:
             raise InputError(
                 "profile-unknown-size",
-                where=each.name,
-                value=f"shape {['?' if size is None else size for size in each.shape]}",
+                where=entry.name,
+                value=f"shape {['?' if size is None else size for size in entry.shape]}",
                 rule="of a graph's sizes the batch alone is free: profiles speak of no other",
                 remedy="export the graph with fixed sizes behind the first",
             )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,29 +35,29 @@ from quantkit.planning.support import graph_schemes
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from quantkit.formats import QuantTensor
     from quantkit.graph.pairs.placement import Placement
     from quantkit.graph.pairs.qdq import Codes, Range
-    from quantkit.graph.run import Feed, Runner
+    from quantkit.graph.run import Feed
     from quantkit.scheme import WeightScheme
 
+MODEL, DATA = "model.onnx", "model.onnx.data"
+# samples of one run
+BATCH = 8
+# samples that codes are solved on: each site runs all of them
+SOLVING = 64
+# what integer kernels may differ by from the pairs as they are written: codes that lie between two go either way
+_RELOAD_LIMIT = 0.05
+# what a float32 is moved by to see how far the pairs alone carry such codes, how often, how much of that is allowed,
+# and the most: a limit that nothing exceeds is none
+_MOVED, _TIMES, _MORE, _MOST = 1e-6, 3, 1.5, 0.5
+_INTEGER_SHARE = 0.95
+# weights up to so many bytes stand in the file itself
+_INLINE = 1 << 28
 # of a compile: what Python with torch and ONNX Runtime takes; how often the weights are in memory: the file, the graph,
 # a clone, and a session of it; how often what inner tensors hold of a feed
 _INTERPRETER, _COPIES, _HELD = 0.7e9, 5, 3
 # bytes of a node in a file; of a product's quantizers and names; of its step: a line of the journal, a file's head
 _NODE, _SITE, _STEP = 200, 1500, 600
-
-T = TypeVar("T")
-
-
-class Form(Protocol[T]):
-    """How one product's codes lie in a file."""
-
-    def write(self, codes: T, path: Path) -> None:
-        """Write them."""
-
-    def read(self, path: Path) -> T:
-        """Read them again, bit by bit what was written."""
 
 
 class Steps:
@@ -75,13 +75,13 @@ class Steps:
         self._since = time.process_time()
 
     def once(self, key: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """A step of numbers alone: as it stands in the journal, or made and committed."""
+        """Read a step of numbers alone from the journal, or make and commit it."""
         if key not in self.done:
             self.commit(key, make(), {})
         return self.done[key]
 
     def ranges(self, make: Callable[[], Mapping[str, Range]]) -> dict[str, Range]:
-        """The ranges of activations, observed at most once."""
+        """Observe the ranges of activations, at most once."""
         from quantkit.graph.pairs.qdq import Range
 
         def told() -> dict[str, Any]:
@@ -89,14 +89,10 @@ class Steps:
 
         return {name: Range(*own) for name, own in self.once("ranges", told)["ranges"].items()}
 
-    def products(self, stem: str, names: Sequence[str], form: Form[T]) -> Products[T]:
-        """The products of one solve."""
-        return Products(self, {name: f"{stem}-{place:04}" for place, name in enumerate(names)}, form)
-
     def drop(self, key: str, stem: str) -> None:
         """Remove the files of a solve whose codes nothing will ask for any more."""
         if self.build is not None and key not in self.done:
-            files = [self.path(each) for each in self.done if each.startswith(f"{stem}-")]
+            files = [self.path(done) for done in self.done if done.startswith(f"{stem}-")]
             self.commit(key, {}, {}, remove=files)
 
     def commit(
@@ -104,129 +100,90 @@ class Steps:
     ) -> None:
         """Make a step permanent, with the processor seconds since the one before it."""
         now = time.process_time()
-        made = {**record, "cpu_seconds": now - self._since}
+        timed = {**record, "cpu_seconds": now - self._since}
         if self.build is not None:
-            self.build.commit(key, made, files, remove=remove)
-        self.done[key], self._since = made, now
+            self.build.commit(key, timed, files, remove=remove)
+        self.done[key], self._since = timed, now
 
     def path(self, key: str) -> Path:
-        """Where a step's codes lie."""
+        """Tell where a step's codes lie."""
         assert self.build is not None
         return self.build.steps / f"{key}.safetensors"
 
 
-class Products(Generic[T]):
-    """The products of one solve; `again` has the codes of those that were solved before an interruption, `decisions`
-    what was decided of each that is solved.
+class Products:
+    """The products of one solve.
 
     Args:
-        steps: of the compile.
-        keys: by the products' names.
-        form: of the files.
+        stem: of the steps' keys.
+        scheme: of weights that are quantized alone; None: codes of integers, with the biases that make up for rounding.
+
+    Attributes:
+        again: codes of those that were solved before an interruption.
+        decisions: by product, of each that is solved.
     """
 
-    def __init__(self, steps: Steps, keys: Mapping[str, str], form: Form[T]) -> None:
-        self._steps, self._keys, self._form = steps, keys, form
-        there = {name: key for name, key in keys.items() if key in steps.done}
-        self.again: dict[str, T] = {name: form.read(steps.path(key)) for name, key in there.items()}
-        self.decisions: dict[str, list[Decision]] = {
-            name: [Decision.model_validate(each) for each in steps.done[key]["decisions"]]
+    def __init__(self, steps: Steps, stem: str, names: Sequence[str], scheme: WeightScheme | None = None) -> None:
+        self._steps, self._scheme = steps, scheme
+        self._keys = {name: f"{stem}-{place:04}" for place, name in enumerate(names)}
+        there = {name: key for name, key in self._keys.items() if key in steps.done}
+        self.again: dict[str, Any] = {name: self._read(steps.path(key)) for name, key in there.items()}
+        self.decisions = {
+            name: [Decision.model_validate(taken) for taken in steps.done[key]["decisions"]]
             for name, key in there.items()
         }
 
-    def keep(self, name: str, codes: T, decisions: Sequence[Decision] = ()) -> None:
+    def keep(self, name: str, codes: Any, decisions: Sequence[Decision] = ()) -> None:
         """Commit a product."""
+        from safetensors.numpy import save_file
+
+        from quantkit.model import finished
+
         self.decisions[name] = list(decisions)
         if self._steps.build is None:
             return
-        key, written = self._keys[name], self._steps.build.temporary("codes.safetensors")
-        self._form.write(codes, written)
-        said = [each.as_dict() for each in decisions]
-        self._steps.commit(key, {"product": name, "decisions": said}, {written: self._steps.path(key)})
+        written = self._steps.build.temporary("codes.safetensors")
+        if self._scheme is None:
+            parts = {part: getattr(codes, part) for part in ("codes", "scale", "bias", "alone")}
+            save_file({part: np.ascontiguousarray(own) for part, own in parts.items() if own is not None}, written)
+        else:
+            finished.save(written, {"product": codes}, {})
+        key, record = self._keys[name], {"product": name, "decisions": [taken.as_dict() for taken in decisions]}
+        self._steps.commit(key, record, {written: self._steps.path(key)})
 
-
-class IntegerForm:
-    """Codes of integer products, with the biases that make up for their rounding."""
-
-    def write(self, codes: Codes, path: Path) -> None:
-        """As arrays of their own names."""
-        import numpy as np
-        from safetensors.numpy import save_file
-
-        parts = {"codes": codes.codes, "scale": codes.scale, "bias": codes.bias, "alone": codes.alone}
-        save_file({name: np.ascontiguousarray(part) for name, part in parts.items() if part is not None}, path)
-
-    def read(self, path: Path) -> Codes:
-        """What is not there is None."""
+    def _read(self, path: Path) -> Any:
         from safetensors.numpy import load_file
 
         from quantkit.graph.pairs.qdq import Codes
-
-        return Codes(**load_file(path))
-
-
-@dataclass(frozen=True)
-class WeightForm:
-    """Weights alone, in any format.
-
-    Args:
-        scheme: of all of them.
-    """
-
-    scheme: WeightScheme
-
-    def write(self, codes: QuantTensor, path: Path) -> None:
-        """As a block's linears are."""
-        from quantkit.model import finished
-
-        finished.save(path, {"product": codes}, {})
-
-    def read(self, path: Path) -> QuantTensor:
-        """With its scheme."""
         from quantkit.model.finished import Finished
 
-        return Finished([path], {"product": self.scheme}).quantized("product")
-
-
-MODEL, DATA = "model.onnx", "model.onnx.data"
-# samples of one run
-BATCH = 8
-# samples that codes are solved on: each site runs all of them
-SOLVING = 64
-# what integer kernels may differ by from the pairs as they are written: codes that lie between two go either way
-_RELOAD_LIMIT = 0.05
-# what a float32 is moved by to see how far the pairs alone carry such codes, how often, how much of that is allowed,
-# and the most: a limit that nothing exceeds is none
-_MOVED, _TIMES, _MORE, _MOST = 1e-6, 3, 1.5, 0.5
-_INTEGER_SHARE = 0.95
-# weights up to so many bytes stand in the file itself
-_INLINE = 1 << 28
+        if self._scheme is None:
+            return Codes(**load_file(path))
+        return Finished([path], {"product": self._scheme}).quantized("product")
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What one solve has come to.
-
-    Args:
-        codes: of the products that are quantized, in the order in which the graph runs.
-        decisions: by product, those that choosing its codes took.
-    """
+    """Codes of the products that are quantized, in the order in which the graph runs, and the decisions by product."""
 
     codes: Mapping[str, Codes]
     decisions: Mapping[str, list[Decision]]
 
 
+def solving(prepared: PreparedGraph) -> int:
+    """Count the feeds that codes are solved on."""
+    return max(1, SOLVING // (prepared.calib.batch or BATCH))
+
+
 def stem(kept: Collection[str]) -> str:
-    """Of the steps in which a graph is solved with so many products kept."""
+    """Name the steps in which a graph is solved with so many products kept."""
     return f"kept-{len(kept):04}" if kept else "codes"
 
 
 class QuantizedGraph:
-    """A graph while it is quantized; `decisions` are those that choosing its codes took.
+    """A graph while it is quantized for ONNX Runtime; its progress tells how far.
 
     Args:
-        prepared: what to quantize.
-        progress: told how far it is.
         steps: where what is done is kept; None: nowhere.
     """
 
@@ -242,7 +199,7 @@ class QuantizedGraph:
         self.steps = steps or Steps()
         self.weights, self.activations = graph_schemes(prepared.request.recipe)
         model, sites = prepared.graph.model, prepared.sites
-        feeds = list(prepared.calib.feeds(BATCH))
+        self._feeds = feeds = list(prepared.calib.feeds(BATCH))
         self.sites = {site.name: site for site in sites}
         build = prepared.request.target.build.get("onnxruntime", {})
         asked = build.get("weight_codes", "uint8")
@@ -257,8 +214,7 @@ class QuantizedGraph:
         self.placement: Placement = placement.NOWHERE
         self.ranges: dict[str, Range] = {}
         if not self.activations.dynamic:
-            absorbing = not self.activations.symmetric
-            placed = partial(placement.place, model, sites, absorbing=absorbing)
+            placed = partial(placement.place, model, sites, absorbing=not self.activations.symmetric)
             self.placement = placed(self.sites)
             self.ranges = self.steps.ranges(
                 lambda: solve.ranges(
@@ -272,17 +228,16 @@ class QuantizedGraph:
                     keeping=lambda tensors: prepared.keeping(tensors, placed),
                 )
             )
-        self._feeds = feeds
         self.found, self.codes = Solved({}, {}), dict[str, qdq.Codes]()
         self.take(self.solved(report=lambda done, words: progress.at("codes", done, words)))
 
     @property
     def decisions(self) -> list[Decision]:
         """Of the codes that are taken."""
-        return [each for found in self.found.decisions.values() for each in found]
+        return [taken for product in self.found.decisions.values() for taken in product]
 
     def solved(self, kept: Collection[str] = (), report: Callable[[float, str], None] | None = None) -> Solved:
-        """Codes of all products but those kept, each solved on what the ones before it make of the calibration set.
+        """Choose codes of all products but those kept, on what the ones before each make of the calibration set.
 
         Args:
             kept: stay in floats; what stands before the first of them has the codes that it has already.
@@ -291,31 +246,29 @@ class QuantizedGraph:
 
         first = next((place for place, name in enumerate(self.sites) if name in kept), 0)
         before = list(self.sites)[:first]
-        known = {name: self.codes[name] for name in before}
-        names = {name for name in self.sites if name not in kept}
+        names = [name for name in self.sites if name not in kept]
         place, ranges = self._placed(names)
-        products = self.steps.products(stem(kept), list(self.sites), IntegerForm())
+        products = Products(self.steps, stem(kept), list(self.sites))
         codes = solve.solved(
             self.prepared.graph.model,
-            lambda found: self.assembled(found, names),
-            [self.sites[name] for name in self.sites if name in names],
-            self._feeds[: max(1, SOLVING // (self.prepared.calib.batch or BATCH))],
+            lambda solved: self.assembled(solved, names),
+            [self.sites[name] for name in names],
+            self._feeds[: solving(self.prepared)],
             self.weights,
             ranges,
             place,
             passes=self._passes,
             seed=self.prepared.request.recipe.seed,
             unsaturated=self._unsaturated,
-            known=known,
+            known={name: self.codes[name] for name in before},
             again=products.again,
             keep=products.keep,
             report=report,
         )
-        said = {name: self.found.decisions.get(name, []) for name in before} | products.decisions
-        return Solved(codes, said)
+        return Solved(codes, {name: self.found.decisions.get(name, []) for name in before} | products.decisions)
 
     def _placed(self, names: Collection[str]) -> tuple[Placement, dict[str, Range]]:
-        """Where pairs go, and their ranges, when these products are quantized."""
+        """Place pairs, with their ranges, for when these products are quantized."""
         from quantkit.graph.pairs import placement
 
         if self.activations.dynamic or len(names) == len(self.sites):
@@ -326,18 +279,17 @@ class QuantizedGraph:
         return place, {name: self.ranges[self.placement.same.get(name, name)] for name in place.tensors}
 
     def assembled(self, codes: Mapping[str, Codes], names: Collection[str] | None = None) -> ir.Model:
-        """The graph with these products as integers, the others in floats.
+        """Return the graph with these products as integers, the others in floats.
 
         Args:
-            codes: of the integers.
             names: of all the products that will be, whose pairs are there already; None: those of the codes.
         """
-        from quantkit.exporters.onnx import dynamic as _dynamic
+        from quantkit.exporters.onnx import dynamic
         from quantkit.graph.pairs import qdq
 
         model = self.prepared.graph.model
         if self.activations.dynamic:
-            return _dynamic.insert(model, codes, self.sites, self.weights, self.activations, weight_type=self.kind)
+            return dynamic.insert(model, codes, self.sites, self.weights, self.activations, weight_type=self.kind)
         place, ranges = self._placed(codes if names is None else names)
         return qdq.insert(model, place, ranges, codes, self.sites, weight_type=self.kind)
 
@@ -347,12 +299,12 @@ class QuantizedGraph:
         self.model = self.assembled(self.codes)
 
     def low_bytes(self, name: str) -> int:
-        """Of a product's weight and its scales, quantized."""
+        """Count the bytes of a product's weight and its scales, quantized."""
         codes = self.codes[name]
         return codes.codes.size + 4 * codes.scale.size
 
     def high_bytes(self, name: str) -> int:
-        """Of a product's weight in floats."""
+        """Count the bytes of a product's weight in floats."""
         return 4 * self.sites[name].weight.size
 
     def save(self, path: Path) -> None:
@@ -366,7 +318,7 @@ class QuantizedGraph:
         ir.save(self.model, path, external_data=DATA if apart > _INLINE else None)
 
     def checks(self, path: Path) -> tuple[list[Check], list[Decision]]:
-        """The file, reloaded and run by integer kernels, against its pairs as they are written. Raises GateError.
+        """Run the file by integer kernels against its pairs as they are written. Raises GateError.
 
         `reload.onnxruntime` is the relative error of the worst output, at most 0.05, or 1.5 times what the pairs differ
         by from themselves when the inputs move in their last bits, where that is more; never more than 0.5.
@@ -394,7 +346,7 @@ class QuantizedGraph:
         return [check, self._kernels(path)], taken
 
     def _kernels(self, path: Path) -> Check:
-        """Whether ONNX Runtime multiplies what was quantized in integers. Raises GateError where it does not."""
+        """Check that ONNX Runtime multiplies what was quantized in integers. Raises GateError where it does not."""
         import onnx_ir as ir
 
         from quantkit.graph import integer
@@ -402,16 +354,15 @@ class QuantizedGraph:
 
         macs = self.prepared.cost.macs
         sites = [
-            integer.QuantizedSite(site.name, f"{site.stem}.codes", float(macs[site.name]), site.output)
-            for site in self.prepared.sites
-            if site.name in self.codes
+            integer.QuantizedSite(name, f"{site.stem}.codes", float(macs[name]), site.output)
+            for name, site in self.sites.items()
+            if name in self.codes
         ]
         with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as place:
             write_optimized(path, Path(place) / MODEL)
             found = integer.found(ir.load(Path(place) / MODEL), sites)
         where = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
         ok = found.share >= _INTEGER_SHARE and not found.floating
-        check = Check(name="integer.macs", value=found.share, limit=_INTEGER_SHARE, ok=ok, where=where)
         if not ok:
             raise GateError(
                 "check-failed",
@@ -420,65 +371,49 @@ class QuantizedGraph:
                 rule=f"what is quantized is multiplied in integers, at least {_INTEGER_SHARE:.0%} of all",
                 remedy="keep these layers in floats: --set 'keep=[NAME]'",
             )
-        return check
-
-    def build(self, bundle: Path) -> dict[str, str]:
-        """Nothing is compiled from it."""
-        return {}
-
-    def runner(self, path: Path) -> Runner:
-        """What scores: the file, as anyone runs it."""
-        from quantkit.graph.run import Runner
-
-        return Runner(path)
-
-    def notes(self) -> list[Decision]:
-        """Nothing that a reader of the figures has to know."""
-        return []
+        return Check(name="integer.macs", value=found.share, limit=_INTEGER_SHARE, ok=ok, where=where)
 
     def layers(self) -> list[LayerEntry]:
-        """What the manifest says of each quantized product."""
+        """Describe each quantized product for the manifest."""
         from quantkit.exporters.onnx.dynamic import activations_of
 
-        found = []
+        layers = []
         for name, codes in self.codes.items():
             site = self.sites[name]
             matrix = site.matrix()
-            stored = 8 * codes.codes.size + 32 * codes.scale.size
-            error = float(np.square(codes.values() - matrix).sum() / (np.square(matrix).sum() or 1.0))
             own = self.ranges.get(self.placement.same.get(site.input, site.input))
             inputs = activations_of(site, self.activations) if own is None else self.activations
-            found.append(
+            layers.append(
                 LayerEntry(
                     name=name,
                     shape=list(matrix.shape),
                     scheme=self.weights.model_dump(mode="json", exclude_none=True),
-                    bits_per_weight=stored / matrix.size,
-                    error=error,
+                    bits_per_weight=(8 * codes.codes.size + 32 * codes.scale.size) / matrix.size,
+                    error=float(np.square(codes.values() - matrix).sum() / (np.square(matrix).sum() or 1.0)),
                     activations=inputs.model_dump(mode="json", exclude_none=True),
                     input_scale=None if own is None else own.scale,
                 )
             )
-        return found
+        return layers
 
 
 def _moved(feed: Feed, seed: int) -> Feed:
-    """The same samples, every float of them moved in its last bits."""
+    """Move every float of the samples in its last bits."""
     noise = np.random.default_rng(seed)
     return {
-        name: (each * (1 + _MOVED * noise.standard_normal(each.shape))).astype(each.dtype)
-        if each.dtype.kind == "f"
-        else each
-        for name, each in feed.items()
+        name: (own * (1 + _MOVED * noise.standard_normal(own.shape))).astype(own.dtype)
+        if own.dtype.kind == "f"
+        else own
+        for name, own in feed.items()
     }
 
 
 def _apart(found: Feed, expected: Feed) -> float:
     """||found - expected|| / ||expected|| of the float output where it is largest."""
     return max(
-        float(np.linalg.norm(found[name] - each) / (np.linalg.norm(each) or 1.0))
-        for name, each in expected.items()
-        if each.dtype.kind == "f"
+        float(np.linalg.norm(found[name] - own) / (np.linalg.norm(own) or 1.0))
+        for name, own in expected.items()
+        if own.dtype.kind == "f"
     )
 
 
