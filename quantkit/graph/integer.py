@@ -68,7 +68,7 @@ class IntegerKernels:
 
 
 def found(model: ir.Model, sites: Sequence[QuantizedSite]) -> IntegerKernels:
-    """Which sites run in integer kernels."""
+    """Tell which sites run in integer kernels."""
     graph = model.graph
     readers: dict[str, list[ir.Node]] = {}
     makers: dict[str, ir.Node] = {}
@@ -95,7 +95,7 @@ def found(model: ir.Model, sites: Sequence[QuantizedSite]) -> IntegerKernels:
 
 
 def _constants(value: ir.Value | None) -> Iterator[str]:
-    """The initializer that a value holds, as it is or unpacked."""
+    """Return the initializer that a value holds, as it is or unpacked."""
     while value is not None:
         if value.is_initializer():
             yield value.name or ""

@@ -89,7 +89,7 @@ class FloatGraph:
 
 
 def is_graph(reference: str) -> bool:
-    """Whether a model's name is an ONNX file."""
+    """Tell whether a model's name is an ONNX file."""
     return reference.lower().endswith(_SUFFIX)
 
 
@@ -176,7 +176,7 @@ def _identity(files: Sequence[Path]) -> str:
 
 
 def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
-    """The files beside the graph. Raises InputError `onnx-external` for one that is not plainly beside it."""
+    """Return the files beside the graph. Raises InputError `onnx-external` for one that is not plainly beside it."""
     import onnx_ir as ir
 
     seen: dict[str, int] = {}
@@ -202,7 +202,7 @@ def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
 
 
 def _tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
-    """All weights, those of subgraphs included."""
+    """Return all weights, those of subgraphs included."""
     for graph in (model.graph, *model.graph.subgraphs()):
         for value in graph.initializers.values():
             if value.const_value is not None:
@@ -298,7 +298,7 @@ def kind_of(model: ir.Model) -> Kind:
 
 
 def _looks_up(ids: ir.Value) -> bool:
-    """Whether rows of a matrix that is in the graph are gathered by these numbers, one a number."""
+    """Tell whether rows of a matrix that is in the graph are gathered by these numbers, one a number."""
     for node, index in ids.uses():
         if node.op_type in _SAME_NUMBERS and node.outputs and _looks_up(node.outputs[0]):
             return True
@@ -311,7 +311,7 @@ def _looks_up(ids: ir.Value) -> bool:
 
 
 def inputs_of(model: ir.Model, where: str) -> Iterator[FloatGraphInput]:
-    """What a graph is given: its inputs that are no weights. Raises InputError: `onnx-dtype`, `onnx-shape`."""
+    """Return what a graph is given: its inputs that are no weights. Raises InputError: `onnx-dtype`, `onnx-shape`."""
     import onnx_ir as ir
 
     names: Mapping[str, Any] = model.graph.initializers

@@ -118,7 +118,7 @@ def _named(model: ir.Model) -> Iterator[int]:
 
 
 def _inside(node: ir.Node) -> Iterator[ir.Node]:
-    """A node and those of its subgraphs."""
+    """Return a node and those of its subgraphs."""
     yield node
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:

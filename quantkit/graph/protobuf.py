@@ -20,22 +20,22 @@ _WIDE = {b"start", b"end", b"value_int", b"seed"}
 
 
 def number(field: int, value: int) -> Chunks:
-    """A field that is a number, not below zero."""
+    """Return a field that is a number, not below zero."""
     return [_varint(field << 3 | _VARINT) + _varint(value)]
 
 
 def text(field: int, value: str) -> Chunks:
-    """A field that is a text."""
+    """Return a field that is a text."""
     return message(field, [value.encode()])
 
 
 def message(field: int, parts: Sequence[bytes]) -> Chunks:
-    """A field that is a message, or bytes: parts that follow each other, none of which is copied."""
+    """Return a field that is a message, or bytes: parts that follow each other, none of which is copied."""
     return [_varint(field << 3 | _BYTES) + _varint(sum(map(len, parts))), *parts]
 
 
 def inside(data: int | bytes | memoryview, *path: int) -> Iterator[int | memoryview]:
-    """What stands in a message, written whole, at a path of fields; of what has a fixed size the bytes."""
+    """Return what stands in a message, written whole, at a path of fields; of what has a fixed size the bytes."""
     if isinstance(data, int):
         return
     for field, value in _fields(memoryview(data)):

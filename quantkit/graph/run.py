@@ -82,7 +82,7 @@ class Runner:
 
 
 def showing(model: ir.Model, names: Sequence[str]) -> ir.Model:
-    """A copy of a model whose outputs are the named values."""
+    """Return a copy of a model whose outputs are the named values."""
     import onnx_ir as ir
 
     shown = model.clone()
@@ -125,7 +125,7 @@ class Stepwise:
         self._held: list[dict[str, Array]] = [dict(feed) for feed in feeds]
 
     def value(self, model: ir.Model, name: str, later: Iterable[str]) -> list[Array]:
-        """One value for each feed.
+        """Return one value for each feed.
 
         Args:
             model: the graph as it is now; what stands before values asked for is as it was.
@@ -152,7 +152,7 @@ class Stepwise:
 
 
 def _reached(values: Mapping[str, ir.Value], names: Iterable[str], held: Collection[str]) -> set[str]:
-    """Which held values some others are computed from, or are themselves."""
+    """Tell which held values some others are computed from, or are themselves."""
     found: set[str] = set()
     seen: set[str] = set()
     waiting = list(names)

@@ -68,11 +68,11 @@ class Site:
         return self.is_conv and self.group > 1 and self.weight.shape[1] == 1
 
     def matrix(self) -> Array:
-        """The weight as [N, K]; of grouped convolutions, rows of one group share their inputs."""
+        """Return the weight as [N, K]; of grouped convolutions, rows of one group share their inputs."""
         return np.ascontiguousarray(np.moveaxis(self.weight, self.rows, 0).reshape(self.weight.shape[self.rows], -1))
 
     def shaped(self, matrix: Array) -> Array:
-        """A matrix [N, K] in the weight's own layout."""
+        """Return a matrix [N, K] in the weight's own layout."""
         moved = np.moveaxis(self.weight, self.rows, 0).shape
         return np.ascontiguousarray(np.moveaxis(matrix.reshape(moved), 0, self.rows))
 
@@ -91,7 +91,7 @@ class FloatWeight:
 
 
 def sites(model: ir.Model) -> list[Site]:
-    """The products of the main graph that can be quantized, in order, each with a name of its own."""
+    """Return the products of the main graph that can be quantized, in order, each with a name of its own."""
     found: list[Site] = []
     values = values_of(model.graph)
     names = {str(value.name) for value in values}
@@ -116,7 +116,7 @@ def sites(model: ir.Model) -> list[Site]:
 
 
 def left_in_floats(model: ir.Model) -> list[FloatWeight]:
-    """The weights that are those of no site, those of subgraphs included."""
+    """Return the weights that are those of no site, those of subgraphs included."""
     left = []
     for node in model.graph.all_nodes():
         table = node.op_type == "Gather" and node.domain in _ONNX
@@ -138,7 +138,7 @@ def _multiplies(node: ir.Node) -> bool:
 
 
 def why_float(node: ir.Node) -> str:
-    """Why a product cannot be quantized; "" where it can."""
+    """Tell why a product cannot be quantized; "" where it can."""
     if node.domain not in _ONNX or node.op_type not in OPERATORS:
         return f"nothing in integers is made of {node.op_type}"
     weight = fixed(node.inputs[1]) if len(node.inputs) > 1 else None
@@ -168,13 +168,13 @@ def why_float(node: ir.Node) -> str:
 
 
 def _rows(node: ir.Node) -> int:
-    """The axis of a weight that its output channels lie along."""
+    """Return the axis of a weight that its output channels lie along."""
     turned = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
     return 0 if node.op_type == "Conv" or turned else 1
 
 
 def patches(site: Site, x: Array, *, most: int | None = None) -> Array:
-    """What the rows of a site's matrix are multiplied with, [groups, rows, K].
+    """Return what the rows of a site's matrix are multiplied with, [groups, rows, K].
 
     Args:
         x: its input: [n, C, H, W] of a two-dimensional Conv, [..., K] else.

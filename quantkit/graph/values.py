@@ -14,12 +14,12 @@ _MOVED = ("Transpose", "Reshape", "Identity")
 
 
 def name_of(node: ir.Node) -> str:
-    """A node's name; that of its first output where it has none."""
+    """Return a node's name; that of its first output where it has none."""
     return node.name or (node.outputs[0].name if node.outputs else None) or node.op_type
 
 
 def constant(value: ir.Value | None) -> Array | None:
-    """What a value always is; None where it is computed, or an input that merely has a default."""
+    """Return what a value always is; None where it is computed, or an input that merely has a default."""
     if value is None or value.is_graph_input():
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -40,13 +40,13 @@ def fixed(value: ir.Value | None) -> Array | None:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """The one element of a constant, of whatever rank."""
+    """Return the one element of a constant, of whatever rank."""
     found = constant(value)
     return None if found is None or found.size != 1 or found.dtype.kind not in "fiu" else float(found.reshape(-1)[0])
 
 
 def why_not_constant(value: ir.Value | None) -> str:
-    """A reason, for a value that `constant` does not give."""
+    """Return a reason, for a value that `constant` does not give."""
     if value is None:
         return "an input is missing"
     if value.is_graph_input():
@@ -79,7 +79,7 @@ def set_input(node: ir.Node, index: int, values: Array, *, name: str) -> None:
 
 
 def initializer(graph: ir.Graph, values: Array, *, name: str, taken: Collection[str | None] | None = None) -> ir.Value:
-    """A new constant of a graph; the name gets a tail where it is `taken`, by default by any of its values."""
+    """Return a new constant of a graph; the name gets a tail where it is `taken`, by default by any of its values."""
     unique = free(name, {value.name for value in values_of(graph)} if taken is None else taken)
     tensor = ir.tensor(values, name=unique)
     value = ir.Value(name=unique, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
@@ -88,21 +88,21 @@ def initializer(graph: ir.Graph, values: Array, *, name: str, taken: Collection[
 
 
 def values_of(graph: ir.Graph) -> dict[ir.Value, None]:
-    """All values of a graph and of those inside of it, whose names would hide its own, in order."""
+    """Return all values of a graph and of those inside of it, whose names would hide its own, in order."""
     every = [graph, *graph.subgraphs()]
     parts = [(each.inputs, each.initializers.values(), *(node.outputs for node in each)) for each in every]
     return {value: None for part in parts for values in part for value in values}
 
 
 def free(name: str, taken: Collection[str | None]) -> str:
-    """The name, with a tail where it is taken."""
+    """Return the name, with a tail where it is taken."""
     while name in taken:
         name += "_"
     return name
 
 
 def parts_of(graph: ir.Graph) -> frozenset[ir.Value | ir.Node]:
-    """All that has a name in a graph and in those inside of it."""
+    """Return all that has a name in a graph and in those inside of it."""
     return frozenset((*values_of(graph), *graph.all_nodes()))
 
 

@@ -88,7 +88,7 @@ class Pass(Protocol):
     Settings: type[BaseModel]
 
     def needs_with(self, settings: Any) -> frozenset[str]:
-        """The statistics that it needs with these settings."""
+        """Return the statistics that it needs with these settings."""
         return self.needs
 
     def run(self, block: Block, stats: Stats, settings: Any) -> Outcome:
@@ -96,11 +96,11 @@ class Pass(Protocol):
         raise AssertionError(f"{self.name} is of scope {self.scope}")
 
     def transform(self, model: Whole, settings: Any, seed: int) -> ModelOutcome:
-        """What to do to each block and to the rest as they load, seeded or in closed form. Of scope `model`."""
+        """Return what to do to each block and to the rest as they load, seeded or in closed form. Of scope `model`."""
         raise AssertionError(f"{self.name} is of scope {self.scope}")
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Any) -> QuantTensor:
-        """Codes [N, K] of a graph's product; `moments` is None where nothing is known of its input.
+        """Return codes [N, K] of a graph's product; `moments` is None where nothing is known of its input.
 
         Of passes that require "unassigned" and ensure "codes".
         """
@@ -116,7 +116,7 @@ class Pass(Protocol):
 
 
 def unkept(found: Pass) -> str:
-    """The method that a pass declares to have and has not; "" where it has all."""
+    """Return the method that a pass declares to have and has not; "" where it has all."""
     needed = "unassigned" in found.requires and "codes" in found.ensures and not found.on_graphs
     if needed and getattr(type(found), "product", None) is Pass.product:
         return "product, which assigns codes on graphs and to heads; or say in on_graphs why not"
@@ -129,5 +129,5 @@ pass_of = Kind[Pass]("passes").of
 
 
 def declined(name: str, block: str, reason: str, code: str = "nothing-to-do") -> Outcome:
-    """A pass that found nothing to do, with its reason."""
+    """Return a pass that found nothing to do, with its reason."""
     return Outcome(False, [decision(name, code, block, reason)])

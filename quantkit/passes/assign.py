@@ -54,7 +54,7 @@ def nearest(
     range: Range = "mse",  # noqa: A002
     importance: Tensor | None = None,
 ) -> QuantTensor:
-    """A weight rounded to nearest.
+    """Return a weight rounded to nearest.
 
     Args:
         weight: [N, K], filled up to whole groups, of any float dtype.
@@ -129,7 +129,7 @@ def in_pieces(
 
 
 def assigner(passes: Mapping[str, Any]) -> Pass | None:
-    """The pass of a recipe that gives codes to weights of products; None where there is none."""
+    """Return the pass of a recipe that gives codes to weights of products; None where there is none."""
     for step in map(load_pass, passes):
         if "unassigned" in step.requires and "codes" in step.ensures and not step.on_graphs:
             return step

@@ -70,7 +70,7 @@ class Gptq(Pass):
             return self
 
     def needs_with(self, settings: Settings) -> frozenset[str]:
-        """The original stream as well, if anything is corrected."""
+        """Return the original stream as well, if anything is corrected."""
         return self.needs | {"original_inputs"} if settings.correction else self.needs
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
@@ -127,7 +127,7 @@ class Gptq(Pass):
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
-        """Codes of a graph's product or a head, each group of its rows with a Hessian of its own.
+        """Return codes of a graph's product or a head, each group of its rows with a Hessian of its own.
 
         `correction` is W' = W E[x x̂ᵀ] (E[x̂ x̂ᵀ] + λ)⁻¹. A weight with one scale and several groups is rounded to
         nearest, since each group would find a scale of its own; so is one whose inputs nothing is known of.

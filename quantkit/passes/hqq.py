@@ -57,7 +57,7 @@ class Hqq(Pass):
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
-        """Codes of one weight [N, K]; nothing else is looked at."""
+        """Return codes of one weight [N, K]; nothing else is looked at."""
         from quantkit.passes.solvers.hqq import half_quadratic
 
         grid = half_quadratic(weight, scheme, **settings.model_dump())

@@ -95,7 +95,7 @@ class Rotate(Pass):
 
 
 def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
-    """The rotation, proved on every part. Raises Unturnable (with the reason)."""
+    """Return the rotation, proved on every part. Raises Unturnable (with the reason)."""
     from quantkit.model.streaming.calls import Call
     from quantkit.model.structure.fold import TOLERANCE
     from quantkit.model.structure.residual import Unturnable, find, find_heads

@@ -113,7 +113,7 @@ def _learn(
     held_out: int,
     settings: Round.Settings,
 ) -> tuple[dict[str, QuantTensor], bool]:
-    """The best of the states on the held-out sequences, and whether it is not the first."""
+    """Return the best of the states on the held-out sequences, and whether it is not the first."""
     targets = stats.original_outputs()
     rows = torch.arange(stats.hidden.shape[0])
     seen, held = rows[:-held_out], rows[-held_out:]

@@ -88,7 +88,7 @@ class Rtn(Pass):
         return joined([nearest(part, scheme, settings.range, own) for part, own in parts])
 
     def accepts(self, columns: Mapping[str, int], settings: Settings) -> None:
-        """A file has to be of the model.
+        """Refuse a file of another model.
 
         Raises:
             InputError: `imatrix-damaged`, `imatrix-foreign`, `file-missing`.

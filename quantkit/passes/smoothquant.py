@@ -83,7 +83,7 @@ class SmoothQuant(Pass):
 
 
 def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
-    """A weight [N, K] -> what plain rounding makes of it under the linear's scheme."""
+    """Return a weight [N, K] -> what plain rounding makes of it under the linear's scheme."""
     scheme = block.scheme(linear)
     form = load_grid(scheme.format)
 
@@ -96,7 +96,7 @@ def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
 
 
 def _seen(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
-    """An input -> what the linear's kernel sees of it; a scale that will be fixed is the sample's for now."""
+    """Return an input -> what the linear's kernel sees of it; a scale that will be fixed is the sample's for now."""
     from quantkit.formats.base import activation
 
     hook = block.inputs.get(linear)

@@ -19,7 +19,7 @@ def demand_changes(changes: Any) -> Sequence[str]:
 
 
 def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> dict[str, Any]:
-    """A copy of a recipe's mapping with one `PATH=YAML` applied.
+    """Return a copy of a recipe's mapping with one `PATH=YAML` applied.
 
     PATH begins with one of the top-level `keys` (`scheme.weights.group=64`), or with the name of a pass or an export in
     it (`awq.grid=40`, `tensorrt.engine=false`). Raises InputError (`set-invalid`, `over-limit`).
@@ -56,7 +56,7 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
 
 
 def _called(name: str) -> str:
-    """A pass's name, of a pass in a file too."""
+    """Return a pass's name, of a pass in a file too."""
     return Path(name).stem if is_path(name) else name
 
 
@@ -66,7 +66,7 @@ def _with(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
 
 
 def steps_of(value: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The passes or exports of a recipe: `[{awq: {grid: 20}}, "rtn"]` -> `[("awq", {"grid": 20}), ("rtn", {})]`.
+    """Return the passes or exports of a recipe: `[{awq: {grid: 20}}, "rtn"]` -> `[("awq", {"grid": 20}), ("rtn", {})]`.
 
     Raises ValueError where it is no such list.
     """

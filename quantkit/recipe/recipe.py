@@ -36,12 +36,12 @@ SchemeKind = TypeVar("SchemeKind", WeightScheme, ActivationScheme)
 
 
 def assigners() -> list[str]:
-    """The shipped passes that decide the codes of the weights; a recipe has exactly one that does."""
+    """Return the shipped passes that decide the codes of the weights; a recipe has exactly one that does."""
     return [name for name in plugins.PASSES.shipped() if _assigns(PassStep(name=name))]
 
 
 def _assigns(step: PassStep) -> bool:
-    """Whether a pass finds linears without codes and leaves them with; one that improves codes requires them."""
+    """Tell whether a pass finds linears without codes and leaves them with; one that improves codes requires them."""
     found = plugins.PASSES.of(step)
     return "codes" in found.ensures and "codes" not in found.requires
 
@@ -87,12 +87,12 @@ class Override(Closed):
     activations: dict[str, Any] | None = None
 
     def concerns(self, kind: type[WeightScheme | ActivationScheme]) -> bool:
-        """Whether it says something about weights, or about activations."""
+        """Tell whether it says something about weights, or about activations."""
         activations = "activations" in self.model_fields_set
         return activations if kind is ActivationScheme else "weights" in self.model_fields_set or not activations
 
     def over(self, scheme: SchemeKind | None, kind: type[SchemeKind]) -> SchemeKind | None:
-        """What it makes of a scheme that it concerns. Raises ValueError where that is none."""
+        """Return what it makes of a scheme that it concerns. Raises ValueError where that is none."""
         named = self.weights if kind is WeightScheme else self.activations
         if named is None:
             return None
@@ -112,7 +112,7 @@ class Override(Closed):
 
 
 def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
-    """The fields of a scheme that another format has as well."""
+    """Return the fields of a scheme that another format has as well."""
     if name not in plugins.FORMATS:
         return fields  # validation, which follows, says so
     rules = plugins.FORMATS.load(name).rules
@@ -215,7 +215,7 @@ class Recipe(Closed):
     @field_validator("models", mode="after")
     @classmethod
     def _each_once(cls, value: list[Kind]) -> list[Kind]:
-        """One of before, `vision`, and its own of today are one."""
+        """Return one of before, `vision`, and its own of today are one."""
         return list(dict.fromkeys(value))
 
     @field_validator("passes", mode="before")
@@ -323,7 +323,7 @@ class Recipe(Closed):
 
     @classmethod
     def done(cls, data: Mapping[str, Any]) -> Recipe:
-        """The recipe of a finished bundle, as its manifest has it: what it is measured on, and held to.
+        """Return the recipe of a finished bundle, as its manifest has it: what it is measured on, and held to.
 
         What made it is left out: it was done, perhaps by code that is not here. Raises InputError `recipe-invalid`.
         """
@@ -357,7 +357,7 @@ class Recipe(Closed):
         return [step.code for step in self.passes if step.code is not None]
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract's form, which `from_dict` reads back."""
+        """Return the contract's form, which `from_dict` reads back."""
         data = self.model_dump(mode="json", by_alias=True, exclude={"passes", "export", "schema_"})
         return {
             "schema": 1,
@@ -369,7 +369,7 @@ class Recipe(Closed):
     def weights_for(
         self, layer: str, role: str | None = None, mixed: WeightScheme | None = None
     ) -> WeightScheme | None:
-        """The weight scheme of a layer by its full name; the last override that matches wins; None keeps it.
+        """Return the weight scheme of a layer by its full name; the last override that matches wins; None keeps it.
 
         Args:
             role: another name that overrides may call it by: `lm_head`.
@@ -381,7 +381,7 @@ class Recipe(Closed):
         return self._overridden(mixed or self.scheme.weights, WeightScheme, layer, role)
 
     def activations_for(self, layer: str) -> ActivationScheme | None:
-        """How the input of a layer, by its full name, is quantized; as `weights_for`."""
+        """Tell how the input of a layer, by its full name, is quantized; as `weights_for`."""
         return self._overridden(self.scheme.activations, ActivationScheme, layer)
 
     def _overridden(
@@ -397,7 +397,7 @@ class Recipe(Closed):
 
 
 def _own(reference: str, *, where: str = "recipe", base: Path = Path(), allowed: bool = False) -> PassStep:
-    """A pass in the user's own file, run where that is allowed."""
+    """Return a pass in the user's own file, run where that is allowed."""
     if not allowed:
         value, rule = f"the pass {reference} is a file of code", "code of a recipe runs only where that is asked for"
         remedy = "read it, then --allow-code, or allow_code=True in Python"
@@ -411,7 +411,7 @@ _KEYS = [field.alias or name for name, field in Recipe.model_fields.items() if n
 
 
 def _read(reference: str | Path) -> tuple[Any, str]:
-    """A recipe's YAML, and its name."""
+    """Return a recipe's YAML, and its name."""
     path = content.find("recipes", content.as_reference(reference))
     data = read_yaml(path)
     if isinstance(data, dict) and data.get("name", path.stem) != path.stem:

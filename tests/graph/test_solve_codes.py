@@ -7,7 +7,7 @@ import torch
 from small_graph import Small
 
 from quantkit.formats import load_format
-from quantkit.graph.codes.weights_only import rounded
+from quantkit.graph.codes.solve import weights_alone
 from quantkit.graph.run import Runner
 from quantkit.graph.sites import sites
 from quantkit.passes.gptq import Gptq
@@ -37,8 +37,8 @@ def outputs(model: object, found: dict[str, object], feed: dict[str, np.ndarray]
 
 def test_rounding_to_nearest_looks_at_nothing() -> None:
     _, model = graph()
-    plain = rounded(model, sites(model), iter(()), INT4, {"rtn": Rtn.Settings(range="minmax")})  # type: ignore[arg-type]
-    searched = rounded(model, sites(model), iter(()), INT4, {})  # type: ignore[arg-type]
+    plain = weights_alone(model, sites(model), iter(()), INT4, {"rtn": Rtn.Settings(range="minmax")})  # type: ignore[arg-type]
+    searched = weights_alone(model, sites(model), iter(()), INT4, {})  # type: ignore[arg-type]
     form = load_format("int4")
     for site in sites(model):  # type: ignore[arg-type]
         matrix = torch.from_numpy(site.matrix())
@@ -51,8 +51,8 @@ def test_second_order_loses_less_at_the_output() -> None:
     small, model = graph()
     low_rank = small.normal(64 * 5, 8) @ small.normal(8, 32)
     feeds = [{"x": low_rank.reshape(64, 5, 32)}]
-    plain = rounded(model, sites(model), feeds, INT4, {})  # type: ignore[arg-type]
-    solved = rounded(model, sites(model), feeds, INT4, {"gptq": Gptq.Settings(damping=0.01, shrink=0.3)})  # type: ignore[arg-type]
+    plain = weights_alone(model, sites(model), feeds, INT4, {})  # type: ignore[arg-type]
+    solved = weights_alone(model, sites(model), feeds, INT4, {"gptq": Gptq.Settings(damping=0.01, shrink=0.3)})  # type: ignore[arg-type]
     wanted = next(iter(Runner(model)(feeds[0]).values()))  # type: ignore[arg-type]
     lost = [np.square(outputs(model, found, feeds[0]) - wanted).sum() for found in (plain, solved)]
     assert lost[1] < 0.7 * lost[0]
@@ -63,7 +63,7 @@ def test_grouped_convolutions_are_solved_group_by_group() -> None:
     x = small.input("x", "n", 8, 5, 5)
     model = small.model(small.op("Conv", x, small.normal(8, 1, 3, 3), group=8))
     scheme = WeightScheme(format="fp8_e4m3", granularity="channel")
-    found = rounded(
+    found = weights_alone(
         model, sites(model), small.feeds(2, x=(2, 8, 5, 5)), scheme, {"gptq": Gptq.Settings(damping=0.01, shrink=0.3)}
     )
     (tensor,) = found.values()

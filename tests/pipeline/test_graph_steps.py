@@ -21,7 +21,7 @@ from quantkit.bundle import Build, Check
 from quantkit.errors import GateError, QuantkitError
 from quantkit.formats import QuantTensor
 from quantkit.graph import run
-from quantkit.graph.codes import solve, weights_only
+from quantkit.graph.codes import solve
 from quantkit.graph.pairs.qdq import Codes, Range
 from quantkit.pipeline.graphs.prepared import prepare
 from quantkit.pipeline.graphs.quantized import Products, QuantizedGraph, Steps
@@ -94,8 +94,8 @@ def test_of_weights_alone_too(
 ) -> None:
     asked = {"recipe": "int4-tensorrt", **NETWORK, "changes": [*NETWORK["changes"], "scheme.weights.group=16"]}
     whole = compiled(files["chain"], tmp_path / "whole", **asked)
-    solver = Solver(weights_only.product, 2)
-    monkeypatch.setattr(weights_only, "product", solver)
+    solver = Solver(solve.product, 2)
+    monkeypatch.setattr(solve, "product", solver)
     with pytest.raises(QuantkitError, match="2 steps kept"):
         compiled(files["chain"], tmp_path / "out", **asked)
     resumed = compiled(files["chain"], tmp_path / "out", resume=True, **asked)

@@ -140,7 +140,7 @@ class Card(Closed):
 
     @classmethod
     def at(cls, path: Path) -> Card | None:
-        """The card that a calibration set's path leads to; None where it is a user's own file or folder."""
+        """Return the card that a calibration set's path leads to; None where it is a user's own file or folder."""
         there = path.name == "card.yaml" or (path.is_dir() and (path / "card.yaml").is_file())
         return cls.load(path) if there else None
 
@@ -161,7 +161,7 @@ class Card(Closed):
         return self._folder.resolve().name
 
     def read(self, split: Split) -> list[tuple[Path, bytes]]:
-        """The files of a split with their bytes, in the card's order, each checked against the card.
+        """Return the files of a split with their bytes, in the card's order, each checked against the card.
 
         Raises:
             InputError: `calibration-split` (the card has no such split), `calibration-checksum`, `file-missing`,
@@ -189,7 +189,7 @@ class Card(Closed):
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a file. Raises InputError (`file-missing`, `file-unreadable`)."""
+    """Return the bytes of a file. Raises InputError (`file-missing`, `file-unreadable`)."""
     try:
         return limits.read(path, limits.DATA)
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def bounds(split: Split, count: int, place: Callable[[float], int] | None = None) -> tuple[int, int]:
-    """The first sample of a split of a set without any, and the first behind it.
+    """Return the first sample of a split of a set without any, and the first behind it.
 
     Args:
         count: of all samples.
@@ -212,7 +212,7 @@ def bounds(split: Split, count: int, place: Callable[[float], int] | None = None
 
 
 def short(where: str, value: str, of: str) -> InputError:
-    """The error where nothing is left for a split; `of`: what the set holds, in the plural."""
+    """Return the error where nothing is left for a split; `of`: what the set holds, in the plural."""
     rule = f"of {of} without splits, the last 10 % are for eval and the 5 % before for tune"
     remedy = f"more {of}, or a folder with a card.yaml that states the splits"
     return InputError("calibration-short", where=where, value=value, rule=rule, remedy=remedy)
@@ -227,24 +227,24 @@ def decoded(data: bytes, where: str, what: str = "text") -> str:
 
 
 def not_text(where: str, value: str, what: str = "text") -> InputError:
-    """The error for what is no text."""
+    """Return the error for what is no text."""
     rule = f"{what} in UTF-8"
     return InputError("calibration-not-text", where=where, value=value, rule=rule, remedy="convert the file")
 
 
 def empty(where: str, value: str, rule: str = "") -> InputError:
-    """The error for a file with nothing in it."""
+    """Return the error for a file with nothing in it."""
     return InputError("calibration-empty", where=where, value=value, rule=rule, remedy="give another one")
 
 
 def suffix(where: str, found: str, rule: str) -> InputError:
-    """The error for a file of a kind that is not read; `found`: its suffix."""
+    """Return the error for a file of a kind that is not read; `found`: its suffix."""
     value = f"cannot read {found or 'a file without a suffix'}"
     return InputError("calibration-suffix", where=where, value=value, rule=rule, remedy="convert it")
 
 
 def unreadable(where: str, said: Exception | str) -> InputError:
-    """The error for what cannot be read, whoever says so."""
+    """Return the error for what cannot be read, whoever says so."""
     reason = str(said).split("\n", 1)[0][:200] or type(said).__name__
     return InputError("calibration-unreadable", where=where, value=reason, remedy="check the file, or write it anew")
 

@@ -204,7 +204,7 @@ def _alike(parts: Sequence[Images], pattern: str, where: str) -> list[Images]:
 
 
 def _together(parts: Sequence[Images], where: str) -> Images:
-    """Several files as one; of labels, and of clusters, all have some or none has."""
+    """Return several files as one; of labels, and of clusters, all have some or none has."""
     if len(parts) == 1:
         return parts[0]
     if len({(part.bytes_, part.labels is None, part.clusters is None) for part in parts}) > 1:
@@ -230,7 +230,7 @@ def _together(parts: Sequence[Images], where: str) -> Images:
 def own_split(
     count: int, labels: NDArray[Any] | None, split: Split, clusters: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], str]:
-    """The numbers of the samples of a split of what has none, ascending, and by what they were parted.
+    """Return the numbers of the samples of a split of what has none, ascending, and by what they were parted.
 
     Of samples that are alike (`clusters`) the first decides for all: none is scored on what its like was calibrated on.
     """
@@ -250,7 +250,7 @@ def own_split(
 def drawn(
     members: NDArray[np.int64], sampling: SetSampling, split: Split, samples: int | None, seed: int
 ) -> NDArray[np.int64]:
-    """At most so many of a split's members; see `load_images`."""
+    """Return at most so many of a split's members; see `load_images`."""
     generator = sampling.generator(split, seed)
     if samples is None or generator is None:
         return members[:samples]
@@ -335,7 +335,7 @@ def check_range(images: NDArray[Any], where: str) -> None:
 
 
 def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
-    """The images of one file.
+    """Return the images of one file.
 
     Args:
         file: its path, or its bytes where they were read to be checked.
@@ -355,7 +355,7 @@ def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
 
 
 def _is_picture(name: str) -> bool:
-    """Whether a file is an image by its name; the hidden ones that file managers leave behind are not."""
+    """Tell whether a file is an image by its name; the hidden ones that file managers leave behind are not."""
     path = Path(name)
     return path.suffix.lower() in PICTURES and not path.name.startswith(".")
 
@@ -369,7 +369,7 @@ def _pictures(names: Sequence[str], read: Callable[[str], bytes], *, where: str)
 
 @contextmanager
 def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
-    """What numpy makes of a .npy, an array that is mapped so that only what is drawn is read, or of a .npz.
+    """Return what numpy makes of a .npy, an array that is mapped so that only what is drawn is read, or of a .npz.
 
     Raises:
         InputError: `calibration-pickle`, `calibration-unreadable`, also of what is read from it meanwhile.
@@ -440,7 +440,7 @@ def _arrays(file: Path | bytes, where: str) -> Images:
 
 
 def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
-    """An array `clusters`, checked. Raises InputError (`calibration-clusters`)."""
+    """Return an array `clusters`, checked. Raises InputError (`calibration-clusters`)."""
     if clusters.dtype.kind not in "iu" or clusters.shape != (count,):
         rule = "one whole number a sample; samples of one number are alike, such as crops of one photograph"
         value = f"clusters {list(clusters.shape)} of {clusters.dtype} for {count} samples"
@@ -450,7 +450,7 @@ def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[n
 
 
 def class_numbers(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
-    """An array `labels`, checked. Raises InputError (`calibration-labels`)."""
+    """Return an array `labels`, checked. Raises InputError (`calibration-labels`)."""
     wrong = ""
     if labels.dtype.kind not in "iu":
         wrong = f"labels of {labels.dtype}"
@@ -483,7 +483,7 @@ def _archive(file: Path | bytes, where: str) -> Images:
 
 
 def _decode(data: bytes, where: str) -> NDArray[np.uint8]:
-    """An image file as [height, width, 3], upright."""
+    """Return an image file as [height, width, 3], upright."""
     image, ops = _pillow()
     try:
         with image.open(io.BytesIO(data), formats=_FORMATS) as opened:

@@ -90,13 +90,13 @@ class InputSet:
         return len(next(iter(self.arrays.values())))
 
     def feeds(self, size: int) -> Iterator[Feed]:
-        """All samples in feeds of `size` at most, or of the graph's own batch."""
+        """Yield all samples in feeds of `size` at most, or of the graph's own batch."""
         step = self.batch or size
         for first in range(0, len(self), step):
             yield {name: np.ascontiguousarray(array[first : first + step]) for name, array in self.arrays.items()}
 
     def first(self, size: int) -> Feed:
-        """The first feed of these."""
+        """Return the first feed of these."""
         return next(self.feeds(size))
 
     def first_of(self, count: int) -> InputSet:
@@ -117,7 +117,7 @@ class InputSet:
         return None if others else axis
 
     def views(self, count: int, seed: int) -> InputSet:
-        """The samples and views of them (`views`), where they are images."""
+        """Return the samples and views of them (`views`), where they are images."""
         (name, images), *_ = self.arrays.items()
         channels = self.channels
         if count == 1 or channels is None or self.batch is not None:
@@ -195,7 +195,7 @@ def load_inputs(
 
 
 def _batch(inputs: Sequence[GraphInput], where: str) -> int | None:
-    """The one number of samples that a graph takes; None where it is free. Raises InputError `onnx-inputs`."""
+    """Return the one number of samples that a graph takes; None where it is free. Raises InputError `onnx-inputs`."""
     wrong = "" if inputs else "no inputs"
     for given in inputs:
         if not given.shape:
@@ -213,7 +213,7 @@ def _batch(inputs: Sequence[GraphInput], where: str) -> int | None:
 
 
 def _holds(path: Path, name: str) -> bool:
-    """Whether a .npz has an array of this name, and it is not `images` that are meant by it."""
+    """Tell whether a .npz has an array of this name, and it is not `images` that are meant by it."""
     if path.suffix.lower() != ".npz" or name == _IMAGES or not path.is_file():
         return False
     with suppress(InputError), opened_arrays(path, name) as loaded:
@@ -241,7 +241,7 @@ def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
 
 
 def _count(arrays: Feed, where: str) -> int:
-    """How many samples all arrays have. Raises InputError `calibration-shape`."""
+    """Tell how many samples all arrays have. Raises InputError `calibration-shape`."""
     counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
     if len(set(counts.values())) > 1 or not all(counts.values()):
         value = ", ".join(f"{name} of {count}" for name, count in counts.items())
@@ -251,7 +251,7 @@ def _count(arrays: Feed, where: str) -> int:
 
 
 def _fitting(array: Array, given: GraphInput, where: str) -> Array:
-    """An array in the type of its input. Raises InputError where it is another kind of thing."""
+    """Return an array in the type of its input. Raises InputError where it is another kind of thing."""
     dtype = np.dtype(given.dtype)
 
     def refused(what: str, value: str, rule: str, remedy: str) -> InputError:
@@ -284,7 +284,7 @@ def _fitting(array: Array, given: GraphInput, where: str) -> Array:
 
 
 def _check_constant(floats: Sequence[Array], where: str) -> None:
-    """A mask may well be constant, but not all floats there are."""
+    """Refuse floats that are all constant, as a mask alone may well be."""
     if floats and all((array == array.reshape(-1)[0]).all() for array in floats):
         value, rule = "one value everywhere", "ranges come from what samples differ in"
         raise InputError("calibration-constant", where=where, value=value, rule=rule, remedy="check how they were made")

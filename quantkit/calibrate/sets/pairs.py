@@ -74,7 +74,7 @@ def load_pairs(reference: str, split: Split, *, samples: int | None, seed: int) 
 
 
 def parse(data: bytes, *, where: str) -> Pairs:
-    """The pairs of one file, in order.
+    """Return the pairs of one file, in order.
 
     Raises:
         InputError: `calibration-not-text`, `calibration-columns`, `calibration-empty`.

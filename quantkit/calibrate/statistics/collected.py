@@ -44,7 +44,7 @@ Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 
 
 def _first(module: nn.Module, group: SharedInput, hook: Hook) -> RemovableHandle:
-    """A pre-hook of a group's first linear, before the one that quantizes its input."""
+    """Return a pre-hook of a group's first linear, before the one that quantizes its input."""
     return module.get_submodule(group.name).register_forward_pre_hook(hook, prepend=True)
 
 
@@ -171,7 +171,7 @@ class Stats:
         return found
 
     def settled(self) -> Tensor:
-        """The block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""
+        """Return the block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""
         if self.scales.waits:
             self.staged(None, quantized=True)
         if self.scales.use_cache(True) or self.outputs is None or self.calls.live:
@@ -180,7 +180,7 @@ class Stats:
         return self.outputs
 
     def original_outputs(self) -> Tensor:
-        """What the block puts out in the unquantized model, [samples, tokens, width]."""
+        """Return what the block puts out in the unquantized model, [samples, tokens, width]."""
         original = self._original()
         if original.outputs is None:
             original.outputs = original.calls.run_all(original.module, self.stage, original.hidden)
@@ -266,7 +266,7 @@ class Stats:
     def _reach(
         self, module: nn.Module, group: SharedInput, part: Tensor, number: int, drift: bool, calls: Calls | None = None
     ) -> dict[str, Tensor]:
-        """What a shared input, and what runs before it, hold when one chunk runs, up to there."""
+        """Return what a shared input, and what runs before it, hold when one chunk runs, up to there."""
         found: dict[str, Tensor] = {}
 
         def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -362,7 +362,7 @@ def force(block: nn.Module, names: list[str]) -> None:
 
 
 def expert_of(linear: str, block: nn.Module) -> str | None:
-    """The expert that a linear of a block belongs to: `mlp.experts.3.up_proj` -> `mlp.experts.3`."""
+    """Return the expert that a linear of a block belongs to: `mlp.experts.3.up_proj` -> `mlp.experts.3`."""
     owner = linear.rpartition(".")[0]
     path = owner.rpartition(".")[0]
     return owner if path and isinstance(block.get_submodule(path), Experts) else None

@@ -109,7 +109,7 @@ def _foreign(where: str, value: str) -> InputError:
 
 
 def tensor_name(linear: str, model_type: str = "llama") -> str:
-    """What GGUF calls the weight of a linear in a model of a type of transformers': `blk.0.attn_q.weight`.
+    """Return what GGUF calls the weight of a linear in a model of a type of transformers': `blk.0.attn_q.weight`.
 
     Raises:
         InputError: `imatrix-unnamed`. MissingDependency: gguf.
@@ -125,7 +125,7 @@ def tensor_name(linear: str, model_type: str = "llama") -> str:
 
 
 def tensor_names(linear: str) -> tuple[str, ...]:
-    """What GGUF may call the weight of a linear, in whatever model; its own name where it has no word for it."""
+    """Return what GGUF may call the weight of a linear, in whatever model; its own name where it has no word for it."""
     return _names(linear, "") or (f"{linear}.weight",)
 
 
@@ -170,7 +170,7 @@ def _block(linear: str) -> str:
 
 
 def collected(stream: StreamedModel, ids: Tensor, datasets: Sequence[str] = ()) -> ImportanceMatrix:
-    """The importance matrix of a model on token ids [samples, tokens]: of its blocks' linears and its head.
+    """Return the importance matrix of a model on token ids [samples, tokens]: of its blocks' linears and its head.
 
     Raises:
         InputError: `imatrix-unnamed`, before any work.
@@ -260,7 +260,7 @@ def _legacy(matrix: ImportanceMatrix) -> bytes:
 
 
 def read(path: Path) -> ImportanceMatrix:
-    """The importance matrix in a file, of either kind.
+    """Return the importance matrix in a file, of either kind.
 
     Raises:
         InputError: `imatrix-damaged`; `file-missing`. MissingDependency: gguf.

@@ -113,7 +113,7 @@ class Observed:
                     self._counts[row] += torch.bincount(found, minlength=_BINS)
 
     def settle(self, scheme: ActivationScheme | CacheScheme, dtype: torch.dtype) -> tuple[InputScale, int, int]:
-        """The scale [rows] in `dtype`, how many values lie beyond it and will saturate, and of how many.
+        """Return the scale [rows] in `dtype`, how many values lie beyond it and will saturate, and of how many.
 
         Values are known to bfloat16's precision; without counts, none lies beyond. All zeros have the smallest of
         scales. What was seen on a GPU is looked at on the processor, and waited for (see `settle_at_once`).
@@ -190,7 +190,7 @@ class Observed:
             raise InputError("activations-nonfinite", where=self._name, value=value, rule=rule, remedy=remedy)
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
-        """The different values of a row, ascending, float32, and how often each came."""
+        """Return the different values of a row, ascending, float32, and how often each came."""
         bins = self._counts[row].nonzero().squeeze(1)
         values = bins.to(torch.int32).to(torch.int16).view(torch.bfloat16).float()
         order = values.argsort()
@@ -252,7 +252,7 @@ def _reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheSchem
 
 
 def _first_covering(counts: Tensor, share: float) -> int:
-    """The first place up to which at least that share of all counts lies."""
+    """Return the first place up to which at least that share of all counts lies."""
     reached = counts.cumsum(0)
     return int(torch.searchsorted(reached, share * float(reached[-1])).clamp(max=counts.numel() - 1))
 

@@ -57,7 +57,7 @@ class Scales:
             self.saturated.append(Saturation(name, beyond, total))
 
     def _settled(self, observed: Observed, scheme: ActivationScheme | CacheScheme, name: str) -> InputScale:
-        """The scale of what was observed; what lies beyond it is noted."""
+        """Return the scale of what was observed; what lies beyond it is noted."""
         if observed.device.type == "cpu" or scheme.range not in AT_ONCE:
             found, beyond, total = observed.settle(scheme, self.dtype)
             self._note(name, beyond, total)
@@ -67,7 +67,7 @@ class Scales:
         return found
 
     def waiting(self, group: SharedInput) -> list[str]:
-        """The linears of a group whose scale is still to be found."""
+        """Return the linears of a group whose scale is still to be found."""
         return [name for name in group.members if name in self.inputs and self.inputs[name].waits]
 
     @property
@@ -88,7 +88,7 @@ class Scales:
         return True
 
     def observed(self, group: SharedInput) -> Observed:
-        """Where to collect a group's inputs, [1, n]."""
+        """Tell where to collect a group's inputs, [1, n]."""
         counted = any(self.inputs[name].scheme.range != "minmax" for name in self.waiting(group))
         return Observed(counted=counted, name=group.name)
 
@@ -106,12 +106,12 @@ class Scales:
             self.settle(group, observed)
 
     def moved(self, group: SharedInput, found: Tensor) -> Tensor:
-        """An input as its group's kernels quantize it: with its channels moved, where a pass said so."""
+        """Return an input as its group's kernels quantize it: with its channels moved, where a pass said so."""
         hook = self.inputs.get(group.members[0])
         return found if hook is None else hook.move(found)
 
     def seen(self, group: SharedInput, found: Tensor) -> Tensor:
-        """An input as a group's kernels see it; as it is, where they differ in that."""
+        """Return an input as a group's kernels see it; as it is, where they differ in that."""
         hooks = [self.inputs[name] for name in group.members if name in self.inputs]
         if not hooks or any(hook.scheme != hooks[0].scheme for hook in hooks):
             return found
@@ -154,5 +154,5 @@ class Scales:
 
 
 def samples_of(found: Tensor) -> int:
-    """How many sequences [B, T, K] holds; tokens that came to an expert [n, K] are not told apart."""
+    """Tell how many sequences [B, T, K] holds; tokens that came to an expert [n, K] are not told apart."""
     return found.shape[0] if found.dim() > 2 else 1

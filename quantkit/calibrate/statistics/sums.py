@@ -299,12 +299,12 @@ def _added(found: Tensor | None, left: Tensor, right: Tensor, before: int) -> Te
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Whether sums are few launches that nobody waits for."""
+    """Tell whether sums are few launches that nobody waits for."""
     return tensor.is_cuda
 
 
 def nonfinite(name: str, value: str) -> InputError:
-    """The error for a linear whose inputs are not finite."""
+    """Return the error for a linear whose inputs are not finite."""
     rule = "calibration needs finite activations"
     remedy = "check the model with another text, or leave this layer in high precision"
     return InputError("activations-nonfinite", where=name, value=value, rule=rule, remedy=remedy)

@@ -57,7 +57,7 @@ def generated(source: Source, *, samples: int, tokens: int, seed: int, before: S
 
 
 def fits(source: Source) -> bool:
-    """Whether a model has room in memory to write."""
+    """Tell whether a model has room in memory to write."""
     return _ROOM * _float_bytes(source) <= machine.memory_available()
 
 

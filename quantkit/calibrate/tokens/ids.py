@@ -80,7 +80,7 @@ class TokenSet:
 
 
 def ids_sha256(ids: NDArray[Any]) -> str:
-    """The hash of ids `[samples, tokens]`: the same on every machine, whatever the integer type they came in."""
+    """Return the hash of ids `[samples, tokens]`: the same on every machine, whatever the integer type they came in."""
     head = f"int64 {'x'.join(str(size) for size in ids.shape)}\n".encode()
     return hashlib.sha256(head + np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest()
 
@@ -204,7 +204,7 @@ def _as_given(asked: _Asked, given: Ids, vocab_size: int) -> NDArray[np.int64]:
 
 
 def _not_as_prompts(ids: NDArray[np.int64], before: Sequence[int], tokenizer: Any, name: str) -> list[str]:
-    """What there is to say of ids that were given, where prompts begin otherwise."""
+    """Return what there is to say of ids that were given, where prompts begin otherwise."""
     others = sum(row[: len(before)] != list(before) for row in ids.tolist())
     if not others:
         return []
@@ -215,7 +215,7 @@ def _not_as_prompts(ids: NDArray[np.int64], before: Sequence[int], tokenizer: An
 
 
 def _from_text(asked: _Asked, text: Texts | Conversations, room: int, before: Sequence[int]) -> NDArray[np.int64]:
-    """What comes after `before` in each sequence, `[samples, room]`."""
+    """Return what comes after `before` in each sequence, `[samples, room]`."""
     part = asked.part
     encode = asked.encoder(special_tokens=part.sampling.special_tokens)
     if isinstance(text, Conversations):
@@ -273,7 +273,7 @@ def _check_range(low: int, high: int, vocab_size: int, where: str, remedy: str =
 
 
 def is_pairs(reference: str) -> bool:
-    """Whether a set holds pairs. Raises InputError (`unknown-calibration`, `file-missing`, `card-invalid`)."""
+    """Tell whether a set holds pairs. Raises InputError (`unknown-calibration`, `file-missing`, `card-invalid`)."""
     path = content.find("calibration", reference)
     card = Card.at(path)
     return path.suffix.lower() == SUFFIX if card is None else card.kind == "pairs"
@@ -310,7 +310,7 @@ def load_pair_tokens(
 def token_ids(
     texts: Sequence[str], tokenizer: Any, longest: int = LONGEST, beside: Sequence[str] | None = None
 ) -> list[list[int]]:
-    """The ids of each text, and of what goes in `beside` it, at most `longest`, the tokenizer's own included."""
+    """Return the ids of each text, and of what goes in `beside` it, at most `longest`, the tokenizer's own included."""
     limit = min(longest, int(getattr(tokenizer, "model_max_length", longest)))
     both = [list(texts), *([list(beside)] if beside is not None else [])]
     ids: list[list[int]] = tokenizer(*both, truncation=True, max_length=limit)["input_ids"]

@@ -106,7 +106,7 @@ def sample_documents(
 
 
 def filled(texts: Iterable[Sequence[int]], length: int, limit: int, before: Sequence[int] = ()) -> NDArray[np.int64]:
-    """At most `limit` rows of `length` ids, each beginning with a text; what a row has no place for is left out.
+    """Return at most `limit` rows of `length` ids, each beginning with a text; what a row has no place for is left out.
 
     Args:
         texts: token ids.
@@ -140,7 +140,7 @@ def _chop(pieces: Iterator[Sequence[int]], tokens: int, *, limit: int | None) ->
 
 
 def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before a text, and after it; none without a tokenizer."""
+    """Return the ids that a tokenizer puts before a text, and after it; none without a tokenizer."""
     if tokenizer is None:
         return [], []
     bare, whole = (list(tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (False, True))
@@ -151,7 +151,7 @@ def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def begins(ids: NDArray[Any], tokenizer: Any) -> str | None:
-    """The special tokens that all sequences `[samples, tokens]` begin with, as text; None if there are none."""
+    """Return the special tokens that all sequences `[samples, tokens]` begin with, as text; None if there are none."""
     if tokenizer is None or not ids.size:
         return None
     special = {*frame(tokenizer)[0], *tokenizer.all_special_ids}
@@ -207,7 +207,7 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
 
 
 def exchange(text: str) -> Messages:
-    """A piece of text as a conversation: a user begins it, the model goes on.
+    """Return a piece of text as a conversation: a user begins it, the model goes on.
 
     >>> exchange("One two three four five")
     [{'role': 'user', 'content': 'One two'}, {'role': 'assistant', 'content': 'three four five'}]
@@ -222,7 +222,7 @@ def exchange(text: str) -> Messages:
 
 
 def _stopped_clock() -> str:
-    """A macro that stands before a template, and in it for the `strftime_now` that transformers offers."""
+    """Return a macro that stands before a template, and in it for the `strftime_now` that transformers offers."""
     codes = [f"replace('%{code}', '{_DAY.strftime('%' + code)}')" for code in "aAbBdHIjmMpSyY"]
     unpadded = [f"replace('%-{code}', '{int(_DAY.strftime('%' + code))}')" for code in "dHIm"]
     return (

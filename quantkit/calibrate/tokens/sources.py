@@ -79,7 +79,7 @@ class SplitData:
 
 
 def read(reference: str, split: Split, *, chat: bool) -> SplitData:
-    """One split of a calibration set.
+    """Return one split of a calibration set.
 
     Args:
         reference: a shipped name, or a path; see `ids.load_tokens`.
@@ -118,7 +118,7 @@ def read(reference: str, split: Split, *, chat: bool) -> SplitData:
 
 
 def _joined(parts: Sequence[Content], split: Split, where: str) -> Content:
-    """The content of several files as that of one. Raises InputError `calibration-mixed`."""
+    """Return the content of several files as that of one. Raises InputError `calibration-mixed`."""
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         value = f"texts, conversations or input_ids, not one kind, in the split {split!r}"
@@ -132,7 +132,7 @@ def _joined(parts: Sequence[Content], split: Split, where: str) -> Content:
 
 
 def _own_split(whole: Texts | Conversations, split: Split) -> tuple[Content, str]:
-    """A split of what has none, and which part of the whole it is."""
+    """Return a split of what has none, and which part of the whole it is."""
     if isinstance(whole, Conversations):
         count = len(whole.items)
         first, last = cards.bounds(split, count)
@@ -144,7 +144,7 @@ def _own_split(whole: Texts | Conversations, split: Split) -> tuple[Content, str
     text = whole.joiner.join(whole.documents)
 
     def cut(share: float) -> int:
-        """The first white space at or after a share of the text."""
+        """Return the first white space at or after a share of the text."""
         place = int(len(text) * share)
         while place < len(text) and not text[place].isspace():
             place += 1
@@ -155,7 +155,7 @@ def _own_split(whole: Texts | Conversations, split: Split) -> tuple[Content, str
 
 
 def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Content:
-    """The content of one file.
+    """Return the content of one file.
 
     Args:
         suffix: of its name, with the dot.
@@ -190,7 +190,7 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
 
 
 def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) -> tuple[Content, bool]:
-    """A `datasets` folder's content, and whether it has splits of its own (then it is the one asked for).
+    """Return a `datasets` folder's content, and whether it has splits of its own (then it is the one asked for).
 
     Raises:
         InputError: `calibration-unreadable`, `calibration-split`, `calibration-fields`, `calibration-empty`.
@@ -283,7 +283,7 @@ def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool) -> Cont
 
 
 def _holds(record: Any, key: str) -> bool:
-    """Whether a record has this kind of content; a text may be null beside other columns."""
+    """Tell whether a record has this kind of content; a text may be null beside other columns."""
     if not isinstance(record, dict) or key not in record:
         return False
     return isinstance(record[key], str) if key == TEXT else key == IDS or record[key] is not None
@@ -310,7 +310,7 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _is_message(message: dict[str, Any]) -> bool:
-    """A call of a tool may stand for the words, and parts of several kinds too: that is up to the template."""
+    """Tell whether it has a role and words, in whose place a call of a tool or parts of several kinds may stand."""
     words = isinstance(message.get("content"), (str, list)) or "tool_calls" in message
     return isinstance(message.get("role"), str) and words
 

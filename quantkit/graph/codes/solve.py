@@ -30,7 +30,7 @@ from quantkit.graph.pairs.qdq import Codes, Range, bias_of, fits, node_of
 from quantkit.graph.run import Feed, Runner, Stepwise
 from quantkit.graph.sites import Site, patches
 from quantkit.passes import decision
-from quantkit.passes.assign import product
+from quantkit.passes.assign import assigner, product
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.round import Round
 from quantkit.passes.solvers.moments import Moments
@@ -70,7 +70,7 @@ def ranges(
     total: int = 1,
     keeping: Callable[[Collection[str]], Sequence[str]] | None = None,
 ) -> dict[str, Range]:
-    """The range of every tensor with a pair, from what comes through the float graph; nothing is kept whole.
+    """Return the range of every tensor with a pair, from what comes through the float graph; nothing is kept whole.
 
     Args:
         feeds: calibration batches.
@@ -132,7 +132,7 @@ def solved(
     keep: Keep | None = None,
     report: Report | None = None,
 ) -> dict[str, Codes]:
-    """Codes and biases of every chosen site, in the order in which the graph runs.
+    """Return codes and biases of every chosen site, in the order in which the graph runs.
 
     A piece of a graph that is run apart has not the bits that it has inside of a larger one: ONNX Runtime fuses what it
     is given. So sites that were solved before an interruption are run piece by piece again, as they were then, as long
@@ -186,7 +186,7 @@ def solved(
 
 
 def _input(made: ir.Model, site: Site) -> str:
-    """What a site reads in a graph with pairs: behind one, where its producer is quantized."""
+    """Return what a site reads in a graph with pairs: behind one, where its producer is quantized."""
     return str(node_of(made, site).inputs[0].name)  # type: ignore[union-attr]
 
 
@@ -232,7 +232,7 @@ def _learned(
     other: torch.Tensor | None,
     seed: int,
 ) -> tuple[QuantTensor, str]:
-    """What `round` makes of the codes, and why that is what they were, "" where it is not."""
+    """Return what `round` makes of the codes, and why that is what they were, "" where it is not."""
     if len(rows.found) < 2:
         return start, "one sample leaves none to hold out"
     bias = bias_of(site)
@@ -286,3 +286,57 @@ def rounded(x: Array, own: Range) -> Array:
     codes = np.clip(np.rint(x / np.float32(own.scale)) + own.zero, low, high)
     found: Array = ((codes - own.zero) * np.float32(own.scale)).astype(np.float32)
     return found
+
+
+def weights_alone(
+    model: ir.Model,
+    sites: Sequence[Site],
+    feeds: Iterable[Feed],
+    scheme: WeightScheme,
+    passes: Mapping[str, Any],
+    *,
+    again: Mapping[str, QuantTensor] | None = None,
+    keep: Callable[[str, QuantTensor, Sequence[Decision]], None] | None = None,
+    report: Report | None = None,
+) -> dict[str, QuantTensor]:
+    """Site -> its weight [N, K] in codes.
+
+    Args:
+        feeds: calibration batches; each runs once.
+        passes: that choose codes, name -> settings; the feeds are looked at for one that needs a Hessian.
+        again: site -> its codes, of those that a call just like this one had come to before it was interrupted.
+        keep: given the codes of each site once they are chosen, and what was done otherwise than asked.
+    """
+    again = again or {}
+    left = [site for site in sites if site.name not in again]
+    solver = assigner(passes)
+    looks = solver is not None and "hessian" in solver.needs
+    moments = _moments(model, sites, left, feeds) if left and looks else {}
+    found = {}
+    for done, site in enumerate(sites):
+        if site.name in again:
+            found[site.name] = again[site.name]
+            continue
+        matrix = torch.from_numpy(site.matrix().copy())
+        seen = moments.get(site.name)
+        found[site.name] = product(matrix, seen, scheme, passes)
+        if keep is not None:
+            keep(site.name, found[site.name], [] if seen is None else seen.decisions)
+        if report is not None:
+            report((done + 1) / len(sites), site.name)
+    return found
+
+
+def _moments(model: ir.Model, sites: Sequence[Site], left: Sequence[Site], feeds: Iterable[Feed]) -> dict[str, Moments]:
+    """Site -> E[x xᵀ] [groups, K, K] of those that are left; none for products that nothing but zeros came to."""
+    given = {str(value.name) for value in model.graph.inputs}
+    runner = Runner(model, [site.input for site in sites if site.input not in given])
+    sums: dict[str, torch.Tensor] = {}
+    for feed in feeds:
+        seen = {**feed, **runner(feed)}
+        for site in left:
+            rows = torch.from_numpy(np.ascontiguousarray(patches(site, seen[site.input])))
+            part = (rows.transpose(1, 2) @ rows).double() / rows.shape[1]
+            sums[site.name] = sums[site.name] + part if site.name in sums else part
+    alive = {name for name, total in sums.items() if bool((total.diagonal(dim1=1, dim2=2).sum(1) > 0).all())}
+    return {name: Moments(total, name=name) for name, total in sums.items() if name in alive}

@@ -24,7 +24,7 @@ __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]
 
 
 def fusions(feeds: Feeds = (), *, equalize: bool = True) -> tuple[Fusion, ...]:
-    """All of them, in the order in which one makes room for the next; `equalize` probes clips with the feeds."""
+    """Return all of them, in the order in which one makes room for the next; `equalize` probes clips with the feeds."""
     exact = (
         *(Opset(), Constants(), NoOps()),
         *(PlainProducts(), LinearBias(), PadConv(), ConvBatchNorm(), LayerNorm(), Gelu(), MeanPool()),
@@ -82,7 +82,7 @@ def _size(model: ir.Model) -> int:
 
 
 def _proof(model: ir.Model, feeds: Feeds, expected: list[list[Any]], most: float) -> tuple[float, str]:
-    """How far the outputs are from what is expected, and why that undoes a fusion, "" where it does not."""
+    """Tell how far the outputs are from what is expected, and why that undoes a fusion, "" where it does not."""
     try:
         apart = difference(expected, outputs(model, feeds))
     except InputError as problem:

@@ -32,7 +32,7 @@ class Rule(RewriteRuleClassBase):  # type: ignore[misc]
         raise NotImplementedError
 
     def check(self, context: MatchContext, **bound: ir.Value) -> MatchResult:
-        """What onnxscript asks."""
+        """Return what onnxscript asks."""
         reason: str | None = self.refuses(context, **bound)
         inside = [each for node in context.nodes for each in node.outputs if each not in context.output_values]
         if reason == "":
@@ -61,7 +61,7 @@ def opset(model: ir.Model) -> int:
 
 
 def keep_name(of: ir.Value) -> str | None:
-    """The name for the node that takes the place of the one that computes `of`."""
+    """Return the name for the node that takes the place of the one that computes `of`."""
     node: Any = of.producer()
     return None if node is None else node.name
 

@@ -77,7 +77,7 @@ def behind(value: ir.Value) -> ir.Value:
 
 
 def absorbed(node: ir.Node, grid: Grid) -> str:
-    """Why a quantizer of the clip's output does not absorb the clip; "" where it does."""
+    """Tell why a quantizer of the clip's output does not absorb the clip; "" where it does."""
     ends = bounds(node)
     if ends is None:
         return "its bounds are not constants"
@@ -126,7 +126,7 @@ def _why_not(node: ir.Node, quantizers: set[ir.Node]) -> str:
 
 
 def grid_of(quantizer: ir.Node) -> Grid | None:
-    """The grid of a QuantizeLinear with one constant scale; None of any other."""
+    """Return the grid of a QuantizeLinear with one constant scale; None of any other."""
     scale = scalar(quantizer.inputs[1])
     given = quantizer.inputs[2] if len(quantizer.inputs) > 2 else None
     zero = constant(given)

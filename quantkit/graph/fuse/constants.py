@@ -78,7 +78,7 @@ def _without_allowzero(model: ir.Model) -> None:
 
 
 def _computing(model: ir.Model) -> dict[str, ir.Node]:
-    """Every node but constants, by name."""
+    """Return every node but constants, by name."""
     every = ir.traversal.RecursiveGraphIterator(model.graph)
     return {name_of(node): node for node in every if node.op_type != "Constant"}
 
@@ -89,7 +89,7 @@ def _fixed(node: ir.Node) -> bool:
 
 
 def _should_fold(node: ir.Node) -> bool | None:
-    """Whether to try; onnxscript's own size rule (None) where the result's size is not known beforehand."""
+    """Tell whether to try; onnxscript's own size rule (None) where the result's size is not known beforehand."""
     if node.op_type in _KEPT:
         return False
     shape = node.outputs[0].shape

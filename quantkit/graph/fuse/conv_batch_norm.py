@@ -57,7 +57,7 @@ class ConvBatchNorm:
 
 
 def _product(node: ir.Node) -> ir.Node | None:
-    """What computes the input of a follower, if it can be folded into at all."""
+    """Return what computes the input of a follower, if it can be folded into at all."""
     sides = node.inputs[:2] if node.op_type in ("Mul", "Add") else node.inputs[:1]
     for place, value in enumerate(sides):
         producer = None if value is None else value.producer()

@@ -71,7 +71,7 @@ class Equalize:
         return found
 
     def _reached(self, model: ir.Model, clips: Sequence[ir.Node]) -> dict[str, float]:
-        """The largest input of each clip on the probe, by its name; of the main graph alone."""
+        """Return the largest input of each clip on the probe, by its name; of the main graph alone."""
         inputs = {value.name: None for clip in clips if clip.graph is model.graph for value in clip.inputs[:1] if value}
         names = [name for name in inputs if name is not None]
         if not names or not self._feeds:
@@ -122,7 +122,7 @@ def _refuses(pair: _Pair) -> str:
 
 
 def _binds(clip: ir.Node, reached: Mapping[str, float]) -> str:
-    """Why a clip is no ReLU as far as the probe goes."""
+    """Tell why a clip is no ReLU as far as the probe goes."""
     ends = bounds(clip)
     if ends is None or ends[0] != 0:
         return f"the lower bound of {name_of(clip)} is not 0"

@@ -58,7 +58,7 @@ def _is(number: float | None, expected: float) -> bool:
 
 
 def _split(value: ir.Value | None, kind: str) -> tuple[float, ir.Value] | None:
-    """The scalar and the other operand of a Mul or Add by a scalar (a Div counts as a Mul by its inverse)."""
+    """Return the scalar and the other operand of a Mul or Add by a scalar (a Div counts as a Mul by its inverse)."""
     node = value.producer() if value is not None else None
     if node is None or len(node.inputs) != 2 or node.inputs[0] is None or node.inputs[1] is None:
         return None
@@ -90,7 +90,7 @@ def _argument(node: ir.Node) -> ir.Value | None:
 
 
 def _factors(value: ir.Value, x: ir.Value) -> tuple[float, list[ir.Value]]:
-    """A product as a number and what else is multiplied; x itself is never taken apart."""
+    """Return a product as a number and what else is multiplied; x itself is never taken apart."""
     number, node = scalar(value), value.producer()
     if number is not None:
         return number, []

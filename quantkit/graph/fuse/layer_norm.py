@@ -110,7 +110,7 @@ def _axes(mean: ir.Value, rank: int | None) -> list[int] | None:
 
 
 def _fits(weight: ir.Value, x: ir.Value, axes: int) -> bool:
-    """Whether a weight is a constant with one number for each element that is normalized together."""
+    """Tell whether a weight is a constant with one number for each element that is normalized together."""
     w = constant(weight)
     if w is None or w.ndim != axes:
         return False

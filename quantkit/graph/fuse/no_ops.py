@@ -122,7 +122,7 @@ def _transpose(node: ir.Node) -> ir.Value | None:
 
 
 def _permuted(node: ir.Node) -> tuple[ir.Node | None, list[int]]:
-    """The Transpose that a Transpose reads, and the permutation of both together."""
+    """Return the Transpose that a Transpose reads, and the permutation of both together."""
     first, order = _producer(node, "Transpose"), node.attributes.get_ints("perm")
     inner = None if first is None else first.attributes.get_ints("perm")
     return (None, []) if inner is None or order is None else (first, [inner[axis] for axis in order])
@@ -179,7 +179,7 @@ def _undone(by: str) -> Callable[[ir.Node], ir.Value | None]:
 
 
 def _producer(node: ir.Node, kind: str) -> ir.Node | None:
-    """What computes a node's input, if that is of a kind and in the same graph."""
+    """Return what computes a node's input, if that is of a kind and in the same graph."""
     x = _input(node)
     first = x.producer() if x is not None else None
     same = first is not None and first.op_type == kind and first.domain == node.domain and first.graph is node.graph

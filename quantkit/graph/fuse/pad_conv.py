@@ -53,7 +53,7 @@ class PadConv:
 
 
 def _zeros(pad: ir.Node) -> tuple[list[int], str]:
-    """How many zeros stand before and behind each dimension after the channels, or a reason why that is not so."""
+    """Tell how many zeros stand before and behind each dimension after the channels, or a reason why that is not so."""
     if pad.attributes.get_string("mode", "constant") != "constant":
         return [], "it pads with something else than a constant"
     value = pad.inputs[2] if len(pad.inputs) > 2 else None

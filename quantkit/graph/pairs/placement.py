@@ -128,7 +128,7 @@ def without(
 
 
 def before(model: ir.Model, sites: Sequence[Site]) -> Placement:
-    """Where pairs go for TensorRT: before products, and on one input of a sum behind a convolution.
+    """Tell where pairs go for TensorRT: before products, and on one input of a sum behind a convolution.
 
     TensorRT moves pairs itself and fuses what stands between a DequantizeLinear and the next QuantizeLinear into the
     product. Outputs have no pair of their own: the one who reads them says whether they are quantized. Of a sum behind
@@ -153,5 +153,5 @@ def before(model: ir.Model, sites: Sequence[Site]) -> Placement:
 
 
 def _only(value: ir.Value, made: set[str]) -> bool:
-    """Whether a convolution makes it for this sum alone."""
+    """Tell whether a convolution makes it for this sum alone."""
     return value.name in made and len(value.uses()) == 1 and not value.is_graph_output()

@@ -55,7 +55,7 @@ class Codes:
     alone: Array | None = None
 
     def values(self) -> Array:
-        """What the codes stand for, [N, K] float32."""
+        """Return what the codes stand for, [N, K] float32."""
         found: Array = self.codes.astype(np.float32) * self.scale[:, None]
         return found
 
@@ -67,7 +67,7 @@ def unsigned(codes: Array) -> Array:
 
 
 def bias_of(site: Site) -> Array | None:
-    """The constant that a product adds, [N]; a MatMul has none of its own."""
+    """Return the constant that a product adds, [N]; a MatMul has none of its own."""
     if site.node.op_type == "MatMul" or len(site.node.inputs) < 3 or site.node.inputs[2] is None:
         return None
     found = constant(site.node.inputs[2])
@@ -87,7 +87,7 @@ def insert(
     *,
     weight_type: WeightType | Mapping[str, WeightType] = "uint8",
 ) -> ir.Model:
-    """A copy of the float graph with pairs, integer weights and biases.
+    """Return a copy of the float graph with pairs, integer weights and biases.
 
     Args:
         ranges: of each tensor of the placement.
@@ -122,7 +122,7 @@ def insert(
 
 
 def _stored(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
-    """A constant of a graph, apart from its other constants."""
+    """Return a constant of a graph, apart from its other constants."""
     return initializer(graph, values, name=name, taken=graph.initializers)
 
 
@@ -170,7 +170,7 @@ def _hold(made: ir.Model, node: ir.Node) -> ir.Value:
 
 
 def node_of(made: ir.Model, site: Site) -> ir.Node:
-    """A product in a graph with pairs; where the graph gives out what it makes, a pair stands between."""
+    """Return a product in a graph with pairs; where the graph gives out what it makes, a pair stands between."""
     node = next(node for node in made.graph if any(value.name == site.output for value in node.outputs))
     while node.op_type in ("QuantizeLinear", "DequantizeLinear"):
         before = node.inputs[0].producer()  # type: ignore[union-attr]

@@ -84,12 +84,12 @@ def search_scales(
 
 
 def transformed(hessian: Tensor, scales: Tensor) -> Tensor:
-    """The Hessian of inputs divided by `scales`: `diag(s)⁻¹ H diag(s)⁻¹`, [K, K] float32."""
+    """Return the Hessian of inputs divided by `scales`: `diag(s)⁻¹ H diag(s)⁻¹`, [K, K] float32."""
     return hessian.float() / scales / scales.unsqueeze(1)
 
 
 def clip(weight: Tensor, hessian: Tensor, scheme: WeightScheme, search: ranges.Search | None = None) -> Tensor:
-    """The weight [N, K] cut to the ends of the grids that cost least at the output of each group.
+    """Return the weight [N, K] cut to the ends of the grids that cost least at the output of each group.
 
     A group's cost is `d H_gg dᵀ` with the block of the Hessian that belongs to it, as if all others were exact. What
     rounds the result with min-max ranges then uses these grids. Raises InputError as `search_scales`.
@@ -121,7 +121,7 @@ def _power(size: Tensor, alpha: float) -> Tensor:
 
 
 def _shared(size: Tensor, producers: Tensor | None, channels: int | None) -> Tensor:
-    """The magnitude of each input's producer: the root mean square over the inputs that come from it."""
+    """Return the magnitude of each input's producer: the root mean square over the inputs that come from it."""
     if producers is None:
         return size.float()
     count = int(producers.max()) + 1 if channels is None else channels

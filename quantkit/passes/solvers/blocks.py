@@ -32,7 +32,7 @@ _REFINEMENTS = 3
 
 
 def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) -> BlockGrid:
-    """The grid with the least weighted squared rounding error among those tried.
+    """Return the grid with the least weighted squared rounding error among those tried.
 
     Args:
         target: [K, N] float32, the weights transposed.
@@ -65,7 +65,7 @@ def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) 
 
 
 def spanning(target: Tensor, form: BlockFormat, scheme: WeightScheme) -> BlockGrid:
-    """The grid that reaches from the smallest to the largest weight of each group; arguments as of `placed`."""
+    """Return the grid that reaches from the smallest to the largest weight of each group; arguments as of `placed`."""
     return form.held(*form.parameters(*extremes(target.T, scheme), scheme))
 
 
@@ -78,7 +78,7 @@ def storable(scale: Tensor, place: int, grid: BlockGrid, form: BlockFormat) -> T
 
 
 def rescaled(grid: BlockGrid, form: BlockFormat, scale: Tensor) -> BlockGrid:
-    """A grid with scales [G, N] that are `storable` in it."""
+    """Return a grid with scales [G, N] that are `storable` in it."""
     stored = grid.super_blocks
     if stored is None or not isinstance(form, SuperBlockFormat):
         return replace(grid, scale=scale.T.contiguous())
@@ -99,7 +99,7 @@ class _Weights:
         return (self.costs.transpose(1, 2) @ values).squeeze(1)
 
     def nearest(self, scale: Tensor, offset: Tensor) -> Tensor:
-        """The nearest values [G, L, N], in units of the scale."""
+        """Return the nearest values [G, L, N], in units of the scale."""
         shifted = self.exact - offset.unsqueeze(1) if self.form.has_offset else self.exact
         return self.form.snap(shifted * _quotient(1.0, scale).unsqueeze(1))
 
@@ -114,7 +114,7 @@ class _Weights:
         return mean, self.exact - mean.unsqueeze(1)
 
     def fitted(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best scale and offset for values, and by how much they lower the cost of the best offset alone."""
+        """Return the best scale and offset for values, and by how much they lower the cost of the best offset alone."""
         if not self.form.has_offset:
             products = self.total(values * self.exact)
             scale = _quotient(products, self.total(values.square()))
@@ -180,7 +180,7 @@ def _placed(weights: _Weights) -> tuple[Tensor, ...]:
 
 
 def _free(weights: _Weights) -> tuple[Tensor, Tensor]:
-    """The best scale and offset of those tried, in float32."""
+    """Return the best scale and offset of those tried, in float32."""
     form = weights.form
     low, high = weights.exact.amin(1), weights.exact.amax(1)
     if form.has_offset:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def launched(tensor: Tensor) -> bool:
-    """Whether what is done to this tensor is to be few launches, and never to wait for their results."""
+    """Tell whether what is done to this tensor is to be few launches, and never to wait for their results."""
     return tensor.device.type != "cpu"
 
 
@@ -33,12 +33,12 @@ def precision() -> str:
 
 
 def known(form: GridFormat) -> bool:
-    """Whether the kernels know the grid of a format: whole numbers, or scaled elements of up to eight bits."""
+    """Tell whether the kernels know the grid of a format: whole numbers, or scaled elements of up to eight bits."""
     return isinstance(form, IntegerFormat | ScaledFormat)
 
 
 def folding(scales: Tensor) -> Ways | None:
-    """What folds scales: on a device a launch for each producer, and one for each of its readers."""
+    """Return what folds scales: on a device a launch for each producer, and one for each of its readers."""
     if not launched(scales):
         return None
     from quantkit.kernels.solving.losses import absorbed_at_once, spread_at_once

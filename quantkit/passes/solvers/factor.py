@@ -67,14 +67,14 @@ def check_finite(hessian: Tensor, where: str = "") -> None:
 
 
 def raised_damping(damping: float, times: int) -> float:
-    """The share that is added when a factor with `damping` did not exist so often."""
+    """Return the share that is added when a factor with `damping` did not exist so often."""
     for _ in range(times):
         damping = max(damping * 10, 1e-4)
     return damping
 
 
 def no_factor(damping: str, where: str = "") -> InputError:
-    """The error for a Hessian that has no factor, however much damping was added."""
+    """Return the error for a Hessian that has no factor, however much damping was added."""
     value, rule = f"no Cholesky factor with damping {damping}", "a Hessian is a sum of squares"
     remedy = "use more calibration text, or leave this layer in high precision with an override"
     return InputError("hessian-not-positive", where=where, value=value, rule=rule, remedy=remedy)

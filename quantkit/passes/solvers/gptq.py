@@ -74,7 +74,7 @@ class GptqResult:
 
 
 def gptq(weight: Tensor, hessian: Tensor | Factor, scheme: WeightScheme, **settings: Any) -> GptqResult:
-    """Codes of one weight [N, K]; settings are those of `gptq_shared`."""
+    """Return codes of one weight [N, K]; settings are those of `gptq_shared`."""
     return gptq_shared([weight], hessian, scheme, **settings)[0]
 
 
@@ -91,7 +91,7 @@ def gptq_shared(
     refit: bool = True,
     neighbours: Tensor | None = None,
 ) -> list[GptqResult]:
-    """Codes of weights that receive the same input, with one factor of their Hessian.
+    """Return codes of weights that receive the same input, with one factor of their Hessian.
 
     Args:
         weights: each [N_i, K], of any float dtype; never modified.
@@ -165,7 +165,7 @@ class _Grid:
     block: BlockGrid | None
 
     def launch(self, target: Tensor) -> tuple[Any, ...]:
-        """The grid as the kernels take it, from scales to the ends."""
+        """Return the grid as the kernels take it, from scales to the ends."""
         zero = None if self.zero is None else self.zero.contiguous()
         return self.scale, zero, *device.table(self.form, target.device), self.form.low, self.form.high
 
@@ -376,7 +376,7 @@ _ATTEMPTS = 6
 def gptq_rows(
     weight: Tensor, hessian: Tensor, scheme: WeightScheme, *, damping: float = 0.01, shrink: float = 0.3
 ) -> tuple[Tensor, Tensor]:
-    """Codes [N, K] int8 and scales [N] float32.
+    """Return codes [N, K] int8 and scales [N] float32.
 
     Args:
         hessian: [N, K, K], of each row's inputs; one that saw nothing is taken for the identity.

@@ -45,7 +45,7 @@ class Moments:
     _solved: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Any, make: Callable[[], Found]) -> Found:
-        """What `make` gives, made once: pieces of a weight share a factor."""
+        """Return what `make` gives, made once: pieces of a weight share a factor."""
         if key not in self._solved:
             self._solved[key] = make()
         found: Found = self._solved[key]

@@ -44,7 +44,7 @@ class Search:
 
 
 def integer_format(scheme: WeightScheme) -> IntegerFormat:
-    """The scheme's format, which has to be a uniform integer one. Raises InputError (`format-not-integer`)."""
+    """Return the scheme's format, which has to be a uniform integer one. Raises InputError (`format-not-integer`)."""
     form = load_format(scheme.format)
     if isinstance(form, IntegerFormat):
         return form
@@ -53,14 +53,14 @@ def integer_format(scheme: WeightScheme) -> IntegerFormat:
 
 
 def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
-    """Ranges from the smallest to the largest weight of each group; the rest as of `searched`."""
+    """Return ranges from the smallest to the largest weight of each group; the rest as of `searched`."""
     return searched(weight, scheme, None, Search(steps=0, refinements=0))
 
 
 def searched(
     weight: Tensor, scheme: WeightScheme, importance: Tensor | None = None, search: Search | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Ranges with the least (weighted) squared rounding error among those tried; never worse than min-max.
+    """Return ranges with the least (weighted) squared rounding error among those tried; never worse than min-max.
 
     Args:
         weight: [N, K] of any float dtype.
@@ -104,7 +104,7 @@ def for_output(
 
 
 def blocks(hessian: Tensor, length: int) -> Tensor:
-    """The blocks on the diagonal of [K, K]: [K / length, length, length] float32."""
+    """Return the blocks on the diagonal of [K, K]: [K / length, length, length] float32."""
     return torch.stack(
         [hessian[at : at + length, at : at + length].float() for at in range(0, hessian.shape[0], length)]
     )
@@ -193,7 +193,7 @@ def _search(
     weights = part.new_ones(part.shape[0]) if costs is None else costs
 
     def total(left: Tensor, right: Tensor) -> Tensor:
-        """The sums of left * costs * right, [n]; overwrites left."""
+        """Return the sums of left * costs * right, [n]; overwrites left."""
         if weights.dim() == 2:
             return left.mul_(weights @ right).sum(dim=0)
         return weights @ left.mul_(right)

@@ -65,7 +65,7 @@ class Rotation:
         return found.reshape(rows.shape)
 
     def on(self, device: torch.device) -> Rotation:
-        """The same there."""
+        """Return the same there."""
         mirror = None if self.mirror is None else self.mirror.to(device)
         return Rotation(self.signs.to(device), tuple(each.to(device) for each in self.factors), mirror)
 
@@ -104,13 +104,13 @@ def hadamard_rotation(size: int, seed: int) -> Rotation:
 
 
 def random_rotation(size: int, seed: int) -> Rotation:
-    """A random orthogonal matrix, uniform over all of them: dense, n² numbers."""
+    """Return a random orthogonal matrix, uniform over all of them: dense, n² numbers."""
     generator = torch.Generator().manual_seed(seed)
     return Rotation(torch.ones(size, dtype=torch.float64), (_random(size, generator),))
 
 
 def is_hadamard(size: int) -> bool:
-    """Whether a Hadamard matrix of that order is constructed here."""
+    """Tell whether a Hadamard matrix of that order is constructed here."""
     return hadamard_orders(size) is not None
 
 
@@ -140,7 +140,7 @@ def hadamard_orders(size: int) -> tuple[int, ...] | None:
 
 @cache
 def hadamard(order: int) -> Tensor:
-    """A Hadamard matrix, float64 of 1 and -1: `H Hᵀ = order`, one of `hadamard_orders`; else ValueError."""
+    """Return a Hadamard matrix, float64 of 1 and -1: `H Hᵀ = order`, one of `hadamard_orders`; else ValueError."""
     if order & (order - 1) == 0:
         matrix = torch.ones(1, 1, dtype=torch.float64)
         while matrix.shape[0] < order:
@@ -166,7 +166,7 @@ def hadamard(order: int) -> Tensor:
 
 
 def _paley(order: int) -> tuple[int, int] | None:
-    """The prime and the kind (1 or 2) of a construction of that order."""
+    """Return the prime and the kind (1 or 2) of a construction of that order."""
     if order % 4 == 0 and _is_prime(order - 1):
         return order - 1, 1
     half = order // 2 - 1

@@ -57,12 +57,12 @@ class LearnedRounding:
         self.factor = torch.ones_like(self._scale)
 
     def values(self) -> Tensor:
-        """What the present codes stand for, [N, K] float32."""
+        """Return what the present codes stand for, [N, K] float32."""
         scale = self._stored().float()
         return (self._codes(scale)[0] * scale).reshape(self._start.shape)
 
     def tensor(self) -> QuantTensor:
-        """The present codes and scales."""
+        """Return the present codes and scales."""
         scale = self._stored()
         codes = self._codes(scale.float())[0]
         if self._start.zero is not None:
@@ -96,7 +96,7 @@ class LearnedRounding:
         return self._form.stored(self._scale * self.factor, self._start.scheme)
 
     def _codes(self, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes less zero [N, G, L], and 1 where a weight was not clipped."""
+        """Return codes less zero [N, G, L], and 1 where a weight was not clipped."""
         wanted = (self._weight / scale).add_(self._shift).add_(self.offset).round_()
         codes = wanted.clamp(self._low, self._high)
         return codes, (codes == wanted).float()

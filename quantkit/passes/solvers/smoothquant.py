@@ -52,7 +52,7 @@ def search(
     producers: Tensor | None = None,
     channels: int | None = None,
 ) -> Scaling:
-    """The α of a grid on [0, 1] with the least error at the output, weights and inputs both quantized.
+    """Return the α of a grid on [0, 1] with the least error at the output, weights and inputs both quantized.
 
         cost(s) = sum over the weights of ||Q(X / s) Q(W s)ᵀ - X Wᵀ||²
 
@@ -89,7 +89,7 @@ def search(
 
 
 def _shared(values: Tensor, producers: Tensor | None, channels: int | None) -> Tensor:
-    """The largest value of all inputs that come from one channel."""
+    """Return the largest value of all inputs that come from one channel."""
     if producers is None:
         return values
     largest = values.new_zeros(channels or int(producers.max()) + 1).scatter_reduce_(0, producers, values, "amax")

@@ -23,7 +23,7 @@ _STEPS, _LEAST = 16, 0.5
 
 
 def bounded(scheme: WeightScheme) -> bool:
-    """Whether codes of a scheme are multiplied as bytes with one scale a row, so that this concerns them."""
+    """Tell whether codes of a scheme are multiplied as bytes with one scale a row, so that this concerns them."""
     return scheme.format == "int8" and scheme.symmetric and scheme.granularity == "channel"
 
 

@@ -160,12 +160,12 @@ class Network:
 
     def _rounded(self) -> dict[str, NetworkProduct]:
         """Quantize weights alone, or in 8-bit floats."""
-        from quantkit.graph.codes.weights_only import rounded
+        from quantkit.graph.codes.solve import weights_alone
         from quantkit.graph.pairs.qdq import bias_of
 
         assert self.weights is not None
         products = Products(self.steps, "codes", list(self.sites), self.weights)
-        tensors = rounded(
+        tensors = weights_alone(
             self.prepared.graph.model,
             self.prepared.sites,
             self.feeds[: solving(self.prepared)],
