@@ -2,7 +2,7 @@
 
     python benchmarks/tensorrt_formats.py
 
-A Llama of one layer (128 wide, two heads of 64) in every form that `quantkit/exporters/tensorrt/network/weights.py`
+A Llama of one layer (128 wide, two heads of 64) in every form that `quantkit/exporters/tensorrt/dialect.py`
 writes is checked in ONNX Runtime (or onnx's reference evaluator) and built for every GPU that the library lists. The
 cells `tensorrt_rtx` of `export/*.yaml` rest on what is recorded here. No GPU is needed; nothing is timed.
 """
@@ -17,10 +17,10 @@ from typing import Any
 from harness.record import parsing, record, show
 
 from quantkit.errors import InputError
+from quantkit.exporters.tensorrt import check as check_network
 from quantkit.exporters.tensorrt import engine as _engine
 from quantkit.exporters.tensorrt.engine import TensorrtOptions
 from quantkit.exporters.tensorrt.exporter import NETWORK, write_network
-from quantkit.exporters.tensorrt.network import check as check_network
 from quantkit.exporters.tensorrt.profiles import inputs_of, shapes
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format

@@ -25,10 +25,11 @@ from harness.turns import in_turns
 
 from quantkit import machine
 from quantkit.exporters.onnx.dialect import OrtDialect
-from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
+from quantkit.exporters.onnx.nbits import LinearSpec, WeightsByName
 from quantkit.exporters.onnx.single_op import EXACT_SUMS
 from quantkit.exporters.trace.transformer import DOMAIN, Traced
 from quantkit.formats.base import activation
+from quantkit.formats.base.activation import InputCodes
 from quantkit.measurement.timing.schedule import Visit
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.stats.abba import compare

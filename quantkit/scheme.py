@@ -17,8 +17,8 @@ from quantkit.errors import did_you_mean
 
 
 def _known_format(name: str) -> str:
-    if name not in plugins.FORMATS:
-        raise ValueError(f"no format is called {name!r}; {did_you_mean(name, plugins.FORMATS.names())}")
+    if plugins.format_rules(name) is None:
+        raise ValueError(f"no format is called {name!r}; {did_you_mean(name, plugins.format_names())}")
     return name
 
 
@@ -55,9 +55,10 @@ class WeightScheme(Closed):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_format(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("format") not in plugins.FORMATS:
+        form = data.get("format") if isinstance(data, dict) else None
+        rules = plugins.format_rules(form) if isinstance(form, str) else None
+        if rules is None:
             return data
-        rules = plugins.FORMATS.load(data["format"]).rules
         filled = {"granularity": next(iter(rules.granularities)), "symmetric": rules.symmetric[0]}
         filled |= {"scale": rules.scales[0], **data}
         if filled.get("group") is None and isinstance(filled["granularity"], str):
@@ -72,7 +73,7 @@ class WeightScheme(Closed):
 
     @model_validator(mode="after")
     def _what_the_format_has(self) -> Self:
-        rules = plugins.FORMATS.load(self.format).rules
+        rules = self._rules
         if self.granularity not in rules.granularities:
             raise ValueError(f"{self.format} has granularity {_either(rules.granularities)}, not {self.granularity}")
         if rules.groups and self.group not in (None, *rules.groups):
@@ -85,11 +86,17 @@ class WeightScheme(Closed):
         return self
 
     @property
+    def _rules(self) -> plugins.Rules:
+        rules = plugins.format_rules(self.format)
+        assert rules is not None  # `FormatName` has seen to it
+        return rules
+
+    @property
     def multiple(self) -> int:
         """Divisor of K: a group, or several that are stored together."""
         if self.granularity != "group" or self.group is None:
             return 1
-        return plugins.FORMATS.load(self.format).rules.multiple or self.group
+        return self._rules.multiple or self.group
 
     def padding(self, columns: int) -> int:
         """Count the columns that fill up the last group of K = `columns`; blocks are cut off at the edge instead."""
@@ -185,9 +192,9 @@ class CacheScheme(Closed):
 
 def _bounded(name: str, what: str) -> str:
     """A format that activations can have (`Rules.activations`). Raises ValueError."""
-    if name not in plugins.FORMATS or not plugins.FORMATS.load(name).rules.activations:
-        able = [each for each in plugins.FORMATS.shipped() if plugins.FORMATS.load(each).rules.activations]
-        raise ValueError(f"{what} cannot be in {name}; use {_either(able)}")
+    rules = plugins.format_rules(name)
+    if rules is None or not rules.activations:
+        raise ValueError(f"{what} cannot be in {name}; use {_either(plugins.format_names(activations=True))}")
     return name
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.exporters.tensorrt.network.check import RunningNetwork
+from quantkit.exporters.tensorrt.check import RunningNetwork
 from quantkit.exporters.tensorrt.profiles import ProfileShapes, inputs_of, shapes
 from quantkit.runtimes.tensorrt.library import Library, Name
 from quantkit.target import Profile

@@ -261,7 +261,7 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
     """`ids` [1, 16] and `logits` [1, 16, V] of `network.onnx`, on the CPU, as the exporter checks it."""
     import onnx_ir as ir
 
-    from quantkit.exporters.tensorrt.network.check import RunningNetwork, in_floats
+    from quantkit.exporters.tensorrt.check import RunningNetwork, in_floats
 
     running = RunningNetwork(in_floats(ir.load(folder / "network.onnx")), folder)
     vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]

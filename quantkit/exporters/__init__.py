@@ -42,7 +42,6 @@ class LayerSpec:
         merged: the linears of experts, which transformers merges while it loads them.
         partly: whether calibration may leave some experts in high precision.
         activations: linear -> how its input is quantized.
-        cache: how keys and values are quantized.
         obstacles: what transformers would not load of it packed.
         source: the model; None of a finished bundle, and of a recipe.
         largest: parameter -> its largest magnitude, of those that were looked at.
@@ -68,21 +67,22 @@ class LayerSpec:
     def demand_graph(self, export: str) -> None:
         """Refuse what no one graph can be traced of.
 
-        Raises:
-            InputError: `layout-unsupported` for a mixture of experts, `attention-unsupported` for attention of a
-                model's own.
+        Raises InputError: `layout-unsupported` for a mixture of experts, `attention-unsupported` for attention of a
+        model's own.
         """
         if self.untraced:
-            raise InputError(
-                "attention-unsupported",
-                where=self.untraced,
-                value="its attention does not go through transformers' AttentionInterface",
-                rule="only then is it known what it computes, and its cache can be exported",
-                remedy=f"leave `{export}` out of `export`",
-            )
+            value = "its attention does not go through transformers' AttentionInterface"
+            rule = "only then is it known what it computes, and its cache can be exported"
+            raise unattended(self.untraced, value, rule, _without(export))
         for linear in sorted({*self.merged, *self.stacked})[:1]:
             rule = "the graph is traced once, and which expert runs depends on the data"
-            raise unheld(linear, "belongs to a mixture of experts", rule, f"leave `{export}` out of `export`")
+            raise unheld(linear, "belongs to a mixture of experts", rule, _without(export))
+
+    def demand_float_cache(self, export: str) -> None:
+        """Refuse a quantized KV cache. Raises InputError `layout-unsupported`."""
+        if self.cache is not None:
+            value, rule = f"a KV cache in {self.cache.format}", "this exporter's cache is in float32"
+            raise unheld("scheme.kv_cache", value, rule, _without(export))
 
 
 class Exporter(Protocol):
@@ -119,9 +119,7 @@ class Exporter(Protocol):
     def accepts(self, options: Any, asked: LayerSpec) -> None:
         """Refuse, before any work, what the destination cannot hold.
 
-        Raises:
-            InputError: `layout-unsupported`, naming the first layer.
-            MissingDependency: what it is written with.
+        Raises InputError: `layout-unsupported`, naming the first layer; MissingDependency: what it is written with.
         """
 
     def holds(self, options: Any, runtime: str, asked: LayerSpec) -> State:
@@ -130,16 +128,14 @@ class Exporter(Protocol):
         Returns:
             `native` where it leaves all of it, `emulated` where floats are stored.
 
-        Raises:
-            InputError: `layout-unsupported`; it cannot be stored so, or that runtime has no kernel for it so.
+        Raises InputError: `layout-unsupported`; it cannot be stored so, or that runtime has no kernel for it so.
         """
         ...
 
     def storage(self, options: Any, laid: LaidOver) -> Storage:
         """Predict the bytes of what it writes; by default of every tensor as a value.
 
-        Raises:
-            InputError: `layout-unsupported`.
+        Raises InputError: `layout-unsupported`.
         """
         return laid.tensors(None)
 
@@ -166,11 +162,9 @@ class Exporter(Protocol):
         return ""
 
     def export(self, folder: Path, values: Values, options: Any) -> list[Decision]:
-        """Write everything of a model into `folder`; what was done otherwise than asked comes back.
+        """Write everything of a model into `folder`; return what was done otherwise than asked.
 
-        Raises:
-            InputError: the exporter's own.
-            Stopped: `disk-full`.
+        Raises InputError: the exporter's own; Stopped: `disk-full`.
         """
         ...
 
@@ -219,12 +213,21 @@ load_exporter = Kind[Exporter]("exporters").load
 
 
 def reader(name: str, options: Mapping[str, Any]) -> str:
-    """The runtime that reads what an exporter writes: the library that its options name, else its first."""
+    """Name the runtime that reads what an exporter writes: the library that its options name, else its first."""
     runtimes = load_exporter(name).runtimes
     asked = options.get("library")
     return str(asked if asked in runtimes else runtimes[0])
 
 
 def unheld(where: str, value: str, rule: str, remedy: str) -> InputError:
-    """`layout-unsupported`: a destination cannot hold something."""
+    """Make `layout-unsupported`: a destination cannot hold something."""
     return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+
+
+def unattended(where: str, value: str, rule: str, remedy: str) -> InputError:
+    """Make `attention-unsupported`: no graph holds such attention."""
+    return InputError("attention-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+
+
+def _without(export: str) -> str:
+    return f"leave `{export}` out of `export`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,7 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
     Args:
         config: None: the source's, and nothing about how its weights are stored.
 
-    Raises:
-        Stopped: `disk-full`.
+    Raises Stopped: `disk-full`.
     """
     if config is None:
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
@@ -50,7 +50,7 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
 
 
 def carried(folder: Path, *, code: bool = False) -> Iterator[tuple[Path, str]]:
-    """(file, name in the new folder) of what goes along unchanged: tokenizer, generation config, template, licence.
+    """List (file, name in the new folder) of what goes along: tokenizer, generation config, template, licence.
 
     Links that lead out of the folder, hidden files, code and other weights stay behind; so does every folder in it that
     no library reads as a part of the model: results of ours, checkpoints of a training, environments. What
@@ -68,10 +68,7 @@ def carried(folder: Path, *, code: bool = False) -> Iterator[tuple[Path, str]]:
             name, relative = path.name, path.relative_to(folder).as_posix()
             # `model.onnx_data` and the like: an ONNX file's own weights
             weights = name.endswith(".index.json") or ".onnx" in name.lower() or path.suffix.lower() in _LEFT_BEHIND
-            if weights or relative in {*_REPLACED, *modules} or name.startswith("."):
-                continue
-            try:
-                yield checked_file(path.parent, name), relative
-            except InputError:
-                continue
+            if not (weights or relative in {*_REPLACED, *modules} or name.startswith(".")):
+                with suppress(InputError):
+                    yield checked_file(path.parent, name), relative
     yield from ((path, name) for name, path in modules.items())

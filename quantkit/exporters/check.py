@@ -10,51 +10,55 @@ is looked at, stands with each exporter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from quantkit.bundle import Check
 from quantkit.errors import InputError
-from quantkit.exporters.values import Values
+from quantkit.lazy import torch
+
+if TYPE_CHECKING:
+    from quantkit.exporters.values import Values
 
 Array = NDArray[Any]
 _ROWS, _PROMPT, _STEPS, _PADDED = 2, 12, 4, 5
 
 
 class RunningExport(Protocol):
-    """A transformer as a runtime has loaded it."""
+    """A transformer that a runtime has loaded: the part of `runtimes.Session` and `Decoder` that checks need."""
 
     @property
     def decoder(self) -> bool:
         """Whether it has a cache."""
 
-    def state(self, batch: int, capacity: int) -> Any:
-        """An empty cache."""
-
-    def run(self, state: Any, ids: Array, mask: Array | None = None) -> Array:
-        """Logits of new tokens [B, S]; `mask` has zeros where they are padding. The state grows by them."""
-
-    def encode(self, ids: Array, mask: Array | None = None) -> Array:
-        """An encoder's last hidden states for ids [B, S]."""
-
     @property
     def headed(self) -> bool:
         """Whether it gives logits besides the last hidden states."""
 
+    def state(self, batch: int, capacity: int) -> Any:
+        """Make an empty cache."""
+
+    def run(self, state: Any, ids: Array, mask: Array | None = None) -> Array:
+        """Return logits of new tokens [B, S], by which the state grows; `mask` has zeros where they are padding."""
+
+    def encode(self, ids: Array, mask: Array | None = None) -> Array:
+        """Return an encoder's last hidden states for ids [B, S]."""
+
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
-        """Logits of a headed encoder for ids [B, S]."""
+        """Return the logits of a headed encoder for ids [B, S]."""
 
 
 def decided(bundle: Path) -> Values | None:
     """Read what an export of a finished bundle was to hold from its checkpoint; None where there are no codes."""
     if not (bundle / "model" / "config.json").is_file():
         return None
+    from quantkit.exporters.values import Values
+
     try:
         return Values.of_bundle(bundle)
     except InputError as problem:
@@ -64,30 +68,65 @@ def decided(bundle: Path) -> Values | None:
 
 
 def judged(name: str, value: float | None, limit: float, where: str) -> Check:
-    """A check of one number; None, and what is not finite, fails."""
-    found = value if value is not None and np.isfinite(value) else None
-    return Check(name=name, value=found, limit=limit, ok=found is not None and found <= limit, where=where)
+    """Check one number; None, and what is not finite, fails."""
+    finite = value if value is not None and np.isfinite(value) else None
+    return Check(name=name, value=finite, limit=limit, ok=finite is not None and finite <= limit, where=where)
 
 
 def counted(name: str, wrong: Sequence[str]) -> Check:
-    """A check that nothing is wrong; the first three are named."""
+    """Check that nothing is wrong; the first three are named."""
     return Check(name=name, value=len(wrong), limit=0, ok=not wrong, where="; ".join(wrong[:3]))
 
 
+def all_within(name: str, errors: Mapping[str, float], limit: float, missing: Collection[str], digits: int) -> Check:
+    """Check the error of everything there is to be, the worst being the value; the first three faults are named."""
+    wrong = [f"{place}: {error:.{digits}g}" for place, error in errors.items() if not error <= limit]
+    wrong += [f"{place}: not in the graph" for place in sorted(missing)]
+    worst_error = max(errors.values(), default=0.0)
+    value = worst_error if np.isfinite(worst_error) else None
+    return Check(name=name, value=value, limit=limit, ok=not wrong, where="; ".join(wrong[:3]))
+
+
+def reloaded(
+    name: str,
+    limit: float,
+    values: Values,
+    load: Callable[[], RunningExport],
+    *,
+    failures: tuple[type[Exception], ...] = (),
+) -> Check:
+    """Load an export in its runtime and check what it computes of all runs.
+
+    Args:
+        failures: what the runtime raises when a run fails, besides InputError.
+    """
+    try:
+        error, where = worst(load(), values)
+    except InputError as problem:
+        error, where = None, problem.line()
+    except failures as problem:
+        error, where = None, first_line(problem)
+    return judged(name, error, limit, where)
+
+
+def first_line(problem: Exception) -> str:
+    """Cut what a library says to the beginning of its first line."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0][:200]
+
+
 def prompt(values: Values) -> torch.Tensor:
-    """Ids [B, S] of any tokens."""
+    """Draw ids [B, S] of any tokens."""
     vocabulary = int(values.source.config.get("vocab_size", 2))
     return torch.randint(0, vocabulary, (_ROWS, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
 
 
 def worst(model: RunningExport, values: Values) -> tuple[float | None, str]:
-    """The largest difference of all runs, None where it is not finite, and in which of them."""
-    runs = (_decoded if model.decoder else _encoded)(model, values, prompt(values))
-    return largest(runs)
+    """Find the largest difference of all runs, None where it is not finite, and the run."""
+    return largest((_decoded if model.decoder else _encoded)(model, values, prompt(values)))
 
 
 def largest(runs: Mapping[str, float]) -> tuple[float | None, str]:
-    """The largest number, and whose it is; the first that is not finite goes before all."""
+    """Find the largest number and its name; the first that is not finite goes before all."""
     for name, error in runs.items():
         if not np.isfinite(error):
             return None, f"{name}: not finite"
@@ -95,54 +134,56 @@ def largest(runs: Mapping[str, float]) -> tuple[float | None, str]:
     return runs[name], name
 
 
+def difference(values: Array, expected: Array, scale: float = 0.0) -> float:
+    """Return max |values - expected| / `scale`, by default max |expected|; of nothing, and of equal zeros, 0."""
+    distance = np.abs(values - expected).max(initial=0)
+    return float(distance / (scale or np.abs(expected).max(initial=0) or 1.0))
+
+
 def _expected(values: Values, ids: torch.Tensor) -> Array:
     return values.stream.answers(ids).all().float().numpy()  # type: ignore[no-any-return]
-
-
-def _difference(found: Array, expected: Array, scale: float = 0.0) -> float:
-    return float(np.abs(found - expected).max() / (scale or np.abs(expected).max()))
 
 
 def _decoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[str, float]:
     expected, tokens = _expected(values, ids), ids.numpy()
     room = tokens.shape[1]
 
-    def logits(given: Array, mask: Array | None = None) -> tuple[Array, Array]:
+    def logits(tokens: Array, mask: Array | None = None) -> tuple[Array, Array]:
         state = model.state(_ROWS, room)
-        first = model.run(state, given[:, :_PROMPT], mask)
-        return first, np.concatenate([model.run(state, given[:, [at]]) for at in range(_PROMPT, room)], axis=1)
+        first = model.run(state, tokens[:, :_PROMPT], mask)
+        return first, np.concatenate([model.run(state, tokens[:, [at]]) for at in range(_PROMPT, room)], axis=1)
 
     first, steps = logits(tokens)
-    runs = {"prompt": _difference(first, expected[:, :_PROMPT]), "steps": _difference(steps, expected[:, _PROMPT:])}
+    runs = {"prompt": difference(first, expected[:, :_PROMPT]), "steps": difference(steps, expected[:, _PROMPT:])}
     # the last row begins later: its first columns are padding
     padded, mask = tokens.copy(), np.ones((_ROWS, _PROMPT), np.int64)
     padded[-1, :_PADDED], mask[-1, :_PADDED] = 0, 0
     padded[-1, _PADDED:] = tokens[-1, : room - _PADDED]
     together = np.concatenate(logits(padded, mask), axis=1)
-    runs["padded row"] = _difference(together[-1, _PADDED:], expected[-1, : room - _PADDED])
-    runs["row beside it"] = _difference(together[0], expected[0])
+    runs["padded row"] = difference(together[-1, _PADDED:], expected[-1, : room - _PADDED])
+    runs["row beside it"] = difference(together[0], expected[0])
     return runs
 
 
 def _encoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[str, float]:
     tokens = ids.numpy()
-    runs = {"batch": _difference(model.encode(tokens), _expected(values, ids))}
+    runs = {"batch": difference(model.encode(tokens), _expected(values, ids))}
     mask = np.ones_like(tokens)
     mask[-1, _PROMPT:] = 0
     short = _expected(values, ids[-1:, :_PROMPT])
-    runs["padded row"] = _difference(model.encode(tokens, mask)[-1:, :_PROMPT], short)
+    runs["padded row"] = difference(model.encode(tokens, mask)[-1:, :_PROMPT], short)
     if not model.headed:
         return runs
     whole = replace(values, stream=values.stream.with_head())
     expected = _expected(whole, ids)
     reach = _reach(whole, ids, expected)
-    runs["logits"] = _difference(model.logits(tokens), expected, reach)
+    runs["logits"] = difference(model.logits(tokens), expected, reach)
     # some classes look for the last token that is not padding in the ids themselves
     padded, padding = tokens.copy(), values.source.config.get("pad_token_id")
     padded[-1, _PROMPT:] = padding if isinstance(padding, int) else 0
-    short, found = _expected(whole, ids[-1:, :_PROMPT]), model.logits(padded, mask)[-1:]
-    found = found[:, :_PROMPT] if found.ndim > 2 else found
-    runs["logits of a padded row"] = _difference(found, short, reach)
+    short, logits = _expected(whole, ids[-1:, :_PROMPT]), model.logits(padded, mask)[-1:]
+    logits = logits[:, :_PROMPT] if logits.ndim > 2 else logits
+    runs["logits of a padded row"] = difference(logits, short, reach)
     return runs
 
 
@@ -151,12 +192,11 @@ def _reach(whole: Values, ids: torch.Tensor, logits: Array) -> float:
 
     A text's only logit may be next to 0, and then as far off as its terms are.
     """
-    skeleton = whole.skeleton
-    inner = f"{skeleton.base_model_prefix}."
+    inner = f"{whole.skeleton.base_model_prefix}."
     name = next((name for name in reversed(whole.linears()) if not name.startswith(inner)), "")
     weight = whole.tensor(f"{name}.weight").abs() if name else torch.zeros(0)
     if len(weight) != logits.shape[-1]:
         return float(np.abs(logits).max())
     answers = whole.stream.answers(ids)
     terms = [answers.given(name, row).abs() @ weight.T for row in range(len(ids))]
-    return float(torch.stack([each.max() for each in terms]).max())
+    return float(torch.stack([row.max() for row in terms]).max())

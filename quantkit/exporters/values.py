@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.exporters.onnx.nbits import InputCodes
-from quantkit.formats import QuantTensor, load_format
+from quantkit.formats import QuantTensor
+from quantkit.formats.base.activation import InputCodes
 from quantkit.model import run_time
 from quantkit.model.finished import DenseWeights, Finished
 from quantkit.model.run_time import RunTime
@@ -63,37 +63,35 @@ class Values:
     @property
     def inputs(self) -> dict[str, InputCodes]:
         """Linear -> how its input is quantized, of those where it is."""
-        dtype, found = getattr(torch, self.source.dtype), {}
+        dtype, inputs = getattr(torch, self.source.dtype), {}
         for name, scheme in self.run_time.activations.items():
             static = self.run_time.scales.get(name)
             if static is None:
-                found[name] = InputCodes(scheme)
+                inputs[name] = InputCodes(scheme)
                 continue
             zero = 0 if static.zero is None else int(static.zero)
             moved = static.moved
             channels = () if moved is None else (tuple(moved.shift.tolist()), tuple(moved.scale.tolist()))
-            found[name] = InputCodes(scheme, float(static.scale.to(dtype)), zero, channels)
-        return found
+            inputs[name] = InputCodes(scheme, float(static.scale.to(dtype)), zero, channels)
+        return inputs
 
     def running(self) -> StreamedModel:
-        """The model as it runs: with its inputs quantized."""
-        found = StreamedModel(self.source, files=self.stream.files).on(self.stream.device, self.stream.place)
-        found.transforms += self.run_time.transforms(found.block_names, getattr(torch, self.source.dtype))
-        return found
+        """Return the model as it runs: with its inputs quantized."""
+        model = StreamedModel(self.source, files=self.stream.files).on(self.stream.device, self.stream.place)
+        model.transforms += self.run_time.transforms(model.block_names, getattr(torch, self.source.dtype))
+        return model
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter or buffer by its name in the skeleton, float32."""
-        if name in self.stream.files:
-            return self.stream.tensor(name)
-        return self.stream.value(self.skeleton, name)
+        """Read a parameter or buffer by its name in the skeleton, float32."""
+        return self.stream.tensor(name) if name in self.stream.files else self.stream.value(self.skeleton, name)
 
     def linears(self) -> dict[str, bool]:
-        """Every linear of the skeleton -> whether its weight is stored [K, N]."""
+        """Tell of every linear of the skeleton whether its weight is stored [K, N]."""
         return {name: is_transposed(module) for name, module in self.skeleton.named_modules() if is_linear(module)}
 
     @classmethod
     def of_results(cls, source: Source, stream: StreamedModel, results: Finished) -> Values:
-        """Of a compile."""
+        """Take what a compile has decided."""
         files = apart(stream.files, results.schemes)
         transposed = {name: is_transposed(stream.skeleton.get_submodule(name)) for name in results.schemes}
         weights = DenseWeights.of_results(source.weights, stream.files, files, results, transposed)
@@ -112,8 +110,7 @@ class Values:
     def of_bundle(cls, path: Path) -> Values:
         """Read a finished bundle's checkpoint: the same numbers that `of_results` has of the compile that wrote it.
 
-        Raises:
-            InputError: `bundle-without-checkpoint`.
+        Raises InputError: `bundle-without-checkpoint`, `bundle-dense`.
         """
         bundle = Bundle.load(path)
         folder = bundle.model_folder
@@ -136,7 +133,6 @@ class Values:
                 rule="an export needs the codes",
                 remedy="compile with `export: [checkpoint: {layout: pack-quantized}]`",
             )
-
         prefixes = {linear: stream.files[f"{linear}.weight"].removesuffix(".weight") for linear in layers}
 
         def quantized(linear: str, *, codes: bool = True) -> QuantTensor:
@@ -148,37 +144,32 @@ class Values:
             linears = {prefix: linear for linear, prefix in prefixes.items()}
 
             def exact(prefix: str, _: tuple[int, ...]) -> Tensor:
-                tensor = quantized(linears[prefix])
-                values: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
-                return values
+                return quantized(linears[prefix]).dense()
 
-            exact_weights = replace(weights, expand=exact)
-            stream.source = replace(stream.source, weights=exact_weights)
-
+            stream.source = replace(stream.source, weights=replace(weights, expand=exact))
         how = RunTime()
-        for each in list(stream.transforms):
-            if isinstance(each, QuantizedInputs):
-                how = replace(how, activations=each.schemes, scales=each.scales)
-            elif isinstance(each, QuantizedCaches):
-                how = replace(how, cache=each.scheme, cache_scales=dict(each.scales))  # type: ignore[arg-type]
+        for transform in list(stream.transforms):
+            if isinstance(transform, QuantizedInputs):
+                how = replace(how, activations=transform.schemes, scales=transform.scales)
+            elif isinstance(transform, QuantizedCaches):
+                how = replace(how, cache=transform.scheme, cache_scales=dict(transform.scales))  # type: ignore[arg-type]
             else:
                 continue
-            stream.transforms.remove(each)
+            stream.transforms.remove(transform)
         return cls(stream, layers, quantized, how)
 
 
 def apart(files: Mapping[str, str], quantized: Collection[str]) -> dict[str, str]:
-    """Parameter -> tensor, where a quantized linear has a tensor to itself.
+    """Map parameters to tensors, where a quantized linear has a tensor to itself.
 
     A head may share its weight with the embedding, which stays as it is: the tensor of the files goes on to be the
     embedding's, and the head gets one that exists in name alone.
     """
     users = Counter(files.values())
     weights = [f"{linear}.weight" for linear in quantized]
-    own = {name: f"{name}, quantized" for name in weights if users[files[name]] > 1}
-    return {**files, **own}
+    return {**files, **{name: f"{name}, quantized" for name in weights if users[files[name]] > 1}}
 
 
 def as_float32(tensor: Tensor) -> Tensor:
-    """Floating-point values in float32; others as they are."""
+    """Return floating-point values in float32; others as they are."""
     return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

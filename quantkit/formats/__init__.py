@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.lazy import torch
 from quantkit.plugins import Kind, Rules
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 class Nested:
     """Scales that are quantized themselves: `scale = code_values[codes] * absmax[i // 256] + offset`, row by row.
 
-    Args:
-        codes: [N * G] uint8.
-        absmax: [ceil(N * G / 256)] float32.
-        offset: [] float32, the mean of the scales.
+    Codes are [N * G] uint8, absmax [ceil(N * G / 256)] float32, the offset [] is the mean of the scales.
     """
 
     codes: Tensor
@@ -86,16 +83,19 @@ class QuantTensor:
         """[N, K]."""
         return self.codes.shape[0], self.codes.shape[1]
 
+    def dense(self) -> Tensor:
+        """Expand the codes to the values that they stand for, [N, K] float32."""
+        return load_format(self.scheme.format).dequantize(self)
+
     def replace(self, **changes: object) -> QuantTensor:
-        """A copy with some fields changed."""
+        """Copy it with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
 def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
-    """Matrices of one scheme below one another: [N1, K], [N2, K] -> [N1 + N2, K]. Nothing is rounded again.
+    """Put matrices of one scheme below one another: [N1, K], [N2, K] -> [N1 + N2, K]. Nothing is rounded again.
 
-    Raises:
-        ValueError: different schemes, or scales that rows share.
+    Raises ValueError: different schemes, or scales that rows share.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -108,29 +108,26 @@ def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
 def _each(parts: Sequence[QuantTensor], make: Callable[[list[Tensor]], Tensor]) -> QuantTensor:
     """The tensor whose every field with rows is made of that field of all parts."""
 
-    def fields(holders: Sequence[object], names: Sequence[str]) -> dict[str, Tensor]:
-        found = {name: [getattr(each, name) for each in holders] for name in names}
-        return {name: make(values) for name, values in found.items() if values[0] is not None}
+    def fields(holders: Sequence[object], *names: str) -> dict[str, Any]:
+        of_all = {name: [getattr(holder, name) for holder in holders] for name in names}
+        return {name: make(values) for name, values in of_all.items() if values[0] is not None}
 
-    changes: dict[str, object] = {**fields(parts, ("codes", "scale", "zero", "offset"))}
+    changes = fields(parts, "codes", "scale", "zero", "offset")
     stored = [part.super_blocks for part in parts if part.super_blocks is not None]
     if stored:
-        changes["super_blocks"] = replace(stored[0], **fields(stored, ("d", "sc", "dmin", "mn")))
+        changes["super_blocks"] = replace(stored[0], **fields(stored, "d", "sc", "dmin", "mn"))
     return parts[0].replace(**changes)
 
 
 def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
-    """The inverse of `joined`: [N1 + N2, K] -> [N1, K], [N2, K]. A scale of the whole matrix is that of every part.
+    """Cut what was `joined`: [N1 + N2, K] -> [N1, K], [N2, K]. A scale of the whole matrix is that of every part.
 
-    Raises:
-        ValueError: scales that some of the rows share.
+    Raises ValueError: scales that some of the rows share.
     """
     if len(rows) == 1:
         return [tensor]
-    height = tensor.scale.shape[0]
-    if tensor.nested is not None or height not in (1, tensor.shape[0]):
+    if tensor.nested is not None or tensor.scale.shape[0] not in (1, tensor.shape[0]):
         raise ValueError("only a matrix with scales for every row, or one for all of them, can be cut")
-
     ends = list(accumulate(rows))
 
     def cut(start: int, stop: int) -> QuantTensor:
@@ -149,7 +146,7 @@ class Format(Protocol):
 
     @property
     def bits(self) -> int:
-        """Of one code."""
+        """Bits of one code."""
         ...
 
     @property
@@ -162,19 +159,19 @@ class Format(Protocol):
         ...
 
     def dequantize(self, tensor: QuantTensor) -> Tensor:
-        """The values that the codes stand for, [N, K] float32."""
+        """Return the values that the codes stand for, [N, K] float32."""
         ...
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes [N, K] as densely packed bytes, uint8 [N, ceil(K * bits / 8)]."""
+        """Pack codes [N, K] densely into bytes, uint8 [N, ceil(K * bits / 8)]."""
         ...
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        """The inverse of `pack`; K = columns."""
+        """Invert `pack`; K = columns."""
         ...
 
     def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
-        """Stored bits per weight of a [N, K] matrix: codes, scales and zero points."""
+        """Count the stored bits per weight of a [N, K] matrix: codes, scales and zero points."""
         ...
 
 
@@ -182,6 +179,6 @@ load_format = Kind[Format]("formats").load
 
 
 def stored_bits(shape: tuple[int, int], scheme: WeightScheme) -> float:
-    """All stored bits of a [N, K] matrix: codes, scales, zero points, and what fills up the last group."""
+    """Count all stored bits of a [N, K] matrix: codes, scales, zero points, and what fills up the last group."""
     rows, columns = shape[0], shape[1] + scheme.padding(shape[1])
     return load_format(scheme.format).bits_per_weight((rows, columns), scheme) * rows * columns

@@ -1,6 +1,6 @@
 """Brain floating point: the exponent of float32 with 8 bits of precision."""
 
 from quantkit.formats import Format
-from quantkit.formats.base.floats import FloatFormat
+from quantkit.formats.base.scaled import FloatFormat
 
 FORMAT: Format = FloatFormat("bfloat16", 16)

@@ -36,35 +36,34 @@ class Iq4Nl(BlockFormat):
         return VALUES[-1]
 
     def codebook(self) -> Tensor:
-        """[16] float32, rising."""
+        """Return [16] float32, rising."""
         return torch.tensor(VALUES, dtype=torch.float32)
 
     def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
-        """The nearest values."""
+        """Return the nearest values."""
         return _looked_up(_tables()[0], _half(units))
 
     def coded(self, values: Tensor) -> Tensor:
-        """The nearest places; halfway between two, the lower one."""
+        """Return the nearest places; halfway between two, the lower one."""
         return _looked_up(_tables()[1], _half(values))
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """A look-up, times the scale."""
+        """Look up, times the scale."""
         return _looked_up(self.codebook(), codes.int()) * scale.float()
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
-        """Nearest codes, the largest weight on the first value. (ggml's reference fits the scale: see solvers.)
+        """Choose the nearest codes, the largest weight on the first value; ggml's reference fits the scale.
 
-        Raises:
-            InputError: `group-indivisible`.
+        Raises InputError: `group-indivisible`.
         """
         return self.nearest(weight, *self.parameters(*extremes(weight, scheme), scheme), scheme)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Places, the first in the low half of a byte."""
+        """Pack places, the first in the low half of a byte."""
         return packed_bits(codes, self.bits)
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        """The inverse of `pack`."""
+        """See `Format`."""
         return unpacked_bits(packed, self.bits, columns)
 
 

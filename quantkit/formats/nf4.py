@@ -46,17 +46,17 @@ class NormalFloat:
     top: float = 1.0
 
     def snap(self, units: Tensor) -> Tensor:
-        """The nearest values, float32."""
+        """See `Element`."""
         return self.decode(self.encode(units))
 
     def encode(self, units: Tensor) -> Tensor:
-        """The nearest places; halfway between two, the lower one."""
+        """Return the nearest places; halfway between two, the lower one."""
         values = self.codebook()
         middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([torch.inf])])
         # torch.bucketize takes five times as long: a table of fine steps leaves one middle to compare with
         below = torch.bucketize(torch.arange(2 * _FINE + 1) / _FINE - 1, middles[:-1], out_int32=True)
         # without waiting for what the device does at the time
-        middles, below = (each.to(units.device, non_blocking=True) for each in (middles, below))
+        middles, below = (table.to(units.device, non_blocking=True) for table in (middles, below))
         exact = units.float().reshape(-1)
         place = exact.clamp(-1, 1).nan_to_num_(1.0).add_(1).mul_(_FINE).int()
         codes = below.index_select(0, place)
@@ -64,20 +64,20 @@ class NormalFloat:
         return codes.to(torch.uint8).reshape(units.shape)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """A look-up."""
+        """See `Element`."""
         return self.codebook(codes.device).index_select(0, codes.int().reshape(-1)).reshape(codes.shape)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Two a byte, the first in the high half, as bitsandbytes does; odd rows are filled up."""
+        """Put two in a byte, the first in the high half, as bitsandbytes does; odd rows are filled up."""
         even = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
         return (even[:, ::2] << 4) | even[:, 1::2]
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        """The inverse of `pack`."""
+        """See `Element`."""
         return torch.stack([packed >> 4, packed & 15], dim=2).reshape(packed.shape[0], -1)[:, :columns]
 
     def codebook(self, device: torch.device | None = None) -> Tensor:
-        """[16] float32, rising."""
+        """Return [16] float32, rising."""
         return torch.tensor(VALUES).to(device, non_blocking=True)
 
 
@@ -92,15 +92,15 @@ class Nf4(ScaledFormat):
     )
 
     def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
-        """As it is: a group of zeros has scale 0."""
+        """See `GridFormat`: as it is; a group of zeros has scale 0."""
         return scale.float()
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Nearest codes."""
+        """Return the nearest codes."""
         return self.element.encode(weight.float() * (1.0 / scale.float().clamp(min=1e-38)))
 
     def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
-        """Scales, doubled if the scheme says so."""
+        """Keep scales, doubled if the scheme says so."""
         fields = super().kept(scale, scheme, global_scale)
         if scheme.scale == "double":
             nested = doubled(fields["scale"])
@@ -109,7 +109,7 @@ class Nf4(ScaledFormat):
 
 
 def dynamic_values() -> Tensor:
-    """The 8-bit type of doubled scales, [256] float32, rising: seven decades, each with twice the steps of the last."""
+    """List the 8-bit type of doubled scales, [256] float32, rising: seven decades, each with twice the steps."""
     values = [torch.tensor([0.0, 1.0])]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
@@ -119,7 +119,7 @@ def dynamic_values() -> Tensor:
 
 
 def doubled(scale: Tensor) -> Nested:
-    """Scales of any shape, row by row, as 8-bit codes."""
+    """Quantize scales of any shape, row by row, to 8-bit codes."""
     flat = scale.float().reshape(-1)
     offset = flat.mean()
     parts = torch.nn.functional.pad(flat - offset, (0, -len(flat) % _NESTED)).reshape(-1, _NESTED)
@@ -133,7 +133,7 @@ def doubled(scale: Tensor) -> Nested:
 
 
 def undoubled(nested: Nested) -> Tensor:
-    """The scales that are read back, flat float32."""
+    """Read the scales back, flat float32."""
     values = dynamic_values().to(nested.codes.device, non_blocking=True)[nested.codes.int()]
     return values * nested.absmax.repeat_interleave(_NESTED)[: len(values)] + nested.offset
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats import Format
-from quantkit.formats.base.elements import FP4_E2M1, FP8_E4M3
-from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.formats.base.scaled import FP4_E2M1, FP8_E4M3, ScaledFormat
 from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
@@ -33,21 +32,21 @@ class Nvfp4(ScaledFormat):
     stretches: ClassVar[tuple[float, ...]] = (1.5,)
 
     def global_scale(self, amax: Tensor, scheme: WeightScheme) -> Tensor:
-        """`g` of a matrix whose largest magnitude is `amax`; 1 of zeros."""
-        found = amax.float() / (FP8_E4M3.top * self.element.top)
-        return torch.where(found >= torch.finfo(torch.float32).tiny, found, torch.ones_like(found))
+        """Return `g` of a matrix whose largest magnitude is `amax`; 1 of zeros."""
+        whole = amax.float() / (FP8_E4M3.top * self.element.top)
+        return torch.where(whole >= torch.finfo(torch.float32).tiny, whole, torch.ones_like(whole))
 
     def shares_scale(self, scheme: WeightScheme) -> bool:
-        """Always."""
+        """See `GridFormat`: always."""
         return True
 
     def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
-        """The nearest `s · g`."""
+        """Return the nearest `s · g`."""
         whole = self.global_scale(scale.max() * self.element.top, scheme) if global_scale is None else global_scale
         return FP8_E4M3.snap((scale.float() / whole).clamp(min=2**-9)) * whole
 
     def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
-        """Effective scales as `s` and `g`."""
+        """Keep effective scales as `s` and `g`."""
         assert global_scale is not None
         fields = super().kept(scale / global_scale, scheme, global_scale)
         return {**fields, "global_scale": global_scale.float()}

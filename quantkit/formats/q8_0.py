@@ -25,15 +25,11 @@ class Q80(BlockFormat):
 
     @property
     def low(self) -> float:
-        """As far as the highest."""
+        """The smallest value, as far as the highest."""
         return -self.high
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
-        """As ggml's reference rounds.
-
-        Raises:
-            InputError: `group-indivisible`.
-        """
+        """Round as ggml's reference does. Raises InputError: `group-indivisible`."""
         parts = split(weight.float(), scheme)
         scale = parts.abs().amax(dim=2) / self.high
         units = parts * torch.where(scale == 0, 0.0, 1 / scale).unsqueeze(2)

@@ -117,13 +117,8 @@ class Kind(Generic[Plugin_co]):
             InputError: `plugin-clash`, a shipped one's name; those of `outside.run_file`.
         """
         if path.stem in self.summaries():
-            raise InputError(
-                "plugin-clash",
-                where=str(path),
-                value=f"a {self.singular} called {path.stem!r} ships",
-                rule="a shipped name stays what it is",
-                remedy="rename the file",
-            )
+            value, rule = f"a {self.singular} called {path.stem!r} ships", "a shipped name stays what it is"
+            raise InputError("plugin-clash", where=str(path), value=value, rule=rule, remedy="rename the file")
         code = outside.run_file(path, self.constant)
         self._whole(code.plugin, path.stem, str(path))
         return code
@@ -209,11 +204,21 @@ def exporters_that_store(stores: Stores) -> list[str]:
     return [name for name in EXPORTERS.shipped() if EXPORTERS.load(name).stores == stores]
 
 
-# below the floor where a kind is declared its plug-ins are read as they are; above it `load_format`, `load_pass`, ...
-# say what they do
+# read as they are below the floor where a kind is declared; above it `load_format`, `load_pass`, ... say what they do
 FORMATS: Kind[Any] = Kind("formats")
 PASSES: Kind[Any] = Kind("passes")
 EXPORTERS: Kind[Any] = Kind("exporters")
 RUNTIMES: Kind[Any] = Kind("runtimes")
 LAYOUTS: Kind[Any] = Kind("model.layouts")
 KINDS = (PASSES, FORMATS, EXPORTERS, RUNTIMES, LAYOUTS)
+
+
+def format_rules(name: str) -> Rules | None:
+    """Return what the schemes of a format may say; None where no format is called so."""
+    return FORMATS.load(name).rules if name in FORMATS else None  # type: ignore[no-any-return]
+
+
+def format_names(*, activations: bool = False) -> list[str]:
+    """List all formats, or the shipped ones that inputs can be in."""
+    able = (name for name in FORMATS.shipped() if FORMATS.load(name).rules.activations)
+    return list(able) if activations else FORMATS.names()

@@ -29,7 +29,7 @@ from quantkit.bundle import Bundle
 from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.exporters.tensorrt.network import graph as pairs
+from quantkit.exporters.tensorrt import graph as pairs
 from quantkit.exporters.tensorrt.profiles import inputs_of
 from quantkit.pipeline.reload import fed
 from quantkit.plugins import exporters_that_store

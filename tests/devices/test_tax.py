@@ -21,7 +21,7 @@ from quantkit.devices.openssh import Lost
 from quantkit.devices.probed import Probed, probe
 from quantkit.devices.tax import TaxDevice
 from quantkit.errors import InputError
-from quantkit.exporters.onnx.single_product import SingleProduct
+from quantkit.exporters.onnx.single_op import SingleProduct
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
 from quantkit.measurement.operators.run import ALL, SweepJob

@@ -201,21 +201,6 @@ def test_a_quantized_product_is_what_its_codes_say(
         assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max() + 1e-6 * columns
 
 
-def test_the_oracle_says_what_the_operator_s_words_say() -> None:
-    """By hand: K 20 in blocks of 16 is two blocks; the second's zero point is the high nibble of the first byte."""
-    codes = np.zeros((1, 2, 8), np.uint8)
-    codes[0, 0, 0] = 0xF1  # w[0] = 1, w[1] = 15
-    codes[0, 1, 0] = 0x03  # w[16] = 3
-    found = plain_matmulnbits.weights(
-        codes, np.array([[2.0, 10.0]], np.float32), np.array([[0x72]], np.uint8), rows=1, columns=20, bits=4, block=16
-    )
-    assert found[0, :2].tolist() == [(1 - 2) * 2.0, (15 - 2) * 2.0]
-    assert found[0, 16:18].tolist() == [(3 - 7) * 10.0, (0 - 7) * 10.0]
-    assert plain_matmulnbits.weights(codes, np.ones((1, 2), np.float32), None, rows=1, columns=20, bits=4, block=16)[
-        0, :2
-    ].tolist() == [1 - 8, 15 - 8]
-
-
 # --- products ---------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from exported import Exported, by_name, check_as, export, scheme, write_as
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec
-from quantkit.exporters.gguf import blocks, check
+from quantkit.exporters.gguf import check, writer
 from quantkit.exporters.gguf.architecture import TYPES, architecture_of, rope_factors, type_of
 from quantkit.exporters.gguf.exporter import EXPORT, MODEL
 from quantkit.exporters.gguf.tokenizer import kind_of, spaced
@@ -31,6 +31,7 @@ from quantkit.scheme import ActivationScheme, WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FLOAT = {"floats": "float32"}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 # what llama.cpp knows of these without being told
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 16, "num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -76,15 +77,33 @@ def file_of(made: Exported) -> Path:
     return made.folder / "gguf" / MODEL
 
 
-@pytest.mark.parametrize("name", [each for each in TYPES if each != "MXFP4"])
-def test_blocks_are_what_the_package_reads(name: str) -> None:
-    how = WeightScheme(format=name.lower())
+def kinds_of(made: Exported) -> dict[str, str]:
+    return {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
+
+
+def retold(source: Path, folder: Path, change: Callable[[Any], Any]) -> Any:
+    """The model with another tokenizer.json; `change` of the one it has."""
+    if not folder.exists():
+        shutil.copytree(source, folder)
+    stated = json.loads((source / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(change(stated)))
+    return open_model(str(folder))
+
+
+OWN = {"Q4_0": scheme("int4", granularity="group", group=32, symmetric=True), "Q4_1": scheme()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [*((name, WeightScheme(format=name.lower())) for name in TYPES), *OWN.items()]
+)
+def test_blocks_are_what_the_package_reads(kind: str, how: WeightScheme) -> None:
+    """Of formats that are called as ggml's types, and of integers of our own that a type holds."""
     torch.manual_seed(0)
     tensor = load_format(how.format).quantize(torch.randn(3, 512), how)
-    kind, raw = blocks.packed(tensor)
-    assert kind == name == type_of(how)
-    found = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
-    assert np.array_equal(found, load_format(how.format).dequantize(tensor).numpy())
+    name, raw = writer.packed(tensor)
+    assert name == kind == type_of(how)
+    values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(values, tensor.dense().numpy())
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
@@ -96,7 +115,7 @@ def test_blocks_are_the_bytes_that_the_package_writes(name: str) -> None:
     weight[0, :32], weight[1, :32], weight[2, 32:64] = 0.0, -weight[1, :32].abs(), weight[2, 32:64].abs()
     tensor = load_format(name.lower()).quantize(weight, WeightScheme(format=name.lower()))
     wanted = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[name])
-    assert np.array_equal(blocks.packed(tensor)[1], wanted)
+    assert np.array_equal(writer.packed(tensor)[1], wanted)
 
 
 @pytest.mark.parametrize("name", ["F16", "BF16"])
@@ -104,23 +123,7 @@ def test_floats_are_the_bytes_that_the_package_writes(name: str) -> None:
     weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
     weight[0, :4] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -0.0, 1e-6])  # halfway, both ways
     wanted = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[name])
-    assert np.array_equal(blocks.floats(weight, name).view(np.uint8), wanted.view(np.uint8))
-
-
-@pytest.mark.parametrize("how", [scheme(), scheme("int4", granularity="group", group=32, symmetric=True)])
-def test_integers_of_our_own_are_blocks(how: WeightScheme) -> None:
-    torch.manual_seed(0)
-    tensor = load_format(how.format).quantize(torch.randn(5, 96), how)
-    kind, raw = blocks.packed(tensor)
-    found = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
-    assert np.array_equal(found, load_format(how.format).dequantize(tensor).numpy())
-
-
-def test_mxfp4_is_the_same_numbers() -> None:
-    how = WeightScheme(format="mxfp4")
-    tensor = load_format("mxfp4").quantize(torch.randn(4, 64), how)
-    found = gguf.quants.dequantize(blocks.packed(tensor)[1], gguf.GGMLQuantizationType.MXFP4)
-    assert np.array_equal(found, load_format("mxfp4").dequantize(tensor).numpy())
+    assert np.array_equal(writer.floats(weight, name).view(np.uint8), wanted.view(np.uint8))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,7 +140,7 @@ def test_half_precision_and_codes_of_the_embedding(tmp_path: Path, sources: Call
     # rows of no whole super-block: what stands in for its type
     options = {"floats": "float16", "embedding": {"format": "q6_k"}}
     made = written(sources("llama"), tmp_path / "out", WeightScheme(format="q4_0"), options)
-    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
+    kinds = kinds_of(made)
     assert kinds["token_embd.weight"] == "Q8_0" and kinds["output.weight"] == "F16"
     assert kinds["blk.0.attn_q.weight"] == "Q4_0" and kinds["blk.0.attn_norm.weight"] == "F32"
     assert all(each.ok for each in checks(made, options).values())
@@ -180,13 +183,12 @@ def test_an_embedding_that_256_does_not_divide_falls_back(tmp_path: Path, source
     (taken,) = write_as(EXPORT, made.folder, made.source, made.stream, made.results, options)
     assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", "q5_0")
     assert "256 does not divide its width 64: 5.5 bits a weight, not 4.5" in taken.reason
-    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
-    assert kinds["token_embd.weight"] == "Q5_0"
+    assert kinds_of(made)["token_embd.weight"] == "Q5_0"
 
 
 def test_a_tied_heads_codes_are_the_embeddings(tmp_path: Path, sources: Callable[[str], Path]) -> None:
     made = written(sources("llama-tied"), tmp_path / "out", WeightScheme(format="q5_0"), FLOAT, head=True)
-    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
+    kinds = kinds_of(made)
     assert kinds["token_embd.weight"] == "Q5_0" and "output.weight" not in kinds
     assert checks(made, FLOAT)["gguf.tensors"].ok
 
@@ -261,17 +263,17 @@ def test_an_unknown_architecture_is_refused_before_work(tmp_path: Path, merging_
 
 
 def test_a_tokenizer_that_llama_cpp_cannot_hold_is_refused(sources: Callable[[str], Path], tmp_path: Path) -> None:
-    import shutil
+    def extra(stated: Any) -> Any:
+        stated["added_tokens"].append({**stated["added_tokens"][0], "id": 300, "content": "<extra>"})
+        return stated
 
-    folder = tmp_path / "model"
-    shutil.copytree(sources("llama"), folder)
-    stated = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps({**stated, "model": {"type": "Unigram", "vocab": []}}))
-    with pytest.raises(InputError, match=r"gguf-tokenizer.*Unigram"):
-        EXPORT.accepts(EXPORT.Options(), LayerSpec(source=open_model(str(folder))))
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match="tokenizer-damaged"):
-        EXPORT.accepts(EXPORT.Options(), LayerSpec(source=open_model(str(folder))))
+    for change, said in (
+        (lambda stated: {**stated, "model": {"type": "Unigram", "vocab": []}}, r"gguf-tokenizer.*Unigram"),
+        (lambda stated: {}, "tokenizer-damaged"),
+        (extra, r"gguf-tokenizer.*id 300.*260 rows"),
+    ):
+        with pytest.raises(InputError, match=said):
+            EXPORT.accepts(EXPORT.Options(), LayerSpec(source=retold(sources("llama"), tmp_path / "m", change)))
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
@@ -279,36 +281,25 @@ QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}
 SPLIT = {"type": "Split", "pattern": {"Regex": QWEN}, "behavior": "Isolated", "invert": False}
 
 
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+def several(*parts: Any) -> dict[str, Any]:
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": list(parts)}}
+
+
 @pytest.mark.parametrize(
     ("stated", "kind"),
     [
         ({"pre_tokenizer": BYTES}, ("gpt2", "gpt-2")),
-        (
-            {
-                "pre_tokenizer": {
-                    "type": "Sequence",
-                    "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
-                }
-            },
-            ("gpt2", "smollm"),
-        ),
-        (
-            {
-                "normalizer": {"type": "NFC"},
-                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, {**BYTES, "use_regex": False}]},
-            },
-            ("gpt2", "qwen2"),
-        ),
-        (
-            {"model": {"type": "BPE", "byte_fallback": True}, "normalizer": {"type": "Replace"}},
-            ("llama", "default"),
-        ),
+        (several(DIGITS, BYTES), ("gpt2", "smollm")),
+        ({"normalizer": {"type": "NFC"}, **several(SPLIT, {**BYTES, "use_regex": False})}, ("gpt2", "qwen2")),
+        ({"model": {"byte_fallback": True}, "normalizer": {"type": "Replace"}}, ("llama", "default")),
     ],
 )
 def test_pre_tokenizers_go_by_what_they_split_by(stated: dict[str, Any], kind: tuple[str, str]) -> None:
-    assert (
-        kind_of({**stated, "model": {"type": "BPE", "merges": [["a", "b"]], **stated.get("model", {})}}, "here") == kind
-    )
+    model = {"type": "BPE", "merges": [["a", "b"]], **stated.get("model", {})}
+    assert kind_of({**stated, "model": model}, "here") == kind
 
 
 def test_an_expression_of_its_own_is_refused() -> None:
@@ -324,18 +315,8 @@ def test_llama_3s_frequencies_are_transformers_own() -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=4,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    )
+    rope = {**LLAMA3, "rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=rope)
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1 / 5e5 ** (torch.arange(0, 64, 2) / 64)
     found = rope_factors(config.to_dict())
@@ -414,7 +395,6 @@ def test_llama_cpp_s_logits_are_held_against_the_codes(sources: Callable[[str], 
     assert found["gguf.tensors"].ok and not found["reload.llama_cpp"].ok
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_type": "llama3", **LLAMA3}),
     "linear": ("llama", {"rope_type": "linear", "factor": 2.0}),
@@ -449,18 +429,15 @@ def test_a_table_of_no_whole_blocks_stays_in_floats(tmp_path: Path, merging_toke
     zoo.tiny("llama", vocab_size=len(merging_tokenizer), hidden_size=48).save_pretrained(tmp_path / "m")
     merging_tokenizer.save_pretrained(tmp_path / "m")
     options = {"floats": "float16", "embedding": {"format": "q4_k"}}
-    narrow = ("down_proj",)  # K is 96
-    made = export(
-        tmp_path / "m",
-        tmp_path / "out",
-        lambda name: WeightScheme(format="q4_0") if name.endswith(narrow) else None,
-        layout="dense",
-    )
+
+    def narrow(name: str) -> WeightScheme | None:
+        return WeightScheme(format="q4_0") if name.endswith("down_proj") else None  # K is 96
+
+    made = export(tmp_path / "m", tmp_path / "out", narrow, layout="dense")
     (taken,) = write_as(EXPORT, made.folder, made.source, made.stream, made.results, options)
     assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", "float16")
     assert "32 does not divide its width 48: 16 bits a weight, not 4.5" in taken.reason
-    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
-    assert kinds["token_embd.weight"] == "F16"
+    assert kinds_of(made)["token_embd.weight"] == "F16"
     assert all(each.ok for each in checks(made, options).values())
 
 
@@ -473,32 +450,20 @@ def test_no_number_is_no_tensor(tmp_path: Path, sources: Callable[[str], Path]) 
     assert not found.ok and found.where == "output_norm.weight"
 
 
-def test_a_token_beyond_the_table_is_refused_before_work(sources: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(sources("llama"), folder)
-    stated = json.loads((folder / "tokenizer.json").read_text())
-    stated["added_tokens"].append({**stated["added_tokens"][0], "id": 300, "content": "<extra>"})
-    (folder / "tokenizer.json").write_text(json.dumps(stated))
-    with pytest.raises(InputError, match=r"gguf-tokenizer.*id 300.*260 rows"):
-        EXPORT.accepts(EXPORT.Options(), LayerSpec(source=open_model(str(folder))))
-
-
 def test_a_tokenizer_that_leaves_spaces_out_has_a_decision(sources: Callable[[str], Path], tmp_path: Path) -> None:
     """SentencePiece's BPE whose spaces Metaspace puts there: of a text that begins with one llama.cpp has two."""
-    folder = tmp_path / "model"
-    shutil.copytree(sources("llama"), folder)
-    stated = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 258, "▁x": 259, "x": 260, "<unk>": 261}
     vocabulary |= {"<s>": 256, "</s>": 257}
-    stated["model"] |= {"byte_fallback": True, "vocab": vocabulary, "merges": [["▁", "x"]], "unk_token": "<unk>"}
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
-    stated |= {"pre_tokenizer": metaspace, "decoder": metaspace}
-    (folder / "tokenizer.json").write_text(json.dumps(stated))
-    source = open_model(str(folder))
-    assert spaced(source)
     ahead = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}
-    (folder / "tokenizer.json").write_text(json.dumps({**stated, "pre_tokenizer": None, "normalizer": ahead}))
-    assert not spaced(source)
+
+    def told(stated: Any, **more: Any) -> Any:
+        stated["model"] |= {"byte_fallback": True, "vocab": vocabulary, "merges": [["▁", "x"]], "unk_token": "<unk>"}
+        return stated | {"decoder": metaspace} | more
+
+    for more, wanted in (({"pre_tokenizer": metaspace}, True), ({"pre_tokenizer": None, "normalizer": ahead}, False)):
+        source = retold(sources("llama"), tmp_path / "m", lambda stated, more=more: told(stated, **more))
+        assert spaced(source) is wanted
 
 
 def sentencepiece(first: bool) -> Any:

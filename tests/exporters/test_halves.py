@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 from small_graph import Small
 
-from quantkit.exporters.tensorrt.network.graph import HALF, WIDE, halved
+from quantkit.exporters.tensorrt.graph import HALF, WIDE, halved
 from quantkit.graph.run import Runner
 
 

@@ -14,7 +14,7 @@ from small_onnx import Small, expected, export, relative, scheme
 
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec, load_exporter
-from quantkit.exporters.openvino import check
+from quantkit.exporters.openvino import model
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 pytest.importorskip("openvino")
@@ -104,9 +104,9 @@ def test_symmetric_codes_are_multiplied_in_4_bits(small: Any) -> None:
 def test_a_symmetric_file_with_the_wrong_type_is_named(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An NPU refuses zero points: codes that are right, but from 0, are not what was asked for."""
     made = copy.copy(small("llama-tied", SYMMETRIC))
-    found = check.constants
+    found = model.constants
     monkeypatch.setattr(
-        check,
+        model,
         "constants",
         lambda model: [(name, "u4" if kind == "i4" else kind, data) for name, kind, data in found(model)],
     )

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_onnx
 import torch
 from exported import SCHEMES, Exported, by_name, export, llama, scheme, write_as
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.bundle import Bundle, Check, LayerEntry, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
+from quantkit.bundle import Bundle, Check, LayerEntry
 from quantkit.errors import InputError
 from quantkit.exporters.checkpoint import reload as _reload
 from quantkit.exporters.checkpoint.exporter import EXPORT
@@ -37,22 +38,28 @@ def _spoil(exported: Exported, change: Any) -> dict[str, Check]:
 UP = "model.layers.1.mlp.up_proj"
 
 
-def test_a_wrong_scale_is_found(tmp_path: Path, tiny: Path) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}.weight_scale"][3, 1] *= 1.01
+def _scaled(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{UP}.weight_scale"][3, 1] *= 1.01
 
-    checks = _spoil(export(tiny, tmp_path / "out", scheme()), change)
-    assert not checks["reload.compressed_tensors"].ok
-    assert checks["reload.compressed_tensors"].where == UP
+
+def _flipped(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{UP}.weight_packed"] = tensors[f"{UP}.weight_packed"].flip(0).contiguous()
+
+
+@pytest.mark.parametrize("change", [_scaled, _flipped])
+def test_a_wrong_scale_and_swapped_codes_are_found(tmp_path: Path, tiny: Path, change: Any) -> None:
+    check = _spoil(export(tiny, tmp_path / "out", scheme()), change)["reload.compressed_tensors"]
+    assert not check.ok
+    assert check.where == UP
+
+
+def _other_norm(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
 
 
 def test_the_logits_find_it_too(tmp_path: Path, tiny: Path) -> None:
     exported = export(tiny, tmp_path / "out", scheme())
-    path = exported.model / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
-    save_file(tensors, path, metadata={"format": "pt"})
-    checks = by_name(exported.check())
+    checks = _spoil(exported, _other_norm)
     assert checks["reload.compressed_tensors"].ok
     assert not checks["reload.transformers"].ok
     # the first block alone is as it should be
@@ -77,14 +84,6 @@ def test_missing_and_unexpected_tensors_are_found(tmp_path: Path, tiny: Path) ->
     write_as(EXPORT, exported.folder, exported.source, exported.stream, exported.results, {})
     checks = _spoil(exported, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.ones(96)}))
     assert "unexpected" in checks["reload.transformers"].where
-
-
-def test_swapped_codes_are_found(tmp_path: Path, tiny: Path) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        packed = tensors[f"{UP}.weight_packed"]
-        tensors[f"{UP}.weight_packed"] = packed.flip(0).contiguous()
-
-    assert not _spoil(export(tiny, tmp_path / "out", scheme()), change)["reload.compressed_tensors"].ok
 
 
 @pytest.mark.parametrize("how", ["group-asymmetric", "group-symmetric"])
@@ -116,34 +115,11 @@ def test_of_several_schemes_the_first_blocks_are_compared_without_a_word(
 
 
 def _bundle(exported: Exported) -> Bundle:
-    files = inventory(exported.folder)
     layers = [
         LayerEntry(name=name, shape=list(exported.weight(name).shape), scheme=how.model_dump(), bits_per_weight=4.0)
         for name, how in exported.results.schemes.items()
     ]
-    source = SourceEntry(ref="path:tiny", sha256="0" * 64, dtype="float32")
-    manifest = Manifest(
-        quantkit="0.1.0",
-        content_sha256=content_sha256(files),
-        state="complete",
-        model=ModelEntry(name="tiny", kind="decoder", source=source),
-        recipe={},
-        target=None,
-        calibration=None,
-        seed=0,
-        threads=1,
-        isa="",
-        device={},
-        versions={},
-        created="",
-        layers=layers,
-        files=files,
-        decisions=[],
-        checks=[],
-        verdict=None,
-    )
-    (exported.folder / "manifest.json").write_bytes(manifest.as_bytes())
-    return Bundle.load(exported.folder)
+    return small_onnx.bundle(exported.folder, layers=layers)
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "dense"}], ids=["packed", "dense"])

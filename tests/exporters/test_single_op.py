@@ -15,7 +15,7 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.exporters.onnx import single_op as single
-from quantkit.exporters.onnx.single_product import SingleProduct, activations
+from quantkit.exporters.onnx.single_op import SingleProduct, activations
 
 K, N, M = 256, 96, 3
 COPIES = (0, 1, 5)

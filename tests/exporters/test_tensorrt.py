@@ -102,7 +102,7 @@ def test_a_network_that_does_not_run_is_one_line_with_its_node(tmp_path: Path) -
 
 
 def test_a_window_in_an_encoder_is_refused() -> None:
-    from quantkit.exporters.tensorrt.network.dialect import TensorrtDialect
+    from quantkit.exporters.tensorrt.dialect import TensorrtDialect
 
     x = ir.Value(name="x", shape=ir.Shape([1, 4, 8, 16]), type=ir.TensorType(ir.DataType.FLOAT16))
     attributes = {"window": 8, "heads": 4, "kv_heads": 4, "scale": 1.0, "softcap": 0.0, "causal": 0}
@@ -198,7 +198,7 @@ def _values(made: Small) -> Any:
 
 def test_small_scales_stay_exact(tmp_path: Path) -> None:
     """float16 has no normal numbers below 6e-5."""
-    from quantkit.exporters.tensorrt.network.weights import fitting
+    from quantkit.exporters.tensorrt.dialect import fitting
 
     tiny, usual = np.array([3e-6, 1e-2], np.float32), np.array([3e-3, 1e-2], np.float32)
     assert fitting(tiny, np.dtype(np.float16)).dtype == np.float32

@@ -1,4 +1,4 @@
-"""What is refused for a GPU, and what the targets' cells say, are one table."""
+"""What is refused for a GPU, and what the targets' cells say, are one table; and which library reads an export."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 
 from quantkit import content
 from quantkit.errors import InputError
+from quantkit.exporters import reader
+from quantkit.exporters.tensorrt.dialect import TYPES
 from quantkit.exporters.tensorrt.exporter import FIRST_SM, FORMATS, refuse_gpu
-from quantkit.exporters.tensorrt.network.weights import TYPES
 from quantkit.target import Target
 
 # compute capabilities that each library builds for; TensorRT-RTX has its list, TensorRT begins with Turing
@@ -34,3 +35,10 @@ def test_the_first_gpus_are_those_of_the_cells(name: str, library: str) -> None:
 
 def test_what_is_let_through_can_be_stored() -> None:
     assert set(FORMATS) == set(TYPES)
+
+
+def test_the_library_that_was_asked_for_reads_it_else_the_first() -> None:
+    assert reader("tensorrt", {"library": "tensorrt"}) == "tensorrt"
+    assert reader("tensorrt", {}) == "tensorrt_rtx"
+    assert reader("checkpoint", {"library": "tensorrt"}) == "torch"
+    assert reader("onnx", {"dialect": "onnxruntime"}) == "onnxruntime"

@@ -9,11 +9,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quantkit.errors import InputError
-from quantkit.formats import QuantTensor, apart, joined, load_format
+from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.blocks import BlockFormat
 from quantkit.scheme import WeightScheme
 
@@ -131,48 +129,8 @@ def _ends(weight: torch.Tensor, scheme: WeightScheme) -> tuple[torch.Tensor, tor
     return parts.amin(dim=2), parts.amax(dim=2)
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, *SUPER_BLOCKS])
-def test_zeros_and_extremes_stay_finite(name: str) -> None:
-    form, scheme = form_of(name), WeightScheme(format=name)
-    weight = torch.zeros(5, 256)
-    assert torch.equal(form.dequantize(form.quantize(weight, scheme)), weight)
-    weight[1], weight[2], weight[3], weight[4, 7] = 1e30, -1e-30, 7.0, 3e38
-    values = form.dequantize(form.quantize(weight, scheme))
-    assert bool(values.isfinite().all())
-    assert values[3] == pytest.approx(7.0, rel=0.01)
-
-
-@pytest.mark.parametrize("name", [*BLOCKS, *SUPER_BLOCKS])
-def test_rows_are_cut_and_joined(name: str) -> None:
-    form, scheme = form_of(name), WeightScheme(format=name)
-    tensor = form.quantize(weights(), scheme)
-    parts = apart(tensor, [2, 1, 2])
-    assert [part.shape for part in parts] == [(2, 768), (1, 768), (2, 768)]
-    values = torch.cat([form.dequantize(part) for part in parts])
-    assert torch.equal(values, form.dequantize(tensor))
-    again = joined(parts)
-    assert torch.equal(form.dequantize(again), values)
-    assert (again.super_blocks is None) == (tensor.super_blocks is None)
-    if again.super_blocks is not None and tensor.super_blocks is not None:
-        assert torch.equal(again.super_blocks.sc, tensor.super_blocks.sc)
-        assert torch.equal(again.super_blocks.d, tensor.super_blocks.d)
-
-
 def test_rows_are_whole_super_blocks() -> None:
     scheme = WeightScheme(format="q4_k")
     assert (scheme.group, scheme.padding(576), scheme.padding(1536)) == (32, 192, 0)
     with pytest.raises(InputError, match="group 256, K 576"):
         load_format("q4_k").quantize(torch.zeros(2, 576), scheme)
-
-
-@settings(max_examples=40, deadline=None)
-@given(name=st.sampled_from([*BLOCKS, *SUPER_BLOCKS]), rows=st.integers(1, 5), columns=st.integers(1, 41))
-def test_packing_is_reversible_and_dense(name: str, rows: int, columns: int) -> None:
-    form = form_of(name)
-    generator = torch.Generator().manual_seed(rows * columns)
-    packed = torch.randint(0, 256, (rows, -(-columns * form.bits // 8)), generator=generator).to(torch.uint8)
-    codes = form.unpack(packed, columns)
-    assert codes.shape == (rows, columns)
-    again = form.pack(codes)
-    assert again.shape == packed.shape
-    assert torch.equal(form.unpack(again, columns), codes)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.formats.base import elements
-from quantkit.formats.base.elements import FP4_E2M1, FP8_E4M3, FP8_E5M2, Fp4, Fp8
+from quantkit.formats.base import scaled as elements
+from quantkit.formats.base.scaled import FP4_E2M1, FP8_E4M3, FP8_E5M2, Fp4, Fp8
 
 ELEMENTS: dict[str, tuple[Fp8 | Fp4, type]] = {
     "fp8_e4m3": (FP8_E4M3, ml_dtypes.float8_e4m3fn),

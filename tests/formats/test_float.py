@@ -16,19 +16,7 @@ NAMES = ["float32", "float16", "bfloat16"]
 
 def awkward() -> torch.Tensor:
     """[3, 17]: ties, subnormals, extremes, negative zero, and values at random."""
-    corners = [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        1 + 2**-11,
-        1 + 3 * 2**-11,
-        1 + 2**-8,
-        1 + 3 * 2**-8,
-        6e-8,
-        1e-40,
-        65504.0,
-    ]
+    corners = [0.0, -0.0, 1.0, -1.0, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 6e-8, 1e-40, 65504.0]
     corners += [65519.9, 65520.0, 3.3e38, -3.4e38, 2**-14, 5.9604645e-08]
     random = torch.randn(2, 17, generator=torch.Generator().manual_seed(0))
     return torch.cat([torch.tensor(corners).reshape(1, 17), random])

@@ -73,12 +73,9 @@ def test_powers_of_two_are_exact(exponent: int, mantissa: float) -> None:
 def test_the_largest_weight_is_the_largest_float(name: str) -> None:
     form, weight = load_format(name), random(6, 64)
     for granularity in ("tensor", "channel", "group", "block"):
-        fields = {
-            "format": name,
-            "granularity": granularity,
-            "group": 32 if granularity in ("group", "block") else None,
-        }
-        tensor = form.quantize(weight, WeightScheme.model_validate(fields))
+        group = 32 if granularity in ("group", "block") else None
+        how = WeightScheme.model_validate({"format": name, "granularity": granularity, "group": group})
+        tensor = form.quantize(weight, how)
         assert tensor.codes.dtype == getattr(torch, "float8_e4m3fn" if name == "fp8_e4m3" else "float8_e5m2")
         assert float(tensor.codes.float().abs().max()) == form.element.top
         assert tensor.scale.dtype == torch.float32

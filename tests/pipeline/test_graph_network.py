@@ -14,8 +14,8 @@ from small_graph import Small
 
 import quantkit
 from quantkit.errors import GateError, InputError
-from quantkit.exporters.tensorrt.network import check_graph
-from quantkit.exporters.tensorrt.network import graph as _graph_network
+from quantkit.exporters.tensorrt import check as network_check
+from quantkit.exporters.tensorrt import graph as _graph_network
 from quantkit.graph.open import open_graph
 from quantkit.graph.run import Runner
 from quantkit.pipeline.graphs import network as graph_network
@@ -237,7 +237,7 @@ def test_a_network_may_be_off_by_what_sixteen_bits_are(
     ir.save(_graph_network.network(more, {}, {}, "int8"), tmp_path / "network.onnx")
     with np.load(files["vit"][1]) as arrays:
         feed = {"images": arrays["images"][:4]}
-    checks = check_graph.check(tmp_path / "network.onnx", model, {}, {}, "int8", feed)
+    checks = network_check.check_graph(tmp_path / "network.onnx", model, {}, {}, "int8", feed)
     (outputs,) = [check for check in checks if check.name == "network.outputs"]
     assert outputs.ok == ok, outputs
     assert outputs.value == pytest.approx(times - 1, rel=0.2)

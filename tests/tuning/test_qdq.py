@@ -17,7 +17,7 @@ from quantkit import machine
 from quantkit.bundle import inventory
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.exporters.tensorrt.network import graph as pairs
+from quantkit.exporters.tensorrt import graph as pairs
 from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Profile

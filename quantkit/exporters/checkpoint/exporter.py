@@ -102,7 +102,7 @@ class Checkpoint(Exporter):
         layout.accepts(schemes, asked.shapes)
 
     def holds(self, options: CheckpointOptions, runtime: str, asked: LayerSpec) -> State:
-        """Floats are stored in `dense`; vLLM has kernels for some of what a layout stores. See `Exporter`."""
+        """See `Exporter`: floats are stored in `dense`; vLLM has kernels for some of what a layout stores."""
         layout = options.found
         if layout is None:
             return "emulated" if asked.schemes else "native"
@@ -133,9 +133,7 @@ class Checkpoint(Exporter):
     def export(self, folder: Path, values: Values, options: CheckpointOptions) -> list[Decision]:
         """Write `model/` of a bundle; the decisions say who checks it.
 
-        Raises:
-            InputError: `scale-inexact`, `layout-unsupported`.
-            Stopped: `disk-full`.
+        Raises InputError: `scale-inexact`, `layout-unsupported`; Stopped: `disk-full`.
         """
         writer = Writer.of(values, options.found)
         writer.write(folder)
@@ -147,14 +145,10 @@ class Checkpoint(Exporter):
             taken.append(decision("checkpoint", "cache-elsewhere", "scheme.kv_cache", reason))
         if any(isinstance(entry, converted.ConvertedTensor) for entry in writer.source.weights.entries.values()):
             taken.append(decision("checkpoint", "converted-names", "model/", converted.NOTE))
-        absent = layouts.missing(writer.layout) if writer.layout is not None else []
-        if not absent:
-            return taken
-        reason = (
-            f"checked with our own reader of the stored files; pip install {' '.join(absent)} to check it with the "
-            "code that others load it with"
-        )
-        return [*taken, decision("checkpoint", "own-reader", "model/", reason)]
+        if absent := layouts.missing(writer.layout) if writer.layout is not None else []:
+            reason = f"checked with our own reader of the stored files; pip install {' '.join(absent)} to check it with"
+            taken.append(decision("checkpoint", "own-reader", "model/", f"{reason} the code that others load it with"))
+        return taken
 
     def check(
         self,
@@ -167,66 +161,49 @@ class Checkpoint(Exporter):
     ) -> list[Check]:
         """Load what was written in other people's code and hold it against the codes that were decided on.
 
-        Without `values` the expected ones are our own reading of the stored codes. By default the outputs of all
-        layers of a small model are compared, of two of a large one.
+        Without `values` the expected ones are our own reading of the stored codes. By default the outputs of all layers
+        of a small model are compared, of two of a large one. Checks are `scales.finite`, `bits_per_weight.checkpoint`,
+        `reload.LIBRARY` (every linear) and `reload.transformers` (the logits); `where` says what is wrong with one.
 
-        Returns:
-            checks `scales.finite`, `bits_per_weight.checkpoint`, `reload.LIBRARY` (every linear) and
-            `reload.transformers` (the logits); `where` says what is wrong with one that is not `ok`.
-
-        Raises:
-            InputError: it is not a bundle.
+        Raises InputError: it is not a bundle.
         """
         if values is None:
             return reload.check_bundle(Path(bundle), inputs=inputs, blocks=blocks)
         writer = Writer.of(values, (options or CheckpointOptions()).found)
-        wanted = reload.Expected(
-            names=list(writer.source.weights.entries),
-            read=writer.expected,
-            layout=writer.layout,
-            packed=writer.packed,
-            leftover=[name for name in writer.source.weights.entries if name not in set(writer.files.values())],
-            run_time=writer.run_time,
-        )
+        names, used = list(writer.source.weights.entries), set(writer.files.values())
+        leftover = [name for name in names if name not in used]
+        wanted = reload.Expected(names, writer.expected, writer.layout, writer.packed, leftover, writer.run_time)
         return reload.check(bundle / self.place, wanted, inputs=inputs, blocks=blocks)
 
 
 def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Collection[str], partly: bool) -> None:
-    """Refuse packed experts that transformers would lose or misread.
+    """Refuse packed experts that transformers would lose or misread. Raises InputError `layout-unsupported`.
 
     transformers 5 merges a checkpoint's expert linears to 3-D parameters while it loads them, and expands packed ones
     on the way (`integrations/compressed_tensors.py`, `CompressedTensorsDequantize`). There it reads codes, scales and
     shapes, but no zero points; of all expert linears of a model it takes one scheme; an expert that is not packed is
-    lost.
-
-    Args:
-        schemes: linear -> scheme, of those to be packed.
-        partly: whether calibration may leave some of them in high precision.
-
-    Raises:
-        InputError: `layout-unsupported`.
+    lost. `partly` is whether calibration may leave some of them in high precision.
     """
+
+    def refusal(where: str, value: str, remedy: str) -> InputError:
+        rule = "transformers expands packed experts without zero points, of a single scheme, and all of them"
+        return unheld(where, value, rule, f"{remedy}, or {_DENSE}")
+
     if not merged:
         return
     if layout != "pack-quantized":
-        raise _refusal(min(merged), f"an expert in {layout}", "export: checkpoint: {layout: pack-quantized}")
+        raise refusal(min(merged), f"an expert in {layout}", "export: checkpoint: {layout: pack-quantized}")
     for linear in sorted(merged):
         scheme = schemes.get(linear)
         if scheme is None:
-            raise _refusal(linear, "an expert in high precision among packed layers", "quantize it too")
+            raise refusal(linear, "an expert in high precision among packed layers", "quantize it too")
         if not scheme.symmetric:
-            raise _refusal(linear, "an expert with zero points", "--set scheme.weights.symmetric=true")
+            raise refusal(linear, "an expert with zero points", "--set scheme.weights.symmetric=true")
     if partly:
-        raise _refusal(
-            "calibration.experts", "keep may leave an expert in high precision", "--set calibration.experts=force"
-        )
-    if len({(each.format, each.granularity, each.group, each.symmetric) for each in schemes.values()}) > 1:
-        raise _refusal(min(merged), "one of several schemes of a model with experts", "give all layers one scheme")
-
-
-def _refusal(where: str, value: str, remedy: str) -> InputError:
-    rule = "transformers expands packed experts without zero points, of a single scheme, and all of them"
-    return unheld(where, value, rule, f"{remedy}, or {_DENSE}")
+        value = "keep may leave an expert in high precision"
+        raise refusal("calibration.experts", value, "--set calibration.experts=force")
+    if len({(scheme.format, scheme.granularity, scheme.group, scheme.symmetric) for scheme in schemes.values()}) > 1:
+        raise refusal(min(merged), "one of several schemes of a model with experts", "give all layers one scheme")
 
 
 EXPORT = Checkpoint()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import limits, machine
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import InputError, QuantkitError
+from quantkit.exporters.check import judged
 from quantkit.exporters.checkpoint.writer import loading_dtype
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import against, split
@@ -86,19 +87,22 @@ def check(
     inputs: Mapping[str, torch.Tensor] | None = None,
     blocks: int | None = None,
 ) -> list[Check]:
-    """All checks of a checkpoint; the later ones only if the earlier ones hold."""
+    """Check a checkpoint; the later checks only if the earlier ones hold."""
     weights = Weights.open(folder)
     checks: list[Check] = []
     sizes = {name: 4 * math.prod(entry.shape) for name, entry in weights.entries.items()}
     if wanted.layout is not None:
         # some layouts say a shape by reading all codes: once is enough
         shapes = {prefix: wanted.layout.shape(prefix, weights.read) for prefix in wanted.packed}
-        sizes = _sizes(weights, wanted.layout, shapes)
+        # tensors of the dense model, in float32
+        parts = {prefix + part for prefix in shapes for part in wanted.layout.parts}
+        sizes = {name: size for name, size in sizes.items() if name not in parts}
+        sizes |= {f"{prefix}.weight": 4 * math.prod(shape) for prefix, shape in shapes.items()}
         checks += _stored(weights, wanted.layout, wanted.packed, shapes)
-        if all(found.ok for found in checks):
+        if all(check.ok for check in checks):
             checks.append(_expanded(folder, weights, wanted.layout, wanted, sizes))
     loadable = wanted.layout is None or not layouts.missing(wanted.layout)
-    if loadable and all(found.ok for found in checks):
+    if loadable and all(check.ok for check in checks):
         if blocks is None:
             blocks = None if sum(sizes.values()) <= min(WHOLE_BYTES, machine.memory_limit() // 4) else FEW
         if blocks is not None and not open_written(folder).can_be_cut(blocks):
@@ -122,7 +126,7 @@ def _tensors(folder: Path, weights: Weights, wanted: Expected, sizes: Mapping[st
 def check_bundle(
     path: Path, *, inputs: Mapping[str, torch.Tensor] | None = None, blocks: int | None = None
 ) -> list[Check]:
-    """`check` of a finished bundle, by its own manifest."""
+    """Check a finished bundle, by its own manifest."""
     from quantkit.runtimes.torch.reloaded import expanded
 
     bundle = Bundle.load(path)
@@ -135,15 +139,14 @@ def check_bundle(
     dtype = loading_dtype(config, bundle.manifest.model.source.dtype)
     quantization = config.get("quantization_config")
     how = run_time.read(quantization, schemes, weights.entries, weights.read)
+    plain = [name for name in weights.entries if not name.endswith(run_time.PARTS)]
     if quantization is None or run_time.weights_are_dense(quantization):
-        plain = [name for name in weights.entries if not name.endswith(run_time.PARTS)]
-        wanted = Expected(plain, weights.read, None, {}, plain, how)
-        return check(folder, wanted, inputs=inputs, blocks=blocks)
+        return check(folder, Expected(plain, weights.read, None, {}, plain, how), inputs=inputs, blocks=blocks)
     layout = layouts.of(quantization)
     # the manifest has the class's names, and files may have others that it renames as it loads
     dense = expanded(open_written(folder))
     files = match_names(dense.weights, dense.skeleton())
-    stored = {files.get(f"{name}.weight", name).removesuffix(".weight"): each for name, each in schemes.items()}
+    stored = {files.get(f"{name}.weight", name).removesuffix(".weight"): scheme for name, scheme in schemes.items()}
     packed = {prefix: _scheme_of(prefix, stored) for prefix in layout.prefixes(weights.entries)}
     parts = {prefix + part for prefix in packed for part in layout.parts}
 
@@ -154,7 +157,7 @@ def check_bundle(
         return weights.read(name)
 
     # what is not packed may be something that the source held and its class did not use
-    plain = [name for name in weights.entries if name not in parts and not name.endswith(run_time.PARTS)]
+    plain = [name for name in plain if name not in parts]
     names = [*plain, *(f"{prefix}.weight" for prefix in packed)]
     return check(folder, Expected(names, expected, layout, packed, plain, how), inputs=inputs, blocks=blocks)
 
@@ -166,7 +169,7 @@ def reload(
     inputs: Mapping[str, torch.Tensor] | None = None,
     blocks: int | None = None,
 ) -> Check:
-    """The check `reload.transformers`: logits of what `from_pretrained` gives against those of the expected model.
+    """Make the check `reload.transformers`: logits of what `from_pretrained` gives against the expected model's.
 
     Both are loaded in the checkpoint's dtype and run in float32: some classes keep modules in float32, which
     transformers does of a dense model and not of a packed one.
@@ -177,7 +180,7 @@ def reload(
     """
     from quantkit.model.streaming import transforms
 
-    cached = wanted.run_time.cache is not None
+    name, cached = "reload.transformers", wanted.run_time.cache is not None
     with quiet_loading():
         own = class_of(folder)
         forgets = run_time.expands_at_load(folder)
@@ -185,45 +188,37 @@ def reload(
             leftover = [*wanted.leftover, *(run_time.PARTS if forgets else ())]
             model, problem = loaded(own, folder, blocks, leftover)
             if problem:
-                return _judge("reload.transformers", None, problem)
+                return _judge(name, None, problem)
             inputs = inputs or batch(model.config)
             dtype = model.dtype
-            found = logits(in_float32(model), inputs, cached=cached)
-            classes = {name: type(module) for name, module in model.named_modules()}
+            values = logits(in_float32(model), inputs, cached=cached)
+            classes = {path: type(module) for path, module in model.named_modules()}
             del model
         except QuantkitError:
             raise
         except Exception as trouble:  # whatever another library makes of a file that is wrong
             if is_out_of_memory(trouble):
                 raise out_of_memory(folder.name, trouble) from trouble
-            return _judge(
-                "reload.transformers", None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}"
-            )
-        state = {name: wanted.read(name) for name in wanted.names if blocks is None or block_of(name) < blocks}
-        reference, info = pretrained.network(
-            own,
-            None,
-            config=config_of(folder, blocks, dense=True),
-            state_dict=state,
-            dtype=dtype,
-            output_loading_info=True,
-        )
-        del state
+            return _judge(name, None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}")
+        state = {tensor: wanted.read(tensor) for tensor in wanted.names if blocks is None or block_of(tensor) < blocks}
+        options = {"state_dict": state, "dtype": dtype, "output_loading_info": True}
+        reference, info = pretrained.network(own, None, config=config_of(folder, blocks, dense=True), **options)
+        del state, options
         in_float32(reference)
         if info["missing_keys"]:
-            return _judge("reload.transformers", None, f"missing {sorted(info['missing_keys'])[0]}")
+            return _judge(name, None, f"missing {sorted(info['missing_keys'])[0]}")
         if not forgets:
             _quantize_at_run_time(reference, wanted.run_time)
         expected = logits(reference, inputs, cached=cached)
-        off, limit = _difference(found, expected), LIMIT
+        off, limit = _difference(values, expected), LIMIT
         if wanted.layout is not None and wanted.layout.kernels:
-            replaced = [name for name, module in reference.named_modules() if type(module) is not classes[name]]
+            replaced = [path for path, module in reference.named_modules() if type(module) is not classes[path]]
             rounded = logits(transforms.rounding(reference, replaced), inputs, cached=cached)
-            off = transforms.departure(found, expected)
+            off = transforms.departure(values, expected)
             limit += transforms.DEPARTURES * transforms.departure(rounded, expected)
     del reference
     machine.let_go()
-    return _judge("reload.transformers", off, "logits", limit)
+    return _judge(name, off, "logits", limit)
 
 
 def _quantize_at_run_time(model: Any, how: RunTime) -> None:
@@ -249,20 +244,14 @@ def _stored(
         shape = shapes[prefix]
         parts = (prefix + part for part in layout.parts)
         bits += sum(8 * weights.entries[part].bytes for part in parts if part in weights.entries)
-        weighed = shape[0] * shape[1]
-        planned += load_format(scheme.format).bits_per_weight(shape, scheme) * weighed
+        planned += load_format(scheme.format).bits_per_weight(shape, scheme) * math.prod(shape)
         slack += layout.overhead(shape, scheme)
-        count += weighed
+        count += math.prod(shape)
     holds = planned <= bits + 1e-6 * count and bits <= planned + slack
+    where, most = "" if holds else f"planned {planned / count:.4f}", (planned + slack) / count
     return [
         Check(name="scales.finite", value=len(bad), limit=0, ok=not bad, where=", ".join(bad[:3])),
-        Check(
-            name="bits_per_weight.checkpoint",
-            value=bits / count,
-            limit=(planned + slack) / count,
-            ok=holds,
-            where="" if holds else f"planned {planned / count:.4f}",
-        ),
+        Check(name="bits_per_weight.checkpoint", value=bits / count, limit=most, ok=holds, where=where),
     ]
 
 
@@ -278,7 +267,7 @@ def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: la
         return True
     tensor = layout.read_back(prefix, scheme, read)
     ones = tensor.replace(scale=tensor.scale.new_ones(()).expand_as(tensor.scale), global_scale=None)
-    units = split(load_format(scheme.format).dequantize(ones), scheme)
+    units = split(ones.dense(), scheme)
     return not bool((units.bool() & against(tensor.scale.float() <= 0, tensor.shape, scheme)).any())
 
 
@@ -291,9 +280,9 @@ def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected, 
     def read(tensor: str) -> torch.Tensor:
         return expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
 
-    tensors = dense if expansion.library else wanted.names
-    found = _compared(f"reload.{expansion.library or 'own_reader'}", folder, tensors, read, wanted, sizes)
-    return found.model_copy(update={"where": found.where.removesuffix(".weight")})
+    tensors, reader = dense if expansion.library else wanted.names, expansion.library or "own_reader"
+    check = _compared(f"reload.{reader}", folder, tensors, read, wanted, sizes)
+    return check.model_copy(update={"where": check.where.removesuffix(".weight")})
 
 
 def _compared(
@@ -310,8 +299,8 @@ def _compared(
         """(difference, why it cannot be read)."""
         expected = wanted.read(tensor)
         try:
-            found = read(tensor)
-            return _difference(found, expected) if found.shape == expected.shape else math.inf, ""
+            value = read(tensor)
+            return _difference(value, expected) if value.shape == expected.shape else math.inf, ""
         except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
             if is_out_of_memory(trouble):
                 raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
@@ -333,7 +322,7 @@ def _fitting(tensors: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[
     """Tensors that may be compared at once: a few, that fit into a share of the free memory; at least one."""
     room, some = machine.memory_available() * _SHARE / _COMPARED, list[str]()
     for tensor in tensors:
-        if some and (len(some) == _AT_ONCE or sum(sizes.get(each, 0) for each in (*some, tensor)) > room):
+        if some and (len(some) == _AT_ONCE or sum(sizes.get(name, 0) for name in (*some, tensor)) > room):
             yield some
             some = []
         some.append(tensor)
@@ -341,30 +330,18 @@ def _fitting(tensors: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[
         yield some
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
     import torch
 
-    if torch.equal(found, expected):
+    if torch.equal(values, expected):
         return 0.0
-    found, expected = found.float(), expected.float()
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    values, expected = values.float(), expected.float()
+    return float((values - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def _judge(name: str, value: float | None, where: str, limit: float = LIMIT) -> Check:
-    finite = value if value is not None and math.isfinite(value) else None
-    ok = finite is not None and finite <= limit
-    return Check(name=name, value=finite, limit=limit, ok=ok, where="" if ok else where)
-
-
-def _sizes(weights: Weights, layout: Layout, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Tensor of the dense model -> its bytes in float32.
-
-    Args:
-        shapes: of the packed linears, by prefix.
-    """
-    parts = {prefix + part for prefix in shapes for part in layout.parts}
-    found = {name: 4 * math.prod(entry.shape) for name, entry in weights.entries.items() if name not in parts}
-    return found | {f"{prefix}.weight": 4 * math.prod(shape) for prefix, shape in shapes.items()}
+    check = judged(name, value, limit, where)
+    return check.model_copy(update={"where": ""}) if check.ok else check
 
 
 def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme:
@@ -382,23 +359,23 @@ def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme
 
 
 def block_of(name: str) -> int:
-    """The number of the block that a tensor belongs to; -1 outside of blocks."""
-    found = _NUMBER.search(name)
-    return int(found.group(1)) if found else -1
+    """Return the number of the block that a tensor belongs to; -1 outside of blocks."""
+    number = _NUMBER.search(name)
+    return int(number[1]) if number else -1
 
 
 def config_json(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises InputError `config-invalid`."""
+    """Read config.json. Raises InputError `config-invalid`."""
     return strict_json(limits.read(folder / "config.json"), "config.json", "config-invalid")
 
 
 def class_of(folder: Path) -> Any:
-    """The checkpoint's class: transformers' own, or one in trusted code. Raises InputError `remote-code`."""
+    """Return the checkpoint's class: transformers' own, or one in trusted code. Raises InputError `remote-code`."""
     return model_class_of(config_json(folder), folder, str(folder), pretrained.is_trusted(folder))
 
 
 def config_of(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
-    """The config, cut to the first blocks; `dense` without the quantization."""
+    """Read the config, cut to the first blocks; `dense` without the quantization."""
     config = pretrained.config(folder)
     if dense and hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -420,27 +397,23 @@ def _cut_targets(quantization: Any, blocks: int) -> None:
 
 
 def loaded(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:
-    """The model as plain transformers loads it, and what is wrong with its keys."""
+    """Load the model as plain transformers does, and tell what is wrong with its keys."""
     options = {"config": config_of(folder, blocks), "dtype": "auto", "output_loading_info": True}
     model, info = pretrained.network(model_class, folder, **options)
-    unexpected = {
+    info["unexpected_keys"] = {
         name
         for name in info["unexpected_keys"]
         if (blocks is None or block_of(name) < blocks)
         and not any(name.endswith(other) if other.startswith(".") else same(name, other) for other in leftover)
     }
-    for kind, names in (
-        ("missing", info["missing_keys"]),
-        ("unexpected", unexpected),
-        ("mismatched", info["mismatched_keys"]),
-    ):
-        if names:
-            return model, f"{len(names)} {kind} keys, first {sorted(str(name) for name in names)[0]}"
+    for kind in ("missing", "unexpected", "mismatched"):
+        if names := info[f"{kind}_keys"]:
+            return model, f"{len(names)} {kind} keys, first {min(map(str, names))}"
     return model, ""
 
 
 def batch(config: Any) -> dict[str, torch.Tensor]:
-    """Two sequences of 24 tokens, always the same."""
+    """Make two sequences of 24 tokens, always the same."""
     import torch
 
     inner = config.get_text_config()
@@ -450,12 +423,10 @@ def batch(config: Any) -> dict[str, torch.Tensor]:
 
 
 def logits(model: Any, inputs: Mapping[str, torch.Tensor], *, cached: bool) -> torch.Tensor:
-    """Logits; without a cache, unless it is one that quantizes: not every class can fill one that was cut to a few
-    layers."""
+    """Run a model for its logits; without a cache unless that quantizes: not every class fills one that was cut."""
     import torch
 
     from quantkit.model.streaming.calls import uncached
 
     with torch.no_grad(), nullcontext() if cached else uncached(model):
-        found: torch.Tensor = model.eval()(**inputs)[0]
-    return found.float()
+        return model.eval()(**inputs)[0].float()  # type: ignore[no-any-return]

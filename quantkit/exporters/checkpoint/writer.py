@@ -66,7 +66,7 @@ class Writer:
 
     @classmethod
     def of(cls, values: Values, stored_as: Layout | None) -> Writer:
-        """Of a compile."""
+        """Write what a compile has decided."""
         from quantkit.model.structure.traced import is_linear, is_transposed
 
         stream, finished = values.given, values.finished
@@ -87,21 +87,21 @@ class Writer:
     def fixed(self) -> dict[str, tuple[str, torch.Tensor]]:
         """Name in the files -> shard and value, of the fixed scales of inputs and caches."""
         entries = self.source.weights.entries
-        found: dict[str, tuple[str, torch.Tensor]] = {}
+        fixed: dict[str, tuple[str, torch.Tensor]] = {}
         for linear, static in self.run_time.scales.items():
             entry = entries[self.files[f"{linear}.weight"]]
             prefix = entry.name.removesuffix(".weight")
-            found[prefix + run_time.INPUT_SCALE] = entry.shard, static.scale.reshape(1)
+            fixed[prefix + run_time.INPUT_SCALE] = entry.shard, static.scale.reshape(1)
             if static.zero is not None:
-                found[prefix + run_time.INPUT_ZERO] = entry.shard, static.zero.reshape(1)
+                fixed[prefix + run_time.INPUT_ZERO] = entry.shard, static.zero.reshape(1)
         for index, pair in self.run_time.cache_scales.items():
             inside = f"{self.blocks[index]}.{self.attention}."
             name = next(name for name in self.files if name.startswith(inside))
             entry = entries[self.files[name]]
-            prefix = entry.name.removesuffix(name.removeprefix(inside))
+            prefix = entry.name.removesuffix(name.removeprefix(inside)).removesuffix(".")
             for part, static in zip((run_time.KEY_SCALE, run_time.VALUE_SCALE), pair, strict=True):
-                found[prefix.removesuffix(".") + part] = entry.shard, static.scale
-        return found
+                fixed[prefix + part] = entry.shard, static.scale
+        return fixed
 
     @cached_property
     def layout(self) -> Layout | None:
@@ -122,7 +122,7 @@ class Writer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model is loaded in."""
+        """The dtype that the model is loaded in."""
         return loading_dtype(self.source.config, self.source.dtype)
 
     @property
@@ -139,8 +139,8 @@ class Writer:
         return run_time.described(written, list(schemes), self.run_time.activations, self.run_time.cache)
 
     def _left(self) -> list[str]:
-        """List what is not packed, for other programs: linears, routers, merged experts, and what the class has no
-        place for (draft heads, towers), which is carried as it is."""
+        """What is not packed, for other programs: linears, routers, merged experts, and what the class has no place
+        for (draft heads, towers), which is carried as it is."""
         left = {name: 2 for name in self.linears if name not in self.finished.schemes}
         for entry in self.source.weights.entries.values():
             prefix = entry.name.removesuffix(".weight")
@@ -150,32 +150,53 @@ class Writer:
         return unpacked_names(left, {*self.finished.schemes, *self.stored})
 
     def headers(self, shard: str) -> list[Header]:
-        """What a shard will hold, in the source's order."""
-        found: list[Header] = []
+        """List what a shard will hold, in the source's order."""
+        headers: list[Header] = []
         for entry in self.source.weights.entries.values():
             if entry.shard != shard:
                 continue
             prefix = entry.name.removesuffix(".weight")
             if self.layout is not None and prefix in self.stored:
                 rows, columns = entry.shape
-                found += self.layout.headers(prefix, (rows, columns), self.packed[prefix])
+                headers += self.layout.headers(prefix, (rows, columns), self.packed[prefix])
             else:
-                found.append((entry.name, entry.dtype, entry.shape))
+                headers.append((entry.name, entry.dtype, entry.shape))
         fixed = {name: value for name, (place, value) in self.fixed.items() if place == shard}
-        return found + [(name, dtype_name(value.dtype), tuple(value.shape)) for name, value in fixed.items()]
+        return headers + [(name, dtype_name(value.dtype), tuple(value.shape)) for name, value in fixed.items()]
 
     def write_shard(self, shard: str, path: Path) -> str:
         """Write one shard and return its sha256.
 
-        Raises:
-            InputError: `scale-inexact`, `layout-unsupported`.
-            Stopped: `disk-full`.
+        Raises InputError: `scale-inexact`, `layout-unsupported`; Stopped: `disk-full`.
         """
-        producer = _Producer(self)
-        return write_safetensors(path, self.headers(shard), producer)
+        # the writer asks by element size, so some parts of a linear come long after others: the small ones are read
+        # together and wait; its codes are read and packed when it is their turn
+        layout, waiting = self.layout, dict[str, Any]()
+        parts = layout.parts if layout is not None else ()
+        prefixes = {prefix + part: prefix for prefix in self.stored for part in parts}
 
-    def write_rest(self, folder: Path) -> None:
-        """Write config.json, the index, and what is carried over."""
+        def produced(name: str) -> torch.Tensor:
+            if name in self.fixed:
+                return self.fixed[name][1]
+            if layout is None or name not in prefixes:
+                return self.dense(name)
+            if name in waiting:
+                return waiting.pop(name)  # type: ignore[no-any-return]
+            prefix = prefixes[name]
+            codes = name == prefix + layout.codes
+            tensor = self.finished.quantized(self.stored[prefix], codes=codes)
+            if codes:
+                return layout.packed(tensor)
+            waiting.update(layout.companions(prefix, tensor, self.dtype))
+            return waiting.pop(name)  # type: ignore[no-any-return]
+
+        return write_safetensors(path, self.headers(shard), produced)
+
+    def write(self, folder: Path) -> None:
+        """Write every shard, config.json, the index, and what is carried over."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for shard in self.shards:
+            self.write_shard(shard, folder / shard)
         config = dict(self.source.config)
         if not config.keys() & {"dtype", "torch_dtype"}:
             # else a loader takes the dtype of the first tensor it finds, which may be a scale
@@ -184,19 +205,13 @@ class Writer:
             config["quantization_config"] = self.quantization
         carry(self.source, folder, config)
         if self.shards != [SINGLE]:
-            placed = {header[0]: shard for shard in self.shards for header in self.headers(shard)}
-            total = sum(_size(header) for shard in self.shards for header in self.headers(shard))
+            headers = [(header, shard) for shard in self.shards for header in self.headers(shard)]
+            total = sum(math.prod(shape) * torch_dtype(kind).itemsize for (_, kind, shape), _ in headers)
+            placed = {name: shard for (name, _, _), shard in headers}
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
 
-    def write(self, folder: Path) -> None:
-        """Write everything."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for shard in self.shards:
-            self.write_shard(shard, folder / shard)
-        self.write_rest(folder)
-
     def expected(self, name: str) -> torch.Tensor:
-        """What a loader has to have under a name of the files; from the codes, and not from what was written."""
+        """Return what a loader has to have under a name of the files; from the codes, not from what was written."""
         prefix = name.removesuffix(".weight")
         if self.layout is not None and prefix in self.stored:
             tensor = self.finished.quantized(self.stored[prefix])
@@ -204,7 +219,7 @@ class Writer:
         return self.dense(name)
 
     def dense(self, name: str) -> torch.Tensor:
-        """A tensor of the dense model, in the dtype and shape it has in the source."""
+        """Return a tensor of the dense model, in the dtype and shape it has in the source."""
         return self._decided.read(name).to(torch_dtype(self.source.weights.entries[name].dtype))
 
     @cached_property
@@ -214,51 +229,13 @@ class Writer:
         return DenseWeights.of_results(self.source.weights, self.files, self.files, self.finished, self.linears)
 
 
-class _Producer:
-    """Name -> tensor of a shard, each asked for once.
-
-    The writer asks by element size, so some parts of a linear come long after others. The small ones are read together
-    and wait; its codes are read and packed when it is their turn.
-    """
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self._waiting: dict[str, torch.Tensor] = {}
-        # stored tensor -> the linear it is of
-        self._prefixes = {prefix + part: prefix for prefix in writer.stored for part in self._parts}
-
-    @property
-    def _parts(self) -> tuple[str, ...]:
-        return self._writer.layout.parts if self._writer.layout is not None else ()
-
-    def __call__(self, name: str) -> torch.Tensor:
-        writer = self._writer
-        if name in writer.fixed:
-            return writer.fixed[name][1]
-        if writer.layout is None or name not in self._prefixes:
-            return writer.dense(name)
-        if name in self._waiting:
-            return self._waiting.pop(name)
-        prefix = self._prefixes[name]
-        codes = name == prefix + writer.layout.codes
-        tensor = writer.finished.quantized(writer.stored[prefix], codes=codes)
-        if codes:
-            return writer.layout.packed(tensor)
-        self._waiting.update(writer.layout.companions(prefix, tensor, writer.dtype))
-        return self._waiting.pop(name)
-
-
-def _size(header: Header) -> int:
-    return math.prod(header[2]) * torch_dtype(header[1]).itemsize
-
-
 def loading_dtype(config: Mapping[str, Any], stored: str) -> torch.dtype:
-    """The dtype that transformers loads in by default: what the config says, else what the weights are stored in."""
+    """Return the dtype that transformers loads in by default: the config's, else that of the stored weights."""
     import torch
 
     name = str(config.get("dtype") or config.get("torch_dtype") or stored).removeprefix("torch.")
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else getattr(torch, stored)  # type: ignore[no-any-return]
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, stored)  # type: ignore[no-any-return]
 
 
 # vLLM's linear -> those of the files that it is made of: what its models have in common (`packed_modules_mapping`)
@@ -277,23 +254,22 @@ _PLACE = re.compile(r"(?:^|.*?\.)([^.]+\.\d+(?:\.|$).*)")
 
 
 def unpacked_names(matrices: Mapping[str, int], packed: Set[str]) -> list[str]:
-    """Everything that a list of what is not packed has to name.
+    """List everything that a list of what is not packed has to name.
 
     Args:
         matrices: module or parameter of two dimensions or more that stays in floats -> how many it has.
         packed: linears that are packed.
     """
     owners = {path for name in packed for path in _above(name)}
-    found = dict.fromkeys(matrices)
-    found |= {fused: None for fused, parts in _groups({*matrices, *packed}) if packed.isdisjoint(parts)}
+    names = [*matrices, *(fused for fused, parts in _groups({*matrices, *packed}) if packed.isdisjoint(parts))]
     for name, dimensions in matrices.items():
         for module in _experts(name, dimensions, owners):
-            found |= {module: None, REGEX + _inside(module, packed): None}
-    return list(found)
+            names += [module, REGEX + _inside(module, packed)]
+    return list(dict.fromkeys(names))
 
 
 def torn(kinds: Mapping[str, object], linears: Collection[str]) -> str:
-    """The first linear that vLLM would make of several that are stored in several ways; "" where there is none.
+    """Name the first linear that vLLM would make of several that are stored in several ways; "" where there is none.
 
     Args:
         kinds: linear -> how it is stored; those that stay in floats are missing.

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
+from quantkit.exporters import unheld
 from quantkit.lazy import torch
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ def _llama(writer: gguf.GGUFWriter, config: Config) -> None:
 
 def _gemma2(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    writer.add_sliding_window(config["sliding_window"])
+    _gemma3(writer, config)
 
 
 def _gemma3(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -79,84 +79,68 @@ def _gemma3(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_sliding_window(config["sliding_window"])
 
 
-_GELU = "gelu_pytorch_tanh"
 _QKV = frozenset({"q_proj", "k_proj", "v_proj"})
-_LLAMA = LlamaCppClass(
-    "llama",
-    turns_neighbours=True,
-    more=_llama,
-    biases=_QKV | {"o_proj"},
-    ropes=frozenset({"default", "linear", "yarn", "llama3"}),
-)
+_ROPES = frozenset({"default", "linear", "yarn"})
+_LLAMA = LlamaCppClass("llama", turns_neighbours=True, more=_llama, biases=_QKV | {"o_proj"}, ropes=_ROPES | {"llama3"})
+_GEMMA = {"activation": "gelu_pytorch_tanh", "adds_one": True, "windows": True}
 KNOWN = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": LlamaCppClass("qwen2", biases=_QKV, head_dim=False),
     "Qwen3ForCausalLM": LlamaCppClass("qwen3"),
-    "Gemma2ForCausalLM": LlamaCppClass(
-        "gemma2", _GELU, adds_one=True, more=_gemma2, windows=True, untied=False, larger=46
-    ),
+    "Gemma2ForCausalLM": LlamaCppClass("gemma2", more=_gemma2, untied=False, larger=46, **_GEMMA),  # type: ignore[arg-type]
     # YaRN's factors would turn the layers with a window too
-    "Gemma3ForCausalLM": LlamaCppClass(
-        "gemma3",
-        _GELU,
-        adds_one=True,
-        more=_gemma3,
-        windows=True,
-        ropes=frozenset({"default", "linear"}),
-        larger=62,
-    ),
+    "Gemma3ForCausalLM": LlamaCppClass("gemma3", more=_gemma3, ropes=_ROPES - {"yarn"}, larger=62, **_GEMMA),  # type: ignore[arg-type]
 }
 
 
 def architecture_of(class_name: str, config: Config, where: str = "config.json") -> LlamaCppClass:
-    """The architecture of a class, for a config that llama.cpp computes as transformers does.
+    """Return the architecture of a class, for a config that llama.cpp computes as transformers does.
 
     Args:
         config: with transformers' own defaults filled in.
 
-    Raises:
-        InputError: `layout-unsupported`.
+    Raises InputError: `layout-unsupported`.
     """
-    found = KNOWN.get(class_name)
-    if found is None:
+    own = KNOWN.get(class_name)
+    if own is None:
         raise _refused(where, class_name, f"a GGUF file is written of {', '.join(KNOWN)}")
+    theirs = f"llama.cpp's {own.name}"
     activation = config.get("hidden_activation") or config.get("hidden_act")
-    if activation != found.activation:
-        raise _refused(where, f"activation {activation}", f"llama.cpp computes {found.activation} in a {found.name}")
+    if activation != own.activation:
+        raise _refused(where, f"activation {activation}", f"llama.cpp computes {own.activation} in a {own.name}")
     if config.get("mlp_bias"):
         raise _refused(where, "mlp_bias", "transformers' reader of GGUF, which checks a file, has no such thing")
     if config.get("use_bidirectional_attention"):
-        rule = f"in llama.cpp's {found.name} a token sees those before it"
-        raise _refused(where, "use_bidirectional_attention", rule)
-    if not config.get("tie_word_embeddings", True) and not found.untied:
-        raise _refused(where, "a head of its own", f"llama.cpp's {found.name} reads its head off the embeddings")
+        raise _refused(where, "use_bidirectional_attention", f"in {theirs} a token sees those before it")
+    if not config.get("tie_word_embeddings", True) and not own.untied:
+        raise _refused(where, "a head of its own", f"{theirs} reads its head off the embeddings")
     whole = config["hidden_size"] // config["num_attention_heads"]
-    if _head_dim(config) != whole and not found.head_dim:
-        rule = f"llama.cpp's {found.name} has heads of hidden_size / num_attention_heads, here {whole}"
+    if _head_dim(config) != whole and not own.head_dim:
+        rule = f"{theirs} has heads of hidden_size / num_attention_heads, here {whole}"
         raise _refused(where, f"head_dim {config['head_dim']}", rule)
     window, context = config.get("sliding_window"), config["max_position_embeddings"]
     used = config.get("use_sliding_window", True) and window is not None and window < context
-    if used and not found.windows:
+    if used and not own.windows:
         value = f"sliding_window {window}, for texts of {context} tokens"
-        raise _refused(where, value, f"llama.cpp's {found.name} lets all tokens see all before them")
-    if found.windows:
-        _demand_windows(found, config, where)
-    _demand_rope(found, config, where)
-    return found
+        raise _refused(where, value, f"{theirs} lets all tokens see all before them")
+    if own.windows:
+        _demand_windows(own, config, where)
+    _demand_rope(own, config, where)
+    return own
 
 
-def _demand_rope(found: LlamaCppClass, config: Config, where: str) -> None:
+def _demand_rope(own: LlamaCppClass, config: Config, where: str) -> None:
     rope = _rope(config)
     local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     if (kind := local.get("rope_type", "default")) != "default":
-        rule = f"in llama.cpp's {found.name} those that see everything alone are scaled"
+        rule = f"in llama.cpp's {own.name} those that see everything alone are scaled"
         raise _refused(where, f"rope_type {kind} of layers with a window", rule)
     if (share := rope.get("partial_rotary_factor", local.get("partial_rotary_factor"))) not in (None, 1):
-        raise _refused(where, f"partial_rotary_factor {share}", f"llama.cpp's {found.name} turns whole heads")
+        raise _refused(where, f"partial_rotary_factor {share}", f"llama.cpp's {own.name} turns whole heads")
     kind = rope.get("rope_type", "default")
-    if kind not in found.ropes:
-        raise _refused(where, f"rope_type {kind}", f"of {found.name} {', '.join(sorted(found.ropes))} are written")
+    if kind not in own.ropes:
+        raise _refused(where, f"rope_type {kind}", f"of {own.name} {', '.join(sorted(own.ropes))} are written")
     if kind != "yarn":
         return
     if rope.get("truncate") is False:
@@ -166,31 +150,37 @@ def _demand_rope(found: LlamaCppClass, config: Config, where: str) -> None:
             raise _refused(where, f"yarn with {key} {rope[key]}", "llama.cpp scales so in DeepSeek's models alone")
 
 
-def _demand_windows(found: LlamaCppClass, config: Config, where: str) -> None:
+def _demand_windows(own: LlamaCppClass, config: Config, where: str) -> None:
     """llama.cpp knows by the architecture which layers see a window, and how attention is scaled.
 
     Gemma 2: every second layer; Gemma 3: five of six. Both scale by the head's size, but for Gemma's 27B.
     """
-    every = 2 if found.name == "gemma2" else 6
+    every = 2 if own.name == "gemma2" else 6
     count = config["num_hidden_layers"]
     wanted = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(count)]
     if list(config.get("layer_types") or wanted) != wanted:
-        raise _refused(where, "layer_types", f"in llama.cpp's {found.name} every {every}th layer sees all")
-    size = config["hidden_size"] // config["num_attention_heads"] if count == found.larger else _head_dim(config)
+        raise _refused(where, "layer_types", f"in llama.cpp's {own.name} every {every}th layer sees all")
+    size = config["hidden_size"] // config["num_attention_heads"] if count == own.larger else _head_dim(config)
     scaled = config.get("query_pre_attn_scalar", size)
     if scaled != size:
-        value = f"query_pre_attn_scalar {scaled}"
-        raise _refused(where, value, f"llama.cpp scales attention of {found.name} with {count} layers by {size}")
-    if found.name == "gemma3" and config.get("attn_logit_softcapping"):
+        rule = f"llama.cpp scales attention of {own.name} with {count} layers by {size}"
+        raise _refused(where, f"query_pre_attn_scalar {scaled}", rule)
+    if own.name == "gemma3" and config.get("attn_logit_softcapping"):
         raise _refused(where, "attn_logit_softcapping", "llama.cpp's gemma3 has none")
 
 
 def _refused(where: str, value: str, rule: str) -> InputError:
-    return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy="leave `gguf` out of `export`")
+    return unheld(where, value, rule, "leave `gguf` out of `export`")
+
+
+def overflow(where: str, reaches: float, rule: str, remedy: str = "") -> InputError:
+    """Make `float16-overflow`: a weight beyond float16, that bfloat16 holds."""
+    remedy += "--set 'export=[{gguf: {floats: bfloat16}}]'"
+    return InputError("float16-overflow", where=where, value=f"up to {reaches:.3g}", rule=rule, remedy=remedy)
 
 
 def add_parameters(writer: gguf.GGUFWriter, architecture: LlamaCppClass, config: Config) -> None:
-    """What llama.cpp has to know to compute the model."""
+    """Tell a file what llama.cpp has to know to compute the model."""
     import gguf
 
     writer.add_block_count(config["num_hidden_layers"])
@@ -205,11 +195,10 @@ def add_parameters(writer: gguf.GGUFWriter, architecture: LlamaCppClass, config:
         writer.add_rope_scaling_type(kinds[kind])
         writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(
-            rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        )
-        if rope.get("attention_factor") is not None:  # which llama.cpp multiplies by what is there without one
-            writer.add_rope_scaling_attn_factors(rope["attention_factor"] / (1 + 0.1 * math.log(rope["factor"])))
+        context = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(context)
+        if (factor := yarn_factor(rope)) is not None:
+            writer.add_rope_scaling_attn_factors(factor)
         if rope.get("beta_fast") is not None:
             writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         if rope.get("beta_slow") is not None:
@@ -226,11 +215,22 @@ def add_parameters(writer: gguf.GGUFWriter, architecture: LlamaCppClass, config:
         architecture.more(writer, config)
 
 
+def yarn_factor(rope: Config) -> float | None:
+    """Return the factor of attention, less what llama.cpp multiplies by where there is none; None where none is."""
+    factor = rope.get("attention_factor")
+    return None if factor is None else float(factor / (1 + 0.1 * math.log(rope["factor"])))
+
+
+def scaled_rope(config: Config) -> Config:
+    """Return what scales rotary embedding, of layers that see everything; empty where nothing does."""
+    rope = _rope(config)
+    return {} if rope.get("rope_type", "default") == "default" else rope
+
+
 def _rope(config: Config) -> Config:
     """Of rotary embedding, where layers differ that of those which see everything."""
-    found: Config = config.get("rope_parameters") or {}
-    inner: Config = found.get("full_attention", found)
-    return inner
+    rope: Config = config.get("rope_parameters") or {}
+    return rope.get("full_attention", rope)  # type: ignore[no-any-return]
 
 
 def _head_dim(config: Config) -> int:
@@ -238,7 +238,7 @@ def _head_dim(config: Config) -> int:
 
 
 def rope_factors(config: Config) -> torch.Tensor | None:
-    """What Llama 3 divides each frequency of its rotary embedding by, [d / 2]; None where nothing is.
+    """Return what Llama 3 divides each frequency of its rotary embedding by, [d / 2]; None where nothing is.
 
     Long waves are stretched by `factor`, short ones stay, and between lies a straight line in the wave's length:
     `rope_freqs` of the file, as `LlamaModel.generate_extra_tensors` of the converter has it.
@@ -250,48 +250,45 @@ def rope_factors(config: Config) -> torch.Tensor | None:
     frequencies = 1.0 / (rope["rope_theta"] ** (steps / dim))
     factor, low, high = rope.get("factor", 8.0), rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
     context = rope.get("original_max_position_embeddings", 8192)
-    found = []
+    factors = []
     for frequency in frequencies:
         wave = 2 * math.pi / frequency
         smooth = (context / wave - low) / (high - low)
         between = 1 / ((1 - smooth) / factor + smooth)
-        found.append(1 if wave < context / high else factor if wave > context / low else between)
-    return torch.tensor(found, dtype=torch.float32)
+        factors.append(1 if wave < context / high else factor if wave > context / low else between)
+    return torch.tensor(factors, dtype=torch.float32)
 
 
 def names_of(
     parameters: Iterable[str], architecture: LlamaCppClass, config: Config, where: str = "config.json"
 ) -> dict[str, str]:
-    """Parameter -> the tensor of a file that llama.cpp looks for.
+    """Name the tensor of a file that llama.cpp looks for, by parameter.
 
-    Raises:
-        InputError: `layout-unsupported`, naming one that it does not.
+    Raises InputError: `layout-unsupported`, naming one that it does not.
     """
     import gguf
 
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    found = {}
+    table = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    names = {}
     for name in parameters:
-        theirs = names.get_name(key=name, try_suffixes=(".weight", ".bias"))
+        theirs = table.get_name(key=name, try_suffixes=(".weight", ".bias"))
         linear, _, kind = name.rpartition(".")
         if theirs is None or (kind == "bias" and linear.rpartition(".")[2] not in architecture.biases):
             raise _refused(where, name, f"llama.cpp's {architecture.name} has no such tensor")
-        found[name] = theirs
-    return found
+        names[name] = theirs
+    return names
 
 
 def turned_rows(name: str, rows: int, architecture: LlamaCppClass, config: Config) -> torch.Tensor | None:
-    """The order in which a file has the rows of a parameter, [N]; None: as they are.
+    """Return the order in which a file has the rows of a parameter, [N]; None: as they are.
 
     Args:
         name: of the parameter or of its linear.
     """
     role = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    heads = {
-        "q_proj": config["num_attention_heads"],
-        "k_proj": config.get("num_key_value_heads") or config["num_attention_heads"],
-    }
+    queries = config["num_attention_heads"]
+    heads = {"q_proj": queries, "k_proj": config.get("num_key_value_heads") or queries}
     if not architecture.turns_neighbours or role not in heads:
         return None
     return torch.arange(rows).reshape(heads[role], 2, -1).swapaxes(1, 2).reshape(rows)
@@ -307,11 +304,7 @@ _OWN = {("int4", True): "Q4_0", ("int4", False): "Q4_1", ("int8", True): "Q8_0"}
 
 
 def type_of(scheme: WeightScheme, where: str = "") -> str:
-    """The name that ggml has for a scheme: `Q4_0`.
-
-    Raises:
-        InputError: `layout-unsupported`: it has none.
-    """
+    """Return the name that ggml has for a scheme: `Q4_0`. Raises InputError `layout-unsupported`: it has none."""
     name = scheme.format.upper()
     if name in TYPES:
         return name
@@ -322,8 +315,8 @@ def type_of(scheme: WeightScheme, where: str = "") -> str:
         value = f"{scheme.format} by {scheme.granularity}{f' of {scheme.group}' if scheme.group else ''}"
         value += f", {'symmetric' if scheme.symmetric else 'with zero points'}, scales in {scheme.scale}"
         rule = "of such integers a GGUF file holds int4 and symmetric int8, in groups of 32 with float16 scales"
-        remedy = "--set scheme.weights.group=32, or leave `gguf` out of `export`"
+        remedy = "--set scheme.weights.group=32"
     else:
         value, rule = f"weights in {scheme.format}", f"a GGUF file holds {', '.join(TYPES).lower()}"
-        remedy = "use one of these, or leave `gguf` out of `export`"
-    raise InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+        remedy = "use one of these"
+    raise unheld(where, value, rule, f"{remedy}, or leave `gguf` out of `export`")

@@ -10,18 +10,18 @@ codes and 16 where it is in bfloat16.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from quantkit import machine
 from quantkit.bundle import Check
 from quantkit.errors import InputError, reading
 from quantkit.exporters.check import counted, judged, prompt, worst
-from quantkit.exporters.gguf.architecture import FLOATS
+from quantkit.exporters.gguf.architecture import FLOATS, scaled_rope, yarn_factor
 from quantkit.exporters.gguf.writer import TABLE, Content
 from quantkit.model.source.gguf import demand_lengths, fields, tensors
 from quantkit.scheme import WeightScheme
@@ -38,12 +38,8 @@ IN_FLOATS, IN_CODES = 3e-2, 0.15
 _TOKENS = 8
 # of a file transformers 5.23 does not read these, though llama.cpp does: `_fields` looks for them
 _UNREAD = {
-    "attention_bias",
-    "head_dim",
-    "query_pre_attn_scalar",
-    "layer_types",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
+    *("attention_bias", "head_dim", "query_pre_attn_scalar", "layer_types"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
 }
 TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n  Yes: 3.14159!",
@@ -57,65 +53,63 @@ _SPACED = (" x", "  two spaces ", "\n the", "")
 
 
 def check(path: Path, content: Content, blocks: int | None = None) -> list[Check]:
-    """All checks of a file."""
-    found = [_tensors(path, content), _fields(path, content)]
-    if not all(each.ok for each in found):
-        return found
-    kinds = {each.kind for each in content.tensors}
+    """Check a file against what it was to hold."""
+    checks = [_tensors(path, content), _fields(path, content)]
+    if not all(check.ok for check in checks):
+        return checks
+    kinds = {tensor.kind for tensor in content.tensors}
     if machine.has("llama_cpp"):
         from quantkit.runtimes.llama_cpp.session import LlamaModel
 
-        found.append(_tokens(path, content.values, spaced=content.spaced))
+        checks.append(_tokens(path, content.values, spaced=content.spaced))
         # what is expected is made block by block, and llama.cpp maps its file
         error, where = worst(LlamaModel(path), content.held)
         limit = IN_FLOATS if kinds <= set(FLOATS.values()) else IN_CODES
-        found.append(judged("reload.llama_cpp", error, limit, where))
+        checks.append(judged("reload.llama_cpp", error, limit, where))
     if blocks is None or blocks >= len(content.values.stream.block_names):
-        found.append(judged("reload.gguf", _logits(path, content.held, content.config), LIMIT, "transformers' reader"))
-    return found
+        error = _logits(path, content.held, content.config)
+        checks.append(judged("reload.gguf", error, LIMIT, "transformers' reader"))
+    return checks
 
 
 def check_alone(path: Path) -> list[Check]:
-    """Of a file with nothing to hold it against: the package reads all of it, and it is finite; llama.cpp runs it."""
+    """Check a file with nothing to hold it against: the package reads all of it, it is finite, llama.cpp runs it."""
     import gguf
-    import numpy as np
 
     with reading(_damaged(path)):
         demand_lengths(path)
-        read = ((each.name, gguf.quants.dequantize(each.data, each.tensor_type)) for each in tensors(path))
-        found = [counted("gguf.tensors", [name for name, values in read if not np.isfinite(values).all()])]
+        dense = ((tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type)) for tensor in tensors(path))
+        checks = [counted("gguf.tensors", [name for name, values in dense if not np.isfinite(values).all()])]
     if machine.has("llama_cpp"):
         from quantkit.runtimes.llama_cpp.session import LlamaModel
 
         model = LlamaModel(path)
         logits = model.run(model.state(1, _TOKENS), np.arange(_TOKENS)[None] % model.vocabulary)
-        found.append(counted("gguf.logits", [] if np.isfinite(logits).all() else ["llama.cpp's logits are not finite"]))
-    return found
+        wrong = [] if np.isfinite(logits).all() else ["llama.cpp's logits are not finite"]
+        checks.append(counted("gguf.logits", wrong))
+    return checks
 
 
 def _tensors(path: Path, content: Content) -> Check:
     import gguf
-    import numpy as np
 
-    wrong: list[str] = []
     with reading(_damaged(path)):
-        stored = {each.name: each for each in tensors(path)}
-        wrong += sorted(stored.keys() ^ {each.name for each in content.tensors})
-        for each in [] if wrong else content.tensors:
-            found = stored[each.name]
-            values = gguf.quants.dequantize(np.array(found.data), found.tensor_type)
-            got = torch.from_numpy(np.require(values, requirements="W")).reshape(each.shape).float()
-            if found.tensor_type.name != each.kind or not torch.equal(got, content.decided(each)):
-                wrong.append(each.name)
+        stored = {tensor.name: tensor for tensor in tensors(path)}
+        wrong = sorted(stored.keys() ^ {tensor.name for tensor in content.tensors})
+        for wanted in [] if wrong else content.tensors:
+            own = stored[wanted.name]
+            dense = gguf.quants.dequantize(np.array(own.data), own.tensor_type)
+            values = torch.from_numpy(np.require(dense, requirements="W")).reshape(wanted.shape).float()
+            if own.tensor_type.name != wanted.kind or not torch.equal(values, content.decided(wanted)):
+                wrong.append(wanted.name)
     return counted("gguf.tensors", wrong)
 
 
 def _fields(path: Path, content: Content) -> Check:
-    """What the config says is what the file says, where transformers is told it because it does not read it."""
+    """The file says what the config says, where transformers is told it because it does not read it."""
     import gguf
-    import numpy as np
 
-    config, keys, rope = content.config, gguf.Keys, _scaled(content.config)
+    config, keys, rope = content.config, gguf.Keys, scaled_rope(content.config)
     wanted = {
         keys.Attention.KEY_LENGTH: config.get("head_dim"),
         keys.Attention.VALUE_LENGTH: config.get("head_dim"),
@@ -124,9 +118,8 @@ def _fields(path: Path, content: Content) -> Check:
     }
     kind, context = rope.get("rope_type"), config["max_position_embeddings"]
     if rope:
-        wanted[keys.Rope.FREQ_BASE] = rope["rope_theta"]
         local = config["rope_parameters"].get("sliding_attention", {})
-        wanted[keys.Rope.FREQ_BASE_SWA] = local.get("rope_theta")
+        wanted |= {keys.Rope.FREQ_BASE: rope["rope_theta"], keys.Rope.FREQ_BASE_SWA: local.get("rope_theta")}
         # what Llama 3 divides by is a tensor
         wanted[keys.Rope.SCALING_TYPE] = None if kind == "llama3" else kind
         wanted[keys.Rope.SCALING_FACTOR] = None if kind == "llama3" else rope["factor"]
@@ -134,24 +127,15 @@ def _fields(path: Path, content: Content) -> Check:
         wanted[keys.Rope.SCALING_ORIG_CTX_LEN] = rope.get("original_max_position_embeddings") or context
         wanted[keys.Rope.SCALING_YARN_BETA_FAST] = rope.get("beta_fast")
         wanted[keys.Rope.SCALING_YARN_BETA_SLOW] = rope.get("beta_slow")
-        factor = rope.get("attention_factor")  # llama.cpp multiplies by what is there without one
-        wanted[keys.Rope.SCALING_ATTN_FACTOR] = factor and factor / (1 + 0.1 * math.log(rope["factor"]))
+        wanted[keys.Rope.SCALING_ATTN_FACTOR] = yarn_factor(rope)
     with reading(_damaged(path)):
         stated = fields(path)
     wrong = []
     for key, value in wanted.items():
         name = key.format(arch=content.architecture.name)
-        said = stated.get(name)
-        if said != (np.float32(value) if isinstance(value, float) else value):
-            wrong.append(f"{name} {said}, not {value}")
+        if stated.get(name) != (np.float32(value) if isinstance(value, float) else value):
+            wrong.append(f"{name} {stated.get(name)}, not {value}")
     return counted("gguf.fields", wrong)
-
-
-def _scaled(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What scales rotary embedding, of layers that see everything; empty where nothing does."""
-    rope: Mapping[str, Any] = config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    return {} if rope.get("rope_type", "default") == "default" else rope
 
 
 def _tokens(path: Path, values: Values, *, spaced: bool) -> Check:
@@ -169,8 +153,8 @@ def _tokens(path: Path, values: Values, *, spaced: bool) -> Check:
         texts += _SPACED
         texts += [f"a{special}b the{special} fox", f"{special}{special}x"] if special else []
         if tokenizer.chat_template:
-            said = [{"role": "user", "content": "Hello there, 12 foxes?"}]
-            texts.append(tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+            message = [{"role": "user", "content": "Hello there, 12 foxes?"}]
+            texts.append(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
     for text in texts:
         wanted = tokenizer(text)["input_ids"]
         back = tokenizer.decode(wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -187,12 +171,12 @@ def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> float:
 
     ids = prompt(values)
     unread = {key: own[key] for key in _UNREAD & own.keys()}
-    unread |= {"rope_parameters": own["rope_parameters"]} if _scaled(own) else {}
+    unread |= {"rope_parameters": own["rope_parameters"]} if scaled_rope(own) else {}
     with reading(_damaged(path)), quiet_loading(), torch.no_grad():
         model = pretrained.of_gguf(path, unread).eval()
-        found = model(ids).logits
+        logits = model(ids).logits
     expected = values.stream.answers(ids).all().float()
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def _damaged(path: Path) -> Any:
@@ -203,18 +187,11 @@ def _damaged(path: Path) -> Any:
 
 
 def read_options(path: Path) -> Mapping[str, Any]:
-    """The exporter's options, as a file shows them.
-
-    Raises:
-        InputError: `gguf-damaged`.
-    """
+    """Read the exporter's options off a file. Raises InputError `gguf-damaged`."""
     with reading(_damaged(path)):
-        kinds = {each.name: (each.tensor_type.name, len(each.shape)) for each in tensors(path)}
+        kinds = {tensor.name: (tensor.tensor_type.name, len(tensor.shape)) for tensor in tensors(path)}
     floats = {theirs: ours for ours, theirs in FLOATS.items()}
     table = kinds.get(TABLE, ("F32", 2))[0]
     norms = ("_norm.weight", ".bias")
     high = next((k for name, (k, n) in kinds.items() if n > 1 and k in floats and not name.endswith(norms)), "F16")
-    return {
-        "floats": floats[high],
-        "embedding": None if table in floats else WeightScheme(format=table.lower()),
-    }
+    return {"floats": floats[high], "embedding": None if table in floats else WeightScheme(format=table.lower())}

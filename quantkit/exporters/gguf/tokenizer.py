@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,80 +34,68 @@ if TYPE_CHECKING:
 _SPACE = "▁"
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, source: Source, rows: int) -> int:
-    """Everything of a source's tokenizer.
+def add_tokenizer(writer: gguf.GGUFWriter, source: Source, rows: int) -> None:
+    """Write everything of a source's tokenizer.
 
     Args:
         rows: of the table of embeddings; tokens fill it up.
 
-    Returns:
-        tokens that are written: as many as the table has rows.
-
-    Raises:
-        InputError: `gguf-tokenizer`, `tokenizer-missing`, `tokenizer-damaged`.
+    Raises InputError: `gguf-tokenizer`, `tokenizer-missing`, `tokenizer-damaged`.
     """
     import gguf
 
-    def damaged(said: str) -> InputError:
-        return InputError("tokenizer-damaged", where=source.ref, value=said, rule="a tokenizer.json of tokenizers")
-
-    with reading(damaged):
+    with _reading(source):
         stated = _stated(source)
         kind, pre = kind_of(stated, source.ref)
         prefix = _json(source.path / "tokenizer_config.json").get("add_prefix_space")
+        scores = None
         if kind == "llama":
             tokens, scores, types = _scored(source, stated, rows)
-            writer.add_tokenizer_model(kind)
-            writer.add_tokenizer_pre(pre)
-            writer.add_token_list(tokens)
-            writer.add_token_scores(scores)
-            writer.add_token_types(types)
-            writer.add_add_space_prefix(_prepends(stated))
         else:
             if source.architecture in ("LlamaForCausalLM", "MistralForCausalLM") and prefix is not None:
                 writer.add_add_space_prefix(bool(prefix))
             tokens, types = _listed(source, stated, rows)
-            writer.add_tokenizer_model(kind)
-            writer.add_tokenizer_pre(pre)
-            writer.add_token_list(tokens)
-            writer.add_token_types(types)
-        special = gguf.SpecialVocab(
-            source.path, load_merges=kind == "gpt2", n_vocab=len(tokens) if kind == "llama" else None
-        )
+        writer.add_tokenizer_model(kind)
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        if scores is not None:
+            writer.add_token_scores(scores)
+        writer.add_token_types(types)
+        if scores is not None:
+            writer.add_add_space_prefix(_prepends(stated))
+        count = len(tokens) if kind == "llama" else None
+        special = gguf.SpecialVocab(source.path, load_merges=kind == "gpt2", n_vocab=count)
         special.add_to_gguf(writer, quiet=True)
         if source.architecture == "LlamaForCausalLM" and rows == 49152:
             writer.add_add_bos_token(False)  # as the converter has it: of code models of this vocabulary
-    return len(tokens)
 
 
 def demand_held(source: Source) -> None:
-    """Refuse, before any work, what llama.cpp's tokenizer has no word for.
-
-    Raises:
-        InputError: as `add_tokenizer`.
-    """
-
-    def damaged(said: str) -> InputError:
-        return InputError("tokenizer-damaged", where=source.ref, value=said, rule="a tokenizer.json of tokenizers")
-
-    with reading(damaged):
+    """Refuse, before any work, what llama.cpp's tokenizer has no word for. Raises as `add_tokenizer`."""
+    with _reading(source):
         stated = _stated(source)
         kind, _ = kind_of(stated, source.ref)
         if (rows := source.config.get("vocab_size")) is None:
             return
         if kind == "llama":
-            made = source.tokenizer() if _beyond(stated, rows) else None
-            ends = (made.bos_token_id, made.eos_token_id) if made is not None else ()
-            _demand_rows(source, max((each for each in ends if each is not None), default=0), rows)
+            tokenizer = source.tokenizer() if _beyond(stated, rows) else None
+            ends = (tokenizer.bos_token_id, tokenizer.eos_token_id) if tokenizer is not None else ()
+            _demand_rows(source, max((end for end in ends if end is not None), default=0), rows)
         else:
             _demand_rows(source, max(_ids(stated).values(), default=0), rows)
 
 
-def left_out(source: Source, rows: int) -> list[str]:
-    """The tokens that have no row in the table of embeddings, and of which a file says nothing.
+def _reading(source: Source) -> AbstractContextManager[None]:
+    def damaged(problem: str) -> InputError:
+        return InputError("tokenizer-damaged", where=source.ref, value=problem, rule="a tokenizer.json of tokenizers")
 
-    Raises:
-        InputError: `tokenizer-missing`, `tokenizer-damaged`.
+    return reading(damaged)
+
+
+def left_out(source: Source, rows: int) -> list[str]:
+    """List the tokens that have no row in the table of embeddings, and of which a file says nothing.
+
+    Raises InputError: `tokenizer-missing`, `tokenizer-damaged`.
     """
     return _beyond(_stated(source), rows)
 
@@ -117,7 +106,7 @@ def _beyond(stated: Mapping[str, Any], rows: int) -> list[str]:
 
 def _ids(stated: Mapping[str, Any]) -> dict[str, int]:
     """Token -> id, of those that were added too."""
-    return {**stated["model"]["vocab"], **{str(each["content"]): int(each["id"]) for each in _added(stated)}}
+    return {**stated["model"]["vocab"], **{str(token["content"]): int(token["id"]) for token in _added(stated)}}
 
 
 def _added(stated: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -131,42 +120,42 @@ def spaced(source: Source) -> bool:
     a text that begins with a space, and, where it says `first`, what follows a special token.
     """
     splits = _flat(_stated(source).get("pre_tokenizer"), "pretokenizers")
-    return any(each["type"] == "Metaspace" and each.get("prepend_scheme", "always") != "never" for each in splits)
+    return any(part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never" for part in splits)
 
 
 def kind_of(stated: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """Of a tokenizer.json: llama.cpp's kind of vocabulary, and the name of its pre-tokenizer.
+    """Name llama.cpp's kind of vocabulary for a tokenizer.json, and its pre-tokenizer.
 
-    Raises:
-        InputError: `gguf-tokenizer`.
+    Raises InputError: `gguf-tokenizer`.
     """
     model = stated["model"]
     if model.get("type", "BPE") != "BPE":
         raise _refused(where, f"a tokenizer of type {model['type']}", "byte-level BPE or SentencePiece's BPE")
     if not model.get("merges"):
         raise _refused(where, "a BPE of no merges", "llama.cpp loads one with merges")
-    splits = [part for each in _flat(stated.get("pre_tokenizer"), "pretokenizers") for part in _split(each, where)]
+    parts = _flat(stated.get("pre_tokenizer"), "pretokenizers")
+    splits = [split for part in parts for split in _split(part, where)]
     normal = _flat(stated.get("normalizer"), "normalizers")
-    if model.get("byte_fallback") and not any(part == GPT2 for part in splits):
-        odd = [each for each in normal if each["type"] not in ("Replace", "Prepend")]
-        if odd or any(part != _SPACE for part in splits):
+    if model.get("byte_fallback") and GPT2 not in splits:
+        odd = [part for part in normal if part["type"] not in ("Replace", "Prepend")]
+        if odd or any(split != _SPACE for split in splits):
             raise _refused(where, f"{(odd or splits)[0]!r:.80}", "SentencePiece's BPE, whose spaces are ▁")
         return "llama", "default"
-    odd = [each for each in normal if each["type"] != "NFC"]  # which llama.cpp leaves out
+    odd = [part for part in normal if part["type"] != "NFC"]  # which llama.cpp leaves out
     if odd:
         raise _refused(where, f"normalizer {odd[0]['type']}", "none, or NFC")
-    expressions = tuple(part for part in splits if part != "")
-    found = PRE.get((expressions, bool(model.get("ignore_merges"))))
-    if found is None:
+    expressions = tuple(split for split in splits if split != "")
+    name = PRE.get((expressions, bool(model.get("ignore_merges"))))
+    if name is None:
         known = ", ".join(PRE.values())
         raise _refused(where, f"pre-tokenizer {' then '.join(expressions)!r:.120}", f"one that llama.cpp calls {known}")
-    return "gpt2", found
+    return "gpt2", name
 
 
 def _flat(part: Any, inside: str) -> list[dict[str, Any]]:
     if part is None:
         return []
-    return [each for inner in part[inside] for each in _flat(inner, inside)] if part["type"] == "Sequence" else [part]
+    return [leaf for inner in part[inside] for leaf in _flat(inner, inside)] if part["type"] == "Sequence" else [part]
 
 
 def _split(part: Mapping[str, Any], where: str) -> list[str]:
@@ -193,8 +182,8 @@ def _refused(where: str, value: str, rule: str) -> InputError:
 def _prepends(stated: Mapping[str, Any]) -> bool:
     """Whether a space is put before a text."""
     splits = _flat(stated.get("pre_tokenizer"), "pretokenizers")
-    ahead = any(each.get("prepend_scheme", "never") != "never" for each in splits)
-    return ahead or any(each["type"] == "Prepend" for each in _flat(stated.get("normalizer"), "normalizers"))
+    ahead = any(part.get("prepend_scheme", "never") != "never" for part in splits)
+    return ahead or any(part["type"] == "Prepend" for part in _flat(stated.get("normalizer"), "normalizers"))
 
 
 def _stated(source: Source) -> dict[str, Any]:
@@ -202,18 +191,14 @@ def _stated(source: Source) -> dict[str, Any]:
     path = source.path / "tokenizer.json"
     if path.is_file():
         return _json(path)
-    made = source.tokenizer()
-    if not hasattr(made, "backend_tokenizer"):
-        raise _refused(source.ref, type(made).__name__, "a tokenizer.json")
-    found: dict[str, Any] = json.loads(made.backend_tokenizer.to_str())
-    return found
+    tokenizer = source.tokenizer()
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise _refused(source.ref, type(tokenizer).__name__, "a tokenizer.json")
+    return json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[no-any-return]
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    found: dict[str, Any] = json.loads(limits.read(path, limits.DATA))
-    return found
+    return json.loads(limits.read(path, limits.DATA)) if path.is_file() else {}
 
 
 def _looks_special(token: str) -> bool:
@@ -274,11 +259,11 @@ def _scored(source: Source, stated: Mapping[str, Any], rows: int) -> tuple[list[
     known = _pieces(source.path / "tokenizer.model")
     for number, (token, score, kind) in enumerate(known[:rows]):
         tokens[number], scores[number], types[number] = token, score, kind
-    for each in _added(stated):
-        number, token = int(each["id"]), str(each["content"])
+    for added in _added(stated):
+        number, token = int(added["id"]), str(added["content"])
         if number >= rows or token == model.get("unk_token"):
             continue
-        special = each.get("special") or _looks_special(token)
+        special = added.get("special") or _looks_special(token)
         tokens[number] = token if special else token.replace(_SPACE, " ")
         types[number] = int(TokenType.CONTROL if special else TokenType.USER_DEFINED)
         scores[number] = -1000.0
@@ -287,11 +272,11 @@ def _scored(source: Source, stated: Mapping[str, Any], rows: int) -> tuple[list[
 
 def _ranks(merges: Sequence[Any]) -> dict[str, int]:
     """Token -> the place of the first merge that makes it, counting tokens."""
-    found: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     for merge in merges:
         left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        found.setdefault(left + right, len(found))
-    return found
+        ranks.setdefault(left + right, len(ranks))
+    return ranks
 
 
 def _pieces(path: Path) -> list[tuple[str, float, int]]:

@@ -1,12 +1,21 @@
 """The file: which tensors it holds, of which types, and what it says besides; one tensor in memory at a time.
 
 The `gguf` package writes everything before the first tensor; then come the tensors, each on a boundary of 32 bytes.
+
+Codes as the bytes of ggml's blocks (`ggml-common.h`, `block_q4_0` and so on).
+
+    32 weights     [d] [m] [high bits] codes         q4_0 q4_1 q5_0 q5_1 q8_0 iq4_nl, and mxfp4 with a power of two
+    256 weights    scales, codes, high bits, d, dmin   q2_k to q6_k, each in an order of its own
+
+A nibble holds weight j below weight j + 16 in blocks of 32, and weight l below weight l + 32 of every 64 in those of
+256. Codes are stored less the lowest of them. `gguf.quants.dequantize` reads all of it back, and is the test.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,20 +29,23 @@ from numpy.typing import NDArray
 from quantkit import limits
 from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
+from quantkit.exporters import unheld
 from quantkit.exporters.gguf.architecture import (
+    BLOCK,
     FLOATS,
     ROPE_FACTORS,
     Config,
     LlamaCppClass,
     add_parameters,
     architecture_of,
+    names_of,
+    overflow,
     rope_factors,
     turned_rows,
     type_of,
 )
-from quantkit.exporters.gguf.blocks import floats, packed
 from quantkit.exporters.gguf.tokenizer import add_tokenizer, left_out, spaced
-from quantkit.formats import QuantTensor, joined, load_format
+from quantkit.formats import QuantTensor, joined
 from quantkit.model.device import put
 from quantkit.model.sizes.storage import instead, mixed, of_table
 from quantkit.model.source import pretrained
@@ -43,8 +55,11 @@ from quantkit.scheme import MIXTURES, WeightScheme
 
 if TYPE_CHECKING:
     import gguf
+    from torch import Tensor
 
     from quantkit.exporters.values import Values
+    from quantkit.formats import QuantTensor
+
 
 ALIGNMENT = 32
 TABLE, HEAD = "token_embd.weight", "output.weight"
@@ -54,42 +69,32 @@ TABLE, HEAD = "token_embd.weight", "output.weight"
 class Held(Weights):
     """The decided tensors as a file holds them: the table by its codes, and what has none in the file's floats.
 
-    Args:
-        weights: what was decided.
-        floats: tensor -> the dtype in which the file has it.
-        table: the tensor that token ids are looked up in.
-        found: its codes; None where it has none, or where they are a linear's.
+    `floats` has the dtype of each tensor in the file; `round_table` makes the table's codes, if no linear has them.
     """
 
     weights: Weights
     floats: Mapping[str, torch.dtype]
     table: str
-    found: Callable[[], QuantTensor] | None
+    round_table: Callable[[], QuantTensor] | None
 
     @cached_property
     def codes(self) -> QuantTensor | None:
-        """The table's."""
-        return None if self.found is None else self.found()
+        """The table's codes."""
+        return None if self.round_table is None else self.round_table()
 
     def read(self, name: str, device: torch.device | None = None) -> torch.Tensor:
-        """A tensor of the file, in the basis of the source; float32 where it is not as it was decided."""
+        """Read a tensor of the file, in the basis of the source; float32 where it is not as it was decided."""
         if name == self.table and self.codes is not None:
-            found: torch.Tensor = load_format(self.codes.scheme.format).dequantize(self.codes)
-            return put(found, device)
+            return put(self.codes.dense(), device)
         value = self.weights.read(name, device)
         return value.to(self.floats[name]).float() if name in self.floats else value
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the file.
+    """A tensor of the file: ggml's type, the shape of its values, and what makes its data.
 
-    Args:
-        name: in the file.
-        kind: ggml's type.
-        shape: of the values.
-        produce: its data, uint8 or float, as it is stored.
-        source: the parameter that it is made from; "" of what the config says.
+    `source` is the parameter that it is made from; "" of what the config says.
     """
 
     name: str
@@ -100,7 +105,7 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Of its data."""
+        """The size of its data."""
         import gguf
 
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]]
@@ -111,13 +116,11 @@ class Content:
     """What a file of a model holds.
 
     Args:
-        values: the model.
         high: how what has no codes is stored: a float format of quantkit.
         embedding: the scheme of token embeddings, for which another stands in where they are no whole blocks; None: as
             floats. A tied head's codes are the embeddings'.
 
-    Raises:
-        InputError: `layout-unsupported`.
+    Raises InputError: `layout-unsupported`.
     """
 
     def __init__(self, values: Values, high: str, embedding: WeightScheme | None) -> None:
@@ -136,60 +139,48 @@ class Content:
     @cached_property
     def tensors(self) -> Sequence[StoredTensor]:
         """All of them, as the model lists its parameters."""
-        import gguf
-
         values, head = self.values, self.values.stream.head or ""
-        arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture.name)
-        names = gguf.get_tensor_name_map(arch, self.config["num_hidden_layers"])
-        table, tied = self.table, self.tied
-        found = []
-        for name, parameter in values.skeleton.named_parameters(remove_duplicate=False):
-            if tied and name == f"{head}.weight":
-                continue
-            theirs = names.get_name(key=name, try_suffixes=(".weight", ".bias"))
-            if theirs is None:
-                raise InputError(
-                    "layout-unsupported",
-                    where=name,
-                    value=f"no tensor of llama.cpp's {self.architecture.name}",
-                    rule="every parameter has a name there",
-                    remedy="leave `gguf` out of `export`",
-                )
-            linear = name.removesuffix(".weight")
-            linear = head if tied and name == table else linear
-            shape = tuple(parameter.shape)
+        parameters = dict(values.skeleton.named_parameters(remove_duplicate=False))
+        if self.tied:
+            del parameters[f"{head}.weight"]
+        stored = []
+        for name, theirs in names_of(parameters, self.architecture, self.config).items():
+            shape = tuple(parameters[name].shape)
+            linear = head if self.tied and name == self.table else name.removesuffix(".weight")
             if linear in values.schemes:
-                found.append(self._coded(theirs, linear, shape, name))
-            elif name == table and self.embedding is not None:
-                kind = type_of(self.embedding, name)
-                found.append(StoredTensor(theirs, kind, shape, partial(self._rounded_bytes, name), name))
+                kind, produce = type_of(values.schemes[linear], linear), partial(self._coded, linear)
+            elif name == self.table and self.embedding is not None:
+                kind, produce = type_of(self.embedding, name), partial(self._rounded_bytes, name)
             else:
                 # one dimension, and norms of heads: whatever else the file holds, these are in float32
-                kind = "F32" if parameter.dim() < 2 or theirs.endswith("_norm.weight") else self.high
-                found.append(StoredTensor(theirs, kind, shape, partial(self._float, name, kind), name))
+                kind = "F32" if len(shape) < 2 or theirs.endswith("_norm.weight") else self.high
+                produce = partial(self._float, name, kind)
+            stored.append(StoredTensor(theirs, kind, shape, produce, name))
         factors = rope_factors(self.config)
         if factors is not None:
-            found.append(StoredTensor(ROPE_FACTORS, "F32", tuple(factors.shape), factors.numpy))
-        return found
+            stored.append(StoredTensor(ROPE_FACTORS, "F32", tuple(factors.shape), factors.numpy))
+        return stored
 
     @cached_property
     def table(self) -> str:
         """The parameter that token ids are looked up in."""
-        return table_of(self.values)
+        skeleton: Any = self.values.skeleton
+        table = skeleton.get_input_embeddings()
+        return next(f"{path}.weight" for path, module in skeleton.named_modules() if module is table)
 
     def decisions(self) -> list[Decision]:
-        """What is stored otherwise than asked."""
-        found = [] if self.coded_head else list(self._taken)
+        """List what is stored otherwise than asked."""
+        taken = [] if self.coded_head else list(self._taken)
         if self.spaced:
             reason = "llama.cpp puts a space before each text, this tokenizer before none that begins with one"
-            found.append(decision("gguf", "tokens-differ", "tokenizer.json", reason))
+            taken.append(decision("gguf", "tokens-differ", "tokenizer.json", reason))
         rows = int(self.values.skeleton.get_parameter(self.table).shape[0])
         if gone := left_out(self.values.source, rows):
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
             reason = f"the table of embeddings has {rows} rows; llama.cpp's converter leaves out what is beyond them"
             names = f"{', '.join(gone[:3])}{more}"
-            found.append(decision("gguf", "tokens-beyond", "tokenizer.json", reason, names, "left out"))
-        return found
+            taken.append(decision("gguf", "tokens-beyond", "tokenizer.json", reason, names, "left out"))
+        return taken
 
     @cached_property
     def spaced(self) -> bool:
@@ -207,20 +198,6 @@ class Content:
         head, skeleton = self.values.stream.head, self.values.skeleton
         return head is not None and skeleton.get_parameter(f"{head}.weight") is skeleton.get_parameter(self.table)
 
-    def order(self, name: str, rows: int) -> torch.Tensor | None:
-        """The order in which the file has a parameter's rows; None: as they are."""
-        return turned_rows(name, rows, self.architecture, self.config)
-
-    def _coded(self, theirs: str, linear: str, shape: tuple[int, ...], name: str) -> StoredTensor:
-        kind = type_of(self.values.schemes[linear], linear)
-
-        def produce() -> NDArray[Any]:
-            tensor = self.values.quantized(linear)
-            order = self.order(linear, shape[0])
-            return packed(tensor if order is None else turned(tensor, order), linear)[1]
-
-        return StoredTensor(theirs, kind, shape, produce, name)
-
     @cached_property
     def held(self) -> Values:
         """The model with the values that the file holds.
@@ -229,18 +206,27 @@ class Content:
         """
         stream = self.values.stream
         table, head = stream.files[self.table], f"{stream.head}.weight"
-        found: Callable[[], QuantTensor] | None = None
+        round_table: Callable[[], QuantTensor] | None = None
         weights, files = stream.source.weights, dict(stream.files)
         if self.coded_head:
             files[self.table] = files[head]
         elif self.embedding is not None:
-            found = partial(self._rounded, self.table)
+            round_table = partial(self._rounded, self.table)
         dtypes = {theirs: getattr(torch, ours) for ours, theirs in FLOATS.items()}
-        kinds = {files[each.source]: dtypes[each.kind] for each in self.tensors if each.source and each.kind in dtypes}
-        of_file = Held(weights.entries, weights.folder, weights.shards, weights, kinds, table, found)
+        kinds = {files[one.source]: dtypes[one.kind] for one in self.tensors if one.source and one.kind in dtypes}
+        of_file = Held(weights.entries, weights.folder, weights.shards, weights, kinds, table, round_table)
         changed = stream.on(stream.device, stream.place)
         changed.source, changed.files = replace(stream.source, weights=of_file), files
         return replace(self.values, stream=changed)
+
+    def _order(self, name: str, rows: int) -> torch.Tensor | None:
+        """The order in which the file has a parameter's rows; None: as they are."""
+        return turned_rows(name, rows, self.architecture, self.config)
+
+    def _coded(self, linear: str) -> NDArray[Any]:
+        tensor = self.values.quantized(linear)
+        order = self._order(linear, tensor.shape[0])
+        return packed(tensor if order is None else _turned(tensor, order), linear)[1]
 
     def _rounded(self, name: str) -> QuantTensor:
         """The table rounded to nearest, a piece of its rows at a time."""
@@ -254,42 +240,35 @@ class Content:
 
     def _float(self, name: str, kind: str) -> NDArray[Any]:
         value = self._laid(name, self.values)
-        found = floats(value, kind)
-        if kind == "F16" and bool((value.abs() > torch.finfo(torch.float16).max).any()):
-            raise InputError(
-                "float16-overflow",
-                where=name,
-                value=f"up to {float(value.abs().max()):.3g}",
-                rule=f"float16 ends at {torch.finfo(torch.float16).max:.0f}",
-                remedy="--set 'export=[{gguf: {floats: bfloat16}}]'",
-            )
-        return found
+        most = torch.finfo(torch.float16).max
+        if kind == "F16" and bool((value.abs() > most).any()):
+            raise overflow(name, float(value.abs().max()), f"float16 ends at {most:.0f}")
+        return floats(value, kind)
 
     def _laid(self, name: str, values: Values) -> torch.Tensor:
         """A parameter as it lies in the file, float32."""
         value = values.tensor(name).float()
         if self.architecture.adds_one and name.endswith("norm.weight"):
             value = value + 1
-        order = self.order(name, len(value))
+        order = self._order(name, len(value))
         return value if order is None else value[order]
 
     def decided(self, stored: StoredTensor) -> torch.Tensor:
-        """What a tensor of the file stands for, float32."""
+        """Return what a tensor of the file stands for, float32."""
         return self._laid(stored.source, self.held) if stored.source else torch.from_numpy(stored.produce())
 
     def head_writer(self) -> gguf.GGUFWriter:
-        """The package's writer, told of everything but the tensors' data.
+        """Return the package's writer, told of everything but the tensors' data.
 
-        Raises:
-            InputError: `gguf-tokenizer`, `tokenizer-missing`, `tokenizer-damaged`.
+        Raises InputError: `gguf-tokenizer`, `tokenizer-missing`, `tokenizer-damaged`.
         """
         import gguf
 
         source = self.values.source
         writer = gguf.GGUFWriter(None, self.architecture.name)
-        for each in self.tensors:
-            kind = gguf.GGMLQuantizationType[each.kind]
-            writer.add_tensor_info(each.name, each.shape, torch.empty(0).numpy().dtype, each.bytes, raw_dtype=kind)
+        for tensor in self.tensors:
+            kind = gguf.GGMLQuantizationType[tensor.kind]
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind)
         total, shared, expert, experts = writer.get_total_parameter_count()
         with tempfile.TemporaryDirectory() as place:
             # the package reads what a folder's name says of the model
@@ -303,15 +282,13 @@ class Content:
         add_parameters(writer, self.architecture, self.config)
         writer.add_file_type(file_type(self.tensors, self.values.stream.head or ""))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        rows = next(each.shape[0] for each in self.tensors if each.name == TABLE)
-        add_tokenizer(writer, source, rows)
+        add_tokenizer(writer, source, next(one.shape[0] for one in self.tensors if one.name == TABLE))
         return writer
 
     def write(self, path: Path) -> str:
-        """Write the file; its sha256.
+        """Write the file and return its sha256.
 
-        Raises:
-            InputError: as `head_writer`, `float16-overflow`, `scale-inexact`. Stopped: `disk-full`.
+        Raises InputError: as `head_writer`, `float16-overflow`, `scale-inexact`. Stopped: `disk-full`.
         """
         with tempfile.TemporaryDirectory() as place:
             head = Path(place, "head")
@@ -324,39 +301,31 @@ class Content:
 
         def chunks() -> Iterator[bytes | memoryview]:
             yield begins + bytes(-len(begins) % ALIGNMENT)
-            for each in self.tensors:
-                data = each.produce()
-                if data.nbytes != each.bytes:
-                    raise ValueError(f"{each.name}: {data.nbytes} bytes of {each.bytes}")
+            for tensor in self.tensors:
+                data = tensor.produce()
+                if data.nbytes != tensor.bytes:
+                    raise ValueError(f"{tensor.name}: {data.nbytes} bytes of {tensor.bytes}")
                 yield memoryview(data.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
                 yield bytes(-data.nbytes % ALIGNMENT)
 
         return write_atomic(path, chunks())
 
 
-def table_of(values: Values) -> str:
-    """The parameter that token ids are looked up in."""
-    skeleton: Any = values.skeleton
-    module = skeleton.get_input_embeddings()
-    return next(f"{path}.weight" for path, each in skeleton.named_modules() if each is module)
-
-
-def turned(tensor: QuantTensor, order: torch.Tensor) -> QuantTensor:
+def _turned(tensor: QuantTensor, order: torch.Tensor) -> QuantTensor:
     """The same matrix with its rows in another order."""
 
-    def rows(value: torch.Tensor | None) -> torch.Tensor | None:
-        return value if value is None or len(value) == 1 else value[order]
+    def rows(holder: object, *names: str) -> dict[str, Any]:
+        parts = {name: getattr(holder, name) for name in names}
+        return {name: part if part is None or len(part) == 1 else part[order] for name, part in parts.items()}
 
     stored = tensor.super_blocks
     if stored is not None:
-        parts = {name: rows(getattr(stored, name)) for name in ("d", "sc", "dmin", "mn")}
-        stored = replace(stored, **parts)  # type: ignore[arg-type]
-    parts = {name: rows(getattr(tensor, name)) for name in ("codes", "scale", "zero", "offset")}
-    return tensor.replace(**parts, super_blocks=stored)
+        stored = replace(stored, **rows(stored, "d", "sc", "dmin", "mn"))
+    return tensor.replace(**rows(tensor, "codes", "scale", "zero", "offset"), super_blocks=stored)
 
 
 def file_type(tensors: Sequence[StoredTensor], head: str) -> int:
-    """What llama.cpp calls a file: the mixture whose types its matrices have, whatever stands in for which.
+    """Tell what llama.cpp calls a file: the mixture whose types its matrices have, whatever stands in for which.
 
     Of others by the type of most weights; of K types, `M` where others are mixed in.
 
@@ -365,23 +334,180 @@ def file_type(tensors: Sequence[StoredTensor], head: str) -> int:
     """
     import gguf
 
-    matrices = [each for each in tensors if len(each.shape) > 1 and each.source]
-    ends = [each for each in matrices if each.name in (TABLE, HEAD)]
-    named = {each.source.removesuffix(".weight"): each for each in matrices if each not in ends}
-    last = next((each for each in ends if each.name == HEAD), ends[0])
+    matrices = [tensor for tensor in tensors if len(tensor.shape) > 1 and tensor.source]
+    ends = [tensor for tensor in matrices if tensor.name in (TABLE, HEAD)]
+    inner = [tensor for tensor in matrices if tensor not in ends]
+    named = {tensor.source.removesuffix(".weight"): tensor for tensor in inner}
+    last = next((tensor for tensor in ends if tensor.name == HEAD), ends[0])
     if last.kind not in FLOATS.values():
         named[head] = last
-    shapes = {name: (each.shape[0], each.shape[1]) for name, each in named.items()}
+    shapes = {name: (tensor.shape[0], tensor.shape[1]) for name, tensor in named.items()}
     for mixture in MIXTURES:
         wanted = mixed(mixture, shapes, head)
         if all(type_of(instead(how, shapes[name][1])) == named[name].kind for name, how in wanted.items()):
             return int(gguf.LlamaFileType[f"MOSTLY_{mixture.upper()}"])
-    counts: dict[str, int] = {}
-    for each in matrices:
-        if each not in ends:
-            counts[each.kind] = counts.get(each.kind, 0) + math.prod(each.shape)
-    most = max(counts, key=lambda kind: counts[kind])
+    counts: Counter[str] = Counter()
+    for tensor in inner:
+        counts[tensor.kind] += math.prod(tensor.shape)
+    ((most, _),) = counts.most_common(1)
     names = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE", "Q2_K": "MOSTLY_Q2_K", "Q6_K": "MOSTLY_Q6_K"}
     size = "M" if len(counts) > 1 else "S"
     name = names.get(most, f"MOSTLY_{most}" + (f"_{size}" if most.endswith("_K") else ""))
     return int(gguf.LlamaFileType[name])
+
+
+Bytes = NDArray[Any]  # uint8
+_SUPER = 256
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A quantized matrix [N, K], a block a row: what a layout puts together.
+
+    Args:
+        codes: [B, 32] or [B, 256], from 0 on.
+        d, m: [B, 1] float16: the scale, and the minimum or what is subtracted under it; m is None where there is none.
+        sc, mn: [B, groups of a super-block] whole numbers; None in plain blocks.
+    """
+
+    codes: Bytes
+    d: NDArray[Any]
+    m: NDArray[Any] | None = None
+    sc: NDArray[Any] | None = None
+    mn: NDArray[Any] | None = None
+
+
+def packed(tensor: QuantTensor, where: str = "") -> tuple[str, Bytes]:
+    """Lay a quantized matrix out as the rows of a file: its type, and uint8 [N, bytes of a row].
+
+    Raises InputError: `layout-unsupported`, `scale-inexact` where a float16 does not hold a scale or a minimum.
+    """
+    kind = type_of(tensor.scheme, where)
+    return kind, _LAYOUTS[kind](_parts(tensor, where)).reshape(tensor.shape[0], -1)
+
+
+def floats(values: Tensor, kind: str) -> NDArray[Any]:
+    """Return values [...] as a file holds them: float32, float16, or bfloat16's bytes."""
+    if kind == "BF16":
+        return np.asarray(values.to(torch.bfloat16).contiguous().view(torch.uint8).numpy())
+    return np.asarray(values.to(torch.float16 if kind == "F16" else torch.float32).contiguous().numpy())
+
+
+def _parts(tensor: QuantTensor, where: str) -> Parts:
+    codes, stored = tensor.codes, tensor.super_blocks
+    lowest = _LOWEST.get(tensor.scheme.format, 0)
+    numbers = (codes.to(torch.int16) - lowest).to(torch.uint8).numpy()
+    if tensor.scheme.format == "int8" and bool((numbers == 0).any()):
+        rule = "llama.cpp's kernels take the magnitude of a code as a signed byte"
+        raise unheld(where, "codes of -128", rule, "--set scheme.weights.format=q8_0, which has none")
+    if stored is not None:
+        cut = numbers.reshape(-1, _SUPER)
+        d, m, sc, mn = (
+            None if part is None else part.numpy().reshape(len(cut), -1)
+            for part in (stored.d, stored.dmin, stored.sc, stored.mn)
+        )
+        assert d is not None
+        return Parts(cut, d, m, sc, mn)
+    cut = numbers.reshape(-1, BLOCK)
+    if tensor.scheme.scale == "e8m0":
+        zeros = cut & 7 == 0  # of which a file of ggml's own has the one without a sign
+        return Parts(np.where(zeros, 0, cut), tensor.scale.view(torch.uint8).numpy().reshape(-1, 1))
+    offset = tensor.offset
+    if tensor.zero is not None:  # (code - zero) s = s (code - lowest) + (lowest - zero) s
+        offset = (lowest - tensor.zero.float()) * tensor.scale.float()
+    return Parts(cut, _float16(tensor.scale, where), None if offset is None else _float16(offset, where))
+
+
+def _float16(values: Tensor, where: str) -> NDArray[Any]:
+    short = values.to(torch.float16)
+    if not torch.equal(short.float(), values.float()):
+        raise InputError(
+            "scale-inexact",
+            where=where,
+            value=f"scales in {str(values.dtype).removeprefix('torch.')}",
+            rule="a GGUF file holds float16, which not all of them fit",
+            remedy="--set scheme.weights.scale=float16, of a source in float32 or float16",
+        )
+    return short.numpy().reshape(-1, 1)  # type: ignore[no-any-return]
+
+
+# what code 0 of a file is here; the codes of other formats begin at 0
+_LOWEST = {"int4": -8, "int8": -128, "q4_0": -8, "q5_0": -16, "q8_0": -128, "q3_k": -4, "q6_k": -32}
+
+
+def _nibbles(codes: Bytes, half: int = 16) -> Bytes:
+    """[B, K] as K / 2 bytes: of every 2 * half codes the first half below the second."""
+    low, high = np.moveaxis(codes.reshape(len(codes), -1, 2, half), 2, 0)
+    return np.asarray(low & 15 | (high & 15) << 4).reshape(len(codes), -1)
+
+
+def _planes(codes: Bytes, bits: int, run: int = 32) -> Bytes:
+    """[B, K] of a few bits: of every 8 / bits runs, a byte holds the same place of each, the first one lowest."""
+    several = codes.reshape(len(codes), -1, 8 // bits, run)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
+    return np.asarray(np.bitwise_or.reduce(several << shifts, axis=2)).reshape(len(codes), -1)
+
+
+def _together(*parts: NDArray[Any] | None) -> Bytes:
+    """The bytes of each block's parts, one behind the other."""
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts if part is not None], axis=1)
+
+
+def _block4(parts: Parts) -> Bytes:
+    return _together(parts.d, parts.m, _nibbles(parts.codes))
+
+
+def _block5(parts: Parts) -> Bytes:
+    high = np.packbits(parts.codes >> 4, axis=1, bitorder="little")
+    return _together(parts.d, parts.m, high, _nibbles(parts.codes))
+
+
+def _block8(parts: Parts) -> Bytes:
+    return _together(parts.d, parts.m, parts.codes ^ 128)  # two's complement
+
+
+def _q2_k(parts: Parts) -> Bytes:
+    assert parts.sc is not None and parts.mn is not None
+    scales = (parts.sc | parts.mn << 4).astype(np.uint8)
+    return _together(scales, _planes(parts.codes, 2), parts.d, parts.m)
+
+
+def _q3_k(parts: Parts) -> Bytes:
+    assert parts.sc is not None
+    sc = (parts.sc.astype(np.int16) + 32).astype(np.uint8)
+    scales = [_nibbles(sc, 8), _planes(sc >> 4, 2, 4)]
+    return _together(_planes(parts.codes >> 2, 1), _planes(parts.codes & 3, 2), *scales, parts.d)
+
+
+def _scales_of_6_bits(parts: Parts) -> Bytes:
+    """d, dmin, and in 12 bytes eight scales and eight minimums (`get_scale_min_k4`)."""
+    assert parts.sc is not None and parts.mn is not None
+    sc, mn = parts.sc.astype(np.uint8), parts.mn.astype(np.uint8)
+    first = [numbers[:, :4] | (numbers[:, 4:] >> 4) << 6 for numbers in (sc, mn)]
+    return _together(parts.d, parts.m, *first, sc[:, 4:] & 15 | (mn[:, 4:] & 15) << 4)
+
+
+def _q4_k(parts: Parts) -> Bytes:
+    return _together(_scales_of_6_bits(parts), _nibbles(parts.codes, 32))
+
+
+def _q5_k(parts: Parts) -> Bytes:
+    return _together(_scales_of_6_bits(parts), _planes(parts.codes >> 4, 1), _nibbles(parts.codes, 32))
+
+
+def _q6_k(parts: Parts) -> Bytes:
+    assert parts.sc is not None
+    # nibbles pair weights 64 apart, high bits stand 32 apart
+    return _together(_nibbles(parts.codes, 64), _planes(parts.codes >> 4, 2), parts.sc.astype(np.int8), parts.d)
+
+
+_LAYOUTS: dict[str, Callable[[Parts], Bytes]] = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "IQ4_NL", "MXFP4"), _block4),
+    **dict.fromkeys(("Q5_0", "Q5_1"), _block5),
+    "Q8_0": _block8,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

@@ -16,27 +16,25 @@ Operators: ONNX Runtime's docs/ContribOperators.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.errors import InputError
-from quantkit.exporters.onnx.integers import Bytes, Codes, Integers
-from quantkit.exporters.onnx.nbits import ROTARY_HEAD, Array, EmbeddingTable, PackedWeights, block_size, pack
+from quantkit.exporters import unattended
+from quantkit.exporters.onnx.integers import MICROSOFT, Bytes, Codes, Integers
+from quantkit.exporters.onnx.nbits import ROTARY_HEAD, Array, EmbeddingTable, PackedWeights, pack
 from quantkit.exporters.trace import CHECKPOINT
-from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting
-from quantkit.exporters.trace.rotary import RotaryTables
+from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting, is_producer, name_of
 from quantkit.formats import load_format
 from quantkit.passes import decision
 
 if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
-    from quantkit.scheme import WeightScheme
 
-MICROSOFT = "com.microsoft"
+
 # added to the scores of padding: no weight is left of it after a softmax
 _MASKED = -1e9
 
@@ -70,41 +68,37 @@ class OrtDialect(Rewriting):
             self._encoder_attention()
         self._norms()
         self._products()
-        model = self._finish()
-        self.graph.opset_imports[MICROSOFT] = 1
-        model.ir_version = 10
-        return model
+        return self._finish({MICROSOFT: 1}, ir_version=10)
 
     # --- embedding ----------------------------------------------------------------------------------------------------
 
     def _table(self) -> None:
         """Let token ids be looked up in codes, if the table is in codes."""
         table = self.weights.ends.table if self.weights.ends is not None else None
-        for node in list(self.graph) if table is not None else []:
+        if table is None:
+            return
+        for node in list(self.graph):
             looked_in = node.inputs[0] if node.op_type == "Gather" else None
-            if looked_in is None or self.traced.parameters.get(looked_in.name or "") != table.parameter:  # type: ignore[union-attr]
+            if looked_in is None or self.traced.parameters.get(looked_in.name or "") != table.parameter:
                 continue
-            parts = self._looked_up(node, table)  # type: ignore[arg-type]
-            found = parts[0]
-            for other in parts[1:]:
-                (found,) = self._node(node, "Add", [found, other], ["embedding/sum"])
-            self._replace(node, [found])
+            total, *others = self._looked_up(node, table)
+            for other in others:
+                (total,) = self._node(node, "Add", [total, other], ["embedding/sum"])
+            self._replace(node, [total])
 
     def _looked_up(self, node: ir.Node, table: EmbeddingTable) -> list[ir.Value]:
         """What each of a table's codes gives for the ids of a Gather."""
-        found = []
+        values = []
         if table.head:
-            scheme = self.weights.linears[table.head].scheme
-            assert scheme is not None
-            packed, (codes, *grid) = self._packed_weights([table.head], table.head, scheme)
+            packed, (codes, *grid) = self._packed_weights([table.head], table.head)
             flat = self._constant("embedding/flat", [0, -1], np.int64)
             (turned,) = self._node(node, "Reshape", [codes, flat], ["embedding/codes"])
-            found.append(self._looked_up_in(node, turned, grid, packed.bits, packed.block, "embedding/head"))
+            values.append(self._looked_up_in(node, turned, grid, packed.bits, packed.block, "embedding/head"))
         if (own := table.own) is not None:
             codes, scales = self._symmetric(own, "embedding")
             bits, block = load_format(own.scheme.format).bits, own.scheme.group or 0
-            found.append(self._looked_up_in(node, codes, [scales], bits, block, "embedding/own"))
-        return found
+            values.append(self._looked_up_in(node, codes, [scales], bits, block, "embedding/own"))
+        return values
 
     def _symmetric(self, own: QuantTensor, name: str, *, blocks: bool = False) -> tuple[ir.Value, ir.Value]:
         """Codes, [V, K·bits/8] or with a dimension for blocks, and scales, of symmetric groups that end with a row."""
@@ -122,50 +116,45 @@ class OrtDialect(Rewriting):
     def _looked_up_in(
         self, node: ir.Node, codes: ir.Value, grid: Sequence[ir.Value], bits: int, block: int, name: str
     ) -> ir.Value:
-        inputs = [codes, node.inputs[1], *grid]
-        options = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
-        return self._node(node, "GatherBlockQuantized", inputs, [name], MICROSOFT, **options)[0]
+        how = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
+        return self._node(node, "GatherBlockQuantized", [codes, node.inputs[1], *grid], [name], MICROSOFT, **how)[0]
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
     def _norms(self) -> None:
         for node in self._placeholders("RMSNorm"):
-            name, epsilon = node.attributes["name"].as_string(), node.attributes["epsilon"].as_float()
+            name, epsilon = name_of(node), node.attributes["epsilon"].as_float()
             gamma, source = self._gamma(node), node.inputs[0]
-            assert source is not None
             total = self._sum(source)
             if total is None:
-                made = self._node(
-                    node, "RMSNormalization", [source, gamma], [f"{name}/output"], axis=-1, epsilon=epsilon
-                )
-                self._replace(node, made)
+                inputs, outputs = [source, gamma], [f"{name}/output"]
+                self._replace(node, self._node(node, "RMSNormalization", inputs, outputs, axis=-1, epsilon=epsilon))
                 continue
+            outputs = [f"{name}/output", "", "", f"{name}/sum"]
             normed, _, _, added = self._node(
                 total,
                 "SkipSimplifiedLayerNormalization",
                 [*total.inputs, gamma],
-                [f"{name}/output", "", "", f"{name}/sum"],
+                outputs,
                 MICROSOFT,
                 epsilon=epsilon,
             )
             self._replace(node, [normed])
             self._replace(total, [added])
         for node in self.graph:
-            total = self._sum(node.inputs[0]) if node.op_type == "LayerNormalization" and node.inputs[0] else None
+            total = self._sum(node.inputs[0]) if node.op_type == "LayerNormalization" else None
             if total is not None:
                 self._replace(total, self._node(total, "Sum", total.inputs, [f"{total.outputs[0].name}/sum"]))
 
-    def _sum(self, value: ir.Value) -> ir.Node | None:
+    def _sum(self, value: ir.Value | None) -> ir.Node | None:
         """The addition of two hidden states that makes a value, if that is what makes it."""
-        node = value.producer()
-        if node is None or node.op_type != "Add" or any(x is None or x.is_initializer() for x in node.inputs):
+        node = is_producer(value, "Add")
+        if value is None or node is None or any(x is None or x.is_initializer() for x in node.inputs):
             return None
         shapes = [x.shape for x in node.inputs if x is not None]
         if any(shape is None or len(shape) != 3 for shape in shapes) or value.is_graph_output():
             return None
-        if shapes[0] != shapes[1]:  # positions [1, S, K] under embeddings [B, S, K]
-            return None
-        return node
+        return node if shapes[0] == shapes[1] else None  # positions [1, S, K] under embeddings [B, S, K] are none
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -176,9 +165,7 @@ class OrtDialect(Rewriting):
             return
         mask = nodes[0].inputs[3]
         assert mask is not None
-        ids = next(value for value in self.graph.inputs if value.name == "input_ids")
-        first = next(iter(self.graph))
-        lengths, total, bias = self._mask(first, mask, ids)
+        lengths, total, bias = self._mask(next(iter(self.graph)), mask, self._input("input_ids"))
         tables = RotaryTables(self.graph, self.positions, self._constant)
         unfused: list[str] = []
         for index, node in enumerate(nodes):
@@ -186,39 +173,33 @@ class OrtDialect(Rewriting):
             assert query is not None and key is not None and value is not None
             q, k = tables.strip(query), tables.strip(key)
             angles = None
-            size = node.inputs[4].shape[3] if node.inputs[4] is not None and node.inputs[4].shape is not None else None
+            size = past_key.shape[3] if past_key is not None and past_key.shape is not None else None
             whole = isinstance(size, int) and size % ROTARY_HEAD == 0
             if whole and q is not None and k is not None and q[1] is k[1]:
                 query, key, angles = q[0], k[0], q[1]
             elif q is not None or k is not None or None in tables.found.values():
                 unfused.append(str(index))
             name = f"attention.{index}"
-            flat = [self._flat(node, x, f"{name}/{what}") for x, what in ((query, "q"), (key, "k"), (value, "v"))]
-            options: dict[str, Any] = {
+            flat = [self._flat(node, x, f"{name}/{part}") for x, part in ((query, "q"), (key, "k"), (value, "v"))]
+            how: dict[str, Any] = {
                 "num_heads": node.attributes["heads"].as_int(),
                 "kv_num_heads": node.attributes["kv_heads"].as_int(),
                 "scale": node.attributes["scale"].as_float(),
             }
             if (window := node.attributes["window"].as_int()) > 0:
-                options["local_window_size"] = window
+                how["local_window_size"] = window
             if (softcap := node.attributes["softcap"].as_float()) > 0:
-                options["softcap"] = softcap
+                how["softcap"] = softcap
             cos = sin = None
             if angles is not None:
-                options["do_rotary"] = 1
+                how["do_rotary"] = 1
                 cos, sin = angles.cos, angles.sin
             packed = self._packed(node, flat, name)
             inputs = [*(packed or flat), past_key, past_value, lengths, total, cos, sin, None, bias]
-            made = self._node(
-                node,
-                "GroupQueryAttention",
-                inputs,
-                [f"{name}/output", f"{name}/key", f"{name}/value"],
-                MICROSOFT,
-                **options,
-            )
+            outputs = [f"{name}/output", f"{name}/key", f"{name}/value"]
+            attended = self._node(node, "GroupQueryAttention", inputs, outputs, MICROSOFT, **how)
             self._flat_again(node.outputs[0])
-            self._replace(node, made)
+            self._replace(node, attended)
         if unfused:
             why = f"the rotation is not of the usual form, or heads are no multiple of {ROTARY_HEAD} features wide"
             reason = f"layers {', '.join(unfused)}: {why}, and it stays outside attention"
@@ -226,42 +207,34 @@ class OrtDialect(Rewriting):
 
     def _mask(self, first: ir.Node, mask: ir.Value, ids: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """From [B, T] of ones and zeros: T - 1 for every row, T, and [B, 1, S, T] with 0 or a large negative number."""
+
+        def at(kind: str, inputs: list[ir.Value], output: str, **attributes: Any) -> ir.Value:
+            return self._node(first, kind, inputs, [f"mask/{output}"], **attributes)[0]
+
         zero, one = self._constant("zero", [0], np.int64), self._constant("one", [1], np.int64)
-        (columns,) = self._node(first, "Shape", [mask], ["mask/columns"], start=1, end=2)
-        (rows,) = self._node(first, "Shape", [mask], ["mask/rows"], start=0, end=1)
-        (new,) = self._node(first, "Shape", [ids], ["mask/new"], start=1, end=2)
-        (total64,) = self._node(first, "Squeeze", [columns, zero], ["mask/total64"])
-        (total,) = self._node(first, "Cast", [total64], ["mask/total"], to=int(ir.DataType.INT32))
-        (last,) = self._node(first, "Sub", [columns, one], ["mask/last"])
-        (last32,) = self._node(first, "Cast", [last], ["mask/last32"], to=int(ir.DataType.INT32))
-        (lengths,) = self._node(first, "Expand", [last32, rows], ["mask/lengths"])
-        (hidden,) = self._node(first, "Sub", [one, mask], ["mask/hidden"])
-        (floats,) = self._node(first, "Cast", [hidden], ["mask/floats"], to=int(ir.DataType.FLOAT))
-        (scaled,) = self._node(
-            first, "Mul", [floats, self._constant("mask/value", [_MASKED], np.float32)], ["mask/scaled"]
-        )
-        axes = self._constant("mask/axes", [1, 2], np.int64)
-        (wide,) = self._node(first, "Unsqueeze", [scaled, axes], ["mask/wide"])
-        (shape,) = self._node(first, "Concat", [one, one, new, one], ["mask/shape"], axis=0)
-        (bias,) = self._node(first, "Expand", [wide, shape], ["mask/bias"])
-        return lengths, total, bias
+        columns = at("Shape", [mask], "columns", start=1, end=2)
+        rows = at("Shape", [mask], "rows", start=0, end=1)
+        new = at("Shape", [ids], "new", start=1, end=2)
+        total = at("Cast", [at("Squeeze", [columns, zero], "total64")], "total", to=int(ir.DataType.INT32))
+        last = at("Cast", [at("Sub", [columns, one], "last")], "last32", to=int(ir.DataType.INT32))
+        lengths = at("Expand", [last, rows], "lengths")
+        floats = at("Cast", [at("Sub", [one, mask], "hidden")], "floats", to=int(ir.DataType.FLOAT))
+        scaled = at("Mul", [floats, self._constant("mask/value", [_MASKED], np.float32)], "scaled")
+        wide = at("Unsqueeze", [scaled, self._constant("mask/axes", [1, 2], np.int64)], "wide")
+        shape = at("Concat", [one, one, new, one], "shape", axis=0)
+        return lengths, total, at("Expand", [wide, shape], "bias")
 
     def _flat(self, node: ir.Node, value: ir.Value, name: str) -> ir.Value:
         """[B, H, S, D] as [B, S, H·D]: what was reshaped and transposed to heads, or transposed back."""
-        producer = value.producer()
-        if producer is not None and producer.op_type == "Transpose":
-            before = producer.inputs[0]
-            reshape = before.producer() if before is not None else None
-            if reshape is not None and reshape.op_type == "Reshape":
-                source = reshape.inputs[0]
-                if source is not None and source.shape is not None and len(source.shape) == 3:
-                    return source
-            if before is not None:
-                (flat,) = self._node(node, "Reshape", [before, self._constant("flat", [0, 0, -1], np.int64)], [name])
-                return flat
-        (turned,) = self._node(node, "Transpose", [value], [f"{name}/turned"], perm=[0, 2, 1, 3])
-        (flat,) = self._node(node, "Reshape", [turned, self._constant("flat", [0, 0, -1], np.int64)], [name])
-        return flat
+        transpose = is_producer(value, "Transpose")
+        before = transpose.inputs[0] if transpose is not None else None
+        if (reshape := is_producer(before, "Reshape")) is not None:
+            source = reshape.inputs[0]
+            if source is not None and source.shape is not None and len(source.shape) == 3:
+                return source
+        if before is None:
+            (before,) = self._node(node, "Transpose", [value], [f"{name}/turned"], perm=[0, 2, 1, 3])
+        return self._node(node, "Reshape", [before, self._constant("flat", [0, 0, -1], np.int64)], [name])[0]
 
     def _flat_again(self, output: ir.Value) -> None:
         """Let what splits an output [B, S, H·D] into heads and joins them again read the output itself."""
@@ -276,81 +249,61 @@ class OrtDialect(Rewriting):
 
     def _packed(self, node: ir.Node, flat: Sequence[ir.Value], name: str) -> list[ir.Value | None] | None:
         """One tensor of q, k and v instead of three, where they come from products of one input."""
-        products = [_product(value) for value in flat]
-        if not self.merge or any(product is None for product in products):
+        products = [product for value in flat if (product := _product(value)) is not None]
+        if not self.merge or len(products) < len(flat):
             return None
-        found = [product for product in products if product is not None]
-        linears = [product[0] for product in found]
-        names = [linear.attributes["name"].as_string() for linear in linears]
+        linears, biases = [linear for linear, _ in products], [bias for _, bias in products if bias is not None]
+        names = [name_of(linear) for linear in linears]
         one_input = all(linear.inputs[0] is linears[0].inputs[0] for linear in linears)
         used_once = all(len(value.uses()) == 1 for value in flat)
-        if not (one_input and used_once and self._mergeable(names)):
-            return None
-        biases = [product[1] for product in found]
-        if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
+        if not (one_input and used_once and self._mergeable(names)) or len(biases) not in (0, len(flat)):
             return None
         merged = self._merged(node, linears[0].inputs[0], names, f"{name}/qkv")
-        if biases[0] is not None:
-            parts = [bias.name or "" for bias in biases if bias is not None]
-            (merged,) = self._node(node, "Add", [merged, self._joined(parts)], [f"{name}/qkv/biased"])
+        if biases:
+            joined = self._joined([bias.name or "" for bias in biases])
+            (merged,) = self._node(node, "Add", [merged, joined], [f"{name}/qkv/biased"])
         return [merged, None, None]
 
     def _encoder_attention(self) -> None:
         nodes = self._placeholders("Attention")
         if not nodes:
             return
-        mask = nodes[0].inputs[3]
-        assert mask is not None
         first = next(iter(self.graph))
-        (keys,) = self._node(first, "Cast", [mask], ["mask/keys"], to=int(ir.DataType.INT32))
+        (keys,) = self._node(first, "Cast", [nodes[0].inputs[3]], ["mask/keys"], to=int(ir.DataType.INT32))
         for index, node in enumerate(nodes):
             query, key, value = node.inputs[:3]
             name, heads = f"attention.{index}", node.attributes["heads"].as_int()
-            window, softcap = node.attributes["window"].as_int(), node.attributes["softcap"].as_float()
-            if window > 0 or softcap > 0:
-                raise InputError(
-                    "attention-unsupported",
-                    where=name,
-                    value="a window or a soft cap in an encoder",
-                    rule="MultiHeadAttention has none of them",
-                    remedy=CHECKPOINT,
-                )
-            key, value = (self._repeated(node, f"{name}/{what}", x) for what, x in (("keys", key), ("values", value)))
+            if node.attributes["window"].as_int() > 0 or node.attributes["softcap"].as_float() > 0:
+                rule = "MultiHeadAttention has none of them"
+                raise unattended(name, "a window or a soft cap in an encoder", rule, CHECKPOINT)
+            key, value = (self._repeated(node, f"{name}/{part}", x) for part, x in (("keys", key), ("values", value)))
             assert query is not None and key is not None and value is not None and query.shape is not None
-            flat = [self._flat(node, x, f"{name}/{what}") for x, what in ((query, "q"), (key, "k"), (value, "v"))]
+            flat = [self._flat(node, x, f"{name}/{part}") for x, part in ((query, "q"), (key, "k"), (value, "v"))]
             flat[2].shape = flat[2].shape or ir.Shape([query.shape[0], query.shape[2], heads * self._size(query)])
-            causal = {"unidirectional": 1} if node.attributes["causal"].as_int() else {}
-            (output,) = self._node(
-                node,
-                "MultiHeadAttention",
-                [*flat, None, keys],
-                [f"{name}/output"],
-                MICROSOFT,
-                num_heads=heads,
-                scale=node.attributes["scale"].as_float(),
-                **causal,
-            )
+            how: dict[str, Any] = {"num_heads": heads, "scale": node.attributes["scale"].as_float()}
+            if node.attributes["causal"].as_int():
+                how["unidirectional"] = 1
+            inputs, outputs = [*flat, None, keys], [f"{name}/output"]
+            attended = self._node(node, "MultiHeadAttention", inputs, outputs, MICROSOFT, **how)
             self._flat_again(node.outputs[0])
-            self._replace(node, [output])
+            self._replace(node, attended)
 
     # --- products -----------------------------------------------------------------------------------------------------
 
     def _products(self) -> None:
-        shared: dict[ir.Value, list[ir.Node]] = {}
+        shared: dict[ir.Value | None, list[ir.Node]] = {}
         for node in self._placeholders("Linear"):
-            assert node.inputs[0] is not None
             shared.setdefault(node.inputs[0], []).append(node)
         for nodes in shared.values():
             # not the one they were found by, if a product was replaced since then: one linear may follow another
             source = nodes[0].inputs[0]
-            names = [node.attributes["name"].as_string() for node in nodes]
-            together = len(nodes) > 1 and self.merge and self._mergeable(names)
+            together = len(nodes) > 1 and self.merge and self._mergeable([name_of(node) for node in nodes])
             for some in [nodes] if together else [[node] for node in nodes]:
                 self._multiplied(some, source)
 
     def _multiplied(self, nodes: Sequence[ir.Node], source: ir.Value | None) -> None:
         """Replace linears of one input by one product, and what adds their biases where the product can add them."""
-        names = [node.attributes["name"].as_string() for node in nodes]
+        names = [name_of(node) for node in nodes]
         adds = [self._adds_bias(node, name) for node, name in zip(nodes, names, strict=True)]
         ends = nodes if None in adds else [add for add in adds if add is not None]
         bias = None if None in adds else self._joined([f"{name}.bias" for name in names])
@@ -381,8 +334,7 @@ class OrtDialect(Rewriting):
         linear = self.weights.linears[name]
         if linear.scheme is None and linear.shared is not None:
             inputs = [source, self._tied(linear)]
-            (output,) = self._node(before, "FusedMatMul", inputs, [f"{name}/output"], MICROSOFT, transB=1)
-            return output
+            return self._node(before, "FusedMatMul", inputs, [f"{name}/output"], MICROSOFT, transB=1)[0]
         return self._merged(before, source, [name], name, bias)
 
     def _merged(
@@ -394,46 +346,29 @@ class OrtDialect(Rewriting):
         bias: ir.Value | None = None,
     ) -> ir.Value:
         """The product with the weights of one or more linears below each other; `bias` as `_adds_bias` allows it."""
-        linears = [self.weights.linears[each] for each in names]
-        rows, columns = sum(linear.rows for linear in linears), linears[0].columns
-        scheme = linears[0].scheme
-        if scheme is None:
-            (output,) = self._node(before, "MatMul", [source, self._turned(name, names)], [f"{name}/output"])
-            return output
-        if linears[0].input is not None:
+        linear, ends = self.weights.linears[names[0]], self.weights.ends
+        if linear.scheme is None:
+            return self._node(before, "MatMul", [source, self._turned(name, names)], [f"{name}/output"])[0]
+        if linear.input is not None:
             assert source is not None
             return self._integers.product(before, source, names, name, bias)
-        packed, stored = self._packed_weights(names, name, scheme)
-        first = self.weights.ends.rows if self.weights.ends is not None and names[0] == self.weights.ends.head else None
-        if first is not None:
-            return self._two_products(before, source, name, packed, stored, first)
-        return self._nbits(before, source, name, stored, rows, columns, packed.bits, packed.block)
+        packed, stored = self._packed_weights(names, name)
+        if ends is not None and ends.rows is not None and names[0] == ends.head:
+            return self._two_products(before, source, name, packed, stored, ends.rows)
+        return self._nbits(before, [source, *stored], name, (packed.rows, packed.columns), packed.bits, packed.block)
 
     def _nbits(
         self,
         before: ir.Node,
-        source: ir.Value | None,
+        inputs: Sequence[ir.Value | None],
         name: str,
-        stored: Sequence[ir.Value],
-        rows: int,
-        columns: int,
+        shape: tuple[int, int],
         bits: int,
         block: int,
     ) -> ir.Value:
-        """The product with codes, scales, and zero points if there are any."""
-        (output,) = self._node(
-            before,
-            "MatMulNBits",
-            [source, *stored],
-            [f"{name}/output"],
-            MICROSOFT,
-            K=columns,
-            N=rows,
-            bits=bits,
-            block_size=block,
-            accuracy_level=self.accuracy_level,
-        )
-        return output
+        """The product of a source with codes [N, K], scales, and zero points if there are any."""
+        how = {"K": shape[1], "N": shape[0], "bits": bits, "block_size": block, "accuracy_level": self.accuracy_level}
+        return self._node(before, "MatMulNBits", inputs, [f"{name}/output"], MICROSOFT, **how)[0]
 
     def _two_products(
         self,
@@ -450,48 +385,31 @@ class OrtDialect(Rewriting):
         off that the product does without when it is made.
         """
         rows, columns = len(first.codes), packed.columns
-        left = self.weights.linears[packed.names[0]].rows - rows
-        ends = [self._constant(f"rows/{what}", [at], np.int64) for what, at in (("start", rows), ("end", 2**62))]
+        ends = [self._constant(f"rows/{side}", [at], np.int64) for side, at in (("start", rows), ("end", 2**62))]
         axis = self._constant("rows/axis", [0], np.int64)
         cut = [
             self._node(before, "Slice", [value, *ends, axis], [f"{name}/{number}/rest"])[0]
             for number, value in enumerate(stored)
         ]
         bits, block = load_format(first.scheme.format).bits, first.scheme.group or 0
-        finer = self._symmetric(first, f"{name}.first", blocks=True)
+        finer, left = self._symmetric(first, f"{name}.first", blocks=True), packed.rows - rows
         parts = [
-            self._nbits(before, source, f"{name}/first", finer, rows, columns, bits, block),
-            self._nbits(before, source, f"{name}/rest", cut, left, columns, packed.bits, packed.block),
+            self._nbits(before, [source, *finer], f"{name}/first", (rows, columns), bits, block),
+            self._nbits(before, [source, *cut], f"{name}/rest", (left, columns), packed.bits, packed.block),
         ]
         return self._node(before, "Concat", parts, [f"{name}/output"], axis=-1)[0]
 
-    def _packed_weights(
-        self, names: Sequence[str], name: str, scheme: WeightScheme
-    ) -> tuple[PackedWeights, list[ir.Value]]:
+    def _packed_weights(self, names: Sequence[str], name: str) -> tuple[PackedWeights, list[ir.Value]]:
         """How the weights of linears below each other are packed; codes, scales, and zero points if there are any."""
-        linears = [self.weights.linears[each] for each in names]
-        rows, columns = sum(linear.rows for linear in linears), linears[0].columns
-        bits = load_format(scheme.format).bits
-        block = block_size(columns, scheme, names[0])
-        count = -(-columns // block)
-        packed = PackedWeights(self.weights, tuple(names), bits, block, columns)
-        values = [
-            self._new(f"{name}.codes", (rows, count, block * bits // 8), np.uint8, packed.codes),
-            self._new(f"{name}.scales", (rows, count), np.float32, packed.scales),
-        ]
-        if not scheme.symmetric:
-            shape = (rows, -(-count * bits // 8))
-            values.append(self._new(f"{name}.zeros", shape, np.uint8, packed.zeros))
-        return packed, values
+        packed = self.weights.packed(*names)
+        return packed, self._packed_tensors(packed, name)
 
     def _joined(self, parameters: Sequence[str]) -> ir.Value:
+        def read() -> Array:
+            return np.concatenate([self.weights.tensor(name) for name in parameters])
+
         size = sum(self.weights.shapes[name][0] for name in parameters)
-        return self._new(
-            "+".join(parameters),
-            (size,),
-            np.float32,
-            lambda: np.concatenate([self.weights.tensor(name) for name in parameters]),
-        )
+        return self._new("+".join(parameters), (size,), np.float32, read)
 
 
 class PromptDialect(OrtDialect):
@@ -511,6 +429,104 @@ def _product(value: ir.Value) -> tuple[ir.Node, ir.Value | None] | None:
         left, right = node.inputs
         if left is not None and right is not None and right.is_initializer():
             node, bias = left.producer(), right
-    if node is None or node.domain != DOMAIN or node.op_type != "Linear":
+    return None if node is None or node.domain != DOMAIN or node.op_type != "Linear" else (node, bias)
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Tables [positions, half a head] of cosines and sines, in the graph."""
+
+    cos: ir.Value
+    sin: ir.Value
+
+
+@dataclass
+class RotaryTables:
+    """Rotary embedding outside attention, recognised; its angles for every position, computed by the graph itself.
+
+    Args:
+        graph: that is being rewritten.
+        positions: for how many.
+        constant: puts a table into the graph: name, values, dtype.
+    """
+
+    graph: ir.Graph
+    positions: int
+    constant: Callable[[str, Any, Any], ir.Value]
+    found: dict[tuple[ir.Value, ir.Value], Angles | None] = field(default_factory=dict)
+
+    def strip(self, value: ir.Value) -> tuple[ir.Value, Angles] | None:
+        """Take x·cos + half(x)·sin apart: x and the tables; None for anything else."""
+        node = is_producer(value, "Add")
+        products = [is_producer(x, "Mul") for x in node.inputs] if node is not None else []
+        if len(products) != 2 or products[0] is None or products[1] is None:
+            return None
+        (x, cos), (half, sin) = products[0].inputs, products[1].inputs
+        if x is None or cos is None or sin is None or half is None or _halved(half) is not x:
+            return None
+        angles = self._angles(cos, sin)
+        return None if angles is None else (x, angles)
+
+    def _angles(self, cos: ir.Value, sin: ir.Value) -> Angles | None:
+        if (cos, sin) not in self.found:
+            self.found[cos, sin] = self._table(cos, sin)
+        return self.found[cos, sin]
+
+    def _table(self, cos: ir.Value, sin: ir.Value) -> Angles | None:
+        """Run the part of the graph that makes the angles on positions 0, 1, 2, ..."""
+        import onnxruntime
+
+        graph, length = self.graph, self.positions
+        inputs = [value for value in graph.inputs if value.name in ("input_ids", "attention_mask")]
+        try:
+            part = ir.convenience.extract(graph, inputs, [cos, sin])
+        except ValueError:  # they depend on something else: the cache, the embeddings
+            return None
+        part.opset_imports.update(graph.opset_imports)
+        part.opset_imports.pop(DOMAIN, None)
+        model = ir.Model(part, ir_version=10)
+        for value in part.outputs:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        proto = ir.to_proto(model)
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        ones = np.ones((1, length), np.int64)
+        feeds = {value.name: ones for value in session.get_inputs()}
+        tables = [np.asarray(table)[0].reshape(length, -1) for table in session.run(None, feeds)]
+        short = session.run(None, {name: values[:, :2] for name, values in feeds.items()})
+        if any(not np.allclose(np.asarray(x)[0], y[:2], atol=1e-5) for x, y in zip(short, tables, strict=True)):
+            # they change with the length of the text (longrope): there is no one table
+            return None
+        half = tables[0].shape[1] // 2
+        if any(not np.array_equal(table[:, :half], table[:, half:]) for table in tables):
+            return None
+        number = sum(angles is not None for angles in self.found.values())
+        return Angles(
+            self.constant(f"rotary.{number}.cos", tables[0][:, :half], np.float32),
+            self.constant(f"rotary.{number}.sin", tables[1][:, :half], np.float32),
+        )
+
+
+def _halved(value: ir.Value) -> ir.Value | None:
+    """x of concat(-x[half:], x[:half]) along the last axis."""
+    node = is_producer(value, "Concat")
+    if node is None or len(node.inputs) != 2:
         return None
-    return node, bias
+    left, right = is_producer(node.inputs[0], "Neg"), is_producer(node.inputs[1], "Slice")
+    back = is_producer(left.inputs[0], "Slice") if left is not None else None
+    if right is None or back is None or back.inputs[0] is not right.inputs[0]:
+        return None
+    x = right.inputs[0]
+    size = x.shape[-1] if x is not None and x.shape is not None else None
+    if not isinstance(size, int):
+        return None
+    (start, middle), (second, end) = ([_number(cut.inputs[place]) for place in (1, 2)] for cut in (right, back))
+    exact = (start, middle, second) == (0, size // 2, size // 2) and end is not None and end >= size
+    return x if exact else None
+
+
+def _number(value: ir.Value | None) -> int | None:
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else int(tensor.numpy().reshape(-1)[0])

@@ -18,8 +18,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantkit.exporters.onnx.integers import MICROSOFT, Integers
-from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
+from quantkit.exporters.onnx.nbits import LinearSpec, WeightsByName
 from quantkit.exporters.trace.rewrite import Rewriting, Traced
+from quantkit.formats.base.activation import InputCodes
 from quantkit.graph.pairs.qdq import Codes, WeightType, unsigned
 from quantkit.graph.sites import Site
 from quantkit.graph.values import drop_unread, name_apart, parts_of
@@ -29,7 +30,7 @@ Array = NDArray[Any]
 
 
 def activations_of(site: Site, asked: ActivationScheme) -> ActivationScheme:
-    """How the input of a product is quantized: of a convolution by tensor, with a zero point."""
+    """Tell how the input of a product is quantized: of a convolution by tensor, with a zero point."""
     return ActivationScheme(format=asked.format, granularity="tensor", symmetric=False) if site.is_conv else asked
 
 
@@ -42,7 +43,7 @@ def insert(
     *,
     weight_type: WeightType = "uint8",
 ) -> ir.Model:
-    """A copy of a float graph, its chosen products in integers.
+    """Copy a float graph, its chosen products in integers.
 
     Args:
         model: float; unchanged.
@@ -50,14 +51,14 @@ def insert(
         activations: dynamic, by token or tensor.
         weight_type: how codes are stored; unsigned ones never saturate.
     """
-    made = model.clone()
-    made.opset_imports[MICROSOFT] = 1
-    known = parts_of(made.graph)
-    found = {name: sites[name] for name in codes}
+    copied = model.clone()
+    copied.opset_imports[MICROSOFT] = 1
+    known = parts_of(copied.graph)
     linears = {}
-    for name, site in found.items():
-        rows, columns = site.matrix().shape
-        linears[name] = LinearSpec(rows, columns, weights, input=InputCodes(activations_of(site, activations)))
+    for name in codes:
+        rows, columns = sites[name].matrix().shape
+        how = InputCodes(activations_of(sites[name], activations))
+        linears[name] = LinearSpec(rows, columns, weights, input=how)
 
     def grid(name: str) -> tuple[Array, None]:
         return codes[name].scale.reshape(-1, 1), None
@@ -65,19 +66,18 @@ def insert(
     def dense(name: str) -> Array:
         raise KeyError(name)  # what is not quantized stands in the graph already
 
-    _Dynamic(
-        Traced(made, {}, decoder=False, layers=0),
-        WeightsByName(linears, {}, dense, lambda name: codes[name].codes, grid),
-    ).apply(found, codes, weight_type)
-    name_apart(made.graph, known)
-    return made
+    by_name = WeightsByName(linears, {}, dense, lambda name: codes[name].codes, grid)
+    rewriting = _Dynamic(Traced(copied, {}, decoder=False, layers=0), by_name)
+    rewriting.apply({name: sites[name] for name in codes}, codes, weight_type)
+    name_apart(copied.graph, known)
+    return copied
 
 
 class _Dynamic(Rewriting):
     """The rewriting of one graph."""
 
     def apply(self, sites: Mapping[str, Site], codes: Mapping[str, Codes], weight_type: WeightType) -> None:
-        """All products that have codes."""
+        """Rewrite all products that have codes."""
 
         def shared(name: str, values: Any, dtype: Any) -> ir.Value:
             return self._constant(f"quantkit.{name}", values, dtype)
@@ -85,37 +85,40 @@ class _Dynamic(Rewriting):
         integers = Integers(self._node, self._new, shared, self.weights, weight_type)
         nodes = {node.outputs[0].name: node for node in self.graph if node.outputs}
         for name, site in sites.items():
-            node = nodes[site.output]
-            source, stem = node.inputs[0], site.stem
+            node, stem = nodes[site.output], site.stem
+            source = node.inputs[0]
             assert source is not None
             if site.is_conv:
-                made = self._convolution(node, source, site, codes[name], integers, weight_type)
+                output = self._convolution(node, source, site, codes[name], integers, weight_type)
             else:
-                made = integers.product(node, source, [name], stem)
+                output = integers.product(node, source, [name], stem)
             bias = codes[name].bias
             if bias is not None:
-                shape = (-1, *[1] * (site.weight.ndim - 2)) if site.is_conv else (-1,)
-                added = self._constant(f"{stem}.bias", bias.reshape(shape), np.float32)
-                (made,) = self._node(node, "Add", [made, added], [f"{stem}/biased"])
-            self._replace(node, [made])
-            made.name = site.output
+                added = self._constant(f"{stem}.bias", bias.reshape(_channels(site)), np.float32)
+                (output,) = self._node(node, "Add", [output, added], [f"{stem}/biased"])
+            self._replace(node, [output])
+            output.name = site.output
         drop_unread(self.graph)  # the floats that codes stand in for
 
     def _convolution(
-        self, node: ir.Node, source: ir.Value, site: Site, found: Codes, integers: Integers, weight_type: WeightType
+        self, node: ir.Node, source: ir.Value, site: Site, own: Codes, integers: Integers, weight_type: WeightType
     ) -> ir.Value:
         linear, stem = self.weights.linears[site.name], site.stem
         assert linear.input is not None
         x = integers.input(source, linear.input, linear.columns)
-        values, zero = (found.codes, 0) if weight_type == "int8" else (unsigned(found.codes), 128)
+        values, zero = (own.codes, 0) if weight_type == "int8" else (unsigned(own.codes), 128)
         weight = self._constant(f"{stem}.codes", site.shaped(values), values.dtype)
         point = self._constant(f"{stem}.zero", zero, values.dtype)
         (sums,) = self._node(node, "ConvInteger", [x.codes, weight, x.zero, point], [f"{stem}/sums"])
-        made = sums.producer()
-        assert made is not None
-        made.attributes.update(node.attributes)
+        product = sums.producer()
+        assert product is not None
+        product.attributes.update(node.attributes)
         (floats,) = self._node(node, "Cast", [sums], [f"{stem}/floats"], to=int(ir.DataType.FLOAT))
-        shape = (-1, *[1] * (site.weight.ndim - 2))
-        scales = self._constant(f"{stem}.scale", found.scale.reshape(shape), np.float32)
+        scales = self._constant(f"{stem}.scale", own.scale.reshape(_channels(site)), np.float32)
         (step,) = self._node(node, "Mul", [x.scale, scales], [f"{stem}/step"])
         return self._node(node, "Mul", [floats, step], [f"{stem}/output"])[0]
+
+
+def _channels(site: Site) -> tuple[int, ...]:
+    """A shape that broadcasts along the channels of a product's output."""
+    return (-1, *[1] * (site.weight.ndim - 2)) if site.is_conv else (-1,)

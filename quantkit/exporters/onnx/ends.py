@@ -16,9 +16,8 @@ cost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -42,7 +41,7 @@ _FLOAT, _OWN, _ROWS = "embedding-float", "embedding-own", "head-rows-left"
 
 
 def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[Decision]]:
-    """Both ends, as far as that can be.
+    """Choose both ends, as far as that can be.
 
     Args:
         storage: of the table.
@@ -54,66 +53,57 @@ def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[D
     if not rows or scheme is None or load_format(scheme.format).bits >= 8:
         return GraphEnds(table), taken
     shape = values.skeleton.get_parameter(f"{head}.weight").shape
-    block = _block(shape[1])
-    why = "a bundle no longer has them as they were" if values.before is None else ""
-    why = why or ("its scales are not of single rows" if not scheme.rows_apart else "")
-    why = why or (f"rows of {shape[1]} are not divided by {_BLOCKS[-1]}" if not block else "")
+    block, why = _block(shape[1]), ""
+    if values.before is None:
+        why = "a bundle no longer has them as they were"
+    elif not scheme.rows_apart:
+        why = "its scales are not of single rows"
+    elif not block:
+        why = f"rows of {shape[1]} are not divided by {_BLOCKS[-1]}"
     if why or values.before is None:
-        return GraphEnds(table), [
-            *taken,
-            decision("onnx", _ROWS, head, f"its first rows get no more bits: {why}", rows, 0),
-        ]
+        reason = f"its first rows get no more bits: {why}"
+        return GraphEnds(table), [*taken, decision("onnx", _ROWS, head, reason, rows, 0)]
     weight = values.before(f"{head}.weight")[: min(rows, shape[0] - 1)]
-    own = nearest(weight, WeightScheme(format="int8", granularity="group", group=block))
-    return GraphEnds(table, head, own), taken
+    return GraphEnds(table, head, nearest(weight, _grouped("int8", block))), taken
 
 
 def with_ends(values: Values, storage: Storage, rows: int) -> Values:
-    """The model with the ends that a graph has, for its numbers to be held against."""
-    found, _ = ends(values, storage, rows)
+    """Give the model the ends that a graph has, for its numbers to be held against."""
+    of_graph, _ = ends(values, storage, rows)
     stream = values.stream.on(values.stream.device, values.stream.place)
-    if found.table is not None:
-        stream.transforms.append(_Put(found.table.parameter, _looked_up(found.table, values)))
-    if found.rows is not None:
-        stream.transforms.append(_Put(f"{found.head}.weight", load_format("int8").dequantize(found.rows)))
+    if (table := of_graph.table) is not None:
+        coded_by = [values.quantized(table.head)] if table.head else []
+        coded_by += [table.own] if table.own is not None else []
+        total: Any = sum(part.dense()[:, : table.columns] for part in coded_by)
+        stream.transforms.append(_Put(table.parameter, total))
+    if of_graph.rows is not None:
+        stream.transforms.append(_Put(f"{of_graph.head}.weight", of_graph.rows.dense()))
     return replace(values, stream=stream)
 
 
 def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list[Decision]]:
-    """The table as `storage` says, as far as that can be; None where it stays in floats."""
+    """Store the table as `storage` says, as far as that can be; None where it stays in floats."""
     if storage == "float":
         return None, []
-    name, shape = _table(values.skeleton)
+    name, columns = _table(values.skeleton)
     if not name:
         return None, [decision("onnx", _FLOAT, "embedding", "no table of token embeddings was found")]
-    block = _block(shape[1])
-    head = _tied(values, name)
+    block, head = _block(columns), _tied(values, name)
     scheme = values.schemes.get(head)
+    reason = "" if block else f"rows of {columns} are not divided by {_BLOCKS[-1]}"
     if head and scheme is None:
-        return None, [decision("onnx", _FLOAT, name, f"{head} reads it as it is, in floats", storage, "float")]
-    if not block:
-        reason = f"rows of {shape[1]} are not divided by {_BLOCKS[-1]}"
+        reason = f"{head} reads it as it is, in floats"
+    if reason:
         return None, [decision("onnx", _FLOAT, name, reason, storage, "float")]
     why = ""
     if storage != "int8":
-        why = _not_of(scheme, shape[1]) if head else "no head shares its weight"
+        why = _not_of(scheme, columns) if head else "no head shares its weight"
     if storage == "int8" or why:
-        own = _rounded(values, name, WeightScheme(format="int8", granularity="group", group=block))
+        own = _rounded(values, name, _grouped("int8", block))
         taken = [decision("onnx", _OWN, name, why, storage, "int8")] if why else []
-        return EmbeddingTable(name, "", own, shape[1]), taken
-    if storage == "shared":
-        return EmbeddingTable(name, head, None, shape[1]), []
-    left = _rounded(values, name, WeightScheme(format="int2", granularity="group", group=block), head)
-    return EmbeddingTable(name, head, left, shape[1]), []
-
-
-def _looked_up(table: EmbeddingTable, values: Values) -> Tensor:
-    """Add up what a table's codes stand for, [V, K] float32."""
-    total = torch.zeros(())
-    parts = ([values.quantized(table.head)] if table.head else []) + ([table.own] if table.own is not None else [])
-    for part in parts:
-        total = total + load_format(part.scheme.format).dequantize(part)[:, : table.columns]
-    return total
+        return EmbeddingTable(name, "", own, columns), taken
+    left = None if storage == "shared" else _rounded(values, name, _grouped("int2", block), head)
+    return EmbeddingTable(name, head, left, columns), []
 
 
 @dataclass(frozen=True)
@@ -121,29 +111,28 @@ class _Put:
     """Puts rows in the place of a parameter's first; of parameters that are tied, the other stays."""
 
     name: str
-    found: Tensor
+    rows: Tensor
 
     def block(self, index: int, block: nn.Module) -> None:
-        """Nothing."""
+        """Leave blocks alone."""
 
     def rest(self, model: nn.Module) -> None:
         """Replace them."""
         from quantkit.model.streaming.stream import set_tensor
 
         value = model.get_parameter(self.name).detach().clone()
-        value[: len(self.found)] = self.found
+        value[: len(self.rows)] = self.rows
         set_tensor(model, self.name, value)
 
 
-def _table(skeleton: nn.Module) -> tuple[str, tuple[int, int]]:
-    """The parameter that token ids are looked up in, and its shape; "" where there is none."""
+def _table(skeleton: nn.Module) -> tuple[str, int]:
+    """The parameter that token ids are looked up in, and its columns; "" where there is none."""
     named = getattr(skeleton, "get_input_embeddings", None)
     module = named() if named is not None else None
-    found = next((path for path, each in skeleton.named_modules() if each is module), None)
-    weight = getattr(module, "weight", None)
-    if found is None or not isinstance(module, torch.nn.Embedding) or weight is None:
-        return "", (0, 0)
-    return f"{found}.weight", (weight.shape[0], weight.shape[1])
+    path = next((path for path, inner in skeleton.named_modules() if inner is module), None)
+    if path is None or not isinstance(module, torch.nn.Embedding):
+        return "", 0
+    return f"{path}.weight", module.weight.shape[1]
 
 
 def _tied(values: Values, table: str) -> str:
@@ -157,25 +146,26 @@ def _block(columns: int) -> int:
     return next((block for block in _BLOCKS if columns % block == 0), 0)
 
 
+def _grouped(form: str, block: int) -> WeightScheme:
+    return WeightScheme(format=form, granularity="group", group=block)
+
+
 def _not_of(scheme: WeightScheme | None, columns: int) -> str:
     """Why a head's codes cannot be looked up in; "" where they can."""
     if scheme is None or load_format(scheme.format).bits not in BITS or not scheme.format.startswith("int"):
         return "the head is not stored in blocks of integers"
-    if columns % block_size(columns, scheme, "head"):
-        return "the head's last block is filled up"
-    return ""
+    return "the head's last block is filled up" if columns % block_size(columns, scheme, "head") else ""
 
 
 def _rounded(values: Values, name: str, scheme: WeightScheme, head: str = "") -> QuantTensor:
     """The table, or what a head's codes leave of it, rounded to nearest, a piece of its rows at a time."""
     weight = values.tensor(name)
-    rows = max(1, PIECE // weight.shape[1])
-    pieces = weight.split(rows)
-    taken: Sequence[QuantTensor] = apart(values.quantized(head), [len(each) for each in pieces]) if head else ()
+    pieces = weight.split(max(1, PIECE // weight.shape[1]))
+    codes = apart(values.quantized(head), [len(piece) for piece in pieces]) if head else ()
     parts = []
     for number, piece in enumerate(pieces):
         left = piece.float()
-        if taken:
-            left = left - load_format(taken[number].scheme.format).dequantize(taken[number])[:, : weight.shape[1]]
+        if codes:
+            left = left - codes[number].dense()[:, : weight.shape[1]]
         parts.append(nearest(left, scheme))
     return joined(parts)

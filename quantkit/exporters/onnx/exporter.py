@@ -7,6 +7,7 @@ weights, one tensor in memory at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from quantkit import machine
-from quantkit.bundle import Check, Decision, LayerEntry
+from quantkit.bundle import Check, Decision, LayerEntry, decision
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
 from quantkit.exporters import Exporter, LayerSpec, Trial
@@ -84,15 +85,10 @@ class Onnx(Exporter):
     Options = OnnxOptions
 
     def accepts(self, options: OnnxOptions, asked: LayerSpec) -> None:
-        """Refuse, before any work, what the dialect cannot hold.
-
-        Raises:
-            InputError: `layout-unsupported`, naming the first layer; `attention-unsupported`.
-            MissingDependency: onnx, onnx-ir, onnxscript or onnxruntime.
-        """
+        """Refuse what the dialect cannot hold. Raises as `Exporter`; InputError `attention-unsupported`."""
         demand_packages("an ONNX export")
         asked.demand_graph(self.name)
-        refuse(asked.schemes, asked.activations, asked.cache)
+        refuse(asked)
         if asked.source is not None and asked.source.kind == "decoder":
             from quantkit.model.source import pretrained
 
@@ -102,7 +98,7 @@ class Onnx(Exporter):
 
     def holds(self, options: OnnxOptions, runtime: str, asked: LayerSpec) -> State:
         """See `Exporter`."""
-        refuse(asked.schemes, asked.activations, asked.cache)
+        refuse(asked)
         return "native"
 
     def storage(self, options: OnnxOptions, laid: LaidOver) -> Storage:
@@ -112,7 +108,7 @@ class Onnx(Exporter):
     def for_target(
         self, options: OnnxOptions, target: Target, asked: LayerSpec, trial: Trial | None = None
     ) -> tuple[Mapping[str, Any], str]:
-        """`prefill: auto`, by what the target's processor has and, where it is this machine, by a timing of both ways.
+        """Settle `prefill: auto` by what the target's processor has and, where it is this machine, by timing both ways.
 
         `int8` against the processor's advice is said.
         """
@@ -127,46 +123,39 @@ class Onnx(Exporter):
             from quantkit.exporters.onnx.trial import block_of, feeds, graphs
 
             if linears := block_of(asked):
-                made = graphs(linears, options.accuracy_level)
-                found = trial(made["prompts"], made["steps"], feeds(linears, _TRIED))
-                low, high = found.ratio_ci95
+                ways = graphs(linears, options.accuracy_level)
+                timed = trial(ways["prompts"], ways["steps"], feeds(linears, _TRIED))
+                low, high = timed.ratio_ci95
                 faster = low > 1
-                why = (
-                    f"a block's products, timed here on {_TRIED} rows, are {found.ratio:.2f} times as fast in integers"
-                )
-                why += f" ({low:.2f} to {high:.2f})"
+                why = f"a block's products, timed here on {_TRIED} rows, are {timed.ratio:.2f} times as fast"
+                why += f" in integers ({low:.2f} to {high:.2f})"
         way = "in integers of 8 bits" if faster else "as steps do"
         return {"prefill": "int8" if faster else "same"}, f"prompts multiply {way}: {why}"
 
     def for_prompts(self, options: OnnxOptions, target: Target, layers: Sequence[LayerEntry]) -> str:
-        """`prefill: int8`, where the target gains by it and it is not asked for yet."""
+        """Name `prefill: int8`, where the target gains by it and it is not asked for yet."""
         from quantkit.exporters.onnx.integers import expandable
 
-        taken = [layer for layer in layers if layer.activations is None and expandable(str(layer.scheme["format"]))]
-        return "onnx.prefill=int8" if _fast_of(target) and taken and options.prefill == "same" else ""
+        gains = any(layer.activations is None and expandable(str(layer.scheme["format"])) for layer in layers)
+        return "onnx.prefill=int8" if _fast_of(target) and gains and options.prefill == "same" else ""
 
     def for_floats(self, options: OnnxOptions) -> OnnxOptions:
-        """Without what is about codes."""
+        """Leave out what is about codes."""
         return OnnxOptions(**options.model_dump(exclude_unset=True, exclude={"accuracy_level", "weight_codes"}))
 
     def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
         """Trace, rewrite, and write everything.
 
-        Raises:
-            InputError: `attention-unsupported`, `export-untraceable`, `layout-unsupported`.
-            MissingDependency: onnx, onnx-ir, onnxscript or onnxruntime.
-            Stopped: `disk-full`.
+        Raises InputError: `attention-unsupported`, `export-untraceable`, `layout-unsupported`; Stopped: `disk-full`.
         """
         demand_packages("an ONNX export")
         from quantkit.exporters.carried import carry
         from quantkit.exporters.onnx.dialect import OrtDialect, PromptDialect
         from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, ends
-        from quantkit.exporters.onnx.exporter import genai_config
         from quantkit.exporters.onnx.integers import ROWS, both, many_rows
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
         from quantkit.model.source.weights import write_json
-        from quantkit.passes import decision
         from quantkit.runtimes.onnxruntime.ways import PROMPT_BYTES, STEP_BYTES
         from quantkit.runtimes.onnxruntime.ways import ROWS as PROMPT_ROWS
 
@@ -183,9 +172,13 @@ class Onnx(Exporter):
         }
         prompts = None
         many = many_rows(weights, values.stream.head or "")
-        why = "an encoder has no steps: all its rows go one way" if kind != "decoder" else ""
-        why = why or ("inputs are quantized: products multiply in integers already" if values.inputs else "")
-        why = why or ("no product has codes of 4 or 8 bits" if many.linears == weights.linears else "")
+        why = ""
+        if kind != "decoder":
+            why = "an encoder has no steps: all its rows go one way"
+        elif values.inputs:
+            why = "inputs are quantized: products multiply in integers already"
+        elif many.linears == weights.linears:
+            why = "no product has codes of 4 or 8 bits"
         asked = options.prefill == "int8" or (options.prefill == "auto" and _fast(machine.isa_features()) != "")
         if asked and why:
             taken.append(decision("onnx", "prefill-same", MODEL, why, "int8", "same"))
@@ -196,16 +189,16 @@ class Onnx(Exporter):
         model = dialect.apply()
         if kind == "decoder":
             keep_few(model, optional=True)
-        model.metadata_props.update(
-            {
-                "quantkit.kind": kind,
-                "quantkit.context": str(context),
-                "quantkit.accuracy_level": str(_level(values, options)),
-                **({} if stored.table is None else {TABLE: options.embedding}),
-                **({} if stored.rows is None else {HEAD_ROWS: str(options.head_rows)}),
-                **work(model),
-            }
-        )
+        level = options.accuracy_level if values.schemes else 0
+        notes = {
+            "quantkit.kind": kind,
+            "quantkit.context": str(context),
+            # 4 is int8, wherever that is said; 0 is float32
+            "quantkit.accuracy_level": str(4 if values.inputs else level),
+        }
+        notes |= {} if stored.table is None else {TABLE: options.embedding}
+        notes |= {} if stored.rows is None else {HEAD_ROWS: str(options.head_rows)}
+        model.metadata_props.update(notes | work(model))
         if prompts is not None:
             other = prompts.apply()
             keep_few(other, optional=True)
@@ -218,22 +211,10 @@ class Onnx(Exporter):
             write_json(folder / "genai_config.json", genai_config(source, model, context))
         return [*taken, *traced.decisions(self.name), *dialect.decisions]
 
-    def check(
-        self,
-        bundle: Path,
-        values: Values | None = None,
-        options: OnnxOptions | None = None,
-        *,
-        inputs: Mapping[str, Any] | None = None,
-        blocks: int | None = None,
-    ) -> list[Check]:
-        """Load the graph in ONNX Runtime and hold its numbers against the model that was decided on.
+    def check(self, bundle: Path, values: Values | None = None, options: Any = None, **how: Any) -> list[Check]:
+        """Hold the whole graph's numbers against the model, whatever `blocks` says.
 
-        The whole graph always runs, whatever `blocks` says.
-
-        Returns:
-            checks `onnx.valid`, `onnx.operators`, `onnx.contained` and `reload.onnxruntime` (logits of a prompt, of
-            steps with the cache, and of a batch padded on the left).
+        Checks are `onnx.valid`, `onnx.operators`, `onnx.contained`, `reload.onnxruntime`; see `onnx/check.py` for more.
         """
         demand_packages("an ONNX export")
         from quantkit.exporters.check import decided
@@ -248,67 +229,58 @@ def _fast(isa: Sequence[str]) -> str:
 
 
 def _fast_of(target: Target) -> str:
-    given = target.arch.isa
-    return _fast(machine.isa_features() if given == "auto" else given or [])
+    isa = target.arch.isa
+    return _fast(machine.isa_features() if isa == "auto" else isa or [])
 
 
 def demand_packages(purpose: str) -> None:
-    """Raises MissingDependency for the first package that is not there of those that graphs are written with."""
+    """Raise MissingDependency for the first package that is not there of those that graphs are written with."""
     for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
-        try:
+        with MissingDependency.unless_found(package, extra="compile", purpose=purpose):
             __import__(package)
-        except ImportError:
-            raise MissingDependency(package, extra="compile", purpose=purpose) from None
-
-
-def _level(values: Values, options: OnnxOptions) -> int:
-    """What the file computes in: 4 is int8, wherever that is said; 0 is float32."""
-    return 4 if values.inputs else options.accuracy_level if values.schemes else 0
 
 
 def context_of(config: Mapping[str, Any]) -> int:
-    """Tokens that a sequence can have."""
+    """Count the tokens that a sequence can have."""
     return positions(config) or 4096
 
 
 def dialect_weights(values: Values) -> WeightsByName:
-    """The model's weights as the dialect asks for them: numpy, float32, [N, K]."""
+    """Return the model's weights as a dialect asks for them: numpy, float32, [N, K]."""
     from quantkit.exporters.onnx.nbits import LinearSpec, WeightsByName
     from quantkit.exporters.values import as_float32
 
-    stream = values.stream
+    stream, skeleton = values.stream, values.skeleton
     transposed = values.linears()
-    shapes = {name: tuple(value.shape) for name, value in values.skeleton.named_parameters(remove_duplicate=False)}
-    shapes |= {name: tuple(value.shape) for name, value in values.skeleton.named_buffers(remove_duplicate=False)}
+    shapes = {name: tuple(value.shape) for name, value in skeleton.named_parameters(remove_duplicate=False)}
+    shapes |= {name: tuple(value.shape) for name, value in skeleton.named_buffers(remove_duplicate=False)}
     embeddings = {
         stream.files[name]: name
         for name in stream.rest_names()
         if name.endswith(".weight") and name.removesuffix(".weight") not in transposed and len(shapes[name]) == 2
     }
-    linears = {}
+    linears, inputs = {}, values.inputs
     for name, turned in transposed.items():
-        shape = shapes[f"{name}.weight"]
-        rows, columns = (shape[1], shape[0]) if turned else (shape[0], shape[1])
+        rows, columns = reversed(shapes[f"{name}.weight"]) if turned else shapes[f"{name}.weight"]
         shared = embeddings.get(stream.files[f"{name}.weight"]) if name not in values.schemes else None
-        linears[name] = LinearSpec(rows, columns, values.schemes.get(name), shared, values.inputs.get(name))
+        linears[name] = LinearSpec(rows, columns, values.schemes.get(name), shared, inputs.get(name))
 
     def tensor(name: str) -> Any:
-        found = as_float32(values.tensor(name))
-        linear = name.removesuffix(".weight")
-        return (found.T if transposed.get(linear) else found).contiguous().numpy()
+        value = as_float32(values.tensor(name))
+        return (value.T if transposed.get(name.removesuffix(".weight")) else value).contiguous().numpy()
 
     def codes(linear: str) -> Any:
         return values.quantized(linear).codes.numpy()
 
     def grid(linear: str) -> Any:
-        found = values.quantized(linear, codes=False)
-        return found.scale.float().numpy(), None if found.zero is None else found.zero.numpy()
+        quantized = values.quantized(linear, codes=False)
+        return quantized.scale.float().numpy(), None if quantized.zero is None else quantized.zero.numpy()
 
     return WeightsByName(linears, shapes, tensor, codes, grid)
 
 
 def work(model: ir.Model) -> dict[str, str]:
-    """What a decode step must read and compute, for whoever draws its roofline; text, as the file wants it.
+    """Count what a decode step must read and compute, for whoever draws its roofline; text, as the file wants it.
 
     `quantkit.step_bytes`: weights that every step reads (of an embedding it reads a row: not counted); of a graph that
     multiplies in two ways, `quantkit.prompt_bytes` is the same of the other, from `quantkit.prompt_rows` rows on;
@@ -316,38 +288,16 @@ def work(model: ir.Model) -> dict[str, str]:
     `quantkit.flops`: 2 N K of all products but the head; `quantkit.head_flops`; `quantkit.float_head_flops`: of a head
     that stays in floats; `quantkit.attention_flops`: for each new token and each token that it looks at.
     """
-    import math
-
     graph = model.graph
     read: dict[str, int] = {}
     floats: dict[str, int] = {}
     flops = {True: 0, False: 0}
-    float_head = 0
-    attention = 0
-    heads = {value.name for value in graph.outputs}
+    float_head = attention = 0
+    outputs = {value.name for value in graph.outputs}
     decoder = any(str(value.name).startswith("past_key_values.") for value in graph.inputs)
     for node in graph:
-        if node.op_type == "GroupQueryAttention":
-            past = node.inputs[3]
-            assert past is not None and past.shape is not None
-            attention += 4 * node.attributes["num_heads"].as_int() * int(past.shape[3])  # type: ignore[arg-type]
-        if node.op_type == "Attention":
-            queries = node.inputs[0].shape if node.inputs[0] is not None else None
-            if queries is not None:
-                attention += (4 if decoder else 8) * math.prod(int(queries[at]) for at in (1, 3))  # type: ignore[arg-type, misc]
-        if node.op_type == "MultiHeadAttention":
-            # queries that were rotated have no shape; values are as wide
-            shapes = [value.shape for value in node.inputs[:3] if value is not None and value.shape is not None]
-            # no mask hides what comes after a token: twice of what a decoder has
-            attention += 2 * 4 * int(shapes[-1][-1])  # type: ignore[arg-type]
-        if node.op_type in (
-            "Gather",
-            "GatherBlockQuantized",
-            "Reshape",
-            "Slice",
-            "GroupQueryAttention",
-            "MultiHeadAttention",
-        ):
+        attention += _attention_flops(node, decoder)
+        if node.op_type in _FEW:
             continue
         for value in node.inputs:
             if value is not None and value.const_value is not None:
@@ -368,7 +318,7 @@ def work(model: ir.Model) -> dict[str, str]:
             size = math.prod(int(length) for length in weight.const_value.shape)  # type: ignore[arg-type, misc]
         else:
             continue
-        head = any(value.name in heads for output in node.outputs for value in _joined(output))
+        head = any(value.name in outputs for output in node.outputs for value in _joined(output))
         flops[head] += 2 * size
         kept = weight.const_value if weight is not None and node.op_type != "MatMulNBits" else None
         if kept is not None and kept.dtype.is_floating_point():
@@ -384,20 +334,31 @@ def work(model: ir.Model) -> dict[str, str]:
     }
 
 
+def _attention_flops(node: ir.Node, decoder: bool) -> int:
+    """For each new token and each that it looks at; where no mask hides what comes after, twice as many as else."""
+    shapes = [None if value is None else value.shape for value in node.inputs]
+    if node.op_type == "GroupQueryAttention":
+        return 4 * node.attributes["num_heads"].as_int() * int(shapes[3][3])  # type: ignore[arg-type, index]
+    if node.op_type == "Attention" and shapes[0] is not None:
+        return (4 if decoder else 8) * int(shapes[0][1]) * int(shapes[0][3])  # type: ignore[arg-type]
+    if node.op_type == "MultiHeadAttention":
+        # queries that were rotated have no shape; values are as wide
+        known = [shape for shape in shapes[:3] if shape is not None]
+        return 2 * 4 * int(known[-1][-1])  # type: ignore[arg-type]
+    return 0
+
+
 def _joined(value: ir.Value) -> list[ir.Value]:
     """A value, and what it is put side by side with others into."""
     return [value, *(use.outputs[0] for use in value.consumers() if use.op_type == "Concat")]
 
 
 def genai_config(source: Source, model: ir.Model, context: int) -> dict[str, Any]:
-    """The file's content."""
+    """Write down what onnxruntime-genai wants to know of a decoder."""
     config = source.config
     generation = json_or_empty(source.path / "generation_config.json")
-    caches = [value for value in model.graph.inputs if (value.name or "").startswith("past_key_values.")]
-    shape = caches[0].shape
-    assert shape is not None
-    layers = len(caches) // 2
-    heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
+    caches = [value.shape for value in model.graph.inputs if (value.name or "").startswith("past_key_values.")]
+    _, key_heads, _, size = caches[0]  # type: ignore[misc]
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     first = ends[0] if isinstance(ends, list) else ends
     pad = config.get("pad_token_id")
@@ -408,7 +369,7 @@ def genai_config(source: Source, model: ir.Model, context: int) -> dict[str, Any
             "decoder": {
                 "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
                 "filename": "model.onnx",
-                "head_size": int(shape[3]),  # type: ignore[arg-type]
+                "head_size": int(size),  # type: ignore[arg-type]
                 "hidden_size": int(config.get("hidden_size") or config.get("n_embd") or 0),
                 "inputs": {
                     "input_ids": "input_ids",
@@ -421,9 +382,9 @@ def genai_config(source: Source, model: ir.Model, context: int) -> dict[str, Any
                     "present_key_names": "present.%d.key",
                     "present_value_names": "present.%d.value",
                 },
-                "num_attention_heads": heads,
-                "num_hidden_layers": layers,
-                "num_key_value_heads": int(shape[1]),  # type: ignore[arg-type]
+                "num_attention_heads": int(config.get("num_attention_heads") or config.get("n_head") or 1),
+                "num_hidden_layers": len(caches) // 2,
+                "num_key_value_heads": int(key_heads),  # type: ignore[arg-type]
             },
             "eos_token_id": ends if ends is not None else 0,
             "pad_token_id": pad if pad is not None else (first or 0),

@@ -24,8 +24,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from quantkit.exporters.onnx.nbits import InputCodes, WeightsByName
+from quantkit.exporters.onnx.nbits import WeightsByName
 from quantkit.formats import load_format
+from quantkit.formats.base.activation import InputCodes
+from quantkit.graph.values import initializer
 from quantkit.runtimes.onnxruntime.float_products import LATER
 from quantkit.scheme import ActivationScheme
 
@@ -39,8 +41,9 @@ _HALF = 128
 _SMALL = "int7"
 # of a symmetric scale: half of the 255 steps between the smallest code and the largest
 _REACH, _STEPS = 127.5, 255
-# `Rewriting._node`: a new node before another one, of a kind, with inputs and names of outputs; its outputs
-Node = Callable[..., list[ir.Value]]
+_TINY = np.finfo(np.float32).tiny
+# puts a node behind a value: its kind, inputs, names of outputs, attributes
+_Add = Callable[..., list[ir.Value]]
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,13 @@ class Integers:
     """What writes the products of one graph.
 
     Args:
-        node, new, constant: of the dialect: a node, an initializer that is read when it is written, a constant.
+        node, new, constant: of the dialect: a node before another one, an initializer that is read when it is written,
+            a constant.
         weights: what goes into them.
         codes: how weights are stored.
     """
 
-    node: Node
+    node: Callable[..., list[ir.Value]]
     new: Callable[[str, Sequence[int], Any, Callable[[], Array]], ir.Value]
     constant: Callable[[str, Any, Any], ir.Value]
     weights: WeightsByName
@@ -76,15 +80,16 @@ class Integers:
     def product(
         self, before: ir.Node, source: ir.Value, names: Sequence[str], name: str, bias: ir.Value | None = None
     ) -> ir.Value:
-        """The product of `source` [..., K] with the weights of linears below each other: [..., N].
+        """Multiply `source` [..., K] with the weights of linears below each other: [..., N].
 
         Args:
             bias: [N], added to it; of inputs with a fixed scale.
         """
-        how = self.weights.linears[names[0]].input
+        first = self.weights.linears[names[0]]
+        how = first.input
         assert how is not None
         codes, scales, zeros = self._weight(names, name)
-        x = self.input(source, how, self.weights.linears[names[0]].columns)
+        x = self.input(source, how, first.columns)
 
         def at(kind: str, inputs: list[ir.Value | None], output: str, domain: str = "", **attributes: Any) -> ir.Value:
             return self.node(before, kind, inputs, [f"{name}/{output}"], domain, **attributes)[0]
@@ -104,87 +109,87 @@ class Integers:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
+    def _shape(self, names: Sequence[str]) -> tuple[int, int]:
+        """[K, N] of linears below each other."""
+        linears = [self.weights.linears[name] for name in names]
+        return linears[0].columns, sum(linear.rows for linear in linears)
+
     def _weight(self, names: Sequence[str], name: str) -> tuple[ir.Value, ir.Value, ir.Value | None]:
         """Codes [K, N], scales [N], zero points [N] or None where all are zero."""
-        linears = [self.weights.linears[each] for each in names]
-        rows, columns = sum(linear.rows for linear in linears), linears[0].columns
-        scheme = linears[0].scheme
+        columns, rows = self._shape(names)
+        scheme = self.weights.linears[names[0]].scheme
         assert scheme is not None
         unsigned = self.codes == "uint8" and scheme.format != _SMALL
         dtype, shift = (np.uint8, _HALF) if unsigned else (np.int8, 0)
 
+        def shifted(values: Array) -> Array:
+            return np.asarray((values.astype(np.int16) + shift).astype(dtype))
+
+        def of_channels(part: int, default: Array | None = None) -> Array:
+            """[N] of what each linear has as [N, 1] or [1, 1]."""
+            grids = [(self.weights.grid(linear)[part], self.weights.linears[linear].rows) for linear in names]
+            parts = [(default if values is None else values, rows) for values, rows in grids]
+            return np.concatenate([np.broadcast_to(values[:, 0], (rows,)) for values, rows in parts])  # type: ignore[index]
+
         def codes() -> Array:
-            found = [self.weights.codes(each)[:, :columns] for each in names]
-            shifted: Array = (np.concatenate(found).T.astype(np.int16) + shift).astype(dtype)
-            return shifted
-
-        def scales() -> Array:
-            parts = [self.weights.grid(each)[0] for each in names]
-            return np.concatenate([_spread(part, each.rows) for part, each in zip(parts, linears, strict=True)])
-
-        def zeros() -> Array:
-            found = [self.weights.grid(each)[1] for each in names]
-            parts = [np.zeros((1, 1), np.int8) if part is None else part for part in found]
-            points = np.concatenate([_spread(part, each.rows) for part, each in zip(parts, linears, strict=True)])
-            shifted: Array = (points.astype(np.int16) + shift).astype(dtype)
-            return shifted
+            return shifted(np.concatenate([self.weights.codes(linear)[:, :columns] for linear in names]).T)
 
         stored = self.new(f"{name}.codes", (columns, rows), dtype, codes)
-        steps = self.new(f"{name}.scales", (rows,), np.float32, scales)
-        plain = scheme.symmetric and shift == 0
-        return stored, steps, None if plain else self.new(f"{name}.zeros", (rows,), dtype, zeros)
+        steps = self.new(f"{name}.scales", (rows,), np.float32, lambda: of_channels(0))
+        if scheme.symmetric and shift == 0:
+            return stored, steps, None
+        none = np.zeros((1, 1), np.int8)
+        return stored, steps, self.new(f"{name}.zeros", (rows,), dtype, lambda: shifted(of_channels(1, none)))
 
     def _totals(self, names: Sequence[str], name: str) -> ir.Value:
         """Σ_k of what the codes stand for, [N]."""
 
         def totals() -> Array:
-            found = []
-            for each in names:
-                scale, zero = self.weights.grid(each)
-                wide = self.weights.codes(each)[:, : self.weights.linears[each].columns].astype(np.int64)
+            parts = []
+            for linear in names:
+                scale, zero = self.weights.grid(linear)
+                wide = self.weights.codes(linear)[:, : self.weights.linears[linear].columns].astype(np.int64)
                 points = 0 if zero is None else zero.astype(np.int64)
-                found.append(((wide - points).sum(axis=1) * scale[:, 0]).astype(np.float32))
-            return np.concatenate(found)
+                parts.append(((wide - points).sum(axis=1) * scale[:, 0]).astype(np.float32))
+            return np.concatenate(parts)
 
-        return self.new(f"{name}.totals", (sum(self.weights.linears[each].rows for each in names),), np.float32, totals)
+        return self.new(f"{name}.totals", self._shape(names)[1:], np.float32, totals)
 
     # --- inputs -------------------------------------------------------------------------------------------------------
 
     def input(self, source: ir.Value, how: InputCodes, columns: int) -> ProductInput:
-        """An input [..., columns] quantized once for all that multiply it, right after what makes it."""
+        """Quantize an input [..., columns] once for all that multiply it, right after what makes it."""
         if (source, how) in self._inputs:
             return self._inputs[source, how]
         nodes: list[ir.Node] = []
 
         def add(kind: str, inputs: list[ir.Value | None], outputs: Sequence[str], **attributes: Any) -> list[ir.Value]:
             values = [ir.Value(name=f"{source.name}/{name}") for name in outputs]
-            given = ir.convenience.convert_attributes(attributes)
-            nodes.append(ir.Node("", kind, inputs, given, outputs=values))
+            converted = ir.convenience.convert_attributes(attributes)
+            nodes.append(ir.Node("", kind, inputs, converted, outputs=values))
             return values
 
         if how.scale is not None:
-            found = self._fixed(source, how, add)
+            quantized = self._fixed(source, how, add)
         elif how.scheme.granularity == "token":
-            found = self._by_token(source, columns, symmetric=how.scheme.symmetric, add=add)
+            quantized = self._by_token(source, columns, how.scheme.symmetric, add)
         elif how.scheme.symmetric:
             scale, zero = self._step(source, (), add), self._half
-            found = ProductInput(add("QuantizeLinear", [source, scale, zero], ["codes"])[0], scale, zero)
+            quantized = ProductInput(add("QuantizeLinear", [source, scale, zero], ["codes"])[0], scale, zero)
         else:
-            codes, scale, zero = add("DynamicQuantizeLinear", [source], ["codes", "scale", "zero"])
-            found = ProductInput(codes, scale, zero)
+            quantized = ProductInput(*add("DynamicQuantizeLinear", [source], ["codes", "scale", "zero"]))
         producer = source.producer()
         if producer is not None and producer.graph is not None:
             producer.graph.insert_after(producer, nodes)
         else:
-            graph = source.graph
-            assert graph is not None
-            graph.insert_before(next(iter(graph)), nodes)
-        self._inputs[source, how] = found
-        return found
+            assert source.graph is not None
+            source.graph.insert_before(next(iter(source.graph)), nodes)
+        self._inputs[source, how] = quantized
+        return quantized
 
-    def _fixed(self, source: ir.Value, how: InputCodes, add: Callable[..., list[ir.Value]]) -> ProductInput:
+    def _fixed(self, source: ir.Value, how: InputCodes, add: _Add) -> ProductInput:
         if how.moved:
-            shift, reach = (np.asarray(each, np.float32) for each in how.moved)
+            shift, reach = (np.asarray(part, np.float32) for part in how.moved)
             (source,) = add("Sub", [source, self.constant(f"{source.name}.shift", shift, np.float32)], ["shifted"])
             (source,) = add("Mul", [source, self.constant(f"{source.name}.channels", 1 / reach, np.float32)], ["even"])
         scale = self.constant(f"{source.name}.scale", how.scale, np.float32)
@@ -196,21 +201,18 @@ class Integers:
     def _half(self) -> ir.Value:
         return self.constant(f"half.{_HALF}", _HALF, np.uint8)
 
-    def _step(self, source: ir.Value, axes: Sequence[ir.Value], add: Callable[..., list[ir.Value]]) -> ir.Value:
+    def _step(self, source: ir.Value, axes: Sequence[ir.Value], add: _Add) -> ir.Value:
         """max|x| / 127.5 over axes, or over all."""
         (sizes,) = add("Abs", [source], ["abs"])
         (largest,) = add("ReduceMax", [sizes, *axes], ["absmax"], keepdims=int(bool(axes)))
-        (step,) = add("Div", [largest, self.constant("reach", _REACH, np.float32)], ["step"])
-        return self._positive(step, add)
+        return self._scale(largest, self.constant("reach", _REACH, np.float32), add)
 
-    def _positive(self, step: ir.Value, add: Callable[..., list[ir.Value]]) -> ir.Value:
-        """Of zeros alone any step is right."""
-        (scale,) = add("Max", [step, self.constant("tiny", np.finfo(np.float32).tiny, np.float32)], ["scale"])
-        return scale
+    def _scale(self, extent: ir.Value, steps: ir.Value, add: _Add) -> ir.Value:
+        """What a step of an extent is; of zeros alone any is right."""
+        (step,) = add("Div", [extent, steps], ["step"])
+        return add("Max", [step, self.constant("tiny", _TINY, np.float32)], ["scale"])[0]
 
-    def _by_token(
-        self, source: ir.Value, columns: int, *, symmetric: bool, add: Callable[..., list[ir.Value]]
-    ) -> ProductInput:
+    def _by_token(self, source: ir.Value, columns: int, symmetric: bool, add: _Add) -> ProductInput:
         """QuantizeLinear takes the tokens' scales, and their zero points, along its first axis."""
         last, flat = self.constant("last", [-1], np.int64), self.constant("all", [-1], np.int64)
         shift = None
@@ -223,8 +225,7 @@ class Integers:
             (low,) = add("Min", [least, nothing], ["low"])
             (high,) = add("Max", [largest, nothing], ["high"])
             (reach,) = add("Sub", [high, low], ["reach"])
-            (step,) = add("Div", [reach, self.constant("steps", _STEPS, np.float32)], ["step"])
-            scale = self._positive(step, add)
+            scale = self._scale(reach, self.constant("steps", _STEPS, np.float32), add)
             (below,) = add("Div", [low, scale], ["below"])
             (whole,) = add("Round", [below], ["whole"])
             (point,) = add("Neg", [whole], ["point"])
@@ -243,13 +244,8 @@ class Integers:
         return ProductInput(turned, scale, self._half, shift=shift)
 
 
-def _spread(values: Array, rows: int) -> Array:
-    """[N, 1] or [1, 1] as [N]."""
-    return np.broadcast_to(values[:, 0], (rows,))
-
-
 def _named(value: ir.Value, linears: Sequence[str]) -> ir.Value:
-    """With the linears noted on the node that makes it."""
+    """Note the linears on the node that makes a value."""
     node = value.producer()
     assert node is not None
     node.metadata_props[LINEARS] = " ".join(linears)
@@ -275,7 +271,7 @@ _BY_TOKEN = InputCodes(ActivationScheme(format="int8", granularity="token"))
 
 
 def many_rows(weights: WeightsByName, head: str) -> WeightsByName:
-    """The same, with inputs in 8 bits for every product of codes that takes more rows in a prompt than in a step."""
+    """Give inputs 8 bits for every product of codes that takes more rows in a prompt than in a step."""
     linears = {
         name: replace(linear, input=_BY_TOKEN)
         if linear.scheme is not None and linear.input is None and name != head and expandable(linear.scheme.format)
@@ -295,57 +291,50 @@ class Bytes(Integers):
 
     def _weight(self, names: Sequence[str], name: str) -> tuple[ir.Value, ir.Value, ir.Value | None]:
         """Codes [K, N] int8 and scales [N]."""
-        linears = [self.weights.linears[each] for each in names]
-        rows, columns = sum(linear.rows for linear in linears), linears[0].columns
+        columns, rows = self._shape(names)
 
         def codes() -> Array:
             parts = []
-            for each in names:
-                dense = self.weights.dense(each)
-                parts.append(np.rint(dense / _step(dense)[:, None]).astype(np.int8))
+            for linear in names:
+                dense = self.weights.dense(linear)
+                parts.append(np.rint(dense / _steps(dense)[:, None]).astype(np.int8))
             return np.concatenate(parts).T
 
         def steps() -> Array:
-            return np.concatenate([_step(self.weights.dense(each)) for each in names])
+            return np.concatenate([_steps(self.weights.dense(linear)) for linear in names])
 
         stored = self.new(f"{name}{BYTES}", (columns, rows), np.int8, codes)
         return stored, self.new(f"{name}{BYTES}.scales", (rows,), np.float32, steps), None
 
 
-def _step(dense: Array) -> Array:
+def _steps(dense: Array) -> Array:
     """Of each row, [N] float32; of zeros alone any step is right."""
-    found: Array = np.maximum(np.abs(dense).max(axis=1) / _LARGEST, np.finfo(np.float32).tiny).astype(np.float32)
-    return found
+    return np.asarray(np.maximum(np.abs(dense).max(axis=1) / _LARGEST, _TINY).astype(np.float32))
 
 
 def both(few: ir.Model, many: ir.Model, rows: int = ROWS) -> ir.Model:
-    """`few` with its nodes in one branch of an If, and those of `many`, for `rows` rows and more, in the other.
+    """Put the nodes of `few` in one branch of an If, and those of `many`, for `rows` rows and more, in the other.
 
     Args:
         few, many: of one model: inputs and outputs are alike, and initializers of one name the same.
     """
     graph, other = few.graph, many.graph
+    own = {value.name: value for value in (*graph.initializers.values(), *graph.inputs)}
     for value in [*other.inputs, *other.initializers.values()]:
-        own = next((each for each in graph.inputs if each.name == value.name), None)
-        own = own or graph.initializers.get(value.name or "")
-        if own is not None:
-            ir.convenience.replace_all_uses_with(value, own)
+        if value.name in own:
+            ir.convenience.replace_all_uses_with(value, own[value.name])
     ids = next(value for value in graph.inputs if value.name == "input_ids")
-    outputs = [ir.Value(name=each.name, shape=each.shape, type=each.type) for each in graph.outputs]
-    branches = [_branch(graph, "few"), _branch(other, "many")]
+    outputs = [ir.Value(name=value.name, shape=value.shape, type=value.type) for value in graph.outputs]
+    branches = {"then_branch": _branch(graph, "few"), "else_branch": _branch(other, "many")}
     for name, value in list(other.initializers.items()):
         if name not in graph.initializers and value.uses():
             other.initializers.pop(name)
             graph.register_initializer(value)
-    limit = ir.Value(name="rows/limit")
-    limit.const_value = ir.tensor(np.asarray(rows, np.int64), name=limit.name)
-    limit.shape, limit.type = ir.Shape([]), ir.TensorType(ir.DataType.INT64)
-    graph.register_initializer(limit)
+    limit = initializer(graph, np.asarray(rows, np.int64), name="rows/limit")
     count, small = ir.Value(name="rows/count"), ir.Value(name="rows/few")
     graph.append(ir.Node("", "Size", [ids], outputs=[count]))
     graph.append(ir.Node("", "Less", [count, limit], outputs=[small]))
-    given = ir.convenience.convert_attributes(dict(zip(("then_branch", "else_branch"), branches, strict=True)))
-    graph.append(ir.Node("", "If", [small], given, outputs=outputs))
+    graph.append(ir.Node("", "If", [small], ir.convenience.convert_attributes(branches), outputs=outputs))
     graph.outputs.extend(outputs)
     return few
 

@@ -12,41 +12,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import InputError
+from quantkit.exporters import LayerSpec, unattended, unheld
 from quantkit.formats import QuantTensor, load_format
-from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+from quantkit.formats.base.activation import InputCodes
+from quantkit.scheme import ActivationScheme, WeightScheme
 
 Array = NDArray[Any]
 BITS = (2, 4, 8)
 _BLOCKS = (256, 128, 64, 32, 16)
-
-
-@dataclass(frozen=True)
-class InputCodes:
-    """How the input of a linear is quantized.
-
-    Args:
-        scheme: granularity, and whether it has a zero point.
-        scale: fixed by calibration; None where it comes from the values as the model runs.
-        zero: as int8 has it; 0 where there is none.
-        moved: shift and scale of each channel, (x - shift) / scale, before that; empty where they stay.
-    """
-
-    scheme: ActivationScheme
-    scale: float | None = None
-    zero: int = 0
-    moved: tuple[tuple[float, ...], ...] = ()
+# codes of 7 bits in bytes never saturate
+_BYTES = ("int8", "int7")
+# features of a head of GroupQueryAttention are a multiple of the first, and where it rotates of the second
+_HEAD, ROTARY_HEAD = 8, 16
+_LEAVE = "leave `onnx` out of `export`"
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """What the dialect needs to know of a linear without reading its weight.
+    """A linear without its weight [rows, columns], as a dialect needs to know it.
 
-    Args:
-        rows, columns: N and K.
-        scheme: None in high precision.
-        shared: the parameter it shares its weight with (an embedding's), if any.
-        input: how its input is quantized; None where it stays in float32.
+    `scheme` is None in high precision, `input` where it stays in floats; `shared` is the embedding's parameter whose
+    weight it has, if any.
     """
 
     rows: int
@@ -58,13 +44,9 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """A table of token embeddings [V, K] in codes.
+    """A table of token embeddings [V, columns] in codes: the sum of the codes of a linear, `head`, and of `own`.
 
-    Args:
-        parameter: its name in the skeleton.
-        head: the linear whose codes it is the sum of, with `own`; "" where it is `own` alone.
-        own: None where the head's codes are all of it.
-        columns: K.
+    `parameter` is its name in the skeleton; `head` is "" where the table is `own` alone.
     """
 
     parameter: str
@@ -75,13 +57,7 @@ class EmbeddingTable:
 
 @dataclass(frozen=True)
 class GraphEnds:
-    """What is stored otherwise than the passes decided, or with more.
-
-    Args:
-        table: of token embeddings; None where it stays in floats.
-        head: the linear whose first rows have 8 bits; "" where none have.
-        rows: these rows, [R, K].
-    """
+    """A table of embeddings, and the first `rows` [R, K] of a `head`, where they are not stored as decided."""
 
     table: EmbeddingTable | None = None
     head: str = ""
@@ -109,25 +85,30 @@ class WeightsByName:
     ends: GraphEnds | None = None
 
     def dense(self, linear: str) -> Array:
-        """What a quantized linear's codes stand for, [N, K] float32."""
+        """Expand the codes of a quantized linear, [N, K] float32."""
         of = self.linears[linear]
         assert of.scheme is not None
         codes = self.codes(linear).astype(np.float32)
         scale, zero = self.grid(linear)
         group = (of.scheme.group or codes.shape[1]) if scale.shape[1] > 1 else codes.shape[1]
         step, point = (
-            np.repeat(each, group, axis=1)[:, : codes.shape[1]]
-            for each in (scale, np.zeros_like(scale) if zero is None else zero)
+            np.repeat(part, group, axis=1)[:, : codes.shape[1]]
+            for part in (scale, np.zeros_like(scale) if zero is None else zero)
         )
-        found: Array = ((codes - point) * step)[:, : of.columns]
-        return found
+        return np.asarray(((codes - point) * step)[:, : of.columns])
+
+    def packed(self, *names: str) -> PackedWeights:
+        """Return the weights of linears below each other in blocks. Raises InputError `layout-unsupported`."""
+        first = self.linears[names[0]]
+        assert first.scheme is not None
+        bits = load_format(first.scheme.format).bits
+        return PackedWeights(self, names, bits, block_size(first.columns, first.scheme, names[0]), first.columns)
 
 
 def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
-    """The block in which MatMulNBits can hold a scheme: a power of two that divides the group.
+    """Choose the block in which MatMulNBits can hold a scheme: a power of two that divides the group.
 
-    Raises:
-        InputError: `layout-unsupported`.
+    Raises InputError: `layout-unsupported`.
     """
     group = scheme.group or columns
     if scheme.granularity != "group":
@@ -135,13 +116,8 @@ def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
         return next(block for block in (128, 64, 32, 16) if block <= columns or block == 16)
     fitting = [block for block in _BLOCKS if group % block == 0]
     if not fitting:
-        raise InputError(
-            "layout-unsupported",
-            where=where,
-            value=f"groups of {group}",
-            rule="MatMulNBits has blocks of 16, 32, 64, 128 or 256",
-            remedy="use a group that is a multiple of 16",
-        )
+        rule = "MatMulNBits has blocks of 16, 32, 64, 128 or 256"
+        raise unheld(where, f"groups of {group}", rule, "use a group that is a multiple of 16")
     return fitting[0]
 
 
@@ -156,50 +132,63 @@ class PackedWeights:
     columns: int
 
     @property
-    def _count(self) -> int:
+    def rows(self) -> int:
+        """N of all linears together."""
+        return sum(self.weights.linears[name].rows for name in self.names)
+
+    @property
+    def count(self) -> int:
+        """Blocks of a row."""
         return -(-self.columns // self.block)
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], Any, Callable[[], Array]]]:
+        """Name the operator's inputs with shape, type and maker: codes, scales, and zeros if there are any."""
+        scheme = self.weights.linears[self.names[0]].scheme
+        inputs: dict[str, tuple[tuple[int, ...], Any, Callable[[], Array]]] = {
+            "codes": ((self.rows, self.count, self.block * self.bits // 8), np.uint8, self.codes),
+            "scales": ((self.rows, self.count), np.float32, self.scales),
+        }
+        if scheme is not None and not scheme.symmetric:
+            inputs["zeros"] = ((self.rows, -(-self.count * self.bits // 8)), np.uint8, self.zeros)
+        return inputs
 
     def _spread(self, per_group: Array, name: str) -> Array:
         """[N, G] (or [1, 1]) as [N, blocks]."""
         linear, groups = self.weights.linears[name], per_group.shape[1]
         if groups == 1:
-            return np.broadcast_to(per_group, (linear.rows, self._count))
+            return np.broadcast_to(per_group, (linear.rows, self.count))
         assert linear.scheme is not None
-        return np.repeat(per_group, (linear.scheme.group or 0) // self.block, axis=1)[:, : self._count]
+        return np.repeat(per_group, (linear.scheme.group or 0) // self.block, axis=1)[:, : self.count]
 
     def codes(self) -> Array:
-        """uint8 [N, blocks, block·bits/8]: codes from 0, least significant first."""
-        parts = []
+        """Pack codes from 0, least significant first: uint8 [N, blocks, block·bits/8]."""
+        parts, half = [], 1 << (self.bits - 1)
         for name in self.names:
-            codes = self.weights.codes(name)
-            rows, columns = codes.shape
-            words = (codes.astype(np.int16) + (1 << (self.bits - 1))).astype(np.uint8)
-            filled = self._count * self.block
-            if filled > columns:
-                words = np.pad(words, ((0, 0), (0, filled - columns)), constant_values=1 << (self.bits - 1))
-            words = words[:, :filled].reshape(rows, self._count, self.block)
-            parts.append(pack(words, self.bits))
+            words = (self.weights.codes(name).astype(np.int16) + half).astype(np.uint8)
+            rows, columns = words.shape
+            filled = self.count * self.block
+            words = np.pad(words, ((0, 0), (0, max(0, filled - columns))), constant_values=half)
+            parts.append(pack(words[:, :filled].reshape(rows, self.count, self.block), self.bits))
         return np.concatenate(parts)
 
     def scales(self) -> Array:
-        """float32 [N, blocks]."""
+        """Repeat scales for each block: float32 [N, blocks]."""
         return np.concatenate([self._spread(self.weights.grid(name)[0], name) for name in self.names])
 
     def zeros(self) -> Array:
-        """uint8 [N, ceil(blocks·bits/8)]: zero points from 0, packed as codes are."""
-        found = []
+        """Pack zero points from 0 as codes are: uint8 [N, ceil(blocks·bits/8)]."""
+        parts, per_byte = [], 8 // self.bits
         for name in self.names:
             _, zero = self.weights.grid(name)
             assert zero is not None
             spread = self._spread(zero, name).astype(np.int16) + (1 << (self.bits - 1))
-            per_byte = 8 // self.bits
             filled = np.pad(spread, ((0, 0), (0, -spread.shape[1] % per_byte))).astype(np.uint8)
-            found.append(pack(filled, self.bits))
-        return np.concatenate(found)
+            parts.append(pack(filled, self.bits))
+        return np.concatenate(parts)
 
 
 def pack(words: Array, bits: int) -> Array:
-    """Unsigned words along the last axis into bytes, least significant first: [..., n] -> [..., n·bits/8]."""
+    """Put unsigned words along the last axis into bytes, least significant first: [..., n] -> [..., n·bits/8]."""
     per_byte = 8 // bits
     if per_byte == 1:
         return words
@@ -210,64 +199,35 @@ def pack(words: Array, bits: int) -> Array:
     return result
 
 
-# codes of 7 bits in bytes never saturate
-_BYTES = ("int8", "int7")
-# features of a head of GroupQueryAttention are a multiple of the first, and where it rotates of the second
-_HEAD, ROTARY_HEAD = 8, 16
+def refuse(asked: LayerSpec) -> None:
+    """Refuse what a graph for ONNX Runtime cannot hold. Raises InputError `layout-unsupported`."""
+    asked.demand_float_cache("onnx")
+    for linear, inputs in asked.activations.items():
+        _refuse_input(linear, inputs, asked.schemes[linear])
+    for linear, scheme in asked.schemes.items():
+        if linear not in asked.activations:
+            rule = f"MatMulNBits holds integers of {', '.join(map(str, BITS))} bits"
+            refuse_bits(linear, scheme, BITS, rule, f"use int4 or int8, or {_LEAVE}")
 
 
-def refuse(
-    weights: Mapping[str, WeightScheme], activations: Mapping[str, ActivationScheme], cache: CacheScheme | None
-) -> None:
-    """Refuse what a graph cannot hold.
-
-    Raises:
-        InputError: `layout-unsupported`, naming the first layer.
-    """
-    if cache is not None:
-        raise InputError(
-            "layout-unsupported",
-            where="scheme.kv_cache",
-            value=f"a KV cache in {cache.format}",
-            rule="this exporter's cache is in float32",
-            remedy="leave `onnx` out of `export`",
-        )
-    for linear, each in activations.items():
-        _refuse_input(linear, each, weights[linear])
-    for linear, scheme in weights.items():
-        if linear in activations:
-            continue
-        bits = load_format(scheme.format).bits
-        if bits not in BITS or not scheme.format.startswith("int"):
-            raise InputError(
-                "layout-unsupported",
-                where=linear,
-                value=f"weights in {scheme.format}",
-                rule=f"MatMulNBits holds integers of {', '.join(map(str, BITS))} bits",
-                remedy="use int4 or int8, or leave `onnx` out of `export`",
-            )
-        block_size(scheme.group or 128, scheme, linear)
+def refuse_bits(linear: str, scheme: WeightScheme, bits: tuple[int, ...], rule: str, remedy: str) -> None:
+    """Refuse what is no integer of so many bits in blocks. Raises InputError `layout-unsupported`."""
+    if load_format(scheme.format).bits not in bits or not scheme.format.startswith("int"):
+        raise unheld(linear, f"weights in {scheme.format}", rule, remedy)
+    block_size(scheme.group or 128, scheme, linear)
 
 
 def refuse_heads(config: Any, where: str) -> None:
-    """Refuse heads that ONNX Runtime's cached attention does not take.
+    """Refuse heads that ONNX Runtime's cached attention does not take. Raises InputError `attention-unsupported`.
 
     Args:
         config: transformers', of a decoder.
-
-    Raises:
-        InputError: `attention-unsupported`.
     """
     heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
     size = getattr(config, "head_dim", None) or (hidden // heads if heads and hidden else 0)
     if size % _HEAD:
-        raise InputError(
-            "attention-unsupported",
-            where=where,
-            value=f"heads of {size} features",
-            rule=f"ONNX Runtime's GroupQueryAttention takes heads of a multiple of {_HEAD} features",
-            remedy="leave `onnx` out of `export`",
-        )
+        rule = f"ONNX Runtime's GroupQueryAttention takes heads of a multiple of {_HEAD} features"
+        raise unattended(where, f"heads of {size} features", rule, _LEAVE)
 
 
 def _refuse_input(linear: str, inputs: ActivationScheme, weight: WeightScheme) -> None:
@@ -281,10 +241,5 @@ def _refuse_input(linear: str, inputs: ActivationScheme, weight: WeightScheme) -
         value = f"activations in int8, weights in {weight.format} by {weight.granularity}"
         rule = "an integer kernel multiplies int8 by int8 with one scale a channel"
     if rule:
-        raise InputError(
-            "layout-unsupported",
-            where=linear,
-            value=value,
-            rule=rule,
-            remedy="use int8 by channel with int8 activations by tensor or token, or leave `onnx` out of `export`",
-        )
+        remedy = f"use int8 by channel with int8 activations by tensor or token, or {_LEAVE}"
+        raise unheld(linear, value, rule, remedy)

@@ -13,13 +13,17 @@
     quantize.static        what int8.static does to its input, alone; quantize.dynamic likewise
 
 A model holds several such products of one input, each with a weight of its own: the same matrix with its rows turned by
-two, four, ... places, so that no two are equal and what each must give is known.
+two, four, ... places, so that no two are equal and what each must give is known. `product` makes one and needs torch
+and onnx; `SingleProduct.read` takes it from a file without them, so that a device times the very same bytes.
 Operators: https://onnx.ai/onnx/operators and ONNX Runtime's docs/ContribOperators.md.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,13 +31,11 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.exporters.onnx.nbits import pack
-from quantkit.exporters.onnx.single_product import SingleProduct, StorageVariant, StoredConstant, checked, named
 from quantkit.formats import load_format
-from quantkit.graph.protobuf import message
+from quantkit.graph.protobuf import Chunks, message, number, text
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
-    import onnx
     import torch
 
     from quantkit.formats import QuantTensor
@@ -43,49 +45,92 @@ BASELINE = "float32"
 GROUPS, LEVELS = (32, 64, 128), (0, 4)
 _NBITS = ("int4", "int8")
 # activations are drawn from N(0, 1): 4.5 standard deviations hold all but 7 of a million
-_REACH = 4.5
-_CODES = 255
-_HALF = 128
+_REACH, _STEPS, _HALF = 4.5, 255, 128
 # where a processor multiplies u8 by s8 with sums of two products in 16 bits (AVX2, AVX-512 without VNNI), ONNX Runtime
 # lets them saturate unless told otherwise: 4 % of error for 1 % at K = 256
 EXACT_SUMS = {"session.x64quantprecision": "1"}
+# products of one model, at most
+MOST = 32
+# rows at which a product is checked: kernels for one row and for many are not the same
+_CHECKED = (1, 17)
+_OPSET, _IR = 21, 10
+# of onnx/onnx.proto: TensorProto.DataType
+_KINDS = {"float32": 1, "uint8": 2, "int8": 3, "int64": 7, "float16": 10}
+_FLOAT8E4M3, _INT4 = 17, 22
+
+
+@dataclass(frozen=True)
+class StorageVariant:
+    """One way to store a weight and multiply with it.
+
+    Args:
+        name: `int4.g128.level4`.
+        scheme: of the weight; None of floats, and of what has no weight.
+        compute: the input type of the multiplication, whose rate bounds it.
+        limit: largest relative error (Frobenius) of y against our own dequantization. Exact but for the order of sums
+            where activations stay in float32; 8-bit activations lose about 1 %, float16 3e-4.
+        activations: dtype of x and y.
+    """
+
+    name: str
+    scheme: WeightScheme | None = None
+    compute: str = "fp32"
+    limit: float = 1e-4
+    activations: str = "float32"
+
+    @property
+    def kind(self) -> str:
+        """The name without group and level: `int4`, `int8.dynamic`, `nf4`."""
+        head, *rest = self.name.split(".")
+        return ".".join([head, *(part for part in rest if not part.startswith(("g", "level")))])
+
+    @property
+    def format(self) -> str:
+        """The number format of the weight; "" where there is none."""
+        return self.scheme.format if self.scheme else "" if self.kind.startswith("quantize") else self.kind
+
+    @property
+    def level(self) -> int | None:
+        """The accuracy level of a MatMulNBits."""
+        return int(self.name[-1]) if ".level" in self.name else None
+
+    @property
+    def quantizer(self) -> str:
+        """The variant that does to x alone what this one does to x; "" where a kernel does it inside."""
+        return f"quantize.{self.kind.partition('.')[2]}" if self.kind in ("int8.static", "int8.dynamic") else ""
 
 
 def _scheme(name: str, group: int | None = None, symmetric: bool = True) -> WeightScheme:
-    return WeightScheme(
-        format=name, granularity="group" if group else "channel", group=group, symmetric=symmetric, scale="float32"
-    )
+    own: dict[str, Any] = {"granularity": "group", "group": group} if group else {"granularity": "channel"}
+    return WeightScheme(format=name, symmetric=symmetric, scale="float32", **own)
 
 
 def _all() -> dict[str, StorageVariant]:
-    found = [StorageVariant(BASELINE), StorageVariant("float16", limit=5e-3, activations="float16")]
-    found += [
+    variants = [StorageVariant(BASELINE), StorageVariant("float16", limit=5e-3, activations="float16")]
+    variants += [
         StorageVariant(f"int8.{how}", _scheme("int8"), "int8", limit=2e-2) for how in ("static", "dynamic", "token")
     ]
     for name in _NBITS:
         for group in GROUPS:
             scheme = _scheme(name, group, symmetric=name == "int8")
-            found += [
-                StorageVariant(
-                    f"{name}.g{group}.level{level}", scheme, *(("int8", 2e-2) if level == 4 else ("fp32", 1e-4))
-                )
-                for level in LEVELS
-            ]
-    found.append(StorageVariant("int4.qdq", _scheme("int4", 32), "int8", limit=2e-2))
-    found.append(StorageVariant("int4.qdq-transposed", _scheme("int4", 32)))
-    found.append(StorageVariant("fp8_e4m3", _scheme("fp8_e4m3")))
-    found += [StorageVariant(f"nf4.g{group}", _scheme("nf4", group)) for group in GROUPS]
-    found += [StorageVariant(f"quantize.{how}") for how in ("static", "dynamic")]
-    return {variant.name: variant for variant in found}
+            for level in LEVELS:
+                bounds = ("int8", 2e-2) if level == 4 else ("fp32", 1e-4)
+                variants.append(StorageVariant(f"{name}.g{group}.level{level}", scheme, *bounds))
+    variants.append(StorageVariant("int4.qdq", _scheme("int4", 32), "int8", limit=2e-2))
+    variants.append(StorageVariant("int4.qdq-transposed", _scheme("int4", 32)))
+    variants.append(StorageVariant("fp8_e4m3", _scheme("fp8_e4m3")))
+    variants += [StorageVariant(f"nf4.g{group}", _scheme("nf4", group)) for group in GROUPS]
+    variants += [StorageVariant(f"quantize.{how}") for how in ("static", "dynamic")]
+    return {variant.name: variant for variant in variants}
 
 
 def names() -> list[str]:
-    """Every variant with a weight, the baseline first."""
+    """List every variant with a weight, the baseline first."""
     return [name for name in _all() if not name.startswith("quantize")]
 
 
 def variant(name: str) -> StorageVariant:
-    """By its name. Raises InputError `unknown-variant`, with a did-you-mean."""
+    """Return the variant of a name. Raises InputError `unknown-variant`, with a did-you-mean."""
     known = _all()
     if name not in known:
         raise InputError("unknown-variant", where="--format", value=name, remedy=did_you_mean(name, names()))
@@ -93,252 +138,341 @@ def variant(name: str) -> StorageVariant:
 
 
 def usual(name: str, *, block: int, level: int) -> str:
-    """The variant of a format as quantkit exports it: `int4` is `int4.g128.level4` where the target says so."""
+    """Name the variant of a format as quantkit exports it: `int4` is `int4.g128.level4` where the target says so."""
     if name in _NBITS:
         return f"{name}.g{block}.level{level}"
     return "nf4.g64" if name == "nf4" else name
 
 
 def check_shape(of: StorageVariant, K: int, N: int) -> None:
-    """Refuse what a variant cannot hold. Raises InputError `group-indivisible`."""
+    """Refuse what a variant cannot hold. Raises InputError `group-indivisible`, `shape-invalid`."""
     group = of.scheme.group if of.scheme else None
     if group and K % group:
         fitting = [size for size in GROUPS if K % size == 0]
         remedy = f"use {of.format} in groups of {' or '.join(map(str, fitting))}" if fitting else "choose another shape"
-        raise InputError(
-            "group-indivisible", where=f"{K}x{N}", value=f"group {group}, K {K}", rule="group divides K", remedy=remedy
-        )
+        value, rule = f"group {group}, K {K}", "group divides K"
+        raise InputError("group-indivisible", where=f"{K}x{N}", value=value, rule=rule, remedy=remedy)
     if of.scheme and (N % 2 or K % 2):
         raise InputError("shape-invalid", where=f"{K}x{N}", value=f"{of.name} of odd sides", rule="K and N are even")
 
 
-# x, y, constant -> its name
-Nodes = Callable[[str, str, Mapping[str, str]], "list[onnx.NodeProto]"]
+# --- how each variant is stored ---------------------------------------------------------------------------------------
 
 
-def product(of: StorageVariant, weight: torch.Tensor) -> SingleProduct:
-    """Store a weight [N, K] float32 in one variant.
+@dataclass(frozen=True)
+class StoredConstant:
+    """A constant of a model.
 
-    Raises:
-        InputError: `group-indivisible`, `shape-invalid`.
+    Args:
+        kind: `TensorProto.DataType`.
+        raw: its bytes, as numbers of NumPy.
+        axis: where its N is; None: all copies share it.
+        each: how many of N an element of `raw` holds.
     """
-    N, K = weight.shape
-    check_shape(of, K, N)
-    if not of.format:
-        stored, nodes = _quantizer(of)
-        return _made(of, (K, K), stored, nodes, [])
-    if of.scheme is None:
-        stored, nodes = _floats(of, weight.numpy())
-        values = np.asarray(stored["w"].raw.T, np.float32)
-    else:
-        form = load_format(of.scheme.format)
-        tensor = form.quantize(weight, of.scheme)
-        stored, nodes = _BUILDERS[of.kind](of, tensor)
-        values = form.dequantize(tensor).numpy()
-    return _made(of, (K, N), stored, nodes, checked(values, of.activations))
+
+    kind: int
+    dims: tuple[int, ...]
+    raw: Array
+    axis: int | None = None
+    each: int = 1
+
+    @property
+    def floats(self) -> bool:
+        """Whether numpy has its type and it is large enough to matter."""
+        return self.raw.dtype.kind == "f" and self.raw.ndim > 0
+
+    def turned(self, rows: int) -> Array:
+        """Turn the rows of W by so many places."""
+        return self.raw if self.axis is None or rows == 0 else np.roll(self.raw, rows // self.each, self.axis)
 
 
-def _made(
-    of: StorageVariant,
-    size: tuple[int, int],
-    stored: Mapping[str, StoredConstant],
-    nodes: Nodes,
-    known: Sequence[tuple[Array, Array]],
-) -> SingleProduct:
-    def written(place: int) -> bytes:
-        names = {name: named(name, each, place) for name, each in stored.items()}
-        found = nodes("x0" if of.format else f"x{place}", f"y{place}", names)
-        return b"".join(part for node in found for part in message(1, [node.SerializeToString(deterministic=True)]))
-
-    return SingleProduct(of, *size, stored, written, known)
-
-
-def _node(kind: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any) -> Any:
-    from onnx import helper
-
-    return helper.make_node(kind, list(inputs), list(outputs), domain=domain, **attributes)
+Stored = dict[str, StoredConstant]
+# operator, inputs, outputs and attributes; a name is x, y, a constant, or a value inside of the product
+Node = tuple[str, str, str, dict[str, Any]]
+_CONTRIBUTED = ("MatMulNBits", "MatMulBnb4", "MatMulIntegerToFloat")
+_QUANTIZE: dict[str, list[Node]] = {
+    "quantize.static": [("QuantizeLinear", "x x_scale x_zero", "y", {})],
+    "quantize.dynamic": [("DynamicQuantizeLinear", "x", "y scale zero", {})],
+}
+_INT8: dict[str, list[Node]] = {
+    "int8.static": [
+        ("QuantizeLinear", "x x_scale x_zero", "codes", {}),
+        ("DequantizeLinear", "codes x_scale x_zero", "input", {}),
+        ("DequantizeLinear", "w scale", "weight", {"axis": 1}),
+        ("MatMul", "input weight", "y", {}),
+    ],
+    "int8.dynamic": [
+        ("DynamicQuantizeLinear", "x", "codes step zero", {}),
+        ("MatMulInteger", "codes w zero", "sums", {}),
+        ("Cast", "sums", "floats", {"to": 1}),
+        ("Mul", "step scale", "both", {}),
+        ("Mul", "floats both", "y", {}),
+    ],
+    # as `integers.py` writes it into a model's graph
+    "int8.token": [
+        ("Abs", "x", "abs", {}),
+        ("ReduceMax", "abs last", "absmax", {"keepdims": 1}),
+        ("Div", "absmax reach", "quotient", {}),
+        ("Max", "quotient tiny", "step", {}),
+        ("Reshape", "step last", "steps", {}),
+        ("Shape", "steps", "count", {}),
+        ("Expand", "half count", "zeros", {}),
+        ("QuantizeLinear", "x steps zeros", "codes", {"axis": 0}),
+        ("MatMulIntegerToFloat", "codes w one scale half", "sums", {}),
+        ("Mul", "sums step", "y", {}),
+    ],
+}
 
 
 def _constant(values: Array, axis: int | None = None) -> StoredConstant:
-    from onnx import helper
-
-    return StoredConstant(
-        helper.np_dtype_to_tensor_dtype(values.dtype), values.shape, np.ascontiguousarray(values), axis
-    )
+    return StoredConstant(_KINDS[values.dtype.name], values.shape, np.ascontiguousarray(values), axis)
 
 
-def _floats(of: StorageVariant, values: Array) -> tuple[dict[str, StoredConstant], Nodes]:
-    w = _constant(values.T.astype(of.activations), axis=1)
-    return {"w": w}, lambda x, y, at: [_node("MatMul", [x, at["w"]], [y])]
-
-
-def _input_scale() -> dict[str, StoredConstant]:
-    scale = np.array(2 * _REACH / _CODES, np.float32)
-    return {"x_scale": _constant(scale), "x_zero": _constant(np.array(_HALF, np.uint8))}
-
-
-def _quantizer(of: StorageVariant) -> tuple[dict[str, StoredConstant], Nodes]:
-    if of.kind == "quantize.static":
-        return _input_scale(), lambda x, y, at: [_node("QuantizeLinear", [x, at["x_scale"], at["x_zero"]], [y])]
-    return {}, lambda x, y, at: [_node("DynamicQuantizeLinear", [x], [y, f"{y}/scale", f"{y}/zero"])]
-
-
-def _codes(tensor: QuantTensor) -> Array:
-    found: Array = tensor.codes.numpy()
-    return found
-
-
-def _scales(tensor: QuantTensor) -> Array:
-    found: Array = tensor.scale.float().numpy()
-    return found
-
-
-def _qdq(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
-    stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
-
-    def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
-        how = [at["x_scale"], at["x_zero"]]
-        return [
-            _node("QuantizeLinear", [x, *how], [f"{y}/codes"]),
-            _node("DequantizeLinear", [f"{y}/codes", *how], [f"{y}/x"]),
-            _node("DequantizeLinear", [at["w"], at["scale"]], [f"{y}/w"], axis=1),
-            _node("MatMul", [f"{y}/x", f"{y}/w"], [y]),
-        ]
-
-    return stored | _input_scale(), nodes
-
-
-def _dynamic(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
-    stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
-
-    def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
-        return [
-            _node("DynamicQuantizeLinear", [x], [f"{y}/codes", f"{y}/scale", f"{y}/zero"]),
-            _node("MatMulInteger", [f"{y}/codes", at["w"], f"{y}/zero"], [f"{y}/sums"]),
-            _node("Cast", [f"{y}/sums"], [f"{y}/floats"], to=1),
-            _node("Mul", [f"{y}/scale", at["scale"]], [f"{y}/both"]),
-            _node("Mul", [f"{y}/floats", f"{y}/both"], [y]),
-        ]
-
-    return stored, nodes
-
-
-def _by_token(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
-    """As `integers.py` writes it into a model's graph."""
-    shared: dict[str, Array] = {
-        "last": np.array([-1], np.int64),
-        "reach": np.array(_CODES / 2, np.float32),
-        "tiny": np.array(np.finfo(np.float32).tiny, np.float32),
-        "one": np.array(1.0, np.float32),
-        "half": np.array(_HALF, np.uint8),
+def _shared(kind: str) -> Stored:
+    """The constants of a kind that all copies share."""
+    if kind.endswith(".static"):
+        step = np.array(2 * _REACH / _STEPS, np.float32)
+        return {"x_scale": _constant(step), "x_zero": _constant(np.array(_HALF, np.uint8))}
+    if kind != "int8.token":
+        return {}
+    return {
+        "last": _constant(np.array([-1], np.int64)),
+        "reach": _constant(np.array(_STEPS / 2, np.float32)),
+        "tiny": _constant(np.array(np.finfo(np.float32).tiny, np.float32)),
+        "one": _constant(np.array(1.0, np.float32)),
+        "half": _constant(np.array(_HALF, np.uint8)),
     }
-    stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
-
-    def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
-        return [
-            _node("Abs", [x], [f"{y}/abs"]),
-            _node("ReduceMax", [f"{y}/abs", at["last"]], [f"{y}/absmax"], keepdims=1),
-            _node("Div", [f"{y}/absmax", at["reach"]], [f"{y}/step"]),
-            _node("Max", [f"{y}/step", at["tiny"]], [f"{y}/scale"]),
-            _node("Reshape", [f"{y}/scale", at["last"]], [f"{y}/scales"]),
-            _node("Shape", [f"{y}/scales"], [f"{y}/count"]),
-            _node("Expand", [at["half"], f"{y}/count"], [f"{y}/zeros"]),
-            _node("QuantizeLinear", [x, f"{y}/scales", f"{y}/zeros"], [f"{y}/codes"], axis=0),
-            _node(
-                "MatMulIntegerToFloat",
-                [f"{y}/codes", at["w"], at["one"], at["scale"], at["half"]],
-                [f"{y}/sums"],
-                "com.microsoft",
-            ),
-            _node("Mul", [f"{y}/sums", f"{y}/scale"], [y]),
-        ]
-
-    return stored | {name: _constant(value) for name, value in shared.items()}, nodes
 
 
-def _matmul_nbits(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
-    assert of.scheme is not None
-    bits, block = load_format(of.scheme.format).bits, of.scheme.group or 0
-    N, K = tensor.shape
+def _written(of: StorageVariant, tensor: QuantTensor) -> tuple[Stored, list[Node]]:
+    """The constants and nodes of a quantized weight."""
+    import torch
+
+    scheme, (N, K) = tensor.scheme, tensor.shape
+    scales: Array = tensor.scale.float().numpy()
+    by_channel = _constant(scales[:, 0], axis=0)
+    if of.kind in _INT8:
+        codes = {"w": _constant(tensor.codes.numpy().T, axis=1), "scale": by_channel}
+        return {**codes, **_shared(of.kind)}, _INT8[of.kind]
+    if scheme.format == "fp8_e4m3":
+        raw = np.ascontiguousarray(tensor.codes.view(torch.uint8).numpy().T)
+        w = StoredConstant(_FLOAT8E4M3, raw.shape, raw, 1)
+        expand: Node = ("DequantizeLinear", "w scale", "weight", {"axis": 1})
+        return {"w": w, "scale": by_channel}, [expand, ("MatMul", "x weight", "y", {})]
+    if scheme.format == "nf4":
+        packed = load_format("nf4").pack(tensor.codes).numpy()
+        how = {"K": K, "N": N, "block_size": scheme.group, "quant_type": 1}
+        # rows, though the operator takes them one after another
+        parts = {"w": packed, "scale": scales}
+        codes = {name: StoredConstant(_KINDS[raw.dtype.name], (raw.size,), raw, 0) for name, raw in parts.items()}
+        return codes, [("MatMulBnb4", "x w scale", "y", how)]
+    if of.kind == "int4.qdq":
+        expand = ("DequantizeLinear", "w scale", "weight", {"axis": 0, "block_size": scheme.group})
+        codes = {"w": _int4(tensor.codes.numpy().T, 1), "scale": _constant(scales.T, axis=1)}
+        return codes, [expand, ("MatMul", "x weight", "y", {})]
+    if of.kind == "int4.qdq-transposed":
+        expand = ("DequantizeLinear", "w scale", "rows", {"axis": 1, "block_size": scheme.group})
+        turn: Node = ("Transpose", "rows", "weight", {"perm": [1, 0]})
+        codes = {"w": _int4(tensor.codes.numpy(), 0), "scale": _constant(scales, axis=0)}
+        return codes, [expand, turn, ("MatMul", "x weight", "y", {})]
+    bits, block = load_format(scheme.format).bits, scheme.group or 0
     half = 1 << (bits - 1)
-    words = (_codes(tensor).astype(np.int16) + half).astype(np.uint8).reshape(N, K // block, block)
-    stored = {"w": _constant(pack(words, bits), axis=0), "scale": _constant(_scales(tensor), axis=0)}
+    words = (tensor.codes.numpy().astype(np.int16) + half).astype(np.uint8).reshape(N, K // block, block)
+    codes = {"w": _constant(pack(words, bits), axis=0), "scale": _constant(scales, axis=0)}
     if tensor.zero is not None:
         zero = (tensor.zero.numpy().astype(np.int16) + half).astype(np.uint8)
         zero = np.pad(zero, ((0, 0), (0, -zero.shape[1] % (8 // bits))))
-        stored["zero"] = _constant(pack(zero, bits), axis=0)
+        codes["zero"] = _constant(pack(zero, bits), axis=0)
     how = {"K": K, "N": N, "bits": bits, "block_size": block, "accuracy_level": of.level}
-    order = list(stored)
-    return stored, lambda x, y, at: [
-        _node("MatMulNBits", [x, *(at[name] for name in order)], [y], "com.microsoft", **how)
-    ]
+    return codes, [("MatMulNBits", " ".join(["x", *codes]), "y", how)]
 
 
 def _int4(codes: Array, axis: int) -> StoredConstant:
     """Codes of an INT4 tensor, two a byte, the first in the low half."""
-    from onnx import TensorProto
-
     packed = pack((codes & 15).astype(np.uint8), 4)
-    return StoredConstant(TensorProto.INT4, codes.shape, packed, axis, each=2 if axis == 1 else 1)
+    return StoredConstant(_INT4, codes.shape, packed, axis, each=2 if axis == 1 else 1)
 
 
-def _blocks(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
-    assert of.scheme is not None
-    group = of.scheme.group
-    stored = {"w": _int4(_codes(tensor).T, 1), "scale": _constant(_scales(tensor).T, axis=1)}
-    return stored, lambda x, y, at: [
-        _node("DequantizeLinear", [at["w"], at["scale"]], [f"{y}/w"], axis=0, block_size=group),
-        _node("MatMul", [x, f"{y}/w"], [y]),
-    ]
+def product(of: StorageVariant, weight: torch.Tensor) -> SingleProduct:
+    """Store a weight [N, K] float32 in one variant. Raises InputError: `group-indivisible`, `shape-invalid`."""
+    N, K = weight.shape
+    check_shape(of, K, N)
+    if not of.format:
+        return _made(of, K, K, _shared(of.kind), _QUANTIZE[of.kind], [])
+    if of.scheme is None:
+        w = _constant(weight.numpy().T.astype(of.activations), axis=1)
+        return _made(of, K, N, {"w": w}, [("MatMul", "x w", "y", {})], _known(np.asarray(w.raw.T, np.float32), of))
+    form = load_format(of.scheme.format)
+    tensor = form.quantize(weight, of.scheme)
+    stored, nodes = _written(of, tensor)
+    return _made(of, K, N, stored, nodes, _known(form.dequantize(tensor).numpy(), of))
 
 
-def _blocks_transposed(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
-    assert of.scheme is not None
-    group = of.scheme.group
-    stored = {"w": _int4(_codes(tensor), 0), "scale": _constant(_scales(tensor), axis=0)}
-    return stored, lambda x, y, at: [
-        _node("DequantizeLinear", [at["w"], at["scale"]], [f"{y}/rows"], axis=1, block_size=group),
-        _node("Transpose", [f"{y}/rows"], [f"{y}/w"], perm=[1, 0]),
-        _node("MatMul", [x, f"{y}/w"], [y]),
-    ]
+def _made(
+    of: StorageVariant, K: int, N: int, stored: Stored, nodes: Sequence[Node], known: Sequence[tuple[Array, Array]]
+) -> SingleProduct:
+    from onnx import helper
+
+    def written(place: int) -> bytes:
+        called = {name: _named(name, constant, place) for name, constant in stored.items()}
+        called |= {"x": "x0" if of.format else f"x{place}", "y": f"y{place}"}
+        chunks: Chunks = []
+        for kind, inputs, outputs, attributes in nodes:
+            sides = [[called.get(name, f"y{place}/{name}") for name in side.split()] for side in (inputs, outputs)]
+            domain = "com.microsoft" if kind in _CONTRIBUTED else ""
+            node = helper.make_node(kind, *sides, domain=domain, **attributes)
+            chunks += message(1, [node.SerializeToString(deterministic=True)])
+        return b"".join(chunks)
+
+    return SingleProduct(of, K, N, stored, written, known)
 
 
-def _fp8(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
-    import torch
-    from onnx import TensorProto
-
-    raw = np.ascontiguousarray(tensor.codes.view(torch.uint8).numpy().T)
-    w = StoredConstant(TensorProto.FLOAT8E4M3FN, raw.shape, raw, 1)
-    stored = {"w": w, "scale": _constant(_scales(tensor)[:, 0], axis=0)}
-    return stored, lambda x, y, at: [
-        _node("DequantizeLinear", [at["w"], at["scale"]], [f"{y}/w"], axis=1),
-        _node("MatMul", [x, f"{y}/w"], [y]),
-    ]
+def _known(values: Array, of: StorageVariant) -> list[tuple[Array, Array]]:
+    """`SingleProduct.known` of W [N, K] float32."""
+    inputs = [activations(M, values.shape[1], of.activations) for M in _CHECKED]
+    return [(x, x.astype(np.float32) @ values.T) for x in inputs]
 
 
-def _bnb4(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, StoredConstant], Nodes]:
-    assert of.scheme is not None
-    from onnx import TensorProto
-
-    packed = load_format("nf4").pack(tensor.codes).numpy()
-    scales = _scales(tensor)
-    stored = {
-        "w": StoredConstant(TensorProto.UINT8, (packed.size,), packed, 0),
-        "scale": StoredConstant(TensorProto.FLOAT, (scales.size,), scales, 0),
-    }
-    N, K = tensor.shape
-    how = {"K": K, "N": N, "block_size": of.scheme.group, "quant_type": 1}
-    return stored, lambda x, y, at: [_node("MatMulBnb4", [x, at["w"], at["scale"]], [y], "com.microsoft", **how)]
+def activations(M: int, K: int, dtype: str) -> Array:
+    """Draw x [M, K] of N(0, 1)."""
+    return np.random.default_rng(M).standard_normal((M, K), np.float32).astype(dtype)
 
 
-_BUILDERS: Mapping[str, Callable[[StorageVariant, Any], tuple[dict[str, StoredConstant], Nodes]]] = {
-    "int8.static": _qdq,
-    "int8.dynamic": _dynamic,
-    "int8.token": _by_token,
-    "int8": _matmul_nbits,
-    "int4": _matmul_nbits,
-    "int4.qdq": _blocks,
-    "int4.qdq-transposed": _blocks_transposed,
-    "fp8_e4m3": _fp8,
-    "nf4": _bnb4,
-}
+# --- models of products -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SingleProduct:
+    """A weight as one variant stores it.
+
+    Args:
+        K, N: columns of x and of y.
+        nodes: place of a product in its model -> its nodes, fields of a GraphProto: x0 or, without a weight, x`place`
+            in, y`place` out, each constant by its name, with `place` behind it where copies do not share it.
+        known: (x [M, K], y [M, N] in float32 by our own reading of what is stored) for the rows that are checked; none
+            where there is no weight.
+    """
+
+    variant: StorageVariant
+    K: int
+    N: int
+    stored: Mapping[str, StoredConstant]
+    nodes: Callable[[int], bytes]
+    known: Sequence[tuple[Array, Array]]
+
+    @property
+    def weighs(self) -> bool:
+        """Whether there is a weight."""
+        return bool(self.variant.format)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight: codes, scales, zero points."""
+        return sum(int(constant.raw.nbytes) for constant in self.stored.values() if constant.axis is not None)
+
+    def model(self, copies: Sequence[int], *, apart: bool = False) -> bytes:
+        """Write a model with inputs x0, x1, ... of [M, K] and outputs y0, y1, ...
+
+        Args:
+            copies: the turns of each weight; products with one share the input x0.
+            apart: leave out floats, which `floats` has: a protobuf holds no more than 2 GiB.
+        """
+        kind, places = _KINDS[self.variant.activations], range(len(copies))
+        graph = text(2, self.variant.name) + [self.nodes(place) for place in places]
+        constants = {
+            _named(name, constant, place): (constant, copy)
+            for place, copy in enumerate(copies)
+            for name, constant in self.stored.items()
+        }
+        for name, (constant, copy) in constants.items():
+            graph += message(5, _tensor(name, constant, copy, apart))
+        for place in places[:1] if self.weighs else places:
+            graph += message(11, _value(f"x{place}", kind, self.K))
+        for place in places:
+            graph += message(12, _value(f"y{place}", kind if self.weighs else _KINDS["uint8"], self.N))
+        model = number(1, _IR) + message(7, graph)
+        for domain, version in (("", _OPSET), ("com.microsoft", 1)):
+            model += message(8, text(1, domain) + number(2, version))
+        return b"".join(model)
+
+    def floats(self, copies: Sequence[int]) -> dict[str, Array]:
+        """Return what a model with `apart` is without: constant -> values."""
+        return {
+            _named(name, constant, place): constant.turned(2 * copy)
+            for place, copy in enumerate(copies)
+            for name, constant in self.stored.items()
+            if constant.floats
+        }
+
+    def error(self, run: Callable[[Array], Sequence[Array]], copies: Sequence[int]) -> float:
+        """Return the largest relative error of y over the copies and every known x; NaN if any y has one.
+
+        Args:
+            run: x -> y [M, N] of each copy.
+        """
+        errors = [
+            np.linalg.norm(np.asarray(y, np.float32) - np.roll(expected, 2 * copy, axis=1))
+            / (np.linalg.norm(expected) or 1.0)
+            for x, expected in self.known
+            for y, copy in zip(run(x), copies, strict=True)
+        ]
+        return float(np.max(errors))
+
+    def save(self, file: Path) -> None:
+        """Write a .npz; the same product makes the same bytes."""
+        nodes = [self.nodes(place) for place in range(MOST)]
+        about = {
+            "K": self.K,
+            "N": self.N,
+            "stored": {name: [each.kind, each.dims, each.axis, each.each] for name, each in self.stored.items()},
+            "nodes": [*map(len, nodes)],
+            "known": len(self.known),
+            "bytes": self.weight_bytes,
+        }
+        arrays = {f"stored/{name}": constant.raw for name, constant in self.stored.items()}
+        for place, (x, y) in enumerate(self.known):
+            arrays |= {f"x{place}": x, f"y{place}": y}
+        arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+        arrays["nodes"] = np.frombuffer(b"".join(nodes), np.uint8)
+        np.savez(file, allow_pickle=False, **arrays)
+
+    @staticmethod
+    def bytes_in(file: Path) -> int:
+        """Read the `weight_bytes` of a file, and nothing else of it. Raises as `read`."""
+        with np.load(file, allow_pickle=False) as arrays:
+            return int(json.loads(arrays["about"].tobytes())["bytes"])
+
+    @classmethod
+    def read(cls, file: Path, variant: StorageVariant) -> SingleProduct:
+        """Read what `save` wrote. Raises ValueError, KeyError, OSError: the file is another."""
+        with np.load(file, allow_pickle=False) as arrays:
+            about = json.loads(arrays["about"].tobytes())
+            nodes, ends = arrays["nodes"].tobytes(), np.cumsum([0, *about["nodes"]]).tolist()
+            stored = {
+                name: StoredConstant(kind, tuple(dims), arrays[f"stored/{name}"], axis, each)
+                for name, (kind, dims, axis, each) in about["stored"].items()
+            }
+            known = [(arrays[f"x{i}"], arrays[f"y{i}"]) for i in range(about["known"])]
+        return cls(variant, about["K"], about["N"], stored, lambda i: nodes[ends[i] : ends[i + 1]], known)
+
+
+def _named(name: str, constant: StoredConstant, place: int) -> str:
+    """What a constant is called in the nodes of one product."""
+    return name if constant.axis is None else f"{name}{place}"
+
+
+def _tensor(name: str, constant: StoredConstant, copy: int, apart: bool) -> Chunks:
+    """A TensorProto, or its place where its numbers are handed over by themselves."""
+    about = [part for size in constant.dims for part in number(1, size)]
+    about += number(2, constant.kind) + text(8, name)
+    if not (apart and constant.floats):
+        return about + message(9, [constant.turned(2 * copy).tobytes()])
+    for key, value in {"location": "memory", "offset": "0", "length": str(constant.raw.nbytes)}.items():
+        about += message(13, text(1, key) + text(2, value))
+    return about + number(14, 1)
+
+
+def _value(name: str, kind: int, columns: int) -> Chunks:
+    """A ValueInfoProto of [M, columns]."""
+    shape = message(1, text(2, "M")) + message(1, number(1, columns))
+    return text(1, name) + message(2, message(1, number(1, kind) + message(2, shape)))

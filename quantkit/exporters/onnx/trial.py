@@ -6,7 +6,7 @@ in most blocks; what they have beyond so many rows of weights scales both times 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,52 +26,50 @@ _MOST = 4096
 
 
 def block_of(asked: LayerSpec) -> dict[str, LinearSpec]:
-    """The linears of the first block that has any in codes which both ways can multiply; empty where none has."""
+    """Pick the linears of the first block that has any in codes which both ways can multiply; none where none has."""
     blocks: dict[str, dict[str, LinearSpec]] = {}
     for name, scheme in asked.schemes.items():
-        numbers = [place for place, part in enumerate(name.split(".")) if part.isdecimal()]
-        if not numbers or name in asked.activations or not expandable(scheme.format) or name not in asked.shapes:
+        parts = name.split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+        if number is None or name in asked.activations or not expandable(scheme.format) or name not in asked.shapes:
             continue
         rows, columns = asked.shapes[name]
-        block = ".".join(name.split(".")[: numbers[0] + 1])
-        blocks.setdefault(block, {})[name] = LinearSpec(min(rows, _MOST), columns, scheme)
+        blocks.setdefault(".".join(parts[: number + 1]), {})[name] = LinearSpec(min(rows, _MOST), columns, scheme)
     return next(iter(blocks.values()), {})
 
 
 def graphs(linears: Mapping[str, LinearSpec], accuracy_level: int) -> dict[Way, bytes]:
-    """Each way as a model with inputs `x.K` of [B, S, K] float32, and as many outputs as linears."""
+    """Make each way a model with inputs `x.K` of [B, S, K] float32, and as many outputs as linears."""
     weights = _random(linears)
     steps = OrtDialect(_placeholders(linears), weights, accuracy_level=accuracy_level)
     prompts = PromptDialect(_placeholders(linears), many_rows(weights, ""), accuracy_level=accuracy_level)
-    made: dict[Way, ir.Model] = {"steps": steps.apply(), "prompts": prompts.apply()}
-    return {way: ir.to_proto(model).SerializeToString() for way, model in made.items()}
+    models: dict[Way, ir.Model] = {"steps": steps.apply(), "prompts": prompts.apply()}
+    return {way: ir.to_proto(model).SerializeToString() for way, model in models.items()}
 
 
 def feeds(linears: Mapping[str, LinearSpec], rows: int) -> dict[str, Array]:
-    """Values for the inputs of both, [1, rows, K]."""
+    """Draw values for the inputs of both, [1, rows, K]."""
     generator = np.random.default_rng(0)
-    return {
-        f"x.{width}": generator.standard_normal((1, rows, width), np.float32)
-        for width in sorted({linear.columns for linear in linears.values()})
-    }
+    return {f"x.{width}": generator.standard_normal((1, rows, width), np.float32) for width in _widths(linears)}
+
+
+def _widths(linears: Mapping[str, LinearSpec]) -> list[int]:
+    return sorted({linear.columns for linear in linears.values()})
 
 
 def _placeholders(linears: Mapping[str, LinearSpec]) -> Traced:
     floats = ir.TensorType(ir.DataType.FLOAT)
-    inputs = {
-        width: ir.Value(name=f"x.{width}", shape=ir.Shape([1, "rows", width]), type=floats)
-        for width in sorted({linear.columns for linear in linears.values()})
-    }
 
-    def nodes() -> Iterator[ir.Node]:
-        for name, linear in linears.items():
-            output = ir.Value(name=name, shape=ir.Shape([1, "rows", linear.rows]), type=floats)
-            noted = ir.convenience.convert_attributes({"name": name})
-            yield ir.Node(DOMAIN, "Linear", [inputs[linear.columns]], noted, outputs=[output])
+    def value(name: str, columns: int) -> ir.Value:
+        return ir.Value(name=name, shape=ir.Shape([1, "rows", columns]), type=floats)
 
-    made = list(nodes())
-    outputs = [node.outputs[0] for node in made]
-    graph = ir.Graph(list(inputs.values()), outputs, nodes=made, name="block", opset_imports={"": 21, DOMAIN: 1})
+    inputs = {width: value(f"x.{width}", width) for width in _widths(linears)}
+    nodes = []
+    for name, linear in linears.items():
+        noted = ir.convenience.convert_attributes({"name": name})
+        nodes.append(ir.Node(DOMAIN, "Linear", [inputs[linear.columns]], noted, outputs=[value(name, linear.rows)]))
+    outputs = [node.outputs[0] for node in nodes]
+    graph = ir.Graph(list(inputs.values()), outputs, nodes=nodes, name="block", opset_imports={"": 21, DOMAIN: 1})
     return Traced(ir.Model(graph, ir_version=10), {}, decoder=False, layers=0)
 
 
@@ -79,8 +77,7 @@ def _random(linears: Mapping[str, LinearSpec]) -> WeightsByName:
     def codes(name: str) -> Array:
         of, generator = linears[name], np.random.default_rng(list(name.encode()))  # asked for more than once
         columns = of.columns + (of.scheme.padding(of.columns) if of.scheme is not None else 0)
-        found: Array = generator.integers(-8, 8, (of.rows, columns), dtype=np.int8)
-        return found
+        return np.asarray(generator.integers(-8, 8, (of.rows, columns), dtype=np.int8))
 
     def grid(name: str) -> tuple[Array, Array | None]:
         of = linears[name]

@@ -20,17 +20,24 @@ from pydantic import Field
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError
-from quantkit.exporters import Exporter, LayerSpec
-from quantkit.exporters.onnx.nbits import block_size
+from quantkit.exporters import Exporter, LayerSpec, unheld
+from quantkit.exporters.onnx.exporter import demand_packages
+from quantkit.exporters.onnx.nbits import refuse_bits
 from quantkit.formats import load_format
 from quantkit.runtimes.openvino.library import Device, library
 from quantkit.runtimes.openvino.open import FOLDER, MODEL
-from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+from quantkit.scheme import ActivationScheme, WeightScheme
 
 if TYPE_CHECKING:
     from quantkit.exporters.values import Values
     from quantkit.model.sizes.storage import LaidOver, Storage
     from quantkit.target import State
+
+_DOCS = "https://docs.openvino.ai/2025/openvino-workflow"
+SHAPES = f"{_DOCS}/running-inference/inference-devices-and-modes/npu-device.html"
+CODES = f"{_DOCS}-generative/inference-with-genai/inference-with-genai-on-npu.html"
+_BITS = (4, 8)
+_LEAVE = "leave `openvino` out of `export`"
 
 
 class OpenvinoOptions(Closed):
@@ -67,24 +74,17 @@ class OpenvinoExporter(Exporter):
     Options = OpenvinoOptions
 
     def accepts(self, options: OpenvinoOptions, asked: LayerSpec) -> None:
-        """Refuse, before any work, what OpenVINO or the device cannot take.
-
-        Raises:
-            InputError: `layout-unsupported`, naming the first layer; `npu-unsupported`.
-            MissingDependency: openvino, onnx, onnx-ir, onnxscript or onnxruntime.
-        """
-        from quantkit.exporters.onnx.exporter import demand_packages
-
+        """Refuse what OpenVINO or the device cannot take. Raises as `Exporter`; InputError `npu-unsupported`."""
         library()
         demand_packages("an OpenVINO export")
         asked.demand_graph(self.name)
-        refuse(asked.schemes, asked.activations, asked.cache, options.device)
+        refuse(asked, options.device)
         if asked.source is not None:
-            refuse_shape(asked.source.kind, options.device, options.shape)
+            refuse_shape(asked.source.kind, options)
 
     def holds(self, options: OpenvinoOptions, runtime: str, asked: LayerSpec) -> State:
         """See `Exporter`."""
-        refuse(asked.schemes, asked.activations, asked.cache, options.device)
+        refuse(asked, options.device)
         return "native"
 
     def storage(self, options: OpenvinoOptions, laid: LaidOver) -> Storage:
@@ -92,76 +92,57 @@ class OpenvinoExporter(Exporter):
         return laid.graph(options)
 
     def for_floats(self, options: OpenvinoOptions) -> OpenvinoOptions:
-        """Without what is about codes."""
+        """Leave out what is about codes."""
         return OpenvinoOptions(**options.model_dump(exclude_unset=True, exclude={"accuracy_level"}))
 
     def export(self, folder: Path, values: Values, options: OpenvinoOptions) -> list[Decision]:
         """Trace, rewrite, let OpenVINO read it, and write everything.
 
-        Raises:
-            InputError: `npu-unsupported`, `attention-unsupported`, `export-untraceable`, `openvino-operator`.
-            MissingDependency: openvino, onnx, onnx-ir or onnxscript.
-            Stopped: `disk-full`.
+        Raises InputError: `npu-unsupported`, `attention-unsupported`, `export-untraceable`, `openvino-operator`.
         """
         from quantkit.exporters.carried import carry
         from quantkit.exporters.onnx.exporter import context_of, dialect_weights, work
-        from quantkit.exporters.openvino.model import (
-            PAST,
-            OpenvinoDialect,
-            converted,
-            fixed,
-            nibbles_around_zero,
-            with_state,
-            without_guards,
-            write,
-        )
+        from quantkit.exporters.openvino import model as openvino
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
 
         source = values.source
         decoder = source.kind == "decoder"
-        refuse_shape(source.kind, options.device, options.shape)
+        refuse_shape(source.kind, options)
         kind = "decoder" if decoder else "encoder"
         traced = trace(values.skeleton, kind, positions=decoder)
-        graph = OpenvinoDialect(traced, dialect_weights(values)).apply()
+        graph = openvino.OpenvinoDialect(traced, dialect_weights(values)).apply()
         if decoder:
             keep_few(graph, optional=False)
+        caches = [value.shape for value in graph.graph.inputs if str(value.name).startswith(openvino.PAST)]
+        notes = {
+            "kind": kind,
+            "device": options.device,
+            "accuracy_level": options.accuracy_level if values.schemes and not values.inputs else 0,
+            "context": context_of(source.config),
+            "vocabulary": int(source.config.get("vocab_size", 2)),
+            "cache_bytes": sum(4 * int(shape[1]) * int(shape[3]) for shape in caches),  # type: ignore[index, arg-type, misc]
+            **work(graph),
+        }
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             save(graph, Path(beside) / "model.onnx", "model.onnx.data")
-            model = converted(Path(beside) / "model.onnx")
-            without_guards(model)
-            nibbles_around_zero(model)
+            model = openvino.converted(Path(beside) / "model.onnx")
+            openvino.without_guards(model)
+            openvino.nibbles_around_zero(model)
             if decoder:
-                model = with_state(model)
+                model = openvino.with_state(model)
             if options.shape:
-                fixed(model, options.shape)
-            notes = {
-                "kind": kind,
-                "device": options.device,
-                "accuracy_level": options.accuracy_level if values.schemes and not values.inputs else 0,
-                "context": context_of(source.config),
-                "vocabulary": int(source.config.get("vocab_size", 2)),
-                "cache_bytes": sum(
-                    4 * int(value.shape[1]) * int(value.shape[3])  # type: ignore[index, arg-type, misc]
-                    for value in graph.graph.inputs
-                    if str(value.name).startswith(PAST)
-                ),
-                **work(graph),
-            }
-            write(model, folder / MODEL, notes)
+                openvino.fixed(model, options.shape)
+            openvino.write(model, folder / MODEL, notes)
         carry(source, folder)
         return traced.decisions(self.name)
 
     def add_graph(self, graph: Path, folder: Path, options: OpenvinoOptions) -> list[Decision]:
-        """See `Exporter`.
-
-        Raises:
-            InputError: `npu-unsupported`, `openvino-operator`. MissingDependency: openvino, onnx. Stopped: `disk-full`.
-        """
+        """See `Exporter`. Raises InputError: `npu-unsupported`, `openvino-operator`; Stopped: `disk-full`."""
         from quantkit.exporters.openvino.model import converted, fixed, signed, write
 
-        refuse_shape("network", options.device, options.shape)
+        refuse_shape("network", options)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             model = converted(signed(graph, Path(beside)))
@@ -171,121 +152,65 @@ class OpenvinoExporter(Exporter):
         return []
 
     def check_graph(self, graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Check]:
-        """Codes bit by bit, `openvino.codes`; and outputs beside ONNX Runtime's, `reload.openvino`."""
-        from quantkit.exporters.openvino.check import check_graph
+        """Hold codes, bit by bit, and outputs against ONNX Runtime's: `openvino.codes`, `reload.openvino`."""
+        from quantkit.exporters.openvino.model import check_graph
 
         return check_graph(graph, folder, feed)
 
-    def check(
-        self,
-        bundle: Path,
-        values: Values | None = None,
-        options: OpenvinoOptions | None = None,
-        *,
-        inputs: Mapping[str, Any] | None = None,
-        blocks: int | None = None,
-    ) -> list[Check]:
-        """Read the file again and hold its codes and its numbers against the model that was decided on.
-
-        The whole model always runs, whatever `blocks` says.
-
-        Returns:
-            checks `openvino.codes` (codes, zero points and scales, bit by bit) and, where the CPU may run it,
-            `reload.openvino` (logits of a prompt, of steps with the cache, and of a batch padded on the left).
-        """
+    def check(self, bundle: Path, values: Values | None = None, options: Any = None, **how: Any) -> list[Check]:
+        """Hold all codes (`openvino.codes`) and numbers (`reload.openvino`) against what was decided on."""
         from quantkit.exporters.check import decided
-        from quantkit.exporters.openvino.check import check
+        from quantkit.exporters.openvino.model import check
 
         values = values or decided(bundle)
         return [] if values is None else check(bundle / FOLDER, values)
 
 
-_DOCS = "https://docs.openvino.ai/2025/openvino-workflow"
-SHAPES = f"{_DOCS}/running-inference/inference-devices-and-modes/npu-device.html"
-CODES = f"{_DOCS}-generative/inference-with-genai/inference-with-genai-on-npu.html"
-_BITS = (4, 8)
-_LEAVE = "leave `openvino` out of `export`"
-
-
-def refuse(
-    weights: Mapping[str, WeightScheme],
-    activations: Mapping[str, ActivationScheme],
-    cache: CacheScheme | None,
-    device: str,
-) -> None:
+def refuse(asked: LayerSpec, device: str) -> None:
     """Refuse what a model for OpenVINO cannot hold, or the device cannot take.
 
-    Raises:
-        InputError: `layout-unsupported`, naming the first layer; `npu-unsupported`.
+    Raises InputError: `layout-unsupported`, naming the first layer; `npu-unsupported`.
     """
-    if cache is not None:
-        raise _unheld("scheme.kv_cache", f"a KV cache in {cache.format}", "this exporter's cache is in float32")
-    for linear, inputs in activations.items():
-        _refuse_inputs(linear, inputs, weights[linear])
-    for linear, scheme in weights.items():
-        if linear not in activations:
-            _refuse_weights(linear, scheme)
+    asked.demand_float_cache("openvino")
+    for linear, inputs in asked.activations.items():
+        _refuse_inputs(linear, inputs, asked.schemes[linear])
+    for linear, scheme in asked.schemes.items():
+        if linear not in asked.activations:
+            rule = f"OpenVINO keeps integers of {' and '.join(map(str, _BITS))} bits packed"
+            refuse_bits(linear, scheme, _BITS, rule, f"use int4 or int8, or {_LEAVE}")
         if device == "NPU" and load_format(scheme.format).bits == 4 and not scheme.symmetric:
-            raise refused_by_npu(
-                linear,
-                "4-bit weights with zero points",
-                "4-bit weights are symmetric",
-                CODES,
-                "--recipe int4-symmetric",
-            )
+            value, rule = "4-bit weights with zero points", "4-bit weights are symmetric"
+            raise _refused_by_npu(linear, value, rule, CODES, "--recipe int4-symmetric")
 
 
-def refuse_shape(kind: str, device: str, shape: tuple[int, ...]) -> None:
-    """Refuse for an NPU what has no static shape.
-
-    Args:
-        kind: of the model.
-        shape: [sequences, tokens] that was asked for, or of a graph [samples]; () where none was.
-
-    Raises:
-        InputError: `npu-unsupported`.
-    """
-    if device != "NPU":
+def refuse_shape(kind: str, options: OpenvinoOptions) -> None:
+    """Refuse for an NPU a model whose shape is not static. Raises InputError `npu-unsupported`."""
+    if options.device != "NPU":
         return
     if kind == "decoder":
         value, remedy = "a decoder, whose cache grows", "export it with `openvino: {device: CPU}`, or GPU"
-    elif not shape:
-        value, remedy = (
-            "inputs of any shape",
-            "export it with `openvino: {shape: [1, 128]}`, sequences and their tokens, or `shape: [1]`, samples",
-        )
+    elif not options.shape:
+        value = "inputs of any shape"
+        remedy = "export it with `openvino: {shape: [1, 128]}`, sequences and their tokens, or `shape: [1]`, samples"
     else:
         return
-    raise refused_by_npu("openvino.device", value, "only models with static shapes run on an NPU", SHAPES, remedy)
+    raise _refused_by_npu("openvino.device", value, "only models with static shapes run on an NPU", SHAPES, remedy)
 
 
-def refused_by_npu(where: str, value: str, rule: str, source: str, remedy: str) -> InputError:
-    """`npu-unsupported`, with where the rule stands."""
+def _refused_by_npu(where: str, value: str, rule: str, source: str, remedy: str) -> InputError:
     return InputError("npu-unsupported", where=where, value=value, rule=f"{rule} ({source})", remedy=remedy)
-
-
-def _refuse_weights(linear: str, scheme: WeightScheme) -> None:
-    bits = load_format(scheme.format).bits
-    if bits not in _BITS or not scheme.format.startswith("int"):
-        rule = f"OpenVINO keeps integers of {' and '.join(map(str, _BITS))} bits packed"
-        raise _unheld(linear, f"weights in {scheme.format}", rule, "use int4 or int8, or ")
-    block_size(scheme.group or 128, scheme, linear)
 
 
 def _refuse_inputs(linear: str, inputs: ActivationScheme, weight: WeightScheme) -> None:
     value = f"activations in {inputs.format}"
     if inputs.format != "int8":
-        raise _unheld(linear, value, "OpenVINO fuses pairs of 8-bit integers alone")
+        raise unheld(linear, value, "OpenVINO fuses pairs of 8-bit integers alone", _LEAVE)
     if inputs.dynamic or inputs.granularity != "tensor":
         rule = "OpenVINO finds scales of its own where they are not fixed, whatever a file says"
-        raise _unheld(linear, f"{value}, scales by {inputs.granularity}", rule, "fix them (--recipe int8), or ")
+        raise unheld(linear, f"{value}, scales by {inputs.granularity}", rule, f"fix them (--recipe int8), or {_LEAVE}")
     if weight.format not in ("int8", "int7") or weight.granularity not in ("channel", "tensor") or not weight.symmetric:
         rule = "a product of bytes has one scale a channel, and no zero point"
-        raise _unheld(linear, f"{value}, weights in {weight.format} by {weight.granularity}", rule)
-
-
-def _unheld(where: str, value: str, rule: str, remedy: str = "") -> InputError:
-    return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=f"{remedy}{_LEAVE}")
+        raise unheld(linear, f"{value}, weights in {weight.format} by {weight.granularity}", rule, _LEAVE)
 
 
 EXPORT = OpenvinoExporter()

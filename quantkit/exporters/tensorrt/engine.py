@@ -68,21 +68,10 @@ class TensorrtOptions(Closed):
 
 
 class EngineJob(Closed):
-    """What is built.
+    """One build: for compute capabilities ahead of time, else for the GPU of a name; given up after `seconds`.
 
-    Args:
-        network: the ONNX file.
-        engine: where the engine goes.
-        library: that builds it.
-        sm: compute capabilities, of a build ahead of time.
-        gpu: name of the GPU that it is built on; empty ahead of time.
-        profiles: shapes.
-        workspace: bytes that kernels may use beside weights and activations.
-        optimization_level: 0 to 5.
-        version_compatible, hardware_compatible: whether later versions, and later GPUs, may load it; TensorRT alone.
-        timing_cache: file; None: none is kept.
-        keep_every: seconds between two writes of it.
-        seconds: after which it is given up.
+    `timing_cache` is a file, written every `keep_every` seconds; `workspace` the bytes that kernels may use
+    beside weights and activations.
     """
 
     network: str
@@ -101,13 +90,12 @@ class EngineJob(Closed):
 
 
 class Built(Closed):
-    """What came of it.
+    """An engine that was built.
 
     Args:
         library, version: that built it.
         sm, gpu: what it is for.
-        bytes: of the engine.
-        sha256: of it, as it left the library.
+        bytes, sha256: of the engine, as it left the library.
         seconds: of the build, on the clock.
         layers: of the network before fusions.
         cache_hit: whether the timing cache knew anything; None without one.
@@ -139,17 +127,14 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
     Returns:
         hashes of `NAME.engine`, and of `NAME.json` that describes it.
 
-    Raises:
-        InputError: the build's own (`build`).
+    Raises InputError: the build's own (`build`).
     """
     from quantkit import machine
 
-    library = load(options.library)
     gpus, _ = machine.gpus()
     plan = planned(folder, options, gpus)
-    cache = place(library, plan.gpu, plan.flags)
-    job = plan.job(folder / NETWORK, folder / plan.engine, cache)
-    built = build(job, progress=progress)
+    cache = place(load(options.library), plan.gpu, plan.flags)
+    built = build(plan.job(folder / NETWORK, folder / plan.engine, cache), progress=progress)
     data = plan.described(built)
     write_atomic(folder / plan.record, [data])
     return {plan.engine: built.sha256, plan.record: hashlib.sha256(data).hexdigest()}
@@ -157,15 +142,7 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """An engine of a network, before it is built; on which machine is not said.
-
-    Args:
-        library: that builds it.
-        sm, gpu, driver: of the GPU; the last two are empty ahead of time.
-        profiles: shapes.
-        flags: of the builder.
-        seconds: after which it is given up.
-    """
+    """An engine of a network, before it is built, wherever that is: GPU and driver are empty ahead of time."""
 
     library: Name
     sm: list[str]
@@ -182,38 +159,29 @@ class EnginePlan:
 
     @property
     def record(self) -> str:
-        """What describes it: `sm89.json`."""
+        """The file that describes it: `sm89.json`."""
         return f"{Path(self.engine).stem}.json"
 
     def job(self, network: Path, engine: Path, timing_cache: Path | None) -> EngineJob:
-        """The build."""
-        return EngineJob(
-            network=str(network),
-            engine=str(engine),
-            library=self.library,
-            sm=self.sm,
-            gpu=self.gpu,
-            profiles=self.profiles,
-            timing_cache=None if timing_cache is None else str(timing_cache),
-            seconds=self.seconds,
-            **self.flags,
-        )
+        """Make the build of it."""
+        own: dict[str, Any] = {name: getattr(self, name) for name in ("library", "sm", "gpu", "profiles", "seconds")}
+        cache = None if timing_cache is None else str(timing_cache)
+        return EngineJob(network=str(network), engine=str(engine), timing_cache=cache, **own, **self.flags)
 
     def described(self, built: Built, **more: str) -> bytes:
-        """`smNN.json`; `more` is of where it was built."""
+        """Write down `smNN.json`; `more` is of where it was built."""
         record = {**built.model_dump(mode="json"), "driver": self.driver, "options": self.flags, **more}
-        record["profiles"] = [each.model_dump() for each in self.profiles]
+        record["profiles"] = [profile.model_dump() for profile in self.profiles]
         return (json.dumps(record, indent=2) + "\n").encode()
 
 
 def planned(folder: Path, options: TensorrtOptions, gpus: Sequence[Mapping[str, Any]]) -> EnginePlan:
-    """The engine of `folder/network.onnx`.
+    """Plan the engine of `folder/network.onnx`.
 
     Args:
         gpus: of the machine that builds it, as `machine.gpus` has them.
 
-    Raises:
-        InputError: `profile-impossible`.
+    Raises InputError: `profile-impossible`.
     """
     from quantkit.exporters.onnx.exporter import context_of
 
@@ -227,24 +195,22 @@ def planned(folder: Path, options: TensorrtOptions, gpus: Sequence[Mapping[str, 
     ahead = options.library in AHEAD_OF_TIME
     gpu, driver = ("", "") if ahead or not gpus else (str(gpus[0]["name"]), str(gpus[0]["driver"]))
     sm = [options.sm] if ahead and options.sm else [str(gpus[0]["sm"])] if gpus else []
-    flags: dict[str, Any] = {"workspace": options.workspace, "optimization_level": options.optimization_level}
-    if not ahead:
-        flags |= {name: getattr(options, name) for name in TENSORRT_ALONE}
+    names = ("workspace", "optimization_level", *(() if ahead else TENSORRT_ALONE))
+    flags = {name: getattr(options, name) for name in names}
     return EnginePlan(options.library, sm, gpu, driver, shapes(inputs, profiles), flags, options.build_timeout)
 
 
 def build(job: EngineJob, *, progress: Report | None = None) -> Built:
     """Build in a child process. It gives up by itself when its time is over, and keeps what it has timed.
 
-    Raises:
-        InputError: `network-unsupported` with the nodes, `build-failed`, `timeout`, `sm-unsupported`.
-        MissingDependency: the library, polygraphy.
+    Raises InputError: `network-unsupported` with the nodes, `build-failed`, `timeout`, `sm-unsupported`;
+    MissingDependency: the library, polygraphy.
     """
     demand_polygraphy()
     library = load(job.library)
-    for each in job.sm if library.ahead_of_time else []:
-        if each not in library.capabilities():
-            raise unsupported(library, each)
+    for capability in job.sm if library.ahead_of_time else []:
+        if capability not in library.capabilities():
+            raise unsupported(library, capability)
     (row,) = child.run(
         _build,
         job.model_dump(mode="json"),
@@ -260,7 +226,6 @@ def build(job: EngineJob, *, progress: Report | None = None) -> Built:
 
 
 def _build(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """What the child does."""
     caller.row(_built(EngineJob.model_validate(data), caller.at).model_dump(mode="json"))
 
 
@@ -270,8 +235,8 @@ def _built(job: EngineJob, report: Report) -> Built:
 
     library, tactics, started = load(job.library), Tactics(), time.perf_counter()
     where = f"{library.name} {library.version}"
-    said = Said(library.api, tactics.hear)
-    loaded = read(library, said, Path(job.network), Path(job.network).name)
+    log = Said(library.api, tactics.hear)
+    loaded = read(library, log, Path(job.network), Path(job.network).name)
     timings = Timings(job.timing_cache, job.keep_every)
     deadline = None if job.seconds is None else started + job.seconds
     monitor = _monitor(library.api, deadline, timings, report)
@@ -285,7 +250,7 @@ def _built(job: EngineJob, report: Report) -> Built:
         raise InputError(
             "build-failed",
             where=where,
-            value=said.first or " ".join(str(problem).split())[:240],
+            value=log.first or " ".join(str(problem).split())[:240],
             rule="a network that our own checks let through builds",
             remedy="please report it, with the recipe; --set tensorrt.engine=false keeps the network alone",
         ) from None
@@ -316,12 +281,10 @@ def _config(job: EngineJob, library: Library, timings: Timings, monitor: Any) ->
     from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
     from polygraphy.backend.trt import CreateConfig, Profile
 
-    profiles = []
-    for each in job.profiles:
-        profile = Profile()
-        for name, sizes in {**each.inputs, **each.values}.items():  # of an input that is sizes, what they may be
+    profiles = [Profile() for _ in job.profiles]
+    for profile, shapes_of in zip(profiles, job.profiles, strict=True):
+        for name, sizes in {**shapes_of.inputs, **shapes_of.values}.items():  # of one that is sizes, what they may be
             profile.add(name, *map(tuple, sizes))
-        profiles.append(profile)
     api = library.api
     shared: dict[str, Any] = {
         "profiles": profiles,
@@ -332,7 +295,7 @@ def _config(job: EngineJob, library: Library, timings: Timings, monitor: Any) ->
         "progress_monitor": monitor,
     }
     if library.ahead_of_time:
-        capabilities = [tuple(map(int, each.split("."))) for each in job.sm]
+        capabilities = [tuple(map(int, sm.split("."))) for sm in job.sm]
         return CreateConfigRTX(compute_capabilities=capabilities, **shared)
     if job.hardware_compatible:
         shared["hardware_compatibility_level"] = api.HardwareCompatibilityLevel.AMPERE_PLUS

@@ -1,6 +1,6 @@
 """A TensorRT engine, and the network that it is built from, checked on the CPU before TensorRT sees it.
 
-`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `network/dialect.py`), the tokenizer, and for each
+`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `dialect.py`), the tokenizer, and for each
 kind of GPU `NAME.engine` with `NAME.json`: what built it, for which shapes, and how long that took. An engine is
 executable code: `runtimes.tensorrt` loads one from a verified bundle alone.
 
@@ -10,16 +10,16 @@ TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Check, Decision
 from quantkit.errors import InputError, MissingDependency
-from quantkit.exporters import BuildReport, Exporter, LayerSpec
+from quantkit.exporters import BuildReport, Exporter, LayerSpec, unheld
 from quantkit.exporters.onnx.exporter import context_of, demand_packages, dialect_weights
 from quantkit.exporters.tensorrt.engine import TENSORRT_ALONE, TensorrtOptions, build_engine
-from quantkit.exporters.tensorrt.profiles import capacity, fitted
+from quantkit.exporters.tensorrt.profiles import capacity, fitted, impossible
 from quantkit.model.sizes.storage import padded
 from quantkit.passes import NOTE, decision
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
@@ -28,7 +28,7 @@ from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.target import Profile, State
 
 if TYPE_CHECKING:
-    from quantkit.exporters.tensorrt.network.dialect import CacheScales
+    from quantkit.exporters.tensorrt.dialect import CacheScales
     from quantkit.exporters.values import Values
     from quantkit.model.sizes.storage import LaidOver, Storage
 
@@ -46,12 +46,7 @@ class TensorrtExporter(Exporter):
     Options = TensorrtOptions
 
     def accepts(self, options: TensorrtOptions, asked: LayerSpec) -> None:
-        """Refuse, before any work, what TensorRT cannot hold.
-
-        Raises:
-            InputError: `layout-unsupported`, naming the first layer; `sm-unsupported`, `gpu-absent`.
-            MissingDependency: onnx, onnx-ir, onnxscript, onnxruntime or the library.
-        """
+        """Refuse what TensorRT cannot hold. Raises as `Exporter`; `sm-unsupported`, `gpu-absent`, `gpu-other`."""
         asked.demand_graph(self.name)
         _refuse(options, asked)
         if options.sm is not None:
@@ -75,9 +70,7 @@ class TensorrtExporter(Exporter):
     def export(self, folder: Path, values: Values, options: TensorrtOptions) -> list[Decision]:
         """Write the network; `build` follows when it was checked.
 
-        Raises:
-            InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`.
-            Stopped: `disk-full`.
+        Raises InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`; Stopped: `disk-full`.
         """
         kind = "decoder" if values.source.kind == "decoder" else "encoder"
         profiles, cut = fitted(options.profiles, kind=kind, context=context_of(values.source.config))
@@ -89,10 +82,9 @@ class TensorrtExporter(Exporter):
         return decisions
 
     def parser(self, options: TensorrtOptions) -> Library | None:
-        """The library whose parser says without a GPU what it takes; None where the engine is built elsewhere.
+        """Return the library whose parser says without a GPU what it takes; None where the engine is built elsewhere.
 
-        Raises:
-            MissingDependency: the library, where it is to build one.
+        Raises MissingDependency: the library, where it is to build one.
         """
         try:
             library = load(options.library)
@@ -103,36 +95,23 @@ class TensorrtExporter(Exporter):
         return library if library.ahead_of_time else None
 
     def capabilities(self, options: TensorrtOptions) -> list[str]:
-        """Compute capabilities that the options library builds for ahead of time; [] where it builds on the GPU."""
+        """List the GPUs that the options' library builds for ahead of time; [] where it builds on the GPU."""
         return load(options.library).capabilities()
 
     def build(self, bundle: Path, options: TensorrtOptions, progress: BuildReport | None = None) -> dict[str, str]:
         """Build the engine of a network that was checked.
 
-        Raises:
-            InputError: `network-unsupported`, `build-failed`, `timeout`, `sm-unsupported`.
+        Raises InputError: `network-unsupported`, `build-failed`, `timeout`, `sm-unsupported`.
         """
         if not options.engine:
             return {}
-        made = build_engine(bundle / FOLDER, options, progress)
-        return {f"{FOLDER}/{name}": sha256 for name, sha256 in made.items()}
+        hashes = build_engine(bundle / FOLDER, options, progress)
+        return {f"{FOLDER}/{name}": sha256 for name, sha256 in hashes.items()}
 
-    def check(
-        self,
-        bundle: Path,
-        values: Values | None = None,
-        options: TensorrtOptions | None = None,
-        *,
-        inputs: Mapping[str, Any] | None = None,
-        blocks: int | None = None,
-    ) -> list[Check]:
-        """The network's numbers on the CPU.
-
-        Returns:
-            checks `onnx.valid`, `onnx.operators`, `onnx.contained`, `network.weights`, `.pairs` and `.logits`.
-        """
+    def check(self, bundle: Path, values: Values | None = None, options: Any = None, **how: Any) -> list[Check]:
+        """Compare on the CPU: checks `onnx.*`, `network.weights`, `network.pairs`, `network.logits`."""
         from quantkit.exporters.check import decided
-        from quantkit.exporters.tensorrt.network.check import check
+        from quantkit.exporters.tensorrt.check import check
 
         values = values or decided(bundle)
         return [] if values is None else check(bundle / FOLDER / NETWORK, values)
@@ -149,13 +128,9 @@ def _refuse(options: TensorrtOptions, asked: LayerSpec) -> None:
         return
     refuse_cache(cache)
     if options.cache == "in_place":
-        raise InputError(
-            "layout-unsupported",
-            where="scheme.kv_cache",
-            value=f"a cache in {cache.format}, written in place",
-            rule="TensorScatter takes caches of 16 or 32 bits (TensorRT-RTX 1.7.1)",
-            remedy="--set tensorrt.cache=grown",
-        )
+        value = f"a cache in {cache.format}, written in place"
+        rule = "TensorScatter takes caches of 16 or 32 bits (TensorRT-RTX 1.7.1)"
+        raise unheld("scheme.kv_cache", value, rule, "--set tensorrt.cache=grown")
 
 
 def _demand(options: TensorrtOptions) -> None:
@@ -199,47 +174,34 @@ def _demand(options: TensorrtOptions) -> None:
 
 def refuse_flags(options: TensorrtOptions) -> None:
     """Refuse what the library has not. Raises InputError `layout-unsupported`."""
-    asked = [name for name in TENSORRT_ALONE if getattr(options, name)]
-    if options.library == "tensorrt_rtx" and asked:
-        raise InputError(
-            "layout-unsupported",
-            where=f"tensorrt.{asked[0]}",
-            value="TensorRT-RTX",
-            rule="its engines are for one release, and for the GPUs that it is told",
-            remedy=f"--set tensorrt.{asked[0]}=false, or tensorrt.library=tensorrt on the GPU",
-        )
+    for name in TENSORRT_ALONE if options.library == "tensorrt_rtx" else ():
+        if getattr(options, name):
+            rule = "its engines are for one release, and for the GPUs that it is told"
+            remedy = f"--set tensorrt.{name}=false, or tensorrt.library=tensorrt on the GPU"
+            raise unheld(f"tensorrt.{name}", "TensorRT-RTX", rule, remedy)
 
 
 def write_network(
     folder: Path, values: Values, options: TensorrtOptions, profiles: Sequence[Profile]
 ) -> list[Decision]:
-    """Write `network.onnx`, its weights, config and tokenizer."""
+    """Write `network.onnx`, its weights, config and tokenizer. Raises InputError `profile-impossible`; of a trace."""
     import torch
 
     from quantkit.exporters.carried import carry
-    from quantkit.exporters.tensorrt.network.dialect import TensorrtDialect
+    from quantkit.exporters.tensorrt.dialect import TensorrtDialect
     from quantkit.exporters.trace.rewrite import keep_few, save
     from quantkit.exporters.trace.transformer import trace
 
     source = values.source
     decoder = source.kind == "decoder"
-    traced = trace(
-        values.skeleton,
-        "decoder" if decoder else "encoder",
-        floats=getattr(torch, options.type),
-        positions=decoder,
-        head=False,
-    )
-    needed, most = capacity(profiles, context_of(source.config)), context_of(source.config)
+    kind, floats = "decoder" if decoder else "encoder", getattr(torch, options.type)
+    traced = trace(values.skeleton, kind, floats=floats, positions=decoder, head=False)
+    most = context_of(source.config)
+    needed = capacity(profiles, most)
     if options.capacity is not None and not needed <= options.capacity <= most:
-        raise InputError(
-            "profile-impossible",
-            where="tensorrt.capacity",
-            value=f"a cache of {options.capacity} tokens",
-            rule=f"the profiles need {needed}, the model has {most}",
-            remedy="leave it out: the profiles say how many",
-        )
-    dialect = TensorrtDialect(
+        value, rule = f"a cache of {options.capacity} tokens", f"the profiles need {needed}, the model has {most}"
+        raise impossible("tensorrt.capacity", value, rule, "leave it out: the profiles say how many")
+    model = TensorrtDialect(
         traced,
         dialect_weights(values),
         quantized=values.quantized,
@@ -247,8 +209,7 @@ def write_network(
         cache=options.cache,
         capacity=options.capacity or needed,
         stored_cache=_cache_scales(values),
-    )
-    model = dialect.apply()
+    ).apply()
     if decoder:
         keep_few(model, optional=False)
     model.metadata_props.update({"quantkit.kind": source.kind, "quantkit.type": options.type})
@@ -259,7 +220,7 @@ def write_network(
 
 
 def _cache_scales(values: Values) -> CacheScales | None:
-    from quantkit.exporters.tensorrt.network.dialect import CacheScales
+    from quantkit.exporters.tensorrt.dialect import CacheScales
 
     how = values.run_time
     if how.cache is None:
@@ -271,7 +232,7 @@ def _cache_scales(values: Values) -> CacheScales | None:
     return CacheScales(how.cache.format, scales)
 
 
-# formats of weights that `network/weights.py` stores
+# formats of weights that `dialect.py` stores
 FORMATS = ("int8", "int7", "int4", "fp8_e4m3", "mxfp8", "nvfp4", "nf4")
 # the first GPUs that hold them, by library: what TensorRT-RTX 1.7.1 compiles (benchmarks/tensorrt_formats.py), and what
 # TensorRT's documentation says; the targets' cells say the same (a test holds them together)
@@ -282,93 +243,58 @@ FIRST_SM = {
 # formats that activations and the KV cache can have
 RUNNING = ("int8", "fp8_e4m3")
 _LEAST, _MOST = 16, 128
+# of formats that TensorRT has not, the nearest one
+_NEAREST = {"int2": "int4", "int3": "int4", "mxfp4": "nvfp4", "fp8_e5m2": "fp8_e4m3"}
 
 
 def refuse_weights(where: str, scheme: WeightScheme, columns: int | None) -> None:
-    """Refuse what TensorRT has no operator for. Raises InputError `layout-unsupported`."""
-
-    def refusal(value: str, rule: str, remedy: str) -> InputError:
-        return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
-
+    """Refuse weights that TensorRT has no operator for. Raises InputError `layout-unsupported`."""
     if scheme.format not in FORMATS:
-        raise refusal(f"weights in {scheme.format}", f"TensorRT holds {', '.join(FORMATS)}", _nearest(scheme.format))
+        rule, remedy = f"TensorRT holds {', '.join(FORMATS)}", _NEAREST.get(scheme.format, "int4")
+        raise unheld(where, f"weights in {scheme.format}", rule, f"--set scheme.weights.format={remedy}")
     if not scheme.symmetric:
-        raise refusal(
-            "weights with zero points",
-            "TensorRT refuses any zero point",
-            "--set scheme.weights.symmetric=true (codes are then solved anew, without)",
-        )
+        remedy = "--set scheme.weights.symmetric=true (codes are then solved anew, without)"
+        raise unheld(where, "weights with zero points", "TensorRT refuses any zero point", remedy)
     group = scheme.group
     if group is None:
         return
     sized = _LEAST <= group <= _MOST and not group & (group - 1)
     if not sized and scheme.format != "nf4":  # which is no type of TensorRT's, and looked up
-        raise refusal(
-            f"groups of {group}", "TensorRT has blocks of 16, 32, 64 and 128", "--set scheme.weights.group=64"
-        )
+        rule = "TensorRT has blocks of 16, 32, 64 and 128"
+        raise unheld(where, f"groups of {group}", rule, "--set scheme.weights.group=64")
     if columns is not None and columns % group:
         raise padded(where, scheme, columns)
 
 
 def refuse_inputs(where: str, scheme: ActivationScheme) -> None:
-    """The same of activations."""
+    """Refuse inputs that TensorRT has no operator for. Raises InputError `layout-unsupported`."""
     rule = "TensorRT quantizes activations by one fixed scale a tensor, without zero point, to int8 or fp8_e4m3"
     if scheme.format not in RUNNING:
-        raise InputError(
-            "layout-unsupported",
-            where=where,
-            value=f"inputs in {scheme.format}",
-            rule=rule,
-            remedy="--set scheme.activations.format=int8, or fp8_e4m3",
-        )
+        remedy = "--set scheme.activations.format=int8, or fp8_e4m3"
+        raise unheld(where, f"inputs in {scheme.format}", rule, remedy)
     if scheme.dynamic or scheme.granularity != "tensor":
-        raise InputError(
-            "layout-unsupported",
-            where=where,
-            value=f"inputs scaled by {scheme.granularity}, as the model runs",
-            rule=rule,
-            remedy="--set scheme.activations.granularity=tensor --set scheme.activations.dynamic=false",
-        )
+        remedy = "--set scheme.activations.granularity=tensor --set scheme.activations.dynamic=false"
+        raise unheld(where, f"inputs scaled by {scheme.granularity}, as the model runs", rule, remedy)
     if not scheme.symmetric:
-        raise InputError(
-            "layout-unsupported",
-            where=where,
-            value="inputs with zero points",
-            rule=rule,
-            remedy="--set scheme.activations.symmetric=true",
-        )
+        raise unheld(where, "inputs with zero points", rule, "--set scheme.activations.symmetric=true")
 
 
 def refuse_cache(scheme: CacheScheme) -> None:
-    """The same of the KV cache."""
+    """Refuse a KV cache that TensorRT has no operator for. Raises InputError `layout-unsupported`."""
     if scheme.format not in RUNNING or scheme.granularity != "tensor" or scheme.dynamic or not scheme.symmetric:
-        raise InputError(
-            "layout-unsupported",
-            where="scheme.kv_cache",
-            value=f"{scheme.format}, by {scheme.granularity}{'' if scheme.symmetric else ', with zero points'}",
-            rule="TensorRT's cache has one fixed scale a layer and no zero points, in int8 or fp8_e4m3",
-            remedy="kv_cache: {format: fp8_e4m3, granularity: tensor}",
-        )
+        value = f"{scheme.format}, by {scheme.granularity}{'' if scheme.symmetric else ', with zero points'}"
+        rule = "TensorRT's cache has one fixed scale a layer and no zero points, in int8 or fp8_e4m3"
+        raise unheld("scheme.kv_cache", value, rule, "kv_cache: {format: fp8_e4m3, granularity: tensor}")
 
 
 def refuse_gpu(where: str, form: str, library: str, sm: str) -> None:
     """Refuse a format that the library does not compile for a GPU. Raises InputError `layout-unsupported`."""
-    first = FIRST_SM[library].get(form)
-    if first is None or float(sm) >= first:
+    firsts = FIRST_SM[library]
+    if float(sm) >= firsts.get(form, 0.0):
         return
-    below = [name for name, least in {"int8": 7.5, **FIRST_SM[library]}.items() if float(sm) >= least and name != "nf4"]
-    raise InputError(
-        "layout-unsupported",
-        where=where,
-        value=f"{form} for SM {sm}",
-        rule=f"{library} compiles it from SM {first} on",
-        remedy=f"--set scheme.weights.format={'int4' if 'int4' in below else 'int8'}",
-    )
-
-
-def _nearest(name: str) -> str:
-    near = {"int2": "int4", "int3": "int4", "mxfp4": "nvfp4", "fp8_e5m2": "fp8_e4m3"}
-    return f"--set scheme.weights.format={near.get(name, 'int4')}"
+    remedy = "int4" if float(sm) >= firsts["int4"] else "int8"
+    rule = f"{library} compiles it from SM {firsts[form]} on"
+    raise unheld(where, f"{form} for SM {sm}", rule, f"--set scheme.weights.format={remedy}")
 
 
 EXPORT = TensorrtExporter()

@@ -41,14 +41,7 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Refused:
-    """A node that the parser does not take.
-
-    Args:
-        operator: its kind: `Det`.
-        node: its name.
-        said: by the parser.
-        domain: of the operator; "" is ONNX's own.
-    """
+    """A node that the parser does not take, and what it said; the domain "" is ONNX's own."""
 
     operator: str
     node: str = ""
@@ -57,23 +50,22 @@ class Refused:
 
 
 def demand_polygraphy() -> None:
-    """Raises MissingDependency for the package whose loaders networks are read and engines built by."""
+    """Raise MissingDependency for the package whose loaders networks are read and engines built by."""
     with MissingDependency.unless_found("polygraphy", extra="tensorrt", purpose="a TensorRT engine"):
         import polygraphy  # noqa: F401
 
 
-def read(library: Library, said: Said, path: Path, where: str) -> tuple[Any, Any, Any]:
+def read(library: Library, log: Said, path: Path, where: str) -> tuple[Any, Any, Any]:
     """Return (builder, network, parser) of an ONNX file, by Polygraphy's loader.
 
     Its `NetworkFromOnnxPath` ends at the first word of the parser; what that has to say of each node is wanted here.
 
-    Raises:
-        InputError: `network-unsupported` with the nodes.
+    Raises InputError: `network-unsupported` with the nodes.
     """
     from polygraphy.backend.trt import util
     from polygraphy.backend.trt.loader import BaseNetworkFromOnnx
 
-    util.TRT_LOGGER = said.logger
+    util.TRT_LOGGER = log.logger
     typed = hasattr(library.api.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")  # version 11 knows no other
     builder, network, parser = BaseNetworkFromOnnx(strongly_typed=typed)()
     if not parser.parse_from_file(str(path)):
@@ -84,8 +76,7 @@ def read(library: Library, said: Said, path: Path, where: str) -> tuple[Any, Any
 def demand_read(library: Library, network: Path, where: str) -> None:
     """Let a library's parser read a network in a child process, without building anything of it.
 
-    Raises:
-        InputError: `network-unsupported` with the nodes. MissingDependency: polygraphy.
+    Raises InputError: `network-unsupported` with the nodes. MissingDependency: polygraphy.
     """
     demand_polygraphy()
     job = {"library": library.name, "network": str(network), "where": where}
@@ -98,36 +89,40 @@ def _read(job: Mapping[str, str], caller: child.Caller) -> None:
 
 
 def of_parser(parser: Any) -> list[Refused]:
-    """All that a parser has refused."""
+    """List all that a parser has refused."""
     errors = [parser.get_error(place) for place in range(parser.num_errors)]
     # TensorRT 10 before 10.1 names no nodes
-    named = [(getattr(each, "node_operator", str)(), getattr(each, "node_name", str)(), each.desc()) for each in errors]
-    return [Refused(operator or "a node", node, " ".join(said.split())[:240]) for operator, node, said in named]
+    return [
+        Refused(
+            getattr(error, "node_operator", str)() or "a node",
+            getattr(error, "node_name", str)(),
+            " ".join(error.desc().split())[:240],
+        )
+        for error in errors
+    ]
 
 
 def unknown(library: Library, operators: Iterable[str]) -> set[str]:
     """Return the operators of ONNX that a library's parser has no importer for, or nothing behind it."""
-    said = Said(library.api)
+    log = Said(library.api)
     # all of them named: a parser does not keep alive what it was made of
-    builder = library.api.Builder(said.logger)
+    builder = library.api.Builder(log.logger)
     network = library.network(builder)
-    parser = library.api.OnnxParser(network, said.logger)
+    parser = library.api.OnnxParser(network, log.logger)
     return {name for name in operators if name in _EMPTY or not parser.supports_operator(name)}
 
 
 def refusal(where: str, library: str, refused: Sequence[Refused]) -> InputError:
-    """InputError `network-unsupported`.
+    """Make `network-unsupported`.
 
     Args:
         refused: in the order of the graph; the first one decides what to do.
     """
-    if not refused:
-        refused = [Refused("a node", said="no word why")]
-    first = refused[0]
+    first, *_ = refused = list(refused) or [Refused("a node", said="no word why")]
     kinds: dict[str, list[str]] = {}
-    for each in refused:
-        kinds.setdefault(each.operator, []).append(each.node)
-    named = [f"{kind} ({_some([node for node in nodes if node])})" for kind, nodes in kinds.items()]
+    for node in refused:
+        kinds.setdefault(node.operator, []).append(node.node)
+    named = [f"{kind} ({_some([name for name in names if name])})" for kind, names in kinds.items()]
     more = f"; and {len(named) - _SHOWN} more kinds" if len(named) > _SHOWN else ""
     return InputError(
         "network-unsupported",

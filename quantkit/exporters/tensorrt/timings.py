@@ -40,7 +40,7 @@ from quantkit.runtimes.tensorrt.library import Library
 
 
 def place(library: Library, gpu: str, options: Mapping[str, Any]) -> Path | None:
-    """The file that keeps the timings of builds alike; None ahead of time."""
+    """Return the file that keeps the timings of builds alike; None ahead of time."""
     if library.ahead_of_time:
         return None
     key = json.dumps([library.name, library.version, gpu, dict(options)], sort_keys=True)
@@ -67,18 +67,18 @@ class Timings:
 
     @property
     def file(self) -> str | None:
-        """What is there to be read; None where nothing is."""
-        return str(self._path) if self._path is not None and self._stored() else None
+        """The file where there is one to be read."""
+        return str(self._path) if self._path is not None and self._stored(self._path) else None
 
     def attach(self, builder: Any, network: Any, config: Any) -> None:
         """Take a builder's configuration, whose cache the loaders have filled from `file`."""
         if self._path is not None:
-            before = self._stored()
+            before = self._stored(self._path)
             # a damaged file is begun anew: the loaders have taken an empty cache
             self._config, self.hit = config, bool(before) and config.create_timing_cache(before) is not None
 
     def step(self) -> None:
-        """Between two steps of the builder, which stands still meanwhile: write, if it is time to."""
+        """Write, if it is time to; between two steps of the builder, which stands still meanwhile."""
         if time.monotonic() - self._written >= self._every:
             self.keep()
 
@@ -87,56 +87,53 @@ class Timings:
         if self._path is None or self._config is None:
             return
         self._written = time.monotonic()
-        with self._told(), self._locked():
+        with self._told(self._path), self._locked(self._path):
             # a copy: the builder may be in the middle of using its own
             timed = self._config.get_timing_cache().serialize()
             kept = self._config.create_timing_cache(bytes(memoryview(timed)))
-            now = self._stored()
+            now = self._stored(self._path)
             other = self._config.create_timing_cache(now) if now else None
             if other is not None:
                 kept.combine(other, ignore_mismatch=False)
             write_atomic(self._path, bytes(memoryview(kept.serialize())))
 
     def first(self, network: Path, profiles: Sequence[ProfileShapes], seconds: float) -> float | None:
-        """Seconds of a network's first build, where that was an earlier one; else this one is noted as the first."""
+        """Return the seconds of a network's first build, where that was an earlier one; else note this one."""
         if self._path is None:
             return None
-        shapes = json.dumps([each.model_dump() for each in profiles], sort_keys=True)
+        shapes = json.dumps([profile.model_dump() for profile in profiles], sort_keys=True)
         key = hashlib.sha256(network.read_bytes() + shapes.encode()).hexdigest()
-        beside = self._path.with_suffix(".json")
-        found = None
-        with self._told(), self._locked():
+        beside, earlier = self._path.with_suffix(".json"), None
+        with self._told(self._path), self._locked(self._path):
             known = _read(beside)
             # with an empty cache it is the first, whatever was noted
-            found = known.get(key) if self.hit else None
-            if found is None:
+            earlier = known.get(key) if self.hit else None
+            if earlier is None:
                 write_atomic(beside, json.dumps({**known, key: seconds}, indent=1).encode())
-        return found
+        return earlier
 
-    def _stored(self) -> bytes:
-        assert self._path is not None
-        with self._told():
-            return self._path.read_bytes() if self._path.is_file() else b""
+    def _stored(self, path: Path) -> bytes:
+        with self._told(path):
+            return path.read_bytes() if path.is_file() else b""
         return b""
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _told(self, path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as problem:
-            self.problem = f"{self._path}: {problem.strerror or problem}"
+            self.problem = f"{path}: {problem.strerror or problem}"
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, path: Path) -> Iterator[None]:
         """One process at a time; the kernel lets go of the lock when the process dies."""
-        assert self._path is not None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with alone(self._path.with_suffix(".lock")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with alone(path.with_suffix(".lock")):
             yield
 
 
 def said(record: Mapping[str, Any]) -> str:
-    """What a timing cache did for a build, from its description; empty where there is none."""
+    """Tell what a timing cache did for a build, from its description; empty where there is none."""
     hit, seconds, first = record.get("cache_hit"), float(record.get("seconds", 0.0)), record.get("first_seconds")
     if hit is None:
         return ""
@@ -164,12 +161,7 @@ _TIMED = re.compile(r"Tactic: (?P<id>0x[0-9a-f]+),? Time: (?P<ms>[0-9.e+-]+|inf|
 
 
 class Tried(Closed):
-    """One kernel.
-
-    Args:
-        name: of it, or its number.
-        seconds: that it took.
-    """
+    """One kernel, by its name or its number, and the seconds that it took."""
 
     name: str
     seconds: float
@@ -193,41 +185,37 @@ class Tactics:
     def __init__(self) -> None:
         self._layer, self._runner = "", ""
         self._names: dict[str, str] = {}
-        self._found: dict[str, dict[str, float]] = {}
+        self._layers: dict[str, dict[str, float]] = {}
 
     def hear(self, line: str) -> None:
-        """One line of the log."""
-        if found := _RUNNER.search(line):
-            self._layer, self._runner = found["layer"], found["runner"]
+        """Read one line of the log."""
+        if runner := _RUNNER.search(line):
+            self._layer, self._runner = runner["layer"], runner["runner"]
             return
         if "Fastest Tactic" in line:  # says again what has been said
             return
-        if found := _NAMED.search(line):
-            self._names[found["id"]] = found["name"]
-        if (found := _TIMED.search(line)) and self._layer:
-            seconds = float(found["ms"]) / 1e3
+        if named := _NAMED.search(line):
+            self._names[named["id"]] = named["name"]
+        if (timed := _TIMED.search(line)) and self._layer:
+            seconds = float(timed["ms"]) / 1e3
             if not 0 < seconds < float("inf"):
                 return
-            name = self._names.get(found["id"], f"{self._runner} {found['id']}")
-            times = self._found.setdefault(self._layer, {})
+            name = self._names.get(timed["id"], f"{self._runner} {timed['id']}")
+            times = self._layers.setdefault(self._layer, {})
             # the same kernel is timed for several layouts of its tensors
             times[name] = min(seconds, times.get(name, seconds))
 
     def timed(self, count: int = KEPT) -> list[TimedLayer]:
-        """The layers that take the longest, those with conversions of layouts left out."""
-        layers = [
-            TimedLayer(
-                layer=layer,
-                tried=tuple(
-                    Tried(name=name, seconds=taken) for name, taken in sorted(times.items(), key=lambda pair: pair[1])
-                ),
-            )
-            for layer, times in self._found.items()
-            if not layer.startswith("Optimizer Reformat")
-        ]
-        return sorted(layers, key=lambda each: -each.tried[0].seconds)[:count]
+        """List the layers that take the longest, those with conversions of layouts left out."""
+        layers = []
+        for layer, times in self._layers.items():
+            if not layer.startswith("Optimizer Reformat"):
+                kernels = [Tried(name=name, seconds=seconds) for name, seconds in times.items()]
+                tried = tuple(sorted(kernels, key=lambda kernel: kernel.seconds))
+                layers.append(TimedLayer(layer=layer, tried=tried))
+        return sorted(layers, key=lambda layer: -layer.tried[0].seconds)[:count]
 
 
 def of(record: object) -> list[TimedLayer]:
-    """`tactics` of an engine's description."""
-    return [TimedLayer.model_validate(each) for each in record] if isinstance(record, Sequence) else []
+    """Read `tactics` of an engine's description."""
+    return [TimedLayer.model_validate(layer) for layer in record] if isinstance(record, Sequence) else []

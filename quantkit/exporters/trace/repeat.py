@@ -29,7 +29,7 @@ _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
 class CalledOtherwise(Exception):
-    """A block that is like others is called with something else than they are."""
+    """A block that is like others, called with something else than they are."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"block {index}")
@@ -38,23 +38,22 @@ class CalledOtherwise(Exception):
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
     """Whether two modules differ in nothing but their weights and the number of their layer."""
-    mine, others = list(one.named_modules()), list(other.named_modules())
-    if [(name, type(module)) for name, module in mine] != [(name, type(module)) for name, module in others]:
-        return False
-    return all(_state(a) == _state(b) for (_, a), (_, b) in zip(mine, others, strict=True))
+    return [(name, type(module), _state(module)) for name, module in one.named_modules()] == [
+        (name, type(module), _state(module)) for name, module in other.named_modules()
+    ]
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
     """Everything that a module's forward can see, in a form that compares."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, value in vars(module).items():
         if name in ("layer_idx", "_modules") or name.endswith("_hooks"):
             continue
         if name in ("_parameters", "_buffers"):
-            found[name] = {key: None if x is None else (tuple(x.shape), x.dtype) for key, x in value.items()}
+            state[name] = {key: None if x is None else (tuple(x.shape), x.dtype) for key, x in value.items()}
         else:
-            found[name] = _comparable(value)
-    return found
+            state[name] = _comparable(value)
+    return state
 
 
 def _comparable(value: Any) -> Any:
@@ -71,16 +70,16 @@ def _comparable(value: Any) -> Any:
 
 
 def kinds(blocks: nn.ModuleList) -> list[int]:
-    """For every block, the number of the first one that it is like."""
-    found: list[int] = []
+    """Number for every block the first one that it is like."""
+    firsts: list[int] = []
     for index, block in enumerate(blocks):
-        earlier = sorted(set(found))
-        found.append(next((first for first in earlier if alike(blocks[first], block)), index))
-    return found
+        earlier = sorted(set(firsts))
+        firsts.append(next((first for first in earlier if alike(blocks[first], block)), index))
+    return firsts
 
 
 def share(blocks: nn.ModuleList, like: list[int], apart: Set[int]) -> list[int]:
-    """Replace blocks by stand-ins that trace each kind once, in place; which blocks are traced.
+    """Replace blocks by stand-ins that trace each kind once, in place, and list the blocks that are traced.
 
     Args:
         like: of `kinds`.
@@ -98,12 +97,12 @@ def share(blocks: nn.ModuleList, like: list[int], apart: Set[int]) -> list[int]:
 
 
 def plain_name(name: str, path: str) -> str:
-    """A parameter's name without the stand-ins: `model.layers.0.block.x` is `model.layers.0.x`."""
+    """Name a parameter without the stand-ins: `model.layers.0.block.x` is `model.layers.0.x`."""
     return re.sub(rf"^({re.escape(path)}\.\d+)\.block\.", r"\1.", name)
 
 
 class _Standing(nn.Module):
-    """What a block's owner asks a block for is asked of the block itself."""
+    """Stands for a block, and has the block's own attributes."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -140,15 +139,11 @@ class _First(_Standing):
         self.as_tuple = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block, between marks."""
+        """Run the block between marks."""
         if self.call is not None:
-            raise InputError(
-                "export-untraceable",
-                where=f"{type(self.block).__name__} {self.index}",
-                value="a block that is used more than once",
-                rule="every block of the stack runs once",
-                remedy=CHECKPOINT,
-            )
+            where = f"{type(self.block).__name__} {self.index}"
+            value, rule = "a block that is used more than once", "every block of the stack runs once"
+            raise InputError("export-untraceable", where=where, value=value, rule=rule, remedy=CHECKPOINT)
         hidden, args, kwargs = _split(args, kwargs)
         self.call = _Call.of(args, kwargs)
         output = self.block(_mark("Enter", hidden, self.index), *args, **kwargs)
@@ -166,19 +161,17 @@ class _Like(_Standing):
         self.__dict__["firsts"] = firsts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One node. Raises CalledOtherwise: the call is like none of the others' too."""
+        """Stand as one node. Raises CalledOtherwise: no block that it is like is called so."""
         hidden, others, named = _split(args, kwargs)
         call = _Call.of(others, named)
-        same: list[_First] = [
-            each for each in self.__dict__["firsts"] if each.call is not None and each.call.same(call)
-        ]
-        if not same:
+        firsts: Sequence[_First] = self.__dict__["firsts"]
+        same = next((first for first in firsts if first.call is not None and first.call.same(call)), None)
+        if same is None:
             raise CalledOtherwise(self.index)
-        attributes: dict[str, Any] = {"index": self.index, "like": same[0].index}
-        after = torch.onnx.ops.symbolic(
-            f"{DOMAIN}::Block", (hidden,), attributes, dtype=hidden.dtype, shape=tuple(hidden.shape)
-        )
-        return (after,) if same[0].as_tuple else after
+        attributes: dict[str, Any] = {"index": self.index, "like": same.index}
+        shape = tuple(hidden.shape)
+        after = torch.onnx.ops.symbolic(f"{DOMAIN}::Block", (hidden,), attributes, dtype=hidden.dtype, shape=shape)
+        return (after,) if same.as_tuple else after
 
 
 @dataclass(frozen=True)
@@ -210,21 +203,29 @@ def expand(graph: ir.Graph, parameters: MutableMapping[str, str], path: str) -> 
         path: of the blocks in the skeleton, such as `model.layers`.
     """
     nodes = list(graph)
-    enters = {_index(node): node for node in nodes if _is(node, "Enter")}
-    leaves = {_index(node): node for node in nodes if _is(node, "Leave")}
-    regions: dict[int, list[ir.Node]] = {}
-    cache = {value.name: value for value in (*graph.inputs, *graph.outputs)}
-    copies = [node for node in nodes if _is(node, "Block")]
-    for block in copies:
+    marks = {kind: {_index(node): node for node in nodes if _is(node, kind)} for kind in ("Enter", "Leave")}
+    regions: dict[int, _Region] = {}
+    for block in [node for node in nodes if _is(node, "Block")]:
         first = block.attributes["like"].as_int()
         if first not in regions:
+            enter, leave = marks["Enter"][first], marks["Leave"][first]
             own = {name for name, parameter in parameters.items() if parameter.startswith(f"{path}.{first}.")}
-            regions[first] = _region(nodes, enters[first], leaves[first], own)
-        _copy(graph, block, regions[first], enters[first], leaves[first], parameters, path, cache)
-    for node in (*enters.values(), *leaves.values()):
+            regions[first] = _Region(first, enter, leave, _between(nodes, enter, leave, own))
+        _copy(graph, block, regions[first], parameters, path)
+    for node in (*marks["Enter"].values(), *marks["Leave"].values()):
         assert node.inputs[0] is not None
         _stand_for(node.outputs[0], node.inputs[0])
         graph.remove(node, safe=True)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The nodes of a block that was traced, and its marks."""
+
+    index: int
+    enter: ir.Node
+    leave: ir.Node
+    nodes: list[ir.Node]
 
 
 def _is(node: ir.Node, kind: str) -> bool:
@@ -243,69 +244,54 @@ def _stand_for(old: ir.Value, new: ir.Value) -> None:
         old.name, new.name, new.shape = None, name, old.shape
 
 
-def _region(nodes: list[ir.Node], enter: ir.Node, leave: ir.Node, own: set[str]) -> list[ir.Node]:
+def _between(nodes: list[ir.Node], enter: ir.Node, leave: ir.Node, own: set[str]) -> list[ir.Node]:
     """The nodes between the marks that depend on what goes in or on the block's `own` parameters, in order."""
     reached = {enter.outputs[0]}
-    found = []
+    inside = []
     for node in nodes:
         if node is not leave and any(x in reached or (x is not None and x.name in own) for x in node.inputs):
             reached.update(node.outputs)
-            found.append(node)
-    return found
+            inside.append(node)
+    return inside
 
 
-def _copy(
-    graph: ir.Graph,
-    block: ir.Node,
-    region: list[ir.Node],
-    enter: ir.Node,
-    leave: ir.Node,
-    parameters: MutableMapping[str, str],
-    path: str,
-    cache: dict[str | None, ir.Value],
-) -> None:
-    first, index = _index(enter), _index(block)
-    mapping: dict[ir.Value, ir.Value] = {enter.outputs[0]: block.inputs[0]}  # type: ignore[dict-item]
-    parts = ("key", "value") if f"present.{first}.key" in cache else ()
-    for what in parts:
-        old = cache[f"past_key_values.{first}.{what}"]
-        mapping[old] = ir.Value(name=f"past_key_values.{index}.{what}", shape=old.shape, type=old.type)
+def _copy(graph: ir.Graph, block: ir.Node, region: _Region, parameters: MutableMapping[str, str], path: str) -> None:
+    old_prefix, new_prefix = f"{path}.{region.index}.", f"{path}.{_index(block)}."
+    caches = {value.name: value for value in (*graph.inputs, *graph.outputs)}
+    mapping: dict[ir.Value, ir.Value] = {region.enter.outputs[0]: block.inputs[0]}  # type: ignore[dict-item]
+    parts = ("key", "value") if f"present.{region.index}.key" in caches else ()
+    for part in parts:
+        old = caches[f"past_key_values.{region.index}.{part}"]
+        mapping[old] = ir.Value(name=f"past_key_values.{_index(block)}.{part}", shape=old.shape, type=old.type)
         graph.inputs.append(mapping[old])
 
     def inside(value: ir.Value | None) -> ir.Value | None:
         if value is None or value in mapping:
             return None if value is None else mapping[value]
         name = parameters.get(value.name or "")
-        if name is None or not name.startswith(f"{path}.{first}."):
+        if name is None or not name.startswith(old_prefix):
             return value
-        own = f"{path}.{index}." + name.removeprefix(f"{path}.{first}.")
-        new = ir.Value(name=own, shape=value.shape, type=value.type)
+        own = new_prefix + name.removeprefix(old_prefix)
         parameters[own] = own
-        mapping[value] = new
-        return new
+        mapping[value] = ir.Value(name=own, shape=value.shape, type=value.type)
+        return mapping[value]
 
-    made = []
-    for node in region:
+    copies = []
+    for node in region.nodes:
         attributes = dict(node.attributes)
         if node.domain == DOMAIN and "name" in attributes:
-            leaf = attributes["name"].as_string().removeprefix(f"{path}.{first}.")
-            attributes["name"] = ir.AttrString("name", f"{path}.{index}.{leaf}")
-        outputs = [ir.Value(name=f"{value.name}.{index}", shape=value.shape, type=value.type) for value in node.outputs]
-        made.append(
-            ir.Node(
-                node.domain,
-                node.op_type,
-                [inside(value) for value in node.inputs],
-                attributes,
-                outputs=outputs,
-                version=node.version,
-            )
-        )
+            leaf = attributes["name"].as_string().removeprefix(old_prefix)
+            attributes["name"] = ir.AttrString("name", new_prefix + leaf)
+        outputs = [
+            ir.Value(name=f"{value.name}.{_index(block)}", shape=value.shape, type=value.type) for value in node.outputs
+        ]
+        inputs = [inside(value) for value in node.inputs]
+        copies.append(ir.Node(node.domain, node.op_type, inputs, attributes, outputs=outputs, version=node.version))
         mapping.update(zip(node.outputs, outputs, strict=True))
-    graph.insert_before(block, made)
-    for what in parts:
-        present = mapping[cache[f"present.{first}.{what}"]]
-        present.name = f"present.{index}.{what}"
+    graph.insert_before(block, copies)
+    for part in parts:
+        present = mapping[caches[f"present.{region.index}.{part}"]]
+        present.name = f"present.{_index(block)}.{part}"
         graph.outputs.append(present)
-    _stand_for(block.outputs[0], mapping[leave.inputs[0]])  # type: ignore[index]
+    _stand_for(block.outputs[0], mapping[region.leave.inputs[0]])  # type: ignore[index]
     graph.remove(block, safe=True)

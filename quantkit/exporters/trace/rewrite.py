@@ -8,166 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from quantkit.bundle import Decision, decision, stopping_when_full
-from quantkit.errors import InputError
-from quantkit.exporters.onnx.nbits import Array, LinearSpec, WeightsByName
+from quantkit.exporters import unattended
+from quantkit.exporters.onnx.nbits import Array, LinearSpec, PackedWeights, WeightsByName
 from quantkit.exporters.trace import CHECKPOINT
-from quantkit.graph.values import free
-
-
-@dataclass
-class Rewriting:
-    """The rewriting of one graph.
-
-    Args:
-        traced: changed in place.
-        weights: what goes into it.
-        decisions: taken on the way.
-    """
-
-    traced: Traced
-    weights: WeightsByName
-    decisions: list[Decision] = field(default_factory=list, kw_only=True)
-    _names: dict[str, ir.Value] = field(default_factory=dict, init=False)
-
-    @property
-    def graph(self) -> ir.Graph:
-        """The graph."""
-        return self.traced.model.graph
-
-    @property
-    def floats(self) -> np.dtype[Any]:
-        """numpy's type of what is computed in."""
-        return np.dtype(np.float32)
-
-    def _parameters(self) -> None:
-        """Parameters that the graph uses as they are: embeddings, biases, norms with a bias, buffers."""
-        found: dict[str, ir.Value] = {}
-        for node in self.graph:
-            for value in node.inputs:
-                if value is not None and (name := self.traced.parameters.get(value.name or "")):
-                    found.setdefault(name, value)
-                    if value is not found[name]:
-                        ir.convenience.replace_all_uses_with(value, found[name])
-        for name, value in found.items():
-            value.name = name
-            dtype = value.dtype.numpy() if value.dtype is not None else np.float32
-            self._bind(value, self.weights.shapes[name], dtype, lambda name=name: self.weights.tensor(name))  # type: ignore[misc]
-
-    def _bind(self, value: ir.Value, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> None:
-        kind = ir.DataType.from_numpy(np.dtype(dtype))
-        lazy = ir.LazyTensor(
-            lambda: ir.tensor(np.ascontiguousarray(read(), dtype=dtype), name=value.name),
-            dtype=kind,
-            shape=ir.Shape(shape),
-            name=value.name,
-        )
-        value.shape, value.type, value.const_value = ir.Shape(shape), ir.TensorType(kind), lazy
-        self._names[value.name or ""] = value
-        if not value.is_initializer():
-            value.name = free(value.name or "", self.graph.initializers)
-        self.graph.register_initializer(value)
-
-    def _new(self, name: str, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> ir.Value:
-        """An initializer that is read when it is written; the one there is, if there is one of that name."""
-        if name not in self._names:
-            self._bind(ir.Value(name=name), shape, dtype, read)
-        return self._names[name]
-
-    def _gamma(self, norm: ir.Node) -> ir.Value:
-        """What an RMSNorm multiplies by: its weight, and the one that some classes leave out of it."""
-        name, offset = f"{norm.attributes['name'].as_string()}.weight", norm.attributes["offset"].as_float()
-        return self._new(
-            name, self.weights.shapes[name], self.floats, lambda: self.weights.tensor(name) + np.float32(offset)
-        )
-
-    def _tied(self, linear: LinearSpec) -> ir.Value:
-        """The embedding [N, K] that a head shares its weight with."""
-        name, shape = linear.shared or "", (linear.rows, linear.columns)
-        return self._new(name, shape, self.floats, lambda: self.weights.tensor(name))
-
-    def _turned(self, name: str, linears: Sequence[str]) -> ir.Value:
-        """Weights of linears below each other, not quantized, as they are multiplied: [K, N]."""
-        found = [self.weights.linears[linear] for linear in linears]
-
-        def read() -> Array:
-            parts = [self.weights.tensor(f"{linear}.weight") for linear in linears]
-            return (parts[0] if len(parts) == 1 else np.concatenate(parts)).T
-
-        return self._new(f"{name}.weight", (found[0].columns, sum(each.rows for each in found)), self.floats, read)
-
-    def _constant(self, name: str, values: Any, dtype: Any) -> ir.Value:
-        array = np.asarray(values, dtype=dtype)
-        return self._new(name, array.shape, dtype, lambda: array)
-
-    def _node(
-        self,
-        before: ir.Node,
-        kind: str,
-        inputs: Iterable[ir.Value | None],
-        outputs: Sequence[str],
-        domain: str = "",
-        **attributes: Any,
-    ) -> list[ir.Value]:
-        """A new node before another one; its outputs."""
-        values = [ir.Value(name=name) for name in outputs]
-        node = ir.Node(domain, kind, list(inputs), ir.convenience.convert_attributes(attributes), outputs=values)
-        self.graph.insert_before(before, node)
-        return values
-
-    def _repeated(self, node: ir.Node, name: str, given: ir.Value | None) -> ir.Value | None:
-        """[B, G, T, D] as the attention `node` has queries, [B, H, T, D]: each key as often as queries share it."""
-        heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
-        if heads == kv_heads:
-            return given
-        second = self._constant("attention/second", [2], np.int64)
-        times = self._constant(f"attention/times/{heads // kv_heads}", [1, 1, heads // kv_heads, 1, 1], np.int64)
-        size = self._size(node.inputs[0])
-        flat = self._constant(f"attention/flat/{heads}/{size}", [0, heads, -1, size], np.int64)
-        (wide,) = self._node(node, "Unsqueeze", [given, second], [f"{name}/wide"])
-        (several,) = self._node(node, "Expand", [wide, times], [f"{name}/several"])
-        return self._node(node, "Reshape", [several, flat], [name])[0]
-
-    def _size(self, query: ir.Value | None) -> int:
-        assert query is not None and query.shape is not None
-        size = query.shape[3]
-        assert isinstance(size, int)
-        return size
-
-    def _replace(self, node: ir.Node, values: Sequence[ir.Value]) -> None:
-        """Let `values` stand for a node's outputs, and remove it."""
-        for old, new in zip(node.outputs, values, strict=True):
-            name, is_output = old.name, old.is_graph_output()
-            new.shape, new.type = new.shape or old.shape, new.type or old.type
-            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-            if is_output:
-                old.name, new.name = None, name
-        self.graph.remove(node, safe=True)
-
-    def _placeholders(self, kind: str) -> list[ir.Node]:
-        return [node for node in self.graph if node.domain == DOMAIN and node.op_type == kind]
-
-    def _prune(self) -> None:
-        from onnx_ir.passes import common
-
-        common.RemoveUnusedNodesPass()(self.traced.model)
-        # inputs stay: a mask that nothing reads is still part of the interface
-
-    def _finish(self) -> ir.Model:
-        """The graph, without what nothing reads; no placeholder is left."""
-        self._prune()
-        self.graph.opset_imports.pop(DOMAIN, None)
-        left = [node for node in self.graph if node.domain == DOMAIN]
-        assert not left, left[0].op_type
-        self.traced.model.producer_name = "quantkit"
-        self.traced.model.producer_version = None
-        return self.traced.model
-
+from quantkit.formats.base.activation import InputCodes
+from quantkit.graph.values import free, initializer
 
 # of the placeholder nodes
 DOMAIN = "quantkit"
@@ -195,6 +46,162 @@ class Traced:
         """Record that a head was left out."""
         advice = "a checkpoint has it (`export: [checkpoint: {}]`)"
         return [decision(exporter, "head-left-out", "head", f"{self.left}; {advice}")] if self.left else []
+
+
+def name_of(placeholder: ir.Node) -> str:
+    """Return the name of the module that a placeholder stands for."""
+    return placeholder.attributes["name"].as_string()
+
+
+def is_producer(value: ir.Value | None, kind: str) -> ir.Node | None:
+    """Return the node that makes a value, if it is of a kind."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == kind else None
+
+
+@dataclass
+class Rewriting:
+    """The rewriting of one traced graph, in place."""
+
+    traced: Traced
+    weights: WeightsByName
+    decisions: list[Decision] = field(default_factory=list, kw_only=True)
+    _names: dict[str, ir.Value] = field(default_factory=dict, init=False)
+
+    @property
+    def graph(self) -> ir.Graph:
+        """The graph."""
+        return self.traced.model.graph
+
+    @property
+    def floats(self) -> np.dtype[Any]:
+        """numpy's type of what is computed in."""
+        return np.dtype(np.float32)
+
+    def _parameters(self) -> None:
+        """Parameters that the graph uses as they are: embeddings, biases, norms with a bias, buffers."""
+        used: dict[str, ir.Value] = {}
+        for node in self.graph:
+            for value in node.inputs:
+                if value is not None and (name := self.traced.parameters.get(value.name or "")):
+                    used.setdefault(name, value)
+                    if value is not used[name]:
+                        ir.convenience.replace_all_uses_with(value, used[name])
+        for name, value in used.items():
+            value.name = name
+            dtype = value.dtype.numpy() if value.dtype is not None else np.float32
+            self._bind(value, self.weights.shapes[name], dtype, lambda name=name: self.weights.tensor(name))  # type: ignore[misc]
+
+    def _bind(self, value: ir.Value, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> None:
+        kind = ir.DataType.from_numpy(np.dtype(dtype))
+        lazy = ir.LazyTensor(
+            lambda: ir.tensor(np.ascontiguousarray(read(), dtype=dtype), name=value.name),
+            dtype=kind,
+            shape=ir.Shape(shape),
+            name=value.name,
+        )
+        value.shape, value.type, value.const_value = ir.Shape(shape), ir.TensorType(kind), lazy
+        self._names[value.name or ""] = value
+        if not value.is_initializer():
+            value.name = free(value.name or "", self.graph.initializers)
+        self.graph.register_initializer(value)
+
+    def _new(self, name: str, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> ir.Value:
+        """An initializer that is read when it is written; the one there is, if there is one of that name."""
+        if name not in self._names:
+            self._bind(ir.Value(name=name), shape, dtype, read)
+        return self._names[name]
+
+    def _gamma(self, norm: ir.Node) -> ir.Value:
+        """What an RMSNorm multiplies by: its weight, and the one that some classes leave out of it."""
+        name, offset = f"{name_of(norm)}.weight", np.float32(norm.attributes["offset"].as_float())
+        return self._new(name, self.weights.shapes[name], self.floats, lambda: self.weights.tensor(name) + offset)
+
+    def _tied(self, linear: LinearSpec) -> ir.Value:
+        """The embedding [N, K] that a head shares its weight with."""
+        name, shape = linear.shared or "", (linear.rows, linear.columns)
+        return self._new(name, shape, self.floats, lambda: self.weights.tensor(name))
+
+    def _turned(self, name: str, linears: Sequence[str]) -> ir.Value:
+        """Weights of linears below each other, not quantized, as they are multiplied: [K, N]."""
+        specs = [self.weights.linears[linear] for linear in linears]
+
+        def read() -> Array:
+            parts = [self.weights.tensor(f"{linear}.weight") for linear in linears]
+            return (parts[0] if len(parts) == 1 else np.concatenate(parts)).T
+
+        return self._new(f"{name}.weight", (specs[0].columns, sum(spec.rows for spec in specs)), self.floats, read)
+
+    def _packed_tensors(self, packed: PackedWeights, name: str) -> list[ir.Value]:
+        """The inputs of a MatMulNBits behind the first."""
+        return [self._new(f"{name}.{part}", *tensor) for part, tensor in packed.tensors().items()]
+
+    def _constant(self, name: str, values: Any, dtype: Any) -> ir.Value:
+        array = np.asarray(values, dtype=dtype)
+        return self._new(name, array.shape, dtype, lambda: array)
+
+    def _node(
+        self,
+        before: ir.Node,
+        kind: str,
+        inputs: Iterable[ir.Value | None],
+        outputs: Sequence[str],
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[ir.Value]:
+        """The outputs of a new node before another one."""
+        values = [ir.Value(name=name) for name in outputs]
+        node = ir.Node(domain, kind, list(inputs), ir.convenience.convert_attributes(attributes), outputs=values)
+        self.graph.insert_before(before, node)
+        return values
+
+    def _input(self, name: str) -> ir.Value:
+        return next(value for value in self.graph.inputs if value.name == name)
+
+    def _repeated(self, node: ir.Node, name: str, keys: ir.Value | None) -> ir.Value | None:
+        """[B, G, T, D] as the attention `node` has queries, [B, H, T, D]: each key as often as queries share it."""
+        heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
+        if heads == kv_heads:
+            return keys
+        second = self._constant("attention/second", [2], np.int64)
+        times = self._constant(f"attention/times/{heads // kv_heads}", [1, 1, heads // kv_heads, 1, 1], np.int64)
+        size = self._size(node.inputs[0])
+        flat = self._constant(f"attention/flat/{heads}/{size}", [0, heads, -1, size], np.int64)
+        (wide,) = self._node(node, "Unsqueeze", [keys, second], [f"{name}/wide"])
+        (several,) = self._node(node, "Expand", [wide, times], [f"{name}/several"])
+        return self._node(node, "Reshape", [several, flat], [name])[0]
+
+    def _size(self, query: ir.Value | None) -> int:
+        assert query is not None and query.shape is not None
+        size = query.shape[3]
+        assert isinstance(size, int)
+        return size
+
+    def _replace(self, node: ir.Node, values: Sequence[ir.Value]) -> None:
+        """Let `values` stand for a node's outputs, and remove it."""
+        for old, new in zip(node.outputs, values, strict=True):
+            name, is_output = old.name, old.is_graph_output()
+            new.shape, new.type = new.shape or old.shape, new.type or old.type
+            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+            if is_output:
+                old.name, new.name = None, name
+        self.graph.remove(node, safe=True)
+
+    def _placeholders(self, kind: str) -> list[ir.Node]:
+        return [node for node in self.graph if node.domain == DOMAIN and node.op_type == kind]
+
+    def _finish(self, opsets: Mapping[str, int], ir_version: int) -> ir.Model:
+        """The graph, without what nothing reads; inputs stay, since a mask is still part of the interface."""
+        from onnx_ir.passes import common
+
+        model = self.traced.model
+        common.RemoveUnusedNodesPass()(model)
+        self.graph.opset_imports.pop(DOMAIN, None)
+        left = [node.op_type for node in self.graph if node.domain == DOMAIN]
+        assert not left, left[0]
+        self.graph.opset_imports.update(opsets)
+        model.producer_name, model.producer_version, model.ir_version = "quantkit", None, ir_version
+        return model
 
 
 def keep_few(model: ir.Model, *, optional: bool) -> None:
@@ -227,16 +234,11 @@ def keep_few(model: ir.Model, *, optional: bool) -> None:
     if optional:
         keep.const_value = ir.tensor(np.zeros(1, np.int64), name="logits_to_keep")
         graph.register_initializer(keep)
-    constants = {"keep/end": np.array([2**62], np.int64), "keep/axis": np.array([1], np.int64)}
-    values = []
-    for name, array in constants.items():
-        value = ir.Value(name=name, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
-        value.const_value = ir.tensor(array, name=name)
-        graph.register_initializer(value)
-        values.append(value)
+    end = initializer(graph, np.array([2**62], np.int64), name="keep/end")
+    axis = initializer(graph, np.array([1], np.int64), name="keep/axis")
     start, kept = ir.Value(name="keep/start"), ir.Value(name="keep/hidden")
     negative = ir.Node("", "Neg", [keep], outputs=[start])
-    slices = ir.Node("", "Slice", [head.inputs[0], start, *values], outputs=[kept])
+    slices = ir.Node("", "Slice", [head.inputs[0], start, end, axis], outputs=[kept])
     graph.insert_before(head, [negative, slices])
     for product in heads or [head]:
         product.replace_input_with(0, kept)
@@ -247,8 +249,7 @@ def keep_few(model: ir.Model, *, optional: bool) -> None:
 
 def _products(joined: ir.Node) -> list[ir.Node]:
     """The products that a Concat puts side by side; others are left out."""
-    makers = [value.producer() for value in joined.inputs if value is not None]
-    return [maker for maker in makers if maker is not None and maker.op_type == "MatMulNBits"]
+    return [product for value in joined.inputs if (product := is_producer(value, "MatMulNBits")) is not None]
 
 
 def save(model: ir.Model, path: Path, data: str) -> None:
@@ -257,38 +258,95 @@ def save(model: ir.Model, path: Path, data: str) -> None:
         ir.save(model, path, external_data=data, size_threshold_bytes=1024, max_workers=1)
 
 
-# --- norms, attention and cache in ONNX's own operators ---------------------------------------------------------------
+# --- norms, attention, cache and products in ONNX's own operators -----------------------------------------------------
 # For runtimes that have no fused ones of another domain. The cache is one of
 #
 #     in_place    [batch, heads, capacity, size]; TensorScatter writes new tokens at `write_indices` [batch]
 #     grown       [batch, heads, tokens so far, size]; Concat
 #
 # Positions are an input, so rows may be padded on the left; the mask [batch, columns of the cache] has ones where
-# tokens are. A dialect says how keys and values are stored (`_remember`), and what multiplies them (`_attended`).
+# tokens are. A dialect says how keys and values are stored (`_remember`), what multiplies them (`_attended`), and how
+# products read quantized weights (`_weight`, `_product`).
 
 Cache = Literal["in_place", "grown"]
+CACHES = ("past_key_values.", "present.")
 # added to the scores of what is not to be seen; finite, since a row of padding sees nothing at all
 _HIDDEN, _HIDDEN_HALF = -1e9, -60000.0
 
 
 @dataclass
 class PlainOperators(Rewriting):
-    """The rewriting of one graph, but for its products.
+    """The rewriting of one graph.
 
     Args:
-        cache: see the module.
         capacity: tokens that a cache `in_place` holds.
     """
+
+    opsets: ClassVar[Mapping[str, int]]
+    ir_version: ClassVar[int]
 
     cache: Cache = field(default="in_place", kw_only=True)
     capacity: int = field(default=2048, kw_only=True)
     _masks: dict[tuple[int, bool], ir.Value] = field(default_factory=dict, init=False)
 
+    def apply(self) -> ir.Model:
+        """Rewrite everything; no placeholder is left."""
+        self._parameters()
+        self._attention()
+        self._norms()
+        self._products()
+        return self._finish(self.opsets, self.ir_version)
+
     def _norms(self) -> None:
         for node in self._placeholders("RMSNorm"):
-            inputs, output = [node.inputs[0], self._gamma(node)], f"{node.attributes['name'].as_string()}/output"
+            inputs, output = [node.inputs[0], self._gamma(node)], f"{name_of(node)}/output"
             how: dict[str, Any] = {"axis": -1, "epsilon": node.attributes["epsilon"].as_float(), "stash_type": 1}
             self._replace(node, self._node(node, "RMSNormalization", inputs, [output], **how))
+
+    # --- products -----------------------------------------------------------------------------------------------------
+
+    def _products(self) -> None:
+        """MatMul, behind a pair where its input is quantized; linears that share an input share its pair."""
+        pairs: dict[tuple[ir.Value, InputCodes], ir.Value] = {}
+        for node in self._placeholders("Linear"):
+            name, source = name_of(node), node.inputs[0]
+            linear = self.weights.linears[name]
+            assert source is not None
+            if linear.input is not None:
+                key = (source, linear.input)
+                if key not in pairs:
+                    pairs[key] = self._pair(node, source, f"{name}/input", linear.input)
+                source = pairs[key]
+            self._replace(node, [self._product(node, source, name, linear)])
+
+    def _product(self, node: ir.Node, source: ir.Value, name: str, linear: LinearSpec) -> ir.Value:
+        return self._node(node, "MatMul", [source, self._weight(node, name, linear)], [f"{name}/output"])[0]
+
+    def _weight(self, before: ir.Node, name: str, linear: LinearSpec) -> ir.Value:
+        """[K, N], as it is multiplied; here of a linear that is not quantized."""
+        if linear.shared is None:
+            return self._turned(name, [name])
+        return self._node(before, "Transpose", [self._tied(linear)], [f"{name}.turned"], perm=[1, 0])[0]
+
+    def _pair(self, before: ir.Node, source: ir.Value, name: str, how: InputCodes) -> ir.Value:
+        """QuantizeLinear and DequantizeLinear with a fixed scale, behind channels that are moved."""
+        assert how.scale is not None
+        if how.moved:
+            shift, reach = (np.asarray(part, np.float32) for part in how.moved)
+            if shift.any():
+                by = self._constant(f"{name}.shift", shift, self.floats)
+                (source,) = self._node(before, "Sub", [source, by], [f"{name}.shifted"])
+            even = self._constant(f"{name}.channels", 1 / reach, self.floats)
+            (source,) = self._node(before, "Mul", [source, even], [f"{name}.even"])
+        grid = [self._constant(f"{name}.scale", how.scale, self.floats), self._zero(how)]
+        (codes,) = self._node(before, "QuantizeLinear", [source, *grid], [f"{name}.codes"])
+        return self._node(before, "DequantizeLinear", [codes, *grid], [f"{name}.values"])[0]
+
+    def _zero(self, how: InputCodes) -> ir.Value:
+        """The zero point of an input, in the type of its codes."""
+        raise NotImplementedError
+
+    # --- attention ----------------------------------------------------------------------------------------------------
 
     def _attention(self) -> None:
         nodes = self._placeholders("Attention")
@@ -305,7 +363,7 @@ class PlainOperators(Rewriting):
         if self.cache != "in_place":
             return
         for value in (*self.graph.inputs, *self.graph.outputs):
-            if value.name is not None and value.name.startswith(("past_key_values.", "present.")):
+            if value.name is not None and value.name.startswith(CACHES):
                 assert value.shape is not None
                 value.shape = ir.Shape([value.shape[0], value.shape[1], self.capacity, value.shape[3]])
         mask, ids = self._input("attention_mask"), self._input("input_ids")
@@ -313,23 +371,14 @@ class PlainOperators(Rewriting):
         mask.shape = ir.Shape([mask.shape[0], self.capacity])
         where = ir.Value(name="write_indices", shape=ir.Shape([ids.shape[0]]), type=ir.TensorType(ir.DataType.INT64))
         inputs = self.graph.inputs
-        inputs.insert([each.name for each in inputs].index("position_ids") + 1, where)
-
-    def _input(self, name: str) -> ir.Value:
-        return next(value for value in self.graph.inputs if value.name == name)
+        inputs.insert([value.name for value in inputs].index("position_ids") + 1, where)
 
     def _attend(self, first: ir.Node, index: int, node: ir.Node) -> None:
         name = f"attention.{index}"
         query, key, value, mask, *past = node.inputs
         window = node.attributes["window"].as_int()
         if window > 0 and not self.traced.decoder:
-            raise InputError(
-                "attention-unsupported",
-                where=name,
-                value="a window in an encoder",
-                rule="every token of an encoder sees every other",
-                remedy=CHECKPOINT,
-            )
+            raise unattended(name, "a window in an encoder", "every token of an encoder sees every other", CHECKPOINT)
         bias = self._mask(first, mask, window, self.traced.decoder or bool(node.attributes["causal"].as_int()))
         present: list[ir.Value] = []
         if past:
@@ -352,38 +401,37 @@ class PlainOperators(Rewriting):
 
     def _spelled_out(self, node: ir.Node, name: str, inputs: Sequence[ir.Value | None], softcap: float) -> ir.Value:
         """softmax(cap(q kᵀ · scale) + bias) v in operators of their own, [B, H, S, D]; scores in float32."""
+
+        def at(kind: str, inputs: list[ir.Value | None], output: str, **attributes: Any) -> ir.Value:
+            return self._node(node, kind, inputs, [f"{name}/{output}"], **attributes)[0]
+
         query, key, value, bias = inputs
+        wide = int(ir.DataType.FLOAT)
         heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
         # [B, G, H / G, S, D] by [B, G, 1, D, T]: queries of a group read one key
         size = self._size(query)
-        split = self._constant(
-            f"attention/split/{heads}/{kv_heads}/{size}", [0, kv_heads, heads // kv_heads, -1, size], np.int64
+        grouped = [0, kv_heads, heads // kv_heads, -1, size]
+        query = at(
+            "Reshape", [query, self._constant(f"attention/split/{heads}/{kv_heads}/{size}", grouped, np.int64)], "query"
         )
-        (query,) = self._node(node, "Reshape", [query, split], [f"{name}/query"])
         second = self._constant("attention/second", [2], np.int64)
-        (key,) = self._node(node, "Unsqueeze", [key, second], [f"{name}/keys"])
-        (value,) = self._node(node, "Unsqueeze", [value, second], [f"{name}/values"])
-        (turned,) = self._node(node, "Transpose", [key], [f"{name}/keys/turned"], perm=[0, 1, 2, 4, 3])
+        key = at("Unsqueeze", [key, second], "keys")
+        value = at("Unsqueeze", [value, second], "values")
+        turned = at("Transpose", [key], "keys/turned", perm=[0, 1, 2, 4, 3])
         factor = self._constant(f"{name}.scale", node.attributes["scale"].as_float(), self.floats)
-        (query,) = self._node(node, "Mul", [query, factor], [f"{name}/query/scaled"])
-        (scores,) = self._node(node, "MatMul", [query, turned], [f"{name}/products"])
-        (scores,) = self._node(node, "Cast", [scores], [f"{name}/scores"], to=int(ir.DataType.FLOAT))
+        query = at("Mul", [query, factor], "query/scaled")
+        scores = at("Cast", [at("MatMul", [query, turned], "products")], "scores", to=wide)
         if softcap > 0:
             cap = self._constant(f"{name}.softcap", softcap, np.float32)
-            (scores,) = self._node(node, "Div", [scores, cap], [f"{name}/scores/share"])
-            (scores,) = self._node(node, "Tanh", [scores], [f"{name}/scores/bounded"])
-            (scores,) = self._node(node, "Mul", [scores, cap], [f"{name}/scores/capped"])
-        first = self._constant("attention/first", [1], np.int64)
-        (wide,) = self._node(node, "Unsqueeze", [bias, first], [f"{name}/bias"])
-        (wide,) = self._node(node, "Cast", [wide], [f"{name}/bias/wide"], to=int(ir.DataType.FLOAT))
-        (scores,) = self._node(node, "Add", [scores, wide], [f"{name}/scores/masked"])
-        (shares,) = self._node(node, "Softmax", [scores], [f"{name}/shares"], axis=-1)
-        kind = int(ir.DataType.from_numpy(self.floats))
-        (shares,) = self._node(node, "Cast", [shares], [f"{name}/shares/rounded"], to=kind)
+            scores = at("Tanh", [at("Div", [scores, cap], "scores/share")], "scores/bounded")
+            scores = at("Mul", [scores, cap], "scores/capped")
+        added = at("Unsqueeze", [bias, self._constant("attention/first", [1], np.int64)], "bias")
+        scores = at("Add", [scores, at("Cast", [added], "bias/wide", to=wide)], "scores/masked")
+        shares = at("Softmax", [scores], "shares", axis=-1)
+        shares = at("Cast", [shares], "shares/rounded", to=int(ir.DataType.from_numpy(self.floats)))
         (mixed,) = self._node(node, "MatMul", [shares, value], [f"{name}/mixed"])
         together = self._constant(f"attention/together/{heads}/{size}", [0, heads, -1, size], np.int64)
-        (found,) = self._node(node, "Reshape", [mixed, together], [f"{name}/heads"])
-        return found
+        return at("Reshape", [mixed, together], "heads")
 
     def _remember(
         self, node: ir.Node, layer: int, which: int, new: ir.Value | None, past: ir.Value | None
@@ -403,53 +451,46 @@ class PlainOperators(Rewriting):
             return self._masks[window, causal]
         assert mask is not None
         stem = f"mask/{window}{'' if causal == self.traced.decoder else '/causal'}"
+
+        def at(kind: str, inputs: list[ir.Value], output: str, **attributes: Any) -> ir.Value:
+            return self._node(first, kind, inputs, [f"{stem}/{output}"], **attributes)[0]
+
         wide = self._constant("mask/axes", [1, 2], np.int64)
-        (real,) = self._node(first, "Cast", [mask], [f"{stem}/real"], to=int(ir.DataType.BOOL))
-        (seen,) = self._node(first, "Unsqueeze", [real, wide], [f"{stem}/tokens"])
+        seen = at("Unsqueeze", [at("Cast", [mask], "real", to=int(ir.DataType.BOOL)), wide], "tokens")
         if causal:
-            columns, rows = self._columns(first, mask, stem)
-            (before,) = self._node(first, "LessOrEqual", [columns, rows], [f"{stem}/causal"])
-            (seen,) = self._node(first, "And", [seen, before], [f"{stem}/seen"])
+            columns, rows = self._columns(at, mask)
+            seen = at("And", [seen, at("LessOrEqual", [columns, rows], "causal")], "seen")
             if window > 0:
-                (least,) = self._node(
-                    first, "Sub", [rows, self._constant(f"{stem}/size", window, np.int64)], [f"{stem}/least"]
-                )
-                (near,) = self._node(first, "Greater", [columns, least], [f"{stem}/near"])
-                (seen,) = self._node(first, "And", [seen, near], [f"{stem}/nearby"])
+                least = at("Sub", [rows, self._constant(f"{stem}/size", window, np.int64)], "least")
+                seen = at("And", [seen, at("Greater", [columns, least], "near")], "nearby")
         low = _HIDDEN_HALF if self.floats == np.float16 else _HIDDEN
         zero, hidden = (
             self._constant(f"mask/{word}", number, self.floats) for word, number in (("zero", 0.0), ("low", low))
         )
-        (bias,) = self._node(first, "Where", [seen, zero, hidden], [f"{stem}/bias"])
+        bias = at("Where", [seen, zero, hidden], "bias")
         if not causal:
             # [B, 1, 1, T]: every token sees the same
-            (new,) = self._node(first, "Shape", [mask], [f"{stem}/new"], start=1, end=2)
+            new = at("Shape", [mask], "new", start=1, end=2)
             one = self._constant("one", [1], np.int64)
-            (shape,) = self._node(first, "Concat", [one, one, new, one], [f"{stem}/shape"], axis=0)
-            (bias,) = self._node(first, "Expand", [bias, shape], [f"{stem}/expanded"])
+            bias = at("Expand", [bias, at("Concat", [one, one, new, one], "shape", axis=0)], "expanded")
         self._masks[window, causal] = bias
         return bias
 
-    def _columns(self, first: ir.Node, mask: ir.Value, stem: str) -> tuple[ir.Value, ir.Value]:
+    def _columns(self, at: Callable[..., ir.Value], mask: ir.Value) -> tuple[ir.Value, ir.Value]:
         """(place of each column of the cache, [1, 1, 1, T]; that of each new token, [B or 1, 1, S, 1])."""
         zero, one = self._constant("mask/first", 0, np.int64), self._constant("mask/step", 1, np.int64)
-        ids = self._input("input_ids")
-        (length,) = self._node(first, "Shape", [ids], [f"{stem}/length"], start=1, end=2)
+        length = at("Shape", [self._input("input_ids")], "length", start=1, end=2)
         scalar = self._constant("mask/scalar", [0], np.int64)
-        (new,) = self._node(first, "Squeeze", [length, scalar], [f"{stem}/count"])
-        (steps,) = self._node(first, "Range", [zero, new, one], [f"{stem}/steps"])
-        down = self._constant("mask/down", [0, 1, 3], np.int64)
-        (rows,) = self._node(first, "Unsqueeze", [steps, down], [f"{stem}/downwards"])
+        new = at("Squeeze", [length, scalar], "count")
+        steps = at("Range", [zero, new, one], "steps")
+        rows = at("Unsqueeze", [steps, self._constant("mask/down", [0, 1, 3], np.int64)], "downwards")
         if self.cache == "in_place":
             columns = self._constant("mask/columns", np.arange(self.capacity).reshape(1, 1, 1, -1), np.int64)
             behind = self._constant("mask/behind", [1, 2, 3], np.int64)
-            (start,) = self._node(first, "Unsqueeze", [self._input("write_indices"), behind], [f"{stem}/start"])
+            start = at("Unsqueeze", [self._input("write_indices"), behind], "start")
         else:
-            (total,) = self._node(first, "Shape", [mask], [f"{stem}/total"], start=1, end=2)
-            (last,) = self._node(first, "Squeeze", [total, scalar], [f"{stem}/last"])
-            (along,) = self._node(first, "Range", [zero, last, one], [f"{stem}/along"])
-            across = self._constant("mask/across", [0, 1, 2], np.int64)
-            (columns,) = self._node(first, "Unsqueeze", [along, across], [f"{stem}/columns"])
-            (start,) = self._node(first, "Sub", [last, new], [f"{stem}/start"])
-        (rows,) = self._node(first, "Add", [rows, start], [f"{stem}/rows"])
-        return columns, rows
+            last = at("Squeeze", [at("Shape", [mask], "total", start=1, end=2), scalar], "last")
+            along = at("Range", [zero, last, one], "along")
+            columns = at("Unsqueeze", [along, self._constant("mask/across", [0, 1, 2], np.int64)], "columns")
+            start = at("Sub", [last, new], "start")
+        return columns, at("Add", [rows, start], "rows")

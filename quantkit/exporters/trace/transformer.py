@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from quantkit.errors import InputError
+from quantkit.exporters import unattended
 from quantkit.exporters.trace import CHECKPOINT
 from quantkit.exporters.trace import repeat as _repeat
 from quantkit.exporters.trace.rewrite import DOMAIN, Traced
@@ -49,6 +51,15 @@ class _Memory:
     present: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     calls: int = 0
 
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Let attention see it."""
+        token = _memory.set(self)
+        try:
+            yield
+        finally:
+            _memory.reset(token)
+
 
 _memory: ContextVar[_Memory] = ContextVar("memory")
 
@@ -61,11 +72,11 @@ class _PassedOn(Cache):  # type: ignore[misc]
         self.length = length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, S, D] of the new tokens, unchanged."""
+        """Return keys and values [B, H, S, D] of the new tokens unchanged."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the new ones."""
+        """Count the tokens before the new ones."""
         return self.length
 
 
@@ -84,13 +95,8 @@ def _attention(
     """The placeholder for [B, H, S, D] queries; transformers' signature. Output [B, S, H, D]."""
     unknown = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
     if unknown:
-        raise InputError(
-            "attention-unsupported",
-            where=type(module).__name__,
-            value=f"attention with {unknown[0]}",
-            rule="softmax(q k / scale) v, causal or not, with window and soft cap",
-            remedy=CHECKPOINT,
-        )
+        rule = "softmax(q k / scale) v, causal or not, with window and soft cap"
+        raise unattended(type(module).__name__, f"attention with {unknown[0]}", rule, CHECKPOINT)
     memory = _memory.get()
     memory.calls += 1
     batch, heads, length, size = query.shape
@@ -111,23 +117,14 @@ def _attention(
         return output.reshape(batch, length, heads, size), None
     index: int = module.layer_idx  # type: ignore[assignment]
     if index not in memory.past:
-        raise InputError(
-            "attention-unsupported",
-            where=type(module).__name__,
-            value=f"layer {index}, in another block than its own",
-            rule="a layer's cache is that of its block",
-            remedy=CHECKPOINT,
-        )
+        words, rule = f"layer {index}, in another block than its own", "a layer's cache is that of its block"
+        raise unattended(type(module).__name__, words, rule, CHECKPOINT)
     past_key, past_value = memory.past[index]
-    expected, found = (past_key.shape[1], past_key.shape[3]), {(x.shape[1], x.shape[3]) for x in (key, value)}
-    if found != {expected}:
-        raise InputError(
-            "attention-unsupported",
-            where=f"{type(module).__name__} of layer {index}",
-            value=f"keys and values of {sorted(found)} heads and columns",
-            rule=f"all have {expected}, as the config says",
-            remedy=CHECKPOINT,
-        )
+    expected, shapes = (past_key.shape[1], past_key.shape[3]), {(x.shape[1], x.shape[3]) for x in (key, value)}
+    if shapes != {expected}:
+        where = f"{type(module).__name__} of layer {index}"
+        words = f"keys and values of {sorted(shapes)} heads and columns"
+        raise unattended(where, words, f"all have {expected}, as the config says", CHECKPOINT)
     held = past_key.shape[2] + length
     output, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
         f"{DOMAIN}::Attention",
@@ -157,7 +154,7 @@ class _Linear(nn.Module):
         self.features = shape[1 if is_transposed(module) else 0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N]."""
+        """Multiply [..., K] -> [..., N]."""
         y = torch.onnx.ops.symbolic(
             f"{DOMAIN}::Linear", (x,), {"name": self.name}, dtype=x.dtype, shape=(*x.shape[:-1], self.features)
         )
@@ -173,15 +170,15 @@ class _RMSNorm(nn.Module):
         self.attributes: dict[str, Any] = {"name": name, "epsilon": epsilon, "offset": offset}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., K]."""
+        """Normalize [..., K]."""
         return torch.onnx.ops.symbolic(f"{DOMAIN}::RMSNorm", (x,), self.attributes, dtype=x.dtype, shape=tuple(x.shape))
 
 
 @torch.no_grad()
 def rms_norm(module: nn.Module) -> tuple[float, float] | None:
-    """(epsilon, offset) of a module that computes x / sqrt(mean(x²) + epsilon) * (weight + offset), else None.
+    """Return (epsilon, offset) of a module that computes x / sqrt(mean(x²) + epsilon) * (weight + offset), else None.
 
-    Found by running a copy of it: nothing is concluded from its name.
+    A copy of it is run: nothing is concluded from its name.
     """
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
@@ -194,14 +191,14 @@ def rms_norm(module: nn.Module) -> tuple[float, float] | None:
     # small inputs, so that epsilon shows
     x = torch.randn((3, weight.shape[0]), generator=generator) * 0.01
     try:
-        found = probe(x)
+        output = probe(x)
     except (TypeError, RuntimeError, ValueError):
         return None
     small = [value for value in vars(module).values() if isinstance(value, float) and 0 <= value < 0.01]
     for epsilon in small:
         normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
         for offset in (0.0, 1.0):
-            if isinstance(found, Tensor) and torch.allclose(found, normed * (scale + offset), rtol=1e-4, atol=1e-6):
+            if isinstance(output, Tensor) and torch.allclose(output, normed * (scale + offset), rtol=1e-4, atol=1e-6):
                 return epsilon, offset
     return None
 
@@ -244,41 +241,24 @@ class _Decoder(nn.Module):
         past: list[tuple[Tensor, Tensor]],
         positions: Tensor | None = None,
     ) -> Any:
-        """Logits, and keys and values of every traced layer with the new tokens."""
+        """Return logits, and keys and values of every traced layer with the new tokens."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
         if positions is None:
             # a token's position is the number of real tokens before it: padding on the left does not count
             positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, total - new :]
         memory = _Memory(dict(zip(self.layers, past, strict=True)), attention_mask)
-        token = _memory.set(memory)
-        try:
-            answer = self.model(
-                input_ids=input_ids,
-                position_ids=positions,
-                past_key_values=_PassedOn(past[0][0].shape[2]),
-                use_cache=True,
-            )
-        finally:
-            _memory.reset(token)
+        cache = _PassedOn(past[0][0].shape[2])
+        with memory.seen():
+            answer = self.model(input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True)
         missing = [index for index in self.layers if index not in memory.present]
         if missing:
-            raise InputError(
-                "attention-unsupported",
-                where=type(self.model).__name__,
-                value=f"layer {missing[0]} does not go through transformers' AttentionInterface",
-                rule="only then can its cache be exported",
-                remedy=CHECKPOINT,
-            )
+            value = f"layer {missing[0]} does not go through transformers' AttentionInterface"
+            raise unattended(type(self.model).__name__, value, "only then can its cache be exported", CHECKPOINT)
         return answer.logits, [memory.present[index] for index in self.layers]
 
 
 class _Encoder(nn.Module):
-    """The last hidden states, and what a head behind them makes of them: all outputs whose names say logits.
-
-    Args:
-        extra: names of further inputs.
-        whole: whether the head runs.
-    """
+    """The last hidden states, and what a head behind them makes of them: all outputs whose names say logits."""
 
     def __init__(self, model: nn.Module, extra: Sequence[str], whole: bool) -> None:
         super().__init__()
@@ -287,29 +267,21 @@ class _Encoder(nn.Module):
         self.whole = whole
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, *others: Tensor) -> dict[str, Tensor]:
-        """The last hidden states, and logits, by their names."""
+        """Return the last hidden states, and logits, by their names."""
         memory = _Memory(mask=attention_mask)
         base = getattr(self.model, "base_model", self.model)
         states: list[Tensor] = []
-        hook = base.register_forward_hook(lambda module, given, output: states.append(output[0]))
-        token = _memory.set(memory)
-        try:
-            output = (self.model if self.whole else base)(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                **dict(zip(self.extra, others, strict=True)),
-            )
-        finally:
-            _memory.reset(token)
-            hook.remove()
+        extra = dict(zip(self.extra, others, strict=True))
+        hook = base.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
+        with memory.seen():
+            try:
+                runs = self.model if self.whole else base
+                output = runs(input_ids=input_ids, attention_mask=attention_mask, **extra)
+            finally:
+                hook.remove()
         if not memory.calls:
-            raise InputError(
-                "attention-unsupported",
-                where=type(self.model).__name__,
-                value="attention does not go through transformers' AttentionInterface",
-                rule="only then is its mask exported",
-                remedy=CHECKPOINT,
-            )
+            value = "attention does not go through transformers' AttentionInterface"
+            raise unattended(type(self.model).__name__, value, "only then is its mask exported", CHECKPOINT)
         logits = [name for name in output if name.endswith("logits")] if self.whole else []
         return {"last_hidden_state": states[0], **{name: output[name] for name in logits}}
 
@@ -322,7 +294,7 @@ def trace(
     positions: bool = False,
     head: bool = True,
 ) -> Traced:
-    """The graph of a transformer without weights.
+    """Trace the graph of a transformer without weights.
 
     Args:
         skeleton: on the meta device; not changed.
@@ -331,8 +303,7 @@ def trace(
         positions: whether a decoder takes `position_ids`; else they are counted from the mask.
         head: whether an encoder's logits are wanted, where its class makes any that are not of words.
 
-    Raises:
-        InputError: `attention-unsupported`, `export-untraceable`.
+    Raises InputError: `attention-unsupported`, `export-untraceable`.
     """
     apart: set[int] = set()
     left = "" if kind == "decoder" else _without_head(skeleton, head)
@@ -340,8 +311,8 @@ def trace(
     while True:
         try:
             return replace(_traced(skeleton, kind, floats, positions, whole, apart), left=left)
-        except _repeat.CalledOtherwise as found:
-            apart.add(found.index)
+        except _repeat.CalledOtherwise as block:
+            apart.add(block.index)
         except InputError as problem:
             if kind == "decoder" or not whole:
                 raise
@@ -372,8 +343,9 @@ def _traced(
     layers = _repeat.share(blocks, like, apart)
     AttentionInterface.register(_ATTENTION, _attention)
     model.config._attn_implementation = _ATTENTION  # type: ignore[union-attr]
-    made = _decoder(model, floats, positions, layers) if kind == "decoder" else _encoder(model, whole)
-    wrapped, arguments, shapes, names = made
+    decoder = kind == "decoder"
+    parts = _decoder(model, floats, positions, layers) if decoder else _encoder(model, whole)
+    wrapped, arguments, shapes, names = parts
     with torch.no_grad(), quiet():
         try:
             exported = torch.export.export(wrapped.eval(), arguments, dynamic_shapes=shapes, strict=False)
@@ -392,8 +364,7 @@ def _traced(
     if isinstance(wrapped, _Encoder):
         names[1][:] = exported.call_spec.out_spec.context
     named = (skeleton.named_parameters(remove_duplicate=False), skeleton.named_buffers(remove_duplicate=False))
-    known = {name for each in named for name, _ in each}
-    decoder = kind == "decoder"
+    known = {name for pairs in named for name, _ in pairs}
     return _cleaned(program.model, names, decoder, len(blocks) if decoder else 0, path, known)
 
 
@@ -415,9 +386,9 @@ def _decoder(model: nn.Module, floats: torch.dtype, positions: bool, layers: Seq
     inputs, outputs = ["input_ids", "attention_mask"], ["logits"]
     axes = {"input_ids": [batch, new], "attention_mask": [batch, total], "logits": [batch, new, ""]}
     for index in layers:
-        for what in ("key", "value"):
-            inputs.append(f"past_key_values.{index}.{what}")
-            outputs.append(f"present.{index}.{what}")
+        for part in ("key", "value"):
+            inputs.append(f"past_key_values.{index}.{part}")
+            outputs.append(f"present.{index}.{part}")
             axes[inputs[-1]], axes[outputs[-1]] = [batch, "", past, ""], [batch, "", total, ""]
     arguments: list[Any] = [ones[:, :_NEW].clone(), ones, [(empty.clone(), empty.clone()) for _ in layers]]
     shapes: list[Any] = [first, first, [(cache, cache)] * len(layers)]
@@ -434,14 +405,12 @@ def _encoder(model: nn.Module, whole: bool) -> Parts:
     typed = "token_type_ids" in parameters and int(getattr(model.config, "type_vocab_size", 0) or 0) > 1
     extra = ["token_type_ids"] if typed else []
     ones = torch.ones(_BATCH, _NEW, dtype=torch.int64)
-    dynamic = torch.export.Dim.DYNAMIC
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     inputs = ["input_ids", "attention_mask", *extra]
     axes = {name: list(_BSP[:2]) for name in inputs}
     axes["last_hidden_state"] = [*_BSP[:2], ""]
     arguments = (ones, ones.clone(), *(torch.zeros_like(ones) for _ in extra))
-    shapes: tuple[Any, ...] = tuple({0: dynamic, 1: dynamic} for _ in inputs[:2])
-    if extra:
-        shapes = (*shapes, tuple({0: dynamic, 1: dynamic} for _ in extra))
+    shapes = (free, free, *([(free,) * len(extra)] if extra else []))
     return _Encoder(model, extra, whole), arguments, shapes, (inputs, ["last_hidden_state"], axes)
 
 
@@ -468,7 +437,7 @@ def _cleaned(
                 called.update((str(old), axis) for axis, old in zip(new, value.shape, strict=True) if axis)
                 value.shape = ir.Shape([axis or old for axis, old in zip(new, value.shape, strict=True)])
     parameters: dict[str, str] = {}
-    given = len(graph.inputs)
+    real_inputs = len(graph.inputs)
     for value in list(graph.initializers.values()):
         assert value.name is not None
         name = _repeat.plain_name(value.name.removeprefix(_MODEL), path)
@@ -480,7 +449,7 @@ def _cleaned(
             graph.inputs.append(value)
     onnxscript.optimizer.optimize(model, onnx_shape_inference=False)
     common.ClearMetadataAndDocStringPass()(model)
-    del graph.inputs[given:]
+    del graph.inputs[real_inputs:]
     _repeat.expand(graph, parameters, path)
     for values, first in ((graph.inputs, "past_key_values"), (graph.outputs, "present")):
         # the caches of copies came last: in order of their layers, where the first's are

@@ -49,14 +49,31 @@ class InputScale:
     moved: Moved | None = None
 
     def on(self, device: torch.device) -> InputScale:
-        """The same there."""
+        """Copy it to a device."""
         zero = None if self.zero is None else self.zero.to(device)
         moved = None if self.moved is None else Moved(self.moved.shift.to(device), self.moved.scale.to(device))
         return InputScale(self.scale.to(device), zero, moved)
 
 
+@dataclass(frozen=True)
+class InputCodes:
+    """How the input of a linear is quantized, in plain numbers.
+
+    Args:
+        scheme: granularity, and whether it has a zero point.
+        scale: fixed by calibration; None where it comes from the values as the model runs.
+        zero: as int8 has it; 0 where there is none.
+        moved: shift and scale of each channel, (x - shift) / scale, before that; empty where they stay.
+    """
+
+    scheme: ActivationScheme
+    scale: float | None = None
+    zero: int = 0
+    moved: tuple[tuple[float, ...], ...] = ()
+
+
 def parameters(low: Tensor, high: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point for values between `low` and `high`, all of one shape and dtype; zero is int8 or None."""
+    """Return scale and zero point (int8 or None) for values between `low` and `high`, all of one shape and dtype."""
     form = load_grid(scheme.format)
     low, high = low.clamp(max=0), high.clamp(min=0)
     if scheme.symmetric:
@@ -72,7 +89,7 @@ def _positive(scale: Tensor) -> Tensor:
 
 
 def dynamic(x: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point from the values themselves, [..., 1] a token or group (K split into groups), else [1]."""
+    """Take scale and zero point from the values, [..., 1] a token or group (K split into groups), else [1]."""
     if scheme.granularity == "tensor":
         low, high = torch.aminmax(x.reshape(-1))
         return parameters(low.reshape(1), high.reshape(1), scheme)
@@ -81,7 +98,7 @@ def dynamic(x: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, 
 
 
 def fake_quantize(x: Tensor, scheme: ActivationScheme | CacheScheme, static: InputScale | None = None) -> Tensor:
-    """The values that the codes of `x` stand for, in its dtype; `x` is not modified.
+    """Round `x` to the values that its codes stand for, in its dtype; `x` is not modified.
 
     Args:
         x: [..., K].
@@ -98,7 +115,7 @@ def fake_quantize(x: Tensor, scheme: ActivationScheme | CacheScheme, static: Inp
 
 
 def apply(x: Tensor, scheme: ActivationScheme | CacheScheme, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """`fake_quantize` with a scale and zero point that broadcast against `x`."""
+    """Do as `fake_quantize` with a scale and zero point that broadcast against `x`."""
     form = load_grid(scheme.format)
     scaled = x / scale
     if zero is not None:

@@ -33,13 +33,7 @@ FLOAT16 = 65504.0
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """What the values of codes are multiplied by and added to, as it is stored.
-
-    Args:
-        scale: effective, [N, G] float32.
-        offset: [N, G] float32, or None.
-        super_blocks: what scale and offset were computed from, if they are whole numbers.
-    """
+    """Effective scale [N, G] and, if any, offset [N, G], float32; `super_blocks` where they are stored as such."""
 
     scale: Tensor
     offset: Tensor | None
@@ -88,45 +82,44 @@ class BlockFormat(GridFormat):
     def parameters(
         self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Scale, and offset (None where there is none), float32, that span `low` to `high`, zero included."""
+        """Return scale, and offset (None where there is none), float32, that span `low` to `high`, zero included."""
         if not self.has_offset:
             return torch.where(-low >= high, low, high).float() / self.low, None
         low, high = low.float().clamp(max=0.0), high.float().clamp(min=0.0)
         return (high - low) / self.high, low
 
     def held(self, scale: Tensor, offset: Tensor | None) -> BlockGrid:
-        """Wanted scales and offsets [N, G] as the nearest that can be stored."""
+        """Round wanted scales and offsets [N, G] to the nearest that can be stored."""
         return BlockGrid(float16(scale).float(), None if offset is None else float16(offset).float())
 
     def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
-        """The nearest that can be stored, of any shape where blocks stand alone; of either sign, and zero."""
+        """Return the nearest that can be stored, of any shape where blocks stand alone; of either sign, and zero."""
         return self.held(scale.float(), None).scale
 
     def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
-        """The nearest values, of weights less their offset in units of the scale."""
+        """Return the nearest values, of weights less their offset in units of the scale."""
         return units.float().round().clamp(self.low, self.high)
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Nearest codes, in `scale` from the offset `zero`."""
+        """Return the nearest codes, in `scale` from the offset `zero`."""
         shifted = weight.float() if zero is None else weight.float() - zero.float()
         scale = scale.float()
         # a block of zeros has scale 0
         return self.coded(self.snap(torch.where(scale == 0, 0.0, shifted / scale)))
 
     def coded(self, values: Tensor) -> Tensor:
-        """The codes of values on the grid, in units of the scale."""
+        """Return the codes of values on the grid, in units of the scale."""
         return values.to(torch.int8)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Value times scale, and then the offset `zero`, each rounded to float32 as ggml does."""
+        """Multiply by the scale, and then add the offset `zero`, each rounded to float32 as ggml does."""
         values = codes.float() * scale.float()
         return values if zero is None else values + zero.float()
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
-        """As ggml's reference rounds: half a step up from the lowest code is the next one.
+        """Round as ggml's reference does: half a step up from the lowest code is the next one.
 
-        Raises:
-            InputError: `group-indivisible`.
+        Raises InputError: `group-indivisible`.
         """
         parts = split(weight.float(), scheme)
         if self.has_offset:
@@ -150,8 +143,7 @@ class BlockFormat(GridFormat):
     ) -> QuantTensor:
         """Round [N, K] to the nearest codes under the nearest scales and offsets [N, G] that can be stored.
 
-        Raises:
-            InputError: `group-indivisible`.
+        Raises InputError: `group-indivisible`.
         """
         return self.laid(weight, self.held(scale.float(), None if zero is None else zero.float()), scheme)
 
@@ -163,35 +155,122 @@ class BlockFormat(GridFormat):
         return self.on(codes.reshape(shape), grid, scheme)
 
     def on(self, codes: Tensor, grid: BlockGrid, scheme: WeightScheme) -> QuantTensor:
-        """Codes [N, K] with their grid."""
+        """Put codes [N, K] on their grid."""
         return QuantTensor(codes, zero=None, scheme=scheme, **self._fields(grid, codes.device))
 
     def _fields(self, grid: BlockGrid, where: torch.device) -> dict[str, Any]:
         """Of a `QuantTensor`, what holds the grid."""
-        offset = None if grid.offset is None else grid.offset.to(torch.float16)
-        book = self.codebook()
+        offset, book = None if grid.offset is None else grid.offset.to(torch.float16), self.codebook()
         book = None if book is None else book.to(where, non_blocking=True)
         return {"scale": grid.scale.to(torch.float16), "offset": offset, "codebook": book}
 
     def dequantize(self, tensor: QuantTensor) -> Tensor:
-        """[N, K] float32."""
+        """See `Format`."""
         shift = None if tensor.offset is None else against(tensor.offset, tensor.shape, tensor.scheme)
         scale = against(tensor.scale, tensor.shape, tensor.scheme)
         return self.decode(split(tensor.codes, tensor.scheme), scale, shift).reshape(tensor.shape)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes less the lowest, least significant bit first: int8 [N, K] as uint8 [N, ceil(K * bits / 8)]."""
+        """Pack codes less the lowest, least significant bit first: int8 [N, K] as uint8 [N, ceil(K * bits / 8)]."""
         return packed_bits(codes.to(torch.int16) - self.lowest, self.bits)
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        """The inverse of `pack`."""
+        """See `Format`."""
         return (unpacked_bits(packed, self.bits, columns).to(torch.int16) + self.lowest).to(torch.int8)
 
     def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
-        """q4_0 4.5, q4_1 5, q8_0 8.5."""
+        """See `Format`: q4_0 4.5, q4_1 5, q8_0 8.5."""
         return self.bits + (32 if self.has_offset else 16) / _BLOCK
 
 
 def float16(values: Tensor) -> Tensor:
-    """The nearest float16, never infinite."""
+    """Round to the nearest float16, never infinite."""
     return values.clamp(-FLOAT16, FLOAT16).to(torch.float16)
+
+
+# --- super-blocks -----------------------------------------------------------------------------------------------------
+# 256 weights, whose scales are whole numbers under a float16 for all of them.
+#
+#     w = (d sc) q - (dmin mn)     q = 0 ... 2^b - 1             q2_k: 16 by 16, sc and mn of 4 bits
+#                                                                q4_k, q5_k: 8 by 32, sc and mn of 6 bits
+#     w = (d sc) q                 q = -2^(b-1) ... 2^(b-1)-1    q3_k: 16 by 16, sc = -32 ... 31
+#                                                                q6_k: 16 by 16, sc = -128 ... 127
+#
+# Products in brackets are rounded to float32 first, as ggml does. A row is whole super-blocks. ggml has no reference
+# that only rounds: `quantize` spans each group, and then rounds the scales.
+
+SUPER_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class SuperBlockFormat(BlockFormat):
+    """Whole numbers from `lowest` up, in super-blocks.
+
+    Args:
+        group: weights that share a scale.
+        scale_bits: of one scale, and of one offset.
+    """
+
+    group: int
+    scale_bits: int
+
+    @property
+    def rules(self) -> Rules:  # type: ignore[override]
+        """Groups of one size, in super-blocks."""
+        groups = (self.group,)
+        return Rules({"group": self.group}, (not self.has_offset,), ("super",), groups=groups, multiple=SUPER_BLOCK)
+
+    @property
+    def scales(self) -> tuple[int, int]:
+        """The smallest and the largest whole number of a scale; those of an offset go from 0 to the same."""
+        half = int(2 ** (self.scale_bits - 1))
+        return (0, 2 * half - 1) if self.has_offset else (-half, half - 1)
+
+    @property
+    def reach(self) -> float:
+        """See `BlockFormat`: whole numbers are between."""
+        return super().reach * max(-self.scales[0], self.scales[1] if self.has_offset else 1)
+
+    def held(self, scale: Tensor, offset: Tensor | None) -> BlockGrid:
+        """Round wanted scales and offsets [N, G] to the nearest under the d and dmin that span each super-block."""
+        low, high = self.scales
+        parts = self.together(scale)
+        largest = parts.gather(2, parts.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+        d = float16(largest / (high if self.has_offset else low))
+        sc = self.whole(parts, d, low, high)
+        if offset is None:
+            return self.grid(SuperBlocks(d, sc))
+        below = self.together(-offset).clamp(min=0)
+        dmin = float16(below.amax(dim=2) / high)
+        return self.grid(SuperBlocks(d, sc, dmin, self.whole(below, dmin, 0, high)))
+
+    def together(self, values: Tensor) -> Tensor:
+        """Cut [N, G] into [N, K / 256, groups in 256]."""
+        return values.float().unflatten(1, (-1, SUPER_BLOCK // self.group))  # type: ignore[no-any-return, no-untyped-call]
+
+    def whole(self, wanted: Tensor, step: Tensor, low: int, high: int) -> Tensor:
+        """Round [N, S, g] to whole numbers of the float16 steps [N, S], as int8 [N, G]."""
+        step = step.float().unsqueeze(2)
+        return torch.where(step == 0, 0.0, wanted / step).round().clamp(low, high).to(torch.int8).flatten(1)
+
+    def grid(self, stored: SuperBlocks) -> BlockGrid:
+        """Return the effective scales and offsets."""
+        offset = None
+        if stored.dmin is not None and stored.mn is not None:
+            offset = -(self._spread(stored.dmin) * stored.mn.float())
+        return BlockGrid(self._spread(stored.d) * stored.sc.float(), offset, stored)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        return values.float().repeat_interleave(SUPER_BLOCK // self.group, dim=1)
+
+    def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
+        """Choose the nearest codes, each scale spanning its group. Raises InputError: `group-indivisible`."""
+        return self.nearest(weight, *self.parameters(*extremes(weight, scheme), scheme), scheme)
+
+    def _fields(self, grid: BlockGrid, where: torch.device) -> dict[str, Any]:
+        return {"scale": grid.scale, "offset": grid.offset, "super_blocks": grid.super_blocks}
+
+    def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
+        """See `Format`: q2_k 2.625, q3_k 3.4375, q4_k 4.5, q5_k 5.5, q6_k 6.5625."""
+        kinds = 2 if self.has_offset else 1
+        return self.bits + kinds * (self.scale_bits / self.group + 16 / SUPER_BLOCK)

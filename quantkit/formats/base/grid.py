@@ -9,6 +9,7 @@ need no more: they work in effective scales, which is what a weight is divided b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,7 +49,7 @@ class GridFormat:
         raise NotImplementedError
 
     def global_scale(self, amax: Tensor, scheme: WeightScheme) -> Tensor | None:
-        """The factor for a whole matrix whose largest magnitude is `amax` []; None: this format has none."""
+        """Return the factor for a whole matrix whose largest magnitude is `amax` []; None: this format has none."""
         return None
 
     def shares_scale(self, scheme: WeightScheme) -> bool:
@@ -62,7 +63,7 @@ class GridFormat:
     def parameters(
         self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Effective scale and zero point for values between `low` and `high`.
+        """Choose effective scale and zero point for values between `low` and `high`.
 
         Args:
             low, high: any one shape, float32.
@@ -76,38 +77,36 @@ class GridFormat:
         raise NotImplementedError
 
     def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
-        """Wanted scales as the nearest effective ones that can be stored; never zero, never infinite."""
+        """Round wanted scales to the nearest effective ones that can be stored; never zero, never infinite."""
         return stored(scale, scheme)
 
     def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
-        """The nearest values of the grid, float32: `decode(encode(units, 1, zero), 1, zero)`."""
+        """Return the nearest values of the grid, float32: `decode(encode(units, 1, zero), 1, zero)`."""
         raise NotImplementedError
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Nearest codes; effective `scale` and `zero` broadcast against `weight`."""
+        """Return the nearest codes; effective `scale` and `zero` broadcast against `weight`."""
         raise NotImplementedError
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """What codes stand for, float32, by broadcasting."""
+        """Return what codes stand for, float32, by broadcasting."""
         raise NotImplementedError
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
+        """Pack codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        """The inverse of `pack`."""
+        """Invert `pack`."""
         raise NotImplementedError
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round [N, K] to nearest, each range from the smallest to the largest weight it covers.
 
-        Raises:
-            InputError: `group-indivisible`.
+        Raises InputError: `group-indivisible`.
         """
         whole = self.global_scale(weight.float().abs().amax(), scheme)
-        low, high = extremes(weight, scheme)
-        scale, zero = self.parameters(low, high, scheme, whole)
+        scale, zero = self.parameters(*extremes(weight, scheme), scheme, whole)
         return self.nearest(weight, scale, zero, scheme, whole)
 
     def nearest(
@@ -118,9 +117,9 @@ class GridFormat:
         scheme: WeightScheme,
         global_scale: Tensor | None = None,
     ) -> QuantTensor:
-        """Round [N, K] to the nearest codes under given ranges.
+        """Round [N, K] to the nearest codes under ranges that are chosen already.
 
-        What is on the grid already stays there: this is also how a solver that chose values turns them into codes.
+        A value on the grid stays there: this is also how a solver that chose values turns them into codes.
 
         Args:
             weight: [N, K] of any float dtype.
@@ -128,8 +127,7 @@ class GridFormat:
             zero: int8 of that shape, or None.
             global_scale: the one that `scale` was made with; None takes it from `weight`.
 
-        Raises:
-            InputError: `group-indivisible`.
+        Raises InputError: `group-indivisible`.
         """
         shape = (weight.shape[0], weight.shape[1])
         shift = None if zero is None else against(zero, shape, scheme)
@@ -139,11 +137,11 @@ class GridFormat:
         return QuantTensor(codes, zero=zero, scheme=scheme, **self.kept(scale, scheme, global_scale))
 
     def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
-        """The fields of a `QuantTensor` that hold effective scales: `scale` and what goes with it."""
+        """Return the fields of a `QuantTensor` that hold effective scales: `scale` and what goes with it."""
         return {"scale": scale.to(storage(scheme))}
 
     def dequantize(self, tensor: QuantTensor) -> Tensor:
-        """[N, K] float32."""
+        """See `Format`."""
         scale, zero = tensor.scale.float(), tensor.zero
         if tensor.global_scale is not None:
             scale = scale * tensor.global_scale
@@ -152,13 +150,11 @@ class GridFormat:
         return self.decode(codes, against(scale, tensor.shape, tensor.scheme), shift).reshape(tensor.shape)
 
     def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
-        """Codes, scales and packed zero points: int4 in groups of 64, asymmetric, float16 scales: 4.3125.
+        """Count codes, scales and packed zero points: int4 in groups of 64, asymmetric, float16 scales: 4.3125.
 
-        Raises:
-            InputError: `group-indivisible`.
+        Raises InputError: `group-indivisible`.
         """
-        rows, columns = scale_shape(shape, scheme)
-        scales = rows * columns
+        scales = math.prod(scale_shape(shape, scheme))
         bits = scales * (_SCALE_BITS[scheme.scale] + (0 if scheme.symmetric else self.bits))
         if scheme.scale == "double":
             bits += 32 * (-(-scales // 256) + 1)
@@ -168,41 +164,34 @@ class GridFormat:
 
 
 def load_grid(name: str) -> GridFormat:
-    """A format that has scales, by its name.
+    """Load a format that has scales, by its name.
 
-    Raises:
-        InputError: `unknown-format`; `format-without-scale`, a plain floating-point number.
+    Raises InputError: `unknown-format`; `format-without-scale`, a plain floating-point number.
     """
-    found = load_format(name)
-    if not isinstance(found, GridFormat):
-        raise InputError(
-            "format-without-scale",
-            value=f"format {name}",
-            rule="ranges are searched for formats with scales",
-            remedy="use a quantizing format, see `quantkit list formats`",
+    form = load_format(name)
+    if not isinstance(form, GridFormat):
+        rule, remedy = (
+            "ranges are searched for formats with scales",
+            "use a quantizing format, see `quantkit list formats`",
         )
-    return found
+        raise InputError("format-without-scale", value=f"format {name}", rule=rule, remedy=remedy)
+    return form
 
 
 def storage(scheme: WeightScheme) -> torch.dtype:
-    """The dtype in which `QuantTensor.scale` is held."""
-    own = {
-        "e8m0": torch.float8_e8m0fnu,
-        "fp8_e4m3": torch.float8_e4m3fn,
-        "double": torch.float32,
-        "super": torch.float32,
-    }
-    return own.get(scheme.scale) or getattr(torch, scheme.scale)
+    """Return the dtype in which `QuantTensor.scale` is held."""
+    own = {"e8m0": "float8_e8m0fnu", "fp8_e4m3": "float8_e4m3fn", "double": "float32", "super": "float32"}
+    return getattr(torch, own.get(scheme.scale, scheme.scale))  # type: ignore[no-any-return]
 
 
 def effective(scheme: WeightScheme) -> torch.dtype:
-    """The dtype of effective scales: the stored one where a runtime multiplies in it, else float32."""
+    """Return the dtype of effective scales: the stored one where a runtime multiplies in it, else float32."""
     dtype = storage(scheme)
     return dtype if dtype.itemsize > 1 else torch.float32
 
 
 def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
-    """A scale of a wider float type in its dtype; never zero, never infinite there."""
+    """Round a scale of a wider float type to its dtype; never zero, never infinite there."""
     dtype = effective(scheme)
     limits = torch.finfo(dtype)
     # the smallest normal number: a subnormal scale has too few bits to divide by

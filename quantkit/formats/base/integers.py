@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
-    """The scale in its storage dtype; never zero, never infinite there.
+    """Round a scale to its storage dtype; never zero, never infinite there.
 
     Runtimes multiply in the dtype of the scale. A float16 scale of a format up to 4 bits keeps only as many significant
     bits as make every product with a code exact in float16 (11 bits: 7 for int4 with a zero point, 8 without), so that
@@ -44,7 +44,7 @@ def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
 
 
 def exact_bits(scheme: WeightScheme) -> int | None:
-    """Significant bits with which a scale's products with codes are exact in its dtype; None: not limited."""
+    """Count the significant bits with which a scale's products with codes are exact in its dtype; None: not limited."""
     bits = load_format(scheme.format).bits
     if scheme.scale != "float16" or bits > 4:
         return None
@@ -54,11 +54,7 @@ def exact_bits(scheme: WeightScheme) -> int | None:
 
 @dataclass(frozen=True)
 class IntegerFormat(GridFormat):
-    """A uniform integer format.
-
-    Args:
-        bits: 1 to 8.
-    """
+    """A uniform integer format of 1 to 8 bits."""
 
     rules: ClassVar[Rules] = Rules(
         granularities={"channel": None, "tensor": None, "group": None},
@@ -69,21 +65,20 @@ class IntegerFormat(GridFormat):
 
     @property
     def low(self) -> int:
-        """Smallest code."""
+        """The smallest code."""
         return -int(2 ** (self.bits - 1))
 
     @property
     def high(self) -> int:
-        """Largest code."""
+        """The largest code."""
         return int(2 ** (self.bits - 1)) - 1
 
     def parameters(
         self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Scale (stored dtype) and zero point (int8, None when symmetric) for values between `low` and `high`."""
+        """Choose scale (stored dtype) and zero point (int8, None if symmetric) for values between `low` and `high`."""
         if scheme.symmetric:
-            top = torch.maximum(-low, high)
-            return stored(top / (2 ** (self.bits - 1) - 0.5), scheme), None
+            return stored(torch.maximum(-low, high) / (2 ** (self.bits - 1) - 0.5), scheme), None
         low, high = low.clamp(max=0.0), high.clamp(min=0.0)
         scale = stored((high - low) / (2**self.bits - 1), scheme)
         zero = torch.round(self.low - low / scale.float()).clamp(self.low, self.high)
@@ -94,30 +89,29 @@ class IntegerFormat(GridFormat):
         return stored(scale, scheme)
 
     def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
-        """Whole numbers, ties to even, between the lowest and the highest code less the zero point."""
-        if zero is None:
-            return units.float().round().clamp(self.low, self.high)
-        return units.float().round().clamp(self.low - zero.float(), self.high - zero.float())
+        """Round to whole numbers, ties to even, between the lowest and the highest code less the zero point."""
+        shift = 0.0 if zero is None else zero.float()
+        return units.float().round().clamp(self.low - shift, self.high - shift)  # type: ignore[arg-type]
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Nearest codes, int8; `scale` and `zero` broadcast against `weight`."""
+        """Return the nearest codes, int8; `scale` and `zero` broadcast against `weight`."""
         codes = torch.round(weight.float() / scale.float())
         if zero is not None:
             codes = codes + zero.float()
         return codes.clamp(self.low, self.high).to(torch.int8)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """`(codes - zero) * scale` in float32, by broadcasting."""
+        """Return `(codes - zero) * scale` in float32, by broadcasting."""
         values = codes.float() if zero is None else codes.float() - zero.float()
         return values * scale.float()
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Unsigned codes (code - low), least significant bit first, rows padded to whole bytes.
+        """Pack unsigned codes (code - low), least significant bit first, rows padded to whole bytes.
 
         int8 [N, K] -> uint8 [N, ceil(K * bits / 8)]; int4 [4096, 4096] -> [4096, 2048].
         """
         return packed_bits(codes.to(torch.int16) - self.low, self.bits)
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        """uint8 [N, ceil(K * bits / 8)] -> int8 [N, K]."""
+        """Unpack uint8 [N, ceil(K * bits / 8)] -> int8 [N, K]."""
         return (unpacked_bits(packed, self.bits, columns).to(torch.int16) + self.low).to(torch.int8)

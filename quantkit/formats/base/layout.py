@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def groups_of(columns: int, scheme: WeightScheme) -> int:
-    """How many scales lie along K: [4096, 4096] in groups of 128 has 32. Raises InputError (`group-indivisible`)."""
+    """Count the scales along K: [4096, 4096] in groups of 128 has 32. Raises InputError (`group-indivisible`)."""
     if scheme.granularity in ("tensor", "channel"):
         return 1
     group = scheme.group or columns
@@ -42,7 +42,7 @@ def groups_of(columns: int, scheme: WeightScheme) -> int:
 
 
 def scale_shape(shape: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]:
-    """The shape of the scales of a matrix [N, K]. Raises InputError (`group-indivisible`)."""
+    """Return the shape of the scales of a matrix [N, K]. Raises InputError (`group-indivisible`)."""
     rows, columns = shape
     if scheme.granularity == "tensor":
         return 1, 1
@@ -52,7 +52,7 @@ def scale_shape(shape: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]
 
 
 def tiles(weight: Tensor, scheme: WeightScheme) -> Tensor:
-    """[N, K] -> [n, b, k, b] of `granularity: block`, filled up with zeros at the edges."""
+    """Cut [N, K] into [n, b, k, b] of `granularity: block`, filled up with zeros at the edges."""
     size = scheme.group or max(weight.shape)
     rows, columns = weight.shape
     whole = torch.nn.functional.pad(weight, (0, -columns % size, 0, -rows % size))
@@ -60,10 +60,9 @@ def tiles(weight: Tensor, scheme: WeightScheme) -> Tensor:
 
 
 def extremes(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest weight under each scale, in the shape of the scales, float32.
+    """Find the smallest and the largest weight under each scale, in the shape of the scales, float32.
 
-    Raises:
-        InputError: `group-indivisible`.
+    Raises InputError: `group-indivisible`.
     """
     weight = weight.float()
     if scheme.granularity == "block":
@@ -78,7 +77,7 @@ def extremes(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
 
 
 def by_row(scales: Tensor, rows: int, scheme: WeightScheme) -> Tensor:
-    """Scales (or zero points) repeated so that each row has its own: [N, G], the same values in another shape."""
+    """Repeat scales (or zero points) so that each row has its own: [N, G], the same values in another shape."""
     if scheme.granularity == "tensor":
         return scales.expand(rows, 1)
     if scheme.granularity == "block":
@@ -87,10 +86,9 @@ def by_row(scales: Tensor, rows: int, scheme: WeightScheme) -> Tensor:
 
 
 def split(weight: Tensor, scheme: WeightScheme) -> Tensor:
-    """[N, K] in a shape against which `against` broadcasts: [N, G, K / G], or as it is in blocks.
+    """Reshape [N, K] so that `against` broadcasts: [N, G, K / G], or as it is in blocks.
 
-    Raises:
-        InputError: `group-indivisible`.
+    Raises InputError: `group-indivisible`.
     """
     if scheme.granularity == "block":
         return weight
@@ -100,7 +98,7 @@ def split(weight: Tensor, scheme: WeightScheme) -> Tensor:
 
 
 def against(scales: Tensor, shape: tuple[int, int], scheme: WeightScheme) -> Tensor:
-    """Scales (or zero points) in a shape that broadcasts against `split` of a matrix [N, K]."""
+    """Reshape scales (or zero points) so that they broadcast against `split` of a matrix [N, K]."""
     if scheme.granularity != "block":
         return scales.unsqueeze(2)
     rows, columns = shape
@@ -108,7 +106,7 @@ def against(scales: Tensor, shape: tuple[int, int], scheme: WeightScheme) -> Ten
 
 
 def packed_bits(codes: Tensor, bits: int) -> Tensor:
-    """Codes 0 .. 2^bits - 1 [N, K] -> uint8 [N, ceil(K * bits / 8)]; 4 bits [4096, 4096] -> [4096, 2048]."""
+    """Pack codes 0 .. 2^bits - 1 [N, K] -> uint8 [N, ceil(K * bits / 8)]; 4 bits [4096, 4096] -> [4096, 2048]."""
     rows, columns = codes.shape
     shifts = torch.arange(bits, dtype=torch.int16, device=codes.device)
     every = ((codes.to(torch.int16).unsqueeze(2) >> shifts) & 1).reshape(rows, columns * bits)
@@ -118,7 +116,7 @@ def packed_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpacked_bits(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """uint8 [N, ceil(K * bits / 8)] -> codes [N, K], uint8."""
+    """Unpack uint8 [N, ceil(K * bits / 8)] -> codes [N, K], uint8."""
     rows = packed.shape[0]
     places = torch.arange(8, dtype=torch.int16, device=packed.device)
     every = ((packed.to(torch.int16).unsqueeze(2) >> places) & 1).reshape(rows, -1)[:, : columns * bits]

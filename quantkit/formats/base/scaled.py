@@ -1,17 +1,25 @@
-"""Formats whose values are a scale times an element without zero point: floats, and anything else around zero.
+"""Floating-point formats: small numbers under a scale, as elements of a grid, and plain ones, which are a cast.
+
+    fp8_e4m3   ±448     1 sign, 4 exponent, 3 mantissa bits; no infinity, NaN is S.1111.111
+    fp8_e5m2   ±57344   1, 5, 2; infinity and NaN as in IEEE 754
+    fp4_e2m1   ±6       1, 2, 1: ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}; neither infinity nor NaN
 
     s = max|w| / top        code = nearest element to w / s
 
-The scale is rounded to what it is stored in before codes are chosen.
+The scale is rounded to what it is stored in before codes are chosen. Rounding is to nearest, ties to the even mantissa;
+what lies beyond the range, infinity included, becomes the largest finite number of its sign. NaN stays NaN where the
+element has one; elsewhere weights have to be finite.
+(Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433; OCP Microscaling Formats v1.0.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from quantkit.formats.base.elements import Element
+from quantkit.formats import QuantTensor
 from quantkit.formats.base.grid import GridFormat
+from quantkit.formats.base.layout import packed_bits, unpacked_bits
 from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
@@ -20,10 +28,117 @@ if TYPE_CHECKING:
 
     from quantkit.scheme import WeightScheme
 
+# of either sign; the code is the place, plus 8 for negative numbers
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Element(Protocol):
+    """A grid: what a code stands for in units of the scale."""
+
+    @property
+    def top(self) -> float:
+        """The largest value."""
+
+    def snap(self, units: Tensor) -> Tensor:
+        """Return the nearest values, float32."""
+
+    def encode(self, units: Tensor) -> Tensor:
+        """Return their codes."""
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return what codes stand for, float32."""
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Pack codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
+
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
+        """Invert `pack`."""
+
+    def codebook(self, device: torch.device | None = None) -> Tensor | None:
+        """Return [2^bits] float32, what each code stands for; None where the code is a number itself."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """An 8-bit float that torch has; codes are of its dtype.
+
+    Args:
+        dtype: its name in torch.
+        top: the largest finite number.
+    """
+
+    dtype: str
+    top: float
+
+    def snap(self, units: Tensor) -> Tensor:
+        """See `Element`."""
+        return self.encode(units).float()
+
+    def encode(self, units: Tensor) -> Tensor:
+        """Cast, saturating: torch's own overflows to NaN or infinity."""
+        return units.float().clamp(-self.top, self.top).to(getattr(torch, self.dtype))
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """See `Element`: exact."""
+        return codes.float()
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Return the bytes, uint8 [N, K]."""
+        return codes.contiguous().view(torch.uint8)
+
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
+        """See `Element`."""
+        return packed[:, :columns].contiguous().view(getattr(torch, self.dtype))
+
+    def codebook(self, device: torch.device | None = None) -> None:
+        """See `Element`."""
+
+
+@dataclass(frozen=True)
+class Fp4:
+    """E2M1; codes are uint8, 0..15: sign bit, then the place of the magnitude among `FP4_VALUES`."""
+
+    top: float = 6.0
+
+    def snap(self, units: Tensor) -> Tensor:
+        """Round to whole multiples of half the power of two below, ties to even, float32."""
+        units = units.float().clamp(-self.top, self.top)
+        size = units.abs()
+        step = 0.5 + 0.5 * (size >= 2) + (size >= 4)
+        return torch.round(units / step) * step
+
+    def encode(self, units: Tensor) -> Tensor:
+        """See `Element`; a small negative number becomes minus zero, code 8, as in `ml_dtypes.float4_e2m1fn`."""
+        place = torch.bucketize(self.snap(units).abs(), self.codebook(units.device)[: len(FP4_VALUES)])
+        return (place + 8 * torch.signbit(units)).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """See `Element`: exact."""
+        return self.codebook(codes.device)[codes.int()]
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Put two in a byte, the first in the low half, as compressed-tensors does."""
+        return packed_bits(codes, 4)
+
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
+        """See `Element`."""
+        return unpacked_bits(packed, 4, columns)
+
+    def codebook(self, device: torch.device | None = None) -> Tensor:
+        """Return [16]: the positive numbers, then the negative ones."""
+        values = torch.tensor(FP4_VALUES)
+        # without waiting for what the device does at the time
+        return torch.cat([values, -values]).to(device, non_blocking=True)
+
+
+FP8_E4M3 = Fp8("float8_e4m3fn", 448.0)
+FP8_E5M2 = Fp8("float8_e5m2", 57344.0)
+FP4_E2M1 = Fp4()
+
 
 @dataclass(frozen=True)
 class ScaledFormat(GridFormat):
-    """A format of scaled elements."""
+    """A format of scaled elements: floats, and anything else around zero."""
 
     element: Element
 
@@ -40,31 +155,31 @@ class ScaledFormat(GridFormat):
     def parameters(
         self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """The scale that puts the largest magnitude on the largest element, as stored."""
+        """Put the largest magnitude on the largest element; the scale as stored."""
         return self.stored(torch.maximum(-low, high) / self.element.top, scheme, global_scale), None
 
     def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
-        """The nearest elements."""
+        """Return the nearest elements."""
         return self.element.snap(units)
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Nearest codes."""
+        """Return the nearest codes."""
         return self.element.encode(weight.float() / scale.float())
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Element times scale, float32."""
+        """Multiply elements by the scale, float32."""
         return self.element.decode(codes) * scale.float()
 
     def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
-        """Scales, and the codebook if there is one."""
+        """Keep scales, and the codebook if there is one."""
         return {**super().kept(scale, scheme, global_scale), "codebook": self.element.codebook(scale.device)}
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
+        """See `Element`."""
         return self.element.pack(codes)
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        """The inverse of `pack`."""
+        """See `Element`."""
         return self.element.unpack(packed, columns)
 
 
@@ -80,7 +195,7 @@ class Fp8Format(ScaledFormat):
     )
 
     def shares_scale(self, scheme: WeightScheme) -> bool:
-        """Per tensor: vLLM multiplies fused linears under the largest of their scales, and rounds the others again."""
+        """See `GridFormat`; per tensor vLLM multiplies fused linears under the largest scale, and rounds the others."""
         return scheme.granularity == "tensor"
 
 
@@ -106,12 +221,12 @@ class MxFormat(ScaledFormat):
     def parameters(
         self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """A power of two, float32. A group of zeros gets the smallest one."""
+        """Choose a power of two, float32. A group of zeros gets the smallest one."""
         amax = torch.maximum(-low, high).float()
         return _power_of_two(torch.frexp(amax).exponent - 1 - self.exponent, amax), None
 
     def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
-        """The power of two nearest in ratio."""
+        """Return the power of two nearest in ratio."""
         mantissa, exponent = torch.frexp(scale.float())
         return _power_of_two(exponent - 1 + (mantissa >= 0.5**0.5).int(), scale)
 
@@ -120,3 +235,36 @@ def _power_of_two(exponent: Tensor, of: Tensor) -> Tensor:
     """2^exponent as E8M0 has it, -127 to 127, float32; the lowest where `of` is 0."""
     code = torch.where(of > 0, exponent + 127, 0).clamp(0, 254)
     return code.to(torch.uint8).view(torch.float8_e8m0fnu).float()
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A floating-point dtype that torch has: a cast, no scale.
+
+    Args:
+        name: its name in recipes and in torch.
+    """
+
+    name: str
+    bits: int
+    rules: ClassVar[Rules] = Rules(granularities={"tensor": None}, symmetric=(True,), scales=("float32",), codes=False)
+
+    def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
+        """Round to nearest even in this dtype; the scale is 1."""
+        return QuantTensor(weight.to(getattr(torch, self.name)), torch.ones(1, 1, device=weight.device), None, scheme)
+
+    def dequantize(self, tensor: QuantTensor) -> Tensor:
+        """See `Format`."""
+        return tensor.codes.float()
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Return little-endian bytes, uint8 [N, K * bits / 8]."""
+        return codes.contiguous().view(torch.uint8).reshape(codes.shape[0], -1)
+
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
+        """See `Format`."""
+        return packed.contiguous().view(getattr(torch, self.name)).reshape(packed.shape[0], columns)
+
+    def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
+        """See `Format`: the dtype's width."""
+        return float(self.bits)

@@ -21,7 +21,7 @@ import numpy as np
 from quantkit import limits, machine
 from quantkit.errors import InputError
 from quantkit.exporters.onnx import single_op as single
-from quantkit.exporters.onnx.single_product import MOST, SingleProduct, StorageVariant, activations
+from quantkit.exporters.onnx.single_op import MOST, SingleProduct, StorageVariant, activations
 from quantkit.graph import protobuf
 from quantkit.measurement.operators.ceilings import last_level_cache
 from quantkit.measurement.operators.products import Runnable, copies

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor, load_format
-from quantkit.formats.base.elements import FP4_E2M1
+from quantkit.formats.base.scaled import FP4_E2M1
 from quantkit.lazy import torch
 from quantkit.model.layouts import (
     Expansion,

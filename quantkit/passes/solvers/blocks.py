@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from quantkit.formats import SuperBlocks
-from quantkit.formats.base.blocks import BlockFormat, BlockGrid, float16
+from quantkit.formats.base.blocks import SUPER_BLOCK, BlockFormat, BlockGrid, SuperBlockFormat, float16
 from quantkit.formats.base.layout import extremes
-from quantkit.formats.base.super_blocks import SUPER_BLOCK, SuperBlockFormat
 from quantkit.scheme import WeightScheme
 
 # elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache

@@ -21,7 +21,7 @@ from quantkit.pipeline.progress import Progress
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
 
 if TYPE_CHECKING:
-    from quantkit.exporters.tensorrt.network.graph import NetworkProduct
+    from quantkit.exporters.tensorrt.graph import NetworkProduct
     from quantkit.formats import QuantTensor
 
 # what `shrink: auto` is here: one pass of a few samples says too little of the noise in them
@@ -50,7 +50,7 @@ class Network:
 
     def save(self, path: Path) -> None:
         """Write the network, its weights beside it."""
-        from quantkit.exporters.tensorrt.network.graph import network
+        from quantkit.exporters.tensorrt.graph import network
         from quantkit.exporters.trace.rewrite import save
 
         whole = network(self.prepared.graph.model, self.products, self.pairs, self.format)
@@ -59,17 +59,15 @@ class Network:
 
     def checks(self, path: Path) -> tuple[list[Check], list[Decision]]:
         """Check the network's numbers, in ONNX Runtime. Raises GateError."""
-        from quantkit.exporters.tensorrt.network.check_graph import check
+        from quantkit.exporters.tensorrt.check import check_graph
 
         feed = self.prepared.calib.first(BATCH)
-        checks = check(path, self.prepared.graph.model, self.products, self.pairs, self.format, feed)
+        checks = check_graph(path, self.prepared.graph.model, self.products, self.pairs, self.format, feed)
         demand(checks, "the network is not what was decided on; nothing was delivered. Please report it")
         return checks, []
 
     def layers(self) -> list[LayerEntry]:
         """Describe each quantized product for the manifest."""
-        from quantkit.exporters.tensorrt.network.check_graph import dense
-
         layers = []
         inputs = None if self.activations is None else self.activations.model_dump(mode="json", exclude_none=True)
         for name, product in self.products.items():
@@ -80,7 +78,7 @@ class Network:
                     shape=list(matrix.shape),
                     scheme=scheme.model_dump(mode="json", exclude_none=True),
                     bits_per_weight=load_format(scheme.format).bits_per_weight(matrix.shape, scheme),
-                    error=float(np.square(dense(product) - matrix).sum() / (np.square(matrix).sum() or 1.0)),
+                    error=float(np.square(product.dense() - matrix).sum() / (np.square(matrix).sum() or 1.0)),
                     activations=inputs,
                     input_scale=self.pairs.get(product.site.input),
                 )
@@ -180,7 +178,7 @@ class Network:
     def _products(
         self, products: Products, tensors: Mapping[str, QuantTensor], biases: Mapping[str, Any]
     ) -> dict[str, NetworkProduct]:
-        from quantkit.exporters.tensorrt.network.graph import NetworkProduct
+        from quantkit.exporters.tensorrt.graph import NetworkProduct
 
         self.decisions += [taken for own in products.decisions.values() for taken in own]
         return {

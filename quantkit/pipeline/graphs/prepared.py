@@ -287,7 +287,7 @@ def _demand_read(graph: FloatGraph, library: Library | None) -> None:
     """Let the library read the network in which everything stays in 16 bits: what it refuses there, it would later."""
     if library is None:
         return
-    from quantkit.exporters.tensorrt.network.graph import network
+    from quantkit.exporters.tensorrt.graph import network
     from quantkit.exporters.tensorrt.parser import demand_read
     from quantkit.exporters.trace.rewrite import save
     from quantkit.graph.run import Runner

@@ -7,9 +7,8 @@ import torch
 from reference import plain_blocks
 
 from quantkit.formats import load_format
-from quantkit.formats.base.blocks import BlockFormat
+from quantkit.formats.base.blocks import BlockFormat, SuperBlockFormat
 from quantkit.formats.base.layout import extremes
-from quantkit.formats.base.super_blocks import SuperBlockFormat
 from quantkit.passes.solvers.blocks import placed
 from quantkit.passes.solvers.factor import factor
 from quantkit.passes.solvers.gptq import gptq, gptq_shared

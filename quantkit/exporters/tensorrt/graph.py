@@ -11,7 +11,7 @@ own. Scales are those of float16, exactly, wherever the solver chose them so; se
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantkit.bundle import stopping_when_full
-from quantkit.exporters.tensorrt.network.weights import TYPES, codes, stored
-from quantkit.graph.values import drop_unread, free, name_apart, parts_of
+from quantkit.exporters.tensorrt.dialect import TYPES, codes, stored
+from quantkit.exporters.trace.rewrite import is_producer
+from quantkit.graph.values import drop_unread, initializer, name_apart, parts_of
 
 if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
@@ -31,25 +32,24 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 BATCH = "batch"
+WIDE, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 
 
 @dataclass(frozen=True)
 class NetworkProduct:
-    """What becomes of one product.
-
-    Args:
-        site: in the float graph.
-        weight: its codes [N, K].
-        bias: [N] float32; None where nothing is added.
-    """
+    """What becomes of one product: its site in the float graph, its codes [N, K], and the bias [N] it adds, if any."""
 
     site: Site
     weight: QuantTensor
     bias: Array | None
 
+    def dense(self) -> Array:
+        """Expand the codes, [N, K] float32."""
+        return np.asarray(self.weight.dense().float().numpy())
+
 
 def network(model: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapping[str, float], kind: str) -> ir.Model:
-    """A copy of a float graph for TensorRT.
+    """Copy a float graph for TensorRT.
 
     Args:
         model: float32; unchanged.
@@ -57,98 +57,74 @@ def network(model: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapp
         pairs: tensor -> scale of the pair behind it.
         kind: format of the pairs: `int8` or `fp8_e4m3`.
     """
-    made = model.clone()
-    graph = made.graph
+    copied = model.clone()
+    graph = copied.graph
     known = parts_of(graph)
     nodes = {str(node.outputs[0].name): node for node in graph if node.outputs}
     for product in products.values():
-        node = nodes[product.site.output]
-        _convolution(node, product) if product.site.is_conv else _linear(node, product)
+        _quantize(nodes[product.site.output], product)
     values = {str(value.name): value for value in graph.inputs}
     values |= {str(value.name): value for node in graph for value in node.outputs}
-    mine = {f"{product.site.stem}.values" for product in products.values()}
+    weights = {f"{product.site.stem}.values" for product in products.values()}
     for name, scale in pairs.items():
-        _pair(graph, values[name], scale, kind, mine)
+        _pair(graph, values[name], scale, kind, weights)
     drop_unread(graph)  # the floats that codes stand in for
-    _name_batch(graph)
-    halved(made)
-    name_apart(graph, known)
-    made.metadata_props.clear()
-    # a bundle is known by the bytes of this file, so the word that stood here before `network` stays
-    made.metadata_props.update({"quantkit.kind": "vision", "quantkit.type": "float16"})
-    for node in graph:
-        node.metadata_props.clear()
-    return made
-
-
-def _name_batch(graph: ir.Graph) -> None:
-    """The first size of inputs, where it is free, is the batch: profiles know it by this name."""
     for value in graph.inputs:
+        # the first size, where it is free, is the batch: profiles know it by this name
         if value.shape is not None and len(value.shape) and not isinstance(value.shape[0], int):
             value.shape = ir.Shape([BATCH, *list(value.shape)[1:]])
-
-
-def _constant(graph: ir.Graph, values: Array, name: str) -> ir.Value:
-    name = free(name, graph.initializers)
-    tensor = ir.tensor(values, name=name)
-    value = ir.Value(name=name, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
+    halved(copied)
+    name_apart(graph, known)
+    copied.metadata_props.clear()
+    # a bundle is known by the bytes of this file, so the word that stood here before `network` stays
+    copied.metadata_props.update({"quantkit.kind": "vision", "quantkit.type": "float16"})
+    for node in graph:
+        node.metadata_props.clear()
+    return copied
 
 
 def _before(node: ir.Node, operator: str, inputs: list[ir.Value | None], name: str, **attributes: Any) -> ir.Value:
-    made = ir.node(operator, inputs, attributes=attributes, name=f"{name}/{operator}")
-    made.outputs[0].name, made.outputs[0].type = name, ir.TensorType(ir.DataType.FLOAT)
+    new = ir.node(operator, inputs, attributes=attributes, name=f"{name}/{operator}")
+    new.outputs[0].name, new.outputs[0].type = name, ir.TensorType(WIDE)
     assert node.graph is not None
-    node.graph.insert_before(node, made)
-    return made.outputs[0]
+    node.graph.insert_before(node, new)
+    return new.outputs[0]
 
 
-def _convolution(node: ir.Node, product: NetworkProduct) -> None:
-    site, weight, stem = product.site, product.weight, product.site.stem
-    graph = node.graph
+def _quantize(node: ir.Node, product: NetworkProduct) -> None:
+    """Let a product read codes; a Gemm becomes a MatMul and, where it has a bias, an Add."""
+    site, stem, graph = product.site, product.site.stem, node.graph
     assert graph is not None
-    found = stored(weight, np.dtype(np.float16))
-    shaped = site.shaped(np.ascontiguousarray(codes(weight).T))
-    parts = [_constant(graph, shaped, f"{stem}.codes"), _constant(graph, _wide(found.scale), f"{stem}.scale")]
-    axis = {} if found.axis is None else {"axis": 0}
-    node.replace_input_with(1, _before(node, "DequantizeLinear", [*parts], f"{stem}.values", **axis))
-    if product.bias is not None:
-        if len(node.inputs) < 3:
-            node.resize_inputs(3)
-        node.replace_input_with(2, _constant(graph, product.bias.astype(np.float32), f"{stem}.bias"))
-
-
-def _linear(node: ir.Node, product: NetworkProduct) -> None:
-    stem = product.site.stem
-    graph = node.graph
-    assert graph is not None
-    found = stored(product.weight, np.dtype(np.float16))
-    parts = [
-        _constant(graph, codes(product.weight), f"{stem}.codes"),
-        _constant(graph, _wide(found.scale), f"{stem}.scale"),
+    parts = stored(product.weight, np.dtype(np.float16))
+    # in float32, as all of the graph before it is halved; exactly what will be stored
+    scale = np.asarray(parts.scale, np.float16).astype(np.float32)
+    shaped, how = codes(product.weight), parts.options
+    if site.is_conv:
+        shaped, how = site.shaped(np.ascontiguousarray(shaped.T)), {} if parts.axis is None else {"axis": 0}
+    inputs: list[ir.Value | None] = [
+        initializer(graph, shaped, name=f"{stem}.codes"),
+        initializer(graph, scale, name=f"{stem}.scale"),
     ]
-    values = _before(node, "DequantizeLinear", [*parts], f"{stem}.values", **found.options)
-    if node.op_type == "MatMul":
+    values = _before(node, "DequantizeLinear", inputs, f"{stem}.values", **how)
+    if site.is_conv or node.op_type == "MatMul":
         node.replace_input_with(1, values)
+        if site.is_conv and product.bias is not None:
+            if len(node.inputs) < 3:
+                node.resize_inputs(3)
+            node.replace_input_with(2, initializer(graph, product.bias.astype(np.float32), name=f"{stem}.bias"))
         return
     output = node.outputs[0]
     if product.bias is None:
-        made = ir.node("MatMul", [node.inputs[0], values], name=node.name)
+        last = ir.node("MatMul", [node.inputs[0], values], name=node.name)
     else:
         sums = _before(node, "MatMul", [node.inputs[0], values], f"{stem}.sums")
-        bias = _constant(graph, product.bias.astype(np.float32), f"{stem}.bias")
-        made = ir.node("Add", [sums, bias], name=node.name)
-    made.outputs[0].name, made.outputs[0].type, made.outputs[0].shape = output.name, output.type, output.shape
+        bias = initializer(graph, product.bias.astype(np.float32), name=f"{stem}.bias")
+        last = ir.node("Add", [sums, bias], name=node.name)
+    last.outputs[0].name, last.outputs[0].type, last.outputs[0].shape = output.name, output.type, output.shape
     output.name = None
-    graph.insert_before(node, made)
-    output.replace_all_uses_with(made.outputs[0], replace_graph_outputs=True)
+    graph.insert_before(node, last)
+    output.replace_all_uses_with(last.outputs[0], replace_graph_outputs=True)
     graph.remove(node, safe=True)
-
-
-def _wide(scale: Array) -> Array:
-    """In float32, as all of the graph before it is halved; exactly what will be stored."""
-    return np.asarray(scale, np.float16).astype(np.float32)
 
 
 def _pair(graph: ir.Graph, value: ir.Value, scale: float, kind: str, weights: Collection[str]) -> None:
@@ -156,15 +132,14 @@ def _pair(graph: ir.Graph, value: ir.Value, scale: float, kind: str, weights: Co
     name = str(value.name)
     readers = [(node, place) for node, place in value.uses() if node.op_type == "Add" or _multiplies(node, weights)]
     parts = [
-        _constant(graph, np.array(scale, np.float32), f"{name}.scale"),
-        _constant(graph, np.array(0).astype(TYPES[kind]), f"{name}.zero"),
+        initializer(graph, np.array(scale, np.float32), name=f"{name}.scale"),
+        initializer(graph, np.array(0).astype(TYPES[kind]), name=f"{name}.zero"),
     ]
     quantize = ir.node("QuantizeLinear", [value, *parts], name=f"{name}/q")
     dequantize = ir.node("DequantizeLinear", [quantize.outputs[0], *parts], name=f"{name}/dq")
     quantize.outputs[0].name, dequantize.outputs[0].name = f"{name}.quantized", f"{name}.values"
-    dequantize.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    for reader, place in readers:
-        reader.replace_input_with(place, dequantize.outputs[0])
+    dequantize.outputs[0].type = ir.TensorType(WIDE)
+    _read_instead(readers, dequantize.outputs[0])
     producer = value.producer()
     if producer is None:
         graph.insert_before(graph[0], [quantize, dequantize])
@@ -176,12 +151,16 @@ def _multiplies(node: ir.Node, weights: Collection[str]) -> bool:
     return any(value is not None and value.name in weights for value in node.inputs)
 
 
+def _read_instead(readers: Iterable[tuple[ir.Node, int]], value: ir.Value) -> None:
+    for reader, place in readers:
+        reader.replace_input_with(place, value)
+
+
 # --- 16 bits ----------------------------------------------------------------------------------------------------------
 # A strongly typed network is computed in the types that its tensors have, so every constant and every operator's result
 # becomes float16. What a graph takes and gives stays float32: a Cast stands at each end. Operators whose inputs ONNX
 # defines in float32 alone keep them (sizes of Resize); bounds beyond 65504, such as masks of -3.4e38, become that.
 
-WIDE, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 _MOST = float(np.finfo(np.float16).max)
 # operator -> inputs that are float32 in ONNX, whatever the others are
 _SIZES = {"Resize": (1, 2), "Upsample": (1,)}
@@ -210,37 +189,36 @@ def halved(model: ir.Model) -> ir.Model:
     return model
 
 
-def _half(values: NDArray[np.float32]) -> NDArray[np.float16]:
-    found: NDArray[np.float16] = np.clip(values, -_MOST, _MOST).astype(np.float16)
-    return found
+def _half(values: Array) -> Array:
+    return np.asarray(np.clip(values, -_MOST, _MOST).astype(np.float16))
 
 
 def _wide_constants(model: ir.Model, opset: int) -> set[str]:
     """Initializers that only inputs read which stay float32."""
-    found = set()
+    names = set()
     for graph in [model.graph, *model.graph.subgraphs()]:
         for name, value in graph.initializers.items():
             readers = [at in _SIZES.get(reader.op_type, ()) or _whole(reader, opset) for reader, at in value.uses()]
             if readers and all(readers):
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def _whole(node: ir.Node, opset: int) -> bool:
-    """Tell whether ONNX defines an operator in float32 and not in float16: Celu, Range, NonMaxSuppression, ..."""
+    """Whether ONNX defines an operator in float32 and not in float16: Celu, Range, NonMaxSuppression, ..."""
     if node.domain not in ("", "ai.onnx"):
         return False
     schema = onnx.defs.get_schema(node.op_type, opset)
-    types = {kind for each in (*schema.inputs, *schema.outputs) for kind in each.types}
+    types = {kind for side in (*schema.inputs, *schema.outputs) for kind in side.types}
     return node.op_type in _WHOLE or ("tensor(float)" in types and "tensor(float16)" not in types)
 
 
 def _node(node: ir.Node, wide: set[str], opset: int) -> None:
     whole = _whole(node, opset)
+    assert node.graph is not None
     for at, value in enumerate(node.inputs):
         apart = whole or at in _SIZES.get(node.op_type, ())
         if apart and value is not None and value.name not in wide and value.dtype in (WIDE, HALF):
-            assert node.graph is not None
             cast = _cast(value, WIDE, f"{node.outputs[0].name}.input{at}")
             node.graph.insert_before(node, cast)
             node.replace_input_with(at, cast.outputs[0])
@@ -257,12 +235,10 @@ def _node(node: ir.Node, wide: set[str], opset: int) -> None:
             # types are changed for a value alone: several may hold one object
             value.type = ir.TensorType(WIDE if whole else HALF)
             if whole:
-                assert node.graph is not None
                 readers = list(value.uses())
                 cast = _cast(value, HALF, f"{value.name}.half")
                 node.graph.insert_after(node, cast)
-                for reader, place in readers:
-                    reader.replace_input_with(place, cast.outputs[0])
+                _read_instead(readers, cast.outputs[0])
 
 
 def _ends(graph: ir.Graph) -> None:
@@ -270,14 +246,12 @@ def _ends(graph: ir.Graph) -> None:
     first = graph[0]
     for value in graph.inputs:
         readers = list(value.uses())
-        if value.dtype != WIDE or not readers:
-            continue
-        cast = _cast(value, HALF, f"{value.name}.half")
-        graph.insert_before(first, cast)
-        for reader, place in readers:
-            reader.replace_input_with(place, cast.outputs[0])
-    given = [value for value in graph.outputs if value.dtype in (HALF, None) and value.producer() is not None]
-    for value in dict.fromkeys(given):
+        if value.dtype == WIDE and readers:
+            cast = _cast(value, HALF, f"{value.name}.half")
+            graph.insert_before(first, cast)
+            _read_instead(readers, cast.outputs[0])
+    outputs = [value for value in graph.outputs if value.dtype in (HALF, None) and value.producer() is not None]
+    for value in dict.fromkeys(outputs):
         producer, name = value.producer(), str(value.name)
         assert producer is not None
         cast = _cast(value, WIDE, name)
@@ -305,35 +279,25 @@ _BLOCK = re.compile(r"\.\d+\.")
 
 
 def groups(network: Path) -> dict[str, tuple[str, ...]]:
-    """Group -> linears that read one of its pairs, over all blocks: `q_proj k_proj v_proj`, `o_proj`, ...
+    """Group the linears that read a pair, over all blocks: `q_proj k_proj v_proj`, `o_proj`, ...
 
     Of a graph, whose nodes have any names, the products of one shape are a group: `Conv 96x16x1x1`; they take one time.
     """
-    import onnx_ir as ir
-
-    found: dict[str, list[str]] = {}
+    grouped: dict[str, list[str]] = {}
     for node in ir.load(network).graph:
         if _quantizer(node) is None:
             continue
         readers = [use.node for use in node.outputs[0].uses()]
         kinds = dict.fromkeys(_kind(reader) for reader in readers)
-        found.setdefault(" ".join(kinds), []).extend(_name(reader) for reader in readers)
-    return {name: tuple(linears) for name, linears in found.items()}
+        grouped.setdefault(" ".join(kinds), []).extend(_name(reader) for reader in readers)
+    return {name: tuple(linears) for name, linears in grouped.items()}
 
 
 def without(network: Path, to: Path, linears: Collection[str]) -> int:
-    """Write the network without the pairs that these linears read.
+    """Write the network without the pairs that these linears read, and count the pairs that were taken out.
 
-    Args:
-        network: `network.onnx`.
-        to: in the same folder, or one with the same data file: weights are not written again.
-        linears: all readers of a pair, or none of them.
-
-    Returns:
-        how many pairs were taken out.
+    `to` lies beside the same data file: weights are not written again. Of a pair all readers are named, or none.
     """
-    import onnx_ir as ir
-
     model = ir.load(network)
     gone = 0
     for node in list(model.graph):
@@ -355,23 +319,22 @@ def without(network: Path, to: Path, linears: Collection[str]) -> int:
 
 def _quantizer(node: ir.Node) -> ir.Node | None:
     """The QuantizeLinear of a pair before products, by its DequantizeLinear; None of any other node."""
-    if node.op_type != "DequantizeLinear" or str(node.outputs[0].name).endswith(_CACHE) or node.inputs[0] is None:
+    if node.op_type != "DequantizeLinear" or str(node.outputs[0].name).endswith(_CACHE):
         return None
-    codes = node.inputs[0].producer()
-    return codes if codes is not None and codes.op_type == "QuantizeLinear" else None
+    return is_producer(node.inputs[0], "QuantizeLinear")
 
 
 def _name(reader: ir.Node) -> str:
     """What a recipe calls it: a linear, or a node of a graph."""
-    made = str(reader.outputs[0].name)
-    return made.removesuffix(_PRODUCT) if made.endswith(_PRODUCT) else str(reader.name)
+    output = str(reader.outputs[0].name)
+    return output.removesuffix(_PRODUCT) if output.endswith(_PRODUCT) else str(reader.name)
 
 
 def _kind(reader: ir.Node) -> str:
     if str(reader.outputs[0].name).endswith(_PRODUCT):
         return _BLOCK.split(_name(reader))[-1].rpartition(".")[2]
-    weight = reader.inputs[1].producer() if len(reader.inputs) > 1 and reader.inputs[1] is not None else None
-    stored = weight.inputs[0] if weight is not None and weight.op_type == "DequantizeLinear" else None
-    if stored is None or not stored.is_initializer() or stored.shape is None:
+    weight = is_producer(reader.inputs[1] if len(reader.inputs) > 1 else None, "DequantizeLinear")
+    codes = weight.inputs[0] if weight is not None else None
+    if codes is None or not codes.is_initializer() or codes.shape is None:
         return reader.op_type
-    return f"{reader.op_type} {'x'.join(map(str, stored.shape))}"
+    return f"{reader.op_type} {'x'.join(map(str, codes.shape))}"
