@@ -30,23 +30,18 @@ from quantkit.scheme import WeightScheme
 
 @dataclass(frozen=True)
 class Values:
-    """A model to be exported.
+    """A model to be exported."""
 
-    Args:
-        stream: the model with the values that the codes stand for; `stream.source` has config and tokenizer.
-        schemes: linear of the skeleton -> scheme, of the quantized ones.
-        quantized: linear -> its codes; with `codes=False` all else of it, and their shape.
-        run_time: how inputs are quantized as the model runs; `stream` does without.
-        before: a parameter as it was before it was quantized, in the basis of the codes, float32; None of a bundle.
-        given, finished: what it is made of in a compile: the source's model, and what the passes decided; None of a
-            bundle.
-    """
-
+    # the model with the values that the codes stand for; `stream.source` has config and tokenizer
     stream: StreamedModel
-    schemes: Mapping[str, WeightScheme]
-    quantized: Callable[..., QuantTensor]
+    schemes: Mapping[str, WeightScheme]  # linear of the skeleton -> scheme, of the quantized ones
+    quantized: Callable[..., QuantTensor]  # linear -> its codes; with `codes=False` all else of it, and their shape
+    # how inputs are quantized as the model runs; `stream` does without
     run_time: RunTime = field(default_factory=RunTime)
+    # a parameter as it was before it was quantized, in the basis of the codes, float32; None of a bundle
     before: Callable[[str], Tensor] | None = None
+    # given, finished: what it is made of in a compile: the source's model, and what the passes decided; None of a
+    # bundle
     given: StreamedModel | None = None
     finished: Finished | None = None
 

@@ -33,19 +33,12 @@ class Nested:
 
 @dataclass(frozen=True)
 class SuperBlocks:
-    """Scales and offsets as whole numbers, 256 weights under one d and dmin: `scale = d * sc`, `offset = -dmin * mn`.
+    """Scales and offsets as whole numbers, 256 weights under a d and dmin: `scale = d * sc`, `offset = -dmin * mn`."""
 
-    Args:
-        d: [N, K / 256] float16.
-        sc: [N, G] int8.
-        dmin: [N, K / 256] float16; None where there are no offsets.
-        mn: [N, G] int8, not negative.
-    """
-
-    d: Tensor
-    sc: Tensor
-    dmin: Tensor | None = None
-    mn: Tensor | None = None
+    d: Tensor  # [N, K / 256] float16
+    sc: Tensor  # [N, G] int8
+    dmin: Tensor | None = None  # [N, K / 256] float16; None where there are no offsets
+    mn: Tensor | None = None  # [N, G] int8, not negative
 
 
 @dataclass(frozen=True)

@@ -61,23 +61,14 @@ APART = "reload.tensors"
 
 @dataclass(frozen=True)
 class Expected:
-    """What a loader should end up with.
+    """What a loader should end up with."""
 
-    Args:
-        names: tensors of the dense model, by their names in the files.
-        read: name -> value.
-        layout: how the packed linears are stored; None: there are none.
-        packed: prefix in the files -> scheme, of the packed linears.
-        leftover: tensors of the files that the class does not use.
-        run_time: how inputs and cache are quantized when it runs.
-    """
-
-    names: Sequence[str]
-    read: Callable[[str], torch.Tensor]
-    layout: Layout | None
-    packed: Mapping[str, WeightScheme]
-    leftover: Collection[str] = ()
-    run_time: RunTime = field(default_factory=RunTime)
+    names: Sequence[str]  # tensors of the dense model, by their names in the files
+    read: Callable[[str], torch.Tensor]  # name -> value
+    layout: Layout | None  # how the packed linears are stored; None: there are none
+    packed: Mapping[str, WeightScheme]  # prefix in the files -> scheme, of the packed linears
+    leftover: Collection[str] = ()  # tensors of the files that the class does not use
+    run_time: RunTime = field(default_factory=RunTime)  # how inputs and cache are quantized when it runs
 
 
 def check(

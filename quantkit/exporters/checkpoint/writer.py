@@ -42,27 +42,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Writer:
-    """A checkpoint to be written, shard by shard.
+    """A checkpoint to be written, shard by shard."""
 
-    Args:
-        source: what the weights come from where nothing changed them.
-        finished: what the passes decided, by the skeleton's names.
-        files: parameter of the skeleton -> tensor of the files.
-        linears: linears of the skeleton -> whether their weight is stored [K, N].
-        table: the parameter that holds the rows of the vocabulary.
-        stored_as: how quantized linears are stored; None: as their values.
-        blocks: names of the skeleton's blocks.
-        attention: what a block calls its attention; only asked for where its cache is quantized.
-    """
-
-    source: Source
-    finished: Finished
-    files: Mapping[str, str]
-    linears: Mapping[str, bool]
-    table: str
-    stored_as: Layout | None
-    blocks: Sequence[str] = ()
-    attention: str = ""
+    source: Source  # what the weights come from where nothing changed them
+    finished: Finished  # what the passes decided, by the skeleton's names
+    files: Mapping[str, str]  # parameter of the skeleton -> tensor of the files
+    linears: Mapping[str, bool]  # linears of the skeleton -> whether their weight is stored [K, N]
+    table: str  # the parameter that holds the rows of the vocabulary
+    stored_as: Layout | None  # how quantized linears are stored; None: as their values
+    blocks: Sequence[str] = ()  # names of the skeleton's blocks
+    attention: str = ""  # what a block calls its attention; only asked for where its cache is quantized
 
     @classmethod
     def of(cls, values: Values, stored_as: Layout | None) -> Writer:

@@ -34,33 +34,20 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class LlamaCppClass:
-    """An architecture of llama.cpp, as a class of transformers computes it.
+    """An architecture of llama.cpp, as a class of transformers computes it."""
 
-    Args:
-        name: llama.cpp's.
-        activation: of its feed-forward layers, which llama.cpp knows by the architecture alone.
-        turns_neighbours: rotary embedding turns rows (2i, 2i + 1) in the file.
-        adds_one: the file holds 1 + w of every norm.
-        more: what is said beyond what all say.
-        windows: whether layers see a window of the text, told by `more`.
-        biases: the linears that may have one; a file with a tensor that llama.cpp does not look for is not loaded.
-        ropes: the kinds of rotary embedding.
-        head_dim: whether heads may be of another size than hidden / heads.
-        untied: whether the head may be a tensor of its own.
-        larger: the number of layers by which llama.cpp knows the model that scales attention by hidden / heads.
-    """
-
-    name: str
-    activation: str = "silu"
-    turns_neighbours: bool = False
-    adds_one: bool = False
-    more: Callable[[gguf.GGUFWriter, Config], None] | None = None
-    windows: bool = False
+    name: str  # llama.cpp's
+    activation: str = "silu"  # of its feed-forward layers, which llama.cpp knows by the architecture alone
+    turns_neighbours: bool = False  # rotary embedding turns rows (2i, 2i + 1) in the file
+    adds_one: bool = False  # the file holds 1 + w of every norm
+    more: Callable[[gguf.GGUFWriter, Config], None] | None = None  # what is said beyond what all say
+    windows: bool = False  # whether layers see a window of the text, told by `more`
+    # the linears that may have one; a file with a tensor that llama.cpp does not look for is not loaded
     biases: frozenset[str] = frozenset()
-    ropes: frozenset[str] = frozenset({"default", "linear", "yarn"})
-    head_dim: bool = True
-    untied: bool = True
-    larger: int = 0
+    ropes: frozenset[str] = frozenset({"default", "linear", "yarn"})  # the kinds of rotary embedding
+    head_dim: bool = True  # whether heads may be of another size than hidden / heads
+    untied: bool = True  # whether the head may be a tensor of its own
+    larger: int = 0  # the number of layers by which llama.cpp knows the model that scales attention by hidden / heads
 
 
 def _llama(writer: gguf.GGUFWriter, config: Config) -> None:

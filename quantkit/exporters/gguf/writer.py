@@ -362,17 +362,13 @@ _SUPER = 256
 
 @dataclass(frozen=True)
 class Parts:
-    """A quantized matrix [N, K], a block a row: what a layout puts together.
+    """A quantized matrix [N, K], a block a row: what a layout puts together."""
 
-    Args:
-        codes: [B, 32] or [B, 256], from 0 on.
-        d, m: [B, 1] float16: the scale, and the minimum or what is subtracted under it; m is None where there is none.
-        sc, mn: [B, groups of a super-block] whole numbers; None in plain blocks.
-    """
-
-    codes: Bytes
+    codes: Bytes  # [B, 32] or [B, 256], from 0 on
+    # d, m: [B, 1] float16: the scale, and the minimum or what is subtracted under it; m is None where there is none
     d: NDArray[Any]
     m: NDArray[Any] | None = None
+    # sc, mn: [B, groups of a super-block] whole numbers; None in plain blocks
     sc: NDArray[Any] | None = None
     mn: NDArray[Any] | None = None
 

@@ -41,19 +41,12 @@ _MASKED = -1e9
 
 @dataclass
 class OrtDialect(Rewriting):
-    """The rewriting of one graph.
+    """The rewriting of one graph."""
 
-    Args:
-        accuracy_level: of MatMulNBits: 0 computes in float32, 4 rounds activations to int8.
-        positions: how many tokens the context holds; the length of the rotary tables.
-        merge: whether linears of one input become one product.
-        codes: how weights are stored whose inputs are quantized as well.
-    """
-
-    accuracy_level: int = 0
-    positions: int = 0
-    merge: bool = True
-    codes: Codes = "uint8"
+    accuracy_level: int = 0  # of MatMulNBits: 0 computes in float32, 4 rounds activations to int8
+    positions: int = 0  # how many tokens the context holds; the length of the rotary tables
+    merge: bool = True  # whether linears of one input become one product
+    codes: Codes = "uint8"  # how weights are stored whose inputs are quantized as well
 
     def __post_init__(self) -> None:
         self._integers = Integers(self._node, self._new, self._constant, self.weights, self.codes)
@@ -442,17 +435,11 @@ class Angles:
 
 @dataclass
 class RotaryTables:
-    """Rotary embedding outside attention, recognised; its angles for every position, computed by the graph itself.
+    """Rotary embedding outside attention, recognised; its angles for every position, computed by the graph itself."""
 
-    Args:
-        graph: that is being rewritten.
-        positions: for how many.
-        constant: puts a table into the graph: name, values, dtype.
-    """
-
-    graph: ir.Graph
-    positions: int
-    constant: Callable[[str, Any, Any], ir.Value]
+    graph: ir.Graph  # that is being rewritten
+    positions: int  # for how many
+    constant: Callable[[str, Any, Any], ir.Value]  # puts a table into the graph: name, values, dtype
     found: dict[tuple[ir.Value, ir.Value], Angles | None] = field(default_factory=dict)
 
     def strip(self, value: ir.Value) -> tuple[ir.Value, Angles] | None:

@@ -61,20 +61,15 @@ class ProductInput:
 
 @dataclass(frozen=True)
 class Integers:
-    """What writes the products of one graph.
+    """What writes the products of one graph."""
 
-    Args:
-        node, new, constant: of the dialect: a node before another one, an initializer that is read when it is written,
-            a constant.
-        weights: what goes into them.
-        codes: how weights are stored.
-    """
-
+    # node, new, constant: of the dialect: a node before another one, an initializer that is read when it is written, a
+    # constant
     node: Callable[..., list[ir.Value]]
     new: Callable[[str, Sequence[int], Any, Callable[[], Array]], ir.Value]
     constant: Callable[[str, Any, Any], ir.Value]
-    weights: WeightsByName
-    codes: Codes
+    weights: WeightsByName  # what goes into them
+    codes: Codes  # how weights are stored
     _inputs: dict[tuple[ir.Value, InputCodes], ProductInput] = field(default_factory=dict)
 
     def product(

@@ -66,23 +66,15 @@ class GraphEnds:
 
 @dataclass(frozen=True)
 class WeightsByName:
-    """Weights by name, read when they are written.
+    """Weights by name, read when they are written."""
 
-    Args:
-        linears: by their name in the skeleton.
-        shapes: parameter or buffer -> shape.
-        tensor: parameter or buffer -> float32 values.
-        codes: quantized linear -> codes [N, K + padding] int8.
-        grid: quantized linear -> scale [N, G] float32, and zero [N, G] int8 or None; [1, 1] of a whole matrix.
-        ends: how token embeddings and head are stored, where not as the passes decided.
-    """
-
-    linears: Mapping[str, LinearSpec]
-    shapes: Mapping[str, tuple[int, ...]]
-    tensor: Callable[[str], Array]
-    codes: Callable[[str], Array]
+    linears: Mapping[str, LinearSpec]  # by their name in the skeleton
+    shapes: Mapping[str, tuple[int, ...]]  # parameter or buffer -> shape
+    tensor: Callable[[str], Array]  # parameter or buffer -> float32 values
+    codes: Callable[[str], Array]  # quantized linear -> codes [N, K + padding] int8
+    # quantized linear -> scale [N, G] float32, and zero [N, G] int8 or None; [1, 1] of a whole matrix
     grid: Callable[[str], tuple[Array, Array | None]]
-    ends: GraphEnds | None = None
+    ends: GraphEnds | None = None  # how token embeddings and head are stored, where not as the passes decided
 
     def dense(self, linear: str) -> Array:
         """Expand the codes of a quantized linear, [N, K] float32."""

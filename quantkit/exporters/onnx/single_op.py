@@ -61,22 +61,15 @@ _FLOAT8E4M3, _INT4 = 17, 22
 
 @dataclass(frozen=True)
 class StorageVariant:
-    """One way to store a weight and multiply with it.
+    """One way to store a weight and multiply with it."""
 
-    Args:
-        name: `int4.g128.level4`.
-        scheme: of the weight; None of floats, and of what has no weight.
-        compute: the input type of the multiplication, whose rate bounds it.
-        limit: largest relative error (Frobenius) of y against our own dequantization. Exact but for the order of sums
-            where activations stay in float32; 8-bit activations lose about 1 %, float16 3e-4.
-        activations: dtype of x and y.
-    """
-
-    name: str
-    scheme: WeightScheme | None = None
-    compute: str = "fp32"
+    name: str  # `int4.g128.level4`
+    scheme: WeightScheme | None = None  # of the weight; None of floats, and of what has no weight
+    compute: str = "fp32"  # the input type of the multiplication, whose rate bounds it
+    # largest relative error (Frobenius) of y against our own dequantization. Exact but for the order of sums where
+    # activations stay in float32; 8-bit activations lose about 1 %, float16 3e-4
     limit: float = 1e-4
-    activations: str = "float32"
+    activations: str = "float32"  # dtype of x and y
 
     @property
     def kind(self) -> str:
@@ -161,20 +154,13 @@ def check_shape(of: StorageVariant, K: int, N: int) -> None:
 
 @dataclass(frozen=True)
 class StoredConstant:
-    """A constant of a model.
+    """A constant of a model."""
 
-    Args:
-        kind: `TensorProto.DataType`.
-        raw: its bytes, as numbers of NumPy.
-        axis: where its N is; None: all copies share it.
-        each: how many of N an element of `raw` holds.
-    """
-
-    kind: int
+    kind: int  # `TensorProto.DataType`
     dims: tuple[int, ...]
-    raw: Array
-    axis: int | None = None
-    each: int = 1
+    raw: Array  # its bytes, as numbers of NumPy
+    axis: int | None = None  # where its N is; None: all copies share it
+    each: int = 1  # how many of N an element of `raw` holds
 
     @property
     def floats(self) -> bool:
@@ -343,21 +329,18 @@ def activations(M: int, K: int, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class SingleProduct:
-    """A weight as one variant stores it.
-
-    Args:
-        K, N: columns of x and of y.
-        nodes: place of a product in its model -> its nodes, fields of a GraphProto: x0 or, without a weight, x`place`
-            in, y`place` out, each constant by its name, with `place` behind it where copies do not share it.
-        known: (x [M, K], y [M, N] in float32 by our own reading of what is stored) for the rows that are checked; none
-            where there is no weight.
-    """
+    """A weight as one variant stores it."""
 
     variant: StorageVariant
+    # K, N: columns of x and of y
     K: int
     N: int
     stored: Mapping[str, StoredConstant]
+    # place of a product in its model -> its nodes, fields of a GraphProto: x0 or, without a weight, x`place` in,
+    # y`place` out, each constant by its name, with `place` behind it where copies do not share it
     nodes: Callable[[int], bytes]
+    # (x [M, K], y [M, N] in float32 by our own reading of what is stored) for the rows that are checked; none where
+    # there is no weight
     known: Sequence[tuple[Array, Array]]
 
     @property

@@ -56,20 +56,14 @@ class CacheScales:
 
 @dataclass
 class TensorrtDialect(PlainOperators):
-    """The rewriting of one graph.
-
-    Args:
-        quantized: linear -> its codes; with `codes=False` all else of it.
-        type: what is computed in.
-        stored_cache: how keys and values are stored; None in the graph's type.
-    """
+    """The rewriting of one graph."""
 
     opsets: ClassVar = {"": 24}
     ir_version: ClassVar = 11
 
-    quantized: Callable[..., QuantTensor]
-    type: Floats = "float16"
-    stored_cache: CacheScales | None = None
+    quantized: Callable[..., QuantTensor]  # linear -> its codes; with `codes=False` all else of it
+    type: Floats = "float16"  # what is computed in
+    stored_cache: CacheScales | None = None  # how keys and values are stored; None in the graph's type
 
     @property
     def floats(self) -> np.dtype[Any]:
@@ -178,25 +172,15 @@ _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The tensors of one weight, but for its codes.
+    """The tensors of one weight, but for its codes."""
 
-    Args:
-        shape: [K, N].
-        type: of the codes.
-        scale: [] of the tensor, [N] of channels, [K / block, N] of blocks.
-        axis: of DequantizeLinear; None of a tensor's scale.
-        block: values along K under one scale; None without blocks.
-        whole: one more factor, which the scales (E4M3 then) are multiplied with; None without.
-        codebook: what codes are places in, less 8; None where they are numbers.
-    """
-
-    shape: tuple[int, int]
-    type: np.dtype[Any]
-    scale: Array
-    axis: int | None
-    block: int | None
-    whole: Array | None = None
-    codebook: Array | None = None
+    shape: tuple[int, int]  # [K, N]
+    type: np.dtype[Any]  # of the codes
+    scale: Array  # [] of the tensor, [N] of channels, [K / block, N] of blocks
+    axis: int | None  # of DequantizeLinear; None of a tensor's scale
+    block: int | None  # values along K under one scale; None without blocks
+    whole: Array | None = None  # one more factor, which the scales (E4M3 then) are multiplied with; None without
+    codebook: Array | None = None  # what codes are places in, less 8; None where they are numbers
 
     @property
     def options(self) -> dict[str, Any]:

@@ -26,21 +26,13 @@ DOMAIN = "quantkit"
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph without weights.
+    """A graph without weights."""
 
-    Args:
-        model: its initializers outside placeholders stand among the graph's inputs' values in `parameters`.
-        parameters: value in the graph -> parameter or buffer of the skeleton that it stands for.
-        decoder: whether it has a cache.
-        layers: how many layers have a cache.
-        left: why the head of an encoder is not in it; "" where it is, or there is none.
-    """
-
-    model: ir.Model
-    parameters: Mapping[str, str]
-    decoder: bool
-    layers: int
-    left: str = ""
+    model: ir.Model  # its initializers outside placeholders stand among the graph's inputs' values in `parameters`
+    parameters: Mapping[str, str]  # value in the graph -> parameter or buffer of the skeleton that it stands for
+    decoder: bool  # whether it has a cache
+    layers: int  # how many layers have a cache
+    left: str = ""  # why the head of an encoder is not in it; "" where it is, or there is none
 
     def decisions(self, exporter: str) -> list[Decision]:
         """Record that a head was left out."""
@@ -276,17 +268,13 @@ _HIDDEN, _HIDDEN_HALF = -1e9, -60000.0
 
 @dataclass
 class PlainOperators(Rewriting):
-    """The rewriting of one graph.
-
-    Args:
-        capacity: tokens that a cache `in_place` holds.
-    """
+    """The rewriting of one graph."""
 
     opsets: ClassVar[Mapping[str, int]]
     ir_version: ClassVar[int]
 
     cache: Cache = field(default="in_place", kw_only=True)
-    capacity: int = field(default=2048, kw_only=True)
+    capacity: int = field(default=2048, kw_only=True)  # tokens that a cache `in_place` holds
     _masks: dict[tuple[int, bool], ir.Value] = field(default_factory=dict, init=False)
 
     def apply(self) -> ir.Model:

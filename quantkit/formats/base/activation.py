@@ -36,17 +36,11 @@ class Moved:
 
 @dataclass(frozen=True)
 class InputScale:
-    """A scale that calibration fixed, of any shape that broadcasts against what it is for.
+    """A scale that calibration fixed, of any shape that broadcasts against what it is for."""
 
-    Args:
-        scale: in the dtype that the model is stored in.
-        zero: int8, as `scale`; None when symmetric.
-        moved: what becomes of the channels before; nothing here applies it.
-    """
-
-    scale: Tensor
-    zero: Tensor | None = None
-    moved: Moved | None = None
+    scale: Tensor  # in the dtype that the model is stored in
+    zero: Tensor | None = None  # int8, as `scale`; None when symmetric
+    moved: Moved | None = None  # what becomes of the channels before; nothing here applies it
 
     def on(self, device: torch.device) -> InputScale:
         """Copy it to a device."""
@@ -57,18 +51,12 @@ class InputScale:
 
 @dataclass(frozen=True)
 class InputCodes:
-    """How the input of a linear is quantized, in plain numbers.
+    """How the input of a linear is quantized, in plain numbers."""
 
-    Args:
-        scheme: granularity, and whether it has a zero point.
-        scale: fixed by calibration; None where it comes from the values as the model runs.
-        zero: as int8 has it; 0 where there is none.
-        moved: shift and scale of each channel, (x - shift) / scale, before that; empty where they stay.
-    """
-
-    scheme: ActivationScheme
-    scale: float | None = None
-    zero: int = 0
+    scheme: ActivationScheme  # granularity, and whether it has a zero point
+    scale: float | None = None  # fixed by calibration; None where it comes from the values as the model runs
+    zero: int = 0  # as int8 has it; 0 where there is none
+    # shift and scale of each channel, (x - shift) / scale, before that; empty where they stay
     moved: tuple[tuple[float, ...], ...] = ()
 
 

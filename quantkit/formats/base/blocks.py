@@ -42,13 +42,9 @@ class BlockGrid:
 
 @dataclass(frozen=True)
 class BlockFormat(GridFormat):
-    """Whole numbers from `lowest` up, in blocks.
+    """Whole numbers from `lowest` up, in blocks."""
 
-    Args:
-        lowest: 0 where there are offsets, else negative.
-    """
-
-    lowest: int
+    lowest: int  # 0 where there are offsets, else negative
 
     @property
     def rules(self) -> Rules:  # type: ignore[override]
@@ -204,15 +200,10 @@ SUPER_BLOCK = 256
 
 @dataclass(frozen=True)
 class SuperBlockFormat(BlockFormat):
-    """Whole numbers from `lowest` up, in super-blocks.
+    """Whole numbers from `lowest` up, in super-blocks."""
 
-    Args:
-        group: weights that share a scale.
-        scale_bits: of one scale, and of one offset.
-    """
-
-    group: int
-    scale_bits: int
+    group: int  # weights that share a scale
+    scale_bits: int  # of one scale, and of one offset
 
     @property
     def rules(self) -> Rules:  # type: ignore[override]

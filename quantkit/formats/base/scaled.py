@@ -60,15 +60,10 @@ class Element(Protocol):
 
 @dataclass(frozen=True)
 class Fp8:
-    """An 8-bit float that torch has; codes are of its dtype.
+    """An 8-bit float that torch has; codes are of its dtype."""
 
-    Args:
-        dtype: its name in torch.
-        top: the largest finite number.
-    """
-
-    dtype: str
-    top: float
+    dtype: str  # its name in torch
+    top: float  # the largest finite number
 
     def snap(self, units: Tensor) -> Tensor:
         """See `Element`."""
@@ -208,12 +203,9 @@ class MxFormat(ScaledFormat):
     as the specification says (and torchao's default, `ScaleCalculationMode.FLOOR`); the largest weights may then lie
     beyond the largest element, and saturate. compressed-tensors goes one power up where the mantissa of max|w| is 1.75
     or more. A range search tries both, and takes what fits the weights best.
-
-    Args:
-        exponent: emax.
     """
 
-    exponent: int
+    exponent: int  # emax
 
     rules: ClassVar[Rules] = Rules(granularities={"group": 32}, symmetric=(True,), scales=("e8m0",), groups=(32,))
     stretches: ClassVar[tuple[float, ...]] = (2.0,)
@@ -239,13 +231,9 @@ def _power_of_two(exponent: Tensor, of: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A floating-point dtype that torch has: a cast, no scale.
+    """A floating-point dtype that torch has: a cast, no scale."""
 
-    Args:
-        name: its name in recipes and in torch.
-    """
-
-    name: str
+    name: str  # its name in recipes and in torch
     bits: int
     rules: ClassVar[Rules] = Rules(granularities={"tensor": None}, symmetric=(True,), scales=("float32",), codes=False)
 
