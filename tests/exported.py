@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class Exported:
     stream: StreamedModel
     results: Finished
     options: dict[str, Any]
+    decisions: list[Any] = field(default_factory=list)
 
     @property
     def model(self) -> Path:
@@ -115,7 +116,7 @@ def export(path: Path, folder: Path, schemes: Any, *, head: bool = False, **opti
     folder.mkdir()
     finished.save(file, tensors, changed)
     exported = Exported(folder, source, stream, Finished([file], chosen), options)
-    write_as(EXPORT, folder, source, stream, exported.results, options)
+    exported.decisions = write_as(EXPORT, folder, source, stream, exported.results, options)
     return exported
 
 

@@ -63,9 +63,16 @@ def sources(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) ->
     return made
 
 
+def saved(folder: Path, tokenizer: Any, name: str = "llama", **changes: Any) -> Path:
+    """A tiny model with a row of its table for every token."""
+    zoo.tiny(name, **{"vocab_size": len(tokenizer)} | changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def written(source: Path, folder: Path, how: Any, options: dict[str, Any], **more: Any) -> Exported:
     made = export(source, folder, how, layout="dense", **more)
-    write_as(EXPORT, folder, made.source, made.stream, made.results, options)
+    made.decisions = write_as(EXPORT, folder, made.source, made.stream, made.results, options)
     return made
 
 
@@ -79,6 +86,19 @@ def file_of(made: Exported) -> Path:
 
 def kinds_of(made: Exported) -> dict[str, str]:
     return {each.name: each.tensor_type.name for each in gguf.GGUFReader(file_of(made)).tensors}
+
+
+def change_tensor(file: Path, name: str, change: Callable[[Any], None]) -> None:
+    """In the file."""
+    tensor = next(each for each in gguf.GGUFReader(file, "r+").tensors if each.name == name)
+    change(tensor.data)
+    tensor.data.flush()
+
+
+def change_field(file: Path, ending: str, value: float) -> None:
+    field = next(each for key, each in gguf.GGUFReader(file, "r+").fields.items() if key.endswith(ending))
+    field.parts[field.data[0]][:] = value
+    field.parts[field.data[0]].flush()
 
 
 def retold(source: Path, folder: Path, change: Callable[[Any], Any]) -> Any:
@@ -177,13 +197,27 @@ def test_what_the_file_holds_is_what_transformers_computes_with(
     assert float((decided - wanted).abs().max() / wanted.abs().max()) > 1e-2
 
 
-def test_an_embedding_that_256_does_not_divide_falls_back(tmp_path: Path, sources: Callable[[str], Path]) -> None:
-    options = {**FLOAT, "embedding": {"format": "q4_k"}}
-    made = export(sources("llama"), tmp_path / "out", WeightScheme(format="q4_0"), layout="dense")
-    (taken,) = write_as(EXPORT, made.folder, made.source, made.stream, made.results, options)
-    assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", "q5_0")
-    assert "256 does not divide its width 64: 5.5 bits a weight, not 4.5" in taken.reason
-    assert kinds_of(made)["token_embd.weight"] == "Q5_0"
+@pytest.mark.parametrize(
+    ("width", "kind", "to", "reason"),
+    [
+        (64, "Q5_0", "q5_0", "256 does not divide its width 64: 5.5 bits a weight, not 4.5"),
+        (48, "F16", "float16", "32 does not divide its width 48: 16 bits a weight, not 4.5"),
+    ],
+)
+def test_a_table_of_no_whole_blocks_falls_back(
+    tmp_path: Path, merging_tokenizer: Any, width: int, kind: str, to: str, reason: str
+) -> None:
+    def narrow(name: str) -> WeightScheme | None:
+        return WeightScheme(format="q4_0") if name.endswith("down_proj") else None  # K is 96
+
+    options = {"floats": "float16", "embedding": {"format": "q4_k"}}
+    source = saved(tmp_path / "m", merging_tokenizer, hidden_size=width)
+    made = written(source, tmp_path / "out", narrow, options)
+    (taken,) = made.decisions
+    assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", to)
+    assert reason in taken.reason
+    assert kinds_of(made)["token_embd.weight"] == kind
+    assert all(each.ok for each in checks(made, options).values())
 
 
 def test_a_tied_heads_codes_are_the_embeddings(tmp_path: Path, sources: Callable[[str], Path]) -> None:
@@ -193,16 +227,24 @@ def test_a_tied_heads_codes_are_the_embeddings(tmp_path: Path, sources: Callable
     assert checks(made, FLOAT)["gguf.tensors"].ok
 
 
-def test_a_row_out_of_place_fails(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+def row_out_of_place(rows: Any) -> None:
+    rows[[0, 1]] = rows[[1, 0]]
+
+
+def no_number(values: Any) -> None:
+    values[0] = np.nan
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("blk.1.ffn_up.weight", row_out_of_place), ("output_norm.weight", no_number)]
+)
+def test_a_wrong_tensor_is_named(
+    tmp_path: Path, sources: Callable[[str], Path], name: str, change: Callable[[Any], None]
+) -> None:
     made = written(sources("llama"), tmp_path / "out", scheme(), FLOAT)
-    path = file_of(made)
-    stored = next(each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight")
-    raw = bytearray(path.read_bytes())
-    at, row = int(stored.data_offset), stored.data.shape[1]
-    raw[at : at + 2 * row] = raw[at + row : at + 2 * row] + raw[at : at + row]
-    path.write_bytes(raw)
+    change_tensor(file_of(made), name, change)
     found = checks(made, FLOAT)["gguf.tensors"]
-    assert not found.ok and "blk.1.ffn_up.weight" in found.where
+    assert not found.ok and name in found.where
 
 
 def test_what_the_file_says(tmp_path: Path, sources: Callable[[str], Path]) -> None:
@@ -255,9 +297,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(changes: dict[str, An
 
 
 def test_an_unknown_architecture_is_refused_before_work(tmp_path: Path, merging_tokenizer: Any) -> None:
-    zoo.tiny("olmo", vocab_size=len(merging_tokenizer)).save_pretrained(tmp_path / "olmo")
-    merging_tokenizer.save_pretrained(tmp_path / "olmo")
-    source = open_model(str(tmp_path / "olmo"))
+    source = open_model(str(saved(tmp_path / "olmo", merging_tokenizer, "olmo")))
     with pytest.raises(InputError, match=r"layout-unsupported.*OlmoForCausalLM.*LlamaForCausalLM"):
         EXPORT.accepts(EXPORT.Options(), LayerSpec(source=source))
 
@@ -376,10 +416,8 @@ def test_a_file_alone_is_read_and_run(sources: Callable[[str], Path], tmp_path: 
     found = by_name(EXPORT.check(alone))
     wanted = {"gguf.tensors", *(["gguf.logits"] if machine.has("llama_cpp") else [])}
     assert found.keys() == wanted and all(check.ok for check in found.values())
-    reader = gguf.GGUFReader(alone / "gguf" / MODEL, "r+")
-    tensor = next(each for each in reader.tensors if each.name == "blk.0.ffn_up.weight")
-    tensor.data[:, 1] = 0x7C  # the scale of a block: infinity, or no number
-    tensor.data.flush()
+    # the scale of a block: infinity, or no number
+    change_tensor(alone / "gguf" / MODEL, "blk.0.ffn_up.weight", lambda rows: rows[:, 1].fill(0x7C))
     assert not by_name(EXPORT.check(alone))["gguf.tensors"].ok
 
 
@@ -388,9 +426,7 @@ def test_llama_cpp_s_logits_are_held_against_the_codes(sources: Callable[[str], 
     made = written(sources("llama"), tmp_path / "b", WeightScheme(format="q8_0"), FLOAT)
     assert checks(made, FLOAT)["reload.llama_cpp"].ok
     # the tensors are what they were, and a norm computes something else
-    field = gguf.GGUFReader(file_of(made), "r+").fields["llama.attention.layer_norm_rms_epsilon"]
-    field.parts[field.data[0]][:] = 1.0
-    field.parts[field.data[0]].flush()
+    change_field(file_of(made), "llama.attention.layer_norm_rms_epsilon", 1.0)
     found = checks(made, FLOAT)
     assert found["gguf.tensors"].ok and not found["reload.llama_cpp"].ok
 
@@ -410,44 +446,14 @@ def test_rotary_embedding_that_is_scaled(tmp_path: Path, merging_tokenizer: Any,
     scaled = {"rope_theta": 10000.0, **how}
     local = {"rope_type": "default", "rope_theta": 5000.0}
     ropes = {"full_attention": scaled, "sliding_attention": local} if name == "gemma3" else scaled
-    zoo.tiny(name, vocab_size=len(merging_tokenizer), **MODELS[name], rope_parameters=ropes).save_pretrained(
-        tmp_path / "m"
-    )
-    merging_tokenizer.save_pretrained(tmp_path / "m")
-    made = written(tmp_path / "m", tmp_path / "out", scheme(), FLOAT)
+    source = saved(tmp_path / "m", merging_tokenizer, name, **MODELS[name], rope_parameters=ropes)
+    made = written(source, tmp_path / "out", scheme(), FLOAT)
     found = checks(made, FLOAT)
     assert all(each.ok for each in found.values()), found
     field = "rope.freq_base" if kind == "llama3" else "rope.scaling.factor"
-    stated = next(each for key, each in gguf.GGUFReader(file_of(made), "r+").fields.items() if key.endswith(field))
-    stated.parts[stated.data[0]][:] = 3.0
-    stated.parts[stated.data[0]].flush()
+    change_field(file_of(made), field, 3.0)
     said = checks(made, FLOAT)["gguf.fields"]
     assert not said.ok and field in said.where
-
-
-def test_a_table_of_no_whole_blocks_stays_in_floats(tmp_path: Path, merging_tokenizer: Any) -> None:
-    zoo.tiny("llama", vocab_size=len(merging_tokenizer), hidden_size=48).save_pretrained(tmp_path / "m")
-    merging_tokenizer.save_pretrained(tmp_path / "m")
-    options = {"floats": "float16", "embedding": {"format": "q4_k"}}
-
-    def narrow(name: str) -> WeightScheme | None:
-        return WeightScheme(format="q4_0") if name.endswith("down_proj") else None  # K is 96
-
-    made = export(tmp_path / "m", tmp_path / "out", narrow, layout="dense")
-    (taken,) = write_as(EXPORT, made.folder, made.source, made.stream, made.results, options)
-    assert (taken.code, taken.from_, taken.to) == ("type-fallback", "q4_k", "float16")
-    assert "32 does not divide its width 48: 16 bits a weight, not 4.5" in taken.reason
-    assert kinds_of(made)["token_embd.weight"] == "F16"
-    assert all(each.ok for each in checks(made, options).values())
-
-
-def test_no_number_is_no_tensor(tmp_path: Path, sources: Callable[[str], Path]) -> None:
-    made = written(sources("llama"), tmp_path / "out", scheme(), FLOAT)
-    tensor = next(each for each in gguf.GGUFReader(file_of(made), "r+").tensors if each.name == "output_norm.weight")
-    tensor.data[0] = np.nan
-    tensor.data.flush()
-    found = checks(made, FLOAT)["gguf.tensors"]
-    assert not found.ok and found.where == "output_norm.weight"
 
 
 def test_a_tokenizer_that_leaves_spaces_out_has_a_decision(sources: Callable[[str], Path], tmp_path: Path) -> None:
@@ -492,11 +498,8 @@ def test_tokens_of_sentencepiece(tmp_path: Path, first: bool) -> None:
     """Spaces and special tokens amid a text are llama.cpp's own; of Metaspace they differ, and are left out."""
     found = sentencepiece(first)
     found.chat_template = "{% for message in messages %}{{ message.content }}</s>{% endfor %}"
-    found.save_pretrained(tmp_path / "m")
-    zoo.tiny("llama", vocab_size=len(found)).save_pretrained(tmp_path / "m")
-    made = export(tmp_path / "m", tmp_path / "out", None, layout="dense")
-    taken = write_as(EXPORT, made.folder, made.source, made.stream, made.results, FLOAT)
-    assert [each.code for each in taken] == (["tokens-differ"] if first else [])
+    made = written(saved(tmp_path / "m", found), tmp_path / "out", None, FLOAT)
+    assert [each.code for each in made.decisions] == (["tokens-differ"] if first else [])
     values = Values.of_results(made.source, made.stream, made.results)
     assert check._tokens(file_of(made), values, spaced=first).ok
     assert check._tokens(file_of(made), values, spaced=False).ok is not first
@@ -508,12 +511,9 @@ def test_tokens_beyond_the_table_are_left_out_of_sentencepiece(tmp_path: Path, b
     tokenizer = sentencepiece(False)
     rows, words = len(tokenizer), {number: token for token, number in tokenizer.get_vocab().items()}
     tokenizer.add_tokens([f"<image{i}>" for i in range(beyond)], special_tokens=True)
-    tokenizer.save_pretrained(tmp_path / "m")
-    zoo.tiny("llama", vocab_size=rows).save_pretrained(tmp_path / "m")
-    source = open_model(str(tmp_path / "m"))
-    EXPORT.accepts(EXPORT.Options(), LayerSpec(source=source))
-    made = export(tmp_path / "m", tmp_path / "out", None, layout="dense")
-    (taken,) = write_as(EXPORT, made.folder, made.source, made.stream, made.results, FLOAT)
+    made = written(saved(tmp_path / "m", tokenizer, vocab_size=rows), tmp_path / "out", None, FLOAT)
+    EXPORT.accepts(EXPORT.Options(), LayerSpec(source=made.source))
+    (taken,) = made.decisions
     assert taken.code == "tokens-beyond" and str(taken.model_dump(by_alias=True)["from"]).startswith("<image0>")
     held = gguf.GGUFReader(file_of(made)).fields["tokenizer.ggml.tokens"].contents()
     assert held == [words[number] for number in range(rows)]

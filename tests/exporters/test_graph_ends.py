@@ -1,13 +1,14 @@
-"""Graphs whose embeddings are in codes, whose head has more bits for some rows, and that multiply in two ways."""
+"""Graphs with a table in codes, a head of more bits for some rows, and two ways to multiply, timed to choose one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import small_onnx
 import torch
@@ -18,12 +19,14 @@ from quantkit import machine
 from quantkit.bundle import LayerEntry
 from quantkit.calibrate.tokens.ids import TokenSet, ids_sha256
 from quantkit.exporters import LayerSpec
+from quantkit.exporters.onnx import trial
 from quantkit.exporters.onnx.check import check
 from quantkit.exporters.onnx.exporter import EXPORT
 from quantkit.exporters.onnx.integers import ROWS
 from quantkit.exporters.values import Values
 from quantkit.measurement.accuracy import score
 from quantkit.measurement.size import read_rows
+from quantkit.measurement.timing.speed import compared
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
@@ -31,6 +34,7 @@ from quantkit.model.streaming.stream import StreamedModel
 from quantkit.passes.assign import nearest
 from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.scheme import WeightScheme
+from quantkit.stats.abba import Comparison, compare
 from quantkit.target import Target
 
 VNNI = any("vnni" in name for name in machine.isa_features())
@@ -163,59 +167,118 @@ def test_an_accuracy_level_reaches_both_ways(exported: Exported) -> None:
     assert not np.allclose(found[None], found[0], atol=1e-5)
 
 
-def test_bytes_that_are_not_the_codes_are_found(exported: Exported) -> None:
-    bundle, values, _ = exported("llama", prefill="int8")
-    path = bundle / "onnx" / "model.onnx"
-    model = onnx.load(str(path))
+def other_bytes(model: Any) -> None:
     tensor = next(each for each in model.graph.initializer if each.name.endswith(".bytes"))
     array = numpy_helper.to_array(tensor).copy()
     array[0, 0] ^= 16
     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
-    onnx.save_model(model, str(path), save_as_external_data=True, location="model.onnx.data", size_threshold=1024)
-    wrong = [each.name for each in check(bundle / "onnx", values) if not each.ok]
-    assert wrong == ["onnx.bytes"]
 
 
-def test_caches_that_prompts_hand_on_are_held_too(exported: Exported, tmp_path: Path) -> None:
-    bundle, values, _ = exported("llama", prefill="int8")
-    path = bundle / "onnx" / "model.onnx"
-    model = onnx.load(str(path), load_external_data=False)
+def other_caches(model: Any) -> None:
+    """Of prompts, handed on in the wrong order."""
     node = next(each for each in model.graph.node if each.op_type == "If")
     branch = next(each.g for each in node.attribute if each.name == "else_branch")
     attention = next(each for each in branch.node if each.op_type == "GroupQueryAttention")
     attention.output[1], attention.output[2] = attention.output[2], attention.output[1]
-    path.write_bytes(model.SerializeToString())
-    assert "reload.many" in [each.name for each in check(bundle / "onnx", values) if not each.ok]
+
+
+@pytest.mark.parametrize(("change", "failing"), [(other_bytes, ["onnx.bytes"]), (other_caches, ["reload.many"])])
+def test_what_is_wrong_for_prompts_alone_is_found(exported: Exported, change: Any, failing: list[str]) -> None:
+    bundle, values, _ = exported("llama", prefill="int8")
+    path = bundle / "onnx" / "model.onnx"
+    model = onnx.load(str(path))
+    change(model)
+    onnx.save_model(model, str(path), save_as_external_data=True, location="model.onnx.data", size_threshold=1024)
+    assert [each.name for each in check(bundle / "onnx", values) if not each.ok] == failing
 
 
 def test_what_has_no_second_way_says_so(exported: Exported) -> None:
     assert exported("llama", head=False, codes=False, prefill="int8")[2] == ["prefill-same"]
 
 
+def x86_with(*isa: str) -> Target:
+    target = Target.load("cpu-x86")
+    return target.model_copy(update={"arch": target.arch.model_copy(update={"isa": [*isa]})})
+
+
 @pytest.mark.parametrize(
     ("isa", "way"), [(["avx512_vnni", "avx2"], "int8"), (["avx2"], "same"), (["neon_i8mm"], "int8")]
 )
 def test_how_prompts_multiply_follows_the_target(isa: list[str], way: str) -> None:
-    target = Target.load("cpu-x86")
-    target = target.model_copy(update={"arch": target.arch.model_copy(update={"isa": isa})})
-    options, said = EXPORT.for_target(EXPORT.Options(prefill="auto"), target, LayerSpec())
+    options, told = EXPORT.for_target(EXPORT.Options(prefill="auto"), x86_with(*isa), LayerSpec())
     assert options["prefill"] == way
-    assert said.endswith("and was not timed")
-    assert EXPORT.for_target(EXPORT.Options(prefill="same"), target, LayerSpec()) == ({}, "")
+    assert told.endswith("and was not timed")
+    assert EXPORT.for_target(EXPORT.Options(prefill="same"), x86_with(*isa), LayerSpec()) == ({}, "")
 
 
-def test_faster_prompts_are_offered_where_the_target_and_the_codes_have_them() -> None:
-    target = Target.load("cpu-x86")
-    fast, slow = (
-        target.model_copy(update={"arch": target.arch.model_copy(update={"isa": isa})})
-        for isa in (["avx512_vnni"], ["avx2"])
-    )
+@pytest.mark.parametrize(
+    ("options", "isa", "form", "activations", "offer"),
+    [
+        ({}, "avx512_vnni", "int4", None, "onnx.prefill=int8"),
+        ({}, "avx2", "int4", None, ""),
+        ({"prefill": "int8"}, "avx512_vnni", "int4", None, ""),
+        ({}, "avx512_vnni", "int2", None, ""),
+        ({}, "avx512_vnni", "int8", {"format": "int8"}, ""),
+    ],
+)
+def test_faster_prompts_are_offered_where_the_target_and_the_codes_have_them(
+    options: dict[str, Any], isa: str, form: str, activations: Any, offer: str
+) -> None:
+    layer = LayerEntry(name="x", shape=[8, 8], scheme={"format": form}, bits_per_weight=4.0, activations=activations)
+    assert EXPORT.for_prompts(EXPORT.Options(**options), x86_with(isa), [layer]) == offer
 
-    def layers(form: str, **more: Any) -> list[LayerEntry]:
-        return [LayerEntry(name="x", shape=[8, 8], scheme={"format": form}, bits_per_weight=4.0, **more)]
 
-    assert EXPORT.for_prompts(EXPORT.Options(), fast, layers("int4")) == "onnx.prefill=int8"
-    assert EXPORT.for_prompts(EXPORT.Options(), slow, layers("int4")) == ""
-    assert EXPORT.for_prompts(EXPORT.Options(prefill="int8"), fast, layers("int4")) == ""
-    assert EXPORT.for_prompts(EXPORT.Options(), fast, layers("int2")) == ""
-    assert EXPORT.for_prompts(EXPORT.Options(), fast, layers("int8", activations={"format": "int8"})) == ""
+SHAPES = {"q_proj": (64, 96), "up_proj": (128, 96), "down_proj": (96, 128)}
+ASKED = LayerSpec(
+    schemes=dict.fromkeys([*(f"layers.{block}.{name}" for block in (0, 1) for name in SHAPES), "head"], SCHEME),
+    shapes={f"layers.{block}.{name}": shape for block in (0, 1) for name, shape in SHAPES.items()},
+)
+
+
+def test_both_ways_are_the_products_of_one_block() -> None:
+    linears = trial.block_of(ASKED)
+    assert [*linears] == [f"layers.0.{name}" for name in SHAPES]
+    given = trial.feeds(linears, 40)
+    assert {name: value.shape for name, value in given.items()} == {"x.96": (1, 40, 96), "x.128": (1, 40, 128)}
+    found = {}
+    for way, model in trial.graphs(linears, 4).items():
+        kinds = {node.op_type for node in onnx.load_model_from_string(model).graph.node}
+        assert ("MatMulNBits" in kinds, "MatMulIntegerToFloat" in kinds) == (way == "steps", way == "prompts")
+        session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+        found[way] = dict(zip([each.name for each in session.get_outputs()], session.run(None, given), strict=True))
+    for name, expected in found["steps"].items():
+        apart = np.linalg.norm(found["prompts"][name] - expected) / np.linalg.norm(expected)
+        # without VNNI sums of pairs saturate
+        assert 1e-4 < apart < (0.03 if VNNI else 1)
+
+
+def test_a_block_without_codes_has_no_trial() -> None:
+    floats = LayerSpec(schemes={"layers.0.x": WeightScheme(format="nf4", granularity="group", group=64)})
+    assert trial.block_of(floats) == {}
+
+
+def timed(ratio: float) -> Comparison:
+    times = np.full((8, 2, 2), 1.0) + np.random.default_rng(0).normal(0, 1e-3, (8, 2, 2))
+    return compare(times / ratio, times)
+
+
+@pytest.mark.parametrize(("ratio", "way"), [(2.0, "int8"), (0.8, "same")])
+def test_a_timing_decides_on_the_machine_at_hand(ratio: float, way: str) -> None:
+
+    def stopped(subject: bytes, baseline: bytes, feeds: Mapping[str, Any]) -> Comparison:
+        assert b"MatMulIntegerToFloat" in subject
+        assert b"MatMulNBits" in baseline
+        return timed(ratio)
+
+    options, said = EXPORT.for_target(EXPORT.Options(prefill="auto"), x86_with("avx512_vnni"), ASKED, stopped)
+    assert options["prefill"] == way
+    assert f"{ratio:.2f} times as fast" in said
+
+
+def test_the_smaller_of_two_graphs_is_faster() -> None:
+    sizes = {}
+    for rows in (64, 1024):
+        linears = trial.block_of(LayerSpec(schemes={"layers.0.x": SCHEME}, shapes={"layers.0.x": (rows, 256)}))
+        sizes[rows] = trial.graphs(linears, 0)["steps"], trial.feeds(linears, 64)
+    found = compared(sizes[64][0], sizes[1024][0], sizes[64][1], 1, seconds=0.2)
+    assert found.ratio_ci95[0] > 1

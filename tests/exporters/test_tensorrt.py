@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import onnx_ir as ir
 import pytest
 from small_onnx import LAYERS, Small, export
 
+from quantkit import content
 from quantkit.errors import InputError
-from quantkit.exporters import LayerSpec, load_exporter
+from quantkit.exporters import LayerSpec, load_exporter, reader
 from quantkit.exporters.tensorrt import engine as _engine
+from quantkit.exporters.tensorrt.dialect import TYPES
+from quantkit.exporters.tensorrt.exporter import FIRST_SM, FORMATS, refuse_gpu
 from quantkit.exporters.tensorrt.profiles import ProfileShapes, capacity, fitted, inputs_of, shapes
 from quantkit.exporters.trace.rewrite import DOMAIN, Traced
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
@@ -65,16 +69,9 @@ def test_every_format_computes_what_was_decided_on(tmp_path: Path, form: str) ->
 
 
 def test_bfloat16_has_its_own_limits(tmp_path: Path) -> None:
-    made = network(tmp_path, how=SCHEMES["int8"], type="bfloat16")
-    assert all(check.ok for check in made.check().values())
-    assert made.check()["network.logits"].limit == 2.0**-3
-
-
-def test_formats_may_be_mixed(tmp_path: Path) -> None:
-    def mixed(linear: str) -> WeightScheme | None:
-        return SCHEMES["nf4" if "q_proj" in linear else "int8"] if "layers" in linear else None
-
-    assert all(check.ok for check in network(tmp_path, how=mixed).check().values())  # type: ignore[arg-type]
+    checks = network(tmp_path, how=SCHEMES["int8"], type="bfloat16").check()
+    assert all(check.ok for check in checks.values())
+    assert checks["network.logits"].limit == 2.0**-3
 
 
 def test_what_leaves_float16_is_refused(tmp_path: Path) -> None:
@@ -119,10 +116,15 @@ def test_a_cache_that_contradicts_model_or_profiles_is_refused(tmp_path: Path, t
         network(tmp_path, capacity=tokens)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2", "bert"])
-def test_every_architecture_does(tmp_path: Path, name: str) -> None:
-    made = network(tmp_path, name)
-    assert all(check.ok for check in made.check().values())
+def mixed(linear: str) -> WeightScheme | None:
+    return SCHEMES["nf4" if "q_proj" in linear else "int8"] if "layers" in linear else None
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, SCHEMES["int4"]) for name in ("qwen3", "gemma2", "gpt2", "bert")), ("llama", mixed)]
+)
+def test_every_architecture_does_and_formats_may_be_mixed(tmp_path: Path, name: str, how: Any) -> None:
+    assert all(check.ok for check in network(tmp_path, name, how).check().values())
 
 
 def test_a_window_hides_what_lies_behind_it(tmp_path: Path) -> None:
@@ -190,12 +192,6 @@ def spoil(made: Small, end: str, change: Any) -> None:
     ir.save(model, path)
 
 
-def _values(made: Small) -> Any:
-    from quantkit.exporters.values import Values
-
-    return Values.of_results(made.source, made.stream, made.results)
-
-
 def test_small_scales_stay_exact(tmp_path: Path) -> None:
     """float16 has no normal numbers below 6e-5."""
     from quantkit.exporters.tensorrt.dialect import fitting
@@ -254,38 +250,31 @@ def test_weights_that_tensorrt_cannot_hold_are_refused(fields: dict[str, Any], w
         ("int8", "7.5", True),
     ],
 )
-def test_a_format_that_a_gpu_does_not_hold_is_refused_before_any_work(form: str, sm: str, ok: int) -> None:
+def test_a_format_that_a_gpu_does_not_hold_is_refused_before_any_work(form: str, sm: str, ok: bool) -> None:
     pytest.importorskip("tensorrt_rtx")
-    schemes = {"a": SCHEMES[form]}
-    if ok:
-        EXPORT.accepts(EXPORT.Options(sm=sm), LayerSpec(schemes, shapes={"a": (64, 64)}))
-        return
-    with pytest.raises(InputError, match=f"for SM {sm}") as caught:
-        EXPORT.accepts(EXPORT.Options(sm=sm), LayerSpec(schemes, shapes={"a": (64, 64)}))
-    assert "scheme.weights.format=int" in str(caught.value.remedy)
+    refusal = nullcontext() if ok else pytest.raises(InputError, match=f"for SM {sm}.*scheme.weights.format=int")
+    with refusal:
+        EXPORT.accepts(EXPORT.Options(sm=sm), LayerSpec({"a": SCHEMES[form]}, shapes={"a": (64, 64)}))
 
 
-def test_inputs_scaled_as_the_model_runs_are_refused() -> None:
-    with pytest.raises(InputError, match="granularity=tensor"):
-        EXPORT.accepts(EXPORT.Options(sm="8.9"), LayerSpec(activations={"a": ActivationScheme(format="int8")}))
-    with pytest.raises(InputError, match="one fixed scale a layer"):
-        EXPORT.accepts(EXPORT.Options(sm="8.9"), LayerSpec(cache=CacheScheme(format="fp8_e4m3", granularity="head")))
-    with pytest.raises(InputError, match=r"tensorrt\.cache=grown"):
-        EXPORT.accepts(EXPORT.Options(sm="8.9"), LayerSpec(cache=CacheScheme(format="fp8_e4m3")))
-    with pytest.raises(InputError, match="with zero points"):
-        asked = LayerSpec(cache=CacheScheme(format="int8", symmetric=False))
-        EXPORT.accepts(EXPORT.Options(sm="8.9", cache="grown"), asked)
-    EXPORT.accepts(EXPORT.Options(sm="8.9", cache="grown"), LayerSpec(cache=CacheScheme(format="fp8_e4m3")))
+FLOATS = CacheScheme(format="fp8_e4m3")
 
 
-def test_what_tensorrt_rtx_has_not_is_refused() -> None:
-    with pytest.raises(InputError, match=r"tensorrt\.hardware_compatible=false"):
-        EXPORT.accepts(EXPORT.Options(sm="8.9", hardware_compatible=True), LayerSpec())
-
-
-def test_experts_are_refused() -> None:
-    with pytest.raises(InputError, match="mixture of experts"):
-        EXPORT.accepts(EXPORT.Options(sm="8.9"), LayerSpec(merged={"layers.0.experts"}))
+@pytest.mark.parametrize(
+    ("options", "asked", "message"),
+    [
+        ({}, {"activations": {"a": ActivationScheme(format="int8")}}, "granularity=tensor"),
+        ({}, {"cache": CacheScheme(format="fp8_e4m3", granularity="head")}, "one fixed scale a layer"),
+        ({}, {"cache": FLOATS}, r"tensorrt\.cache=grown"),
+        ({"cache": "grown"}, {"cache": CacheScheme(format="int8", symmetric=False)}, "with zero points"),
+        ({"hardware_compatible": True}, {}, r"tensorrt\.hardware_compatible=false"),  # which TensorRT-RTX has not
+        ({}, {"merged": {"layers.0.experts"}}, "mixture of experts"),
+    ],
+)
+def test_what_tensorrt_cannot_do_is_refused(options: dict[str, Any], asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EXPORT.accepts(EXPORT.Options(sm="8.9", **options), LayerSpec(**asked))
+    EXPORT.accepts(EXPORT.Options(sm="8.9", cache="grown"), LayerSpec(cache=FLOATS))
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -405,3 +394,36 @@ def test_a_profile_that_contradicts_the_network_says_so(ready: Path, tmp_path: P
 
 def _profiles(folder: Path) -> list[ProfileShapes]:
     return shapes(inputs_of(folder / "network.onnx"), [DECODE])
+
+
+# compute capabilities that each library builds for; TensorRT-RTX has its list, TensorRT begins with Turing
+BUILT = {"tensorrt_rtx": {"7.5", "8.0", "8.6", "8.9", "12.0", "12.1"}, "tensorrt": None}
+
+
+@pytest.mark.parametrize("name", [name for name in content.names("export") if Target.load(name).kind == "gpu"])
+@pytest.mark.parametrize("library", sorted(FIRST_SM))
+def test_the_first_gpus_are_those_of_the_cells(name: str, library: str) -> None:
+    target = Target.load(name)
+    sm, built = target.arch.sm or "", BUILT[library]
+    if (built is not None and sm not in built) or float(sm) < 7.5:
+        assert all(target.supports(form, library).state == "absent" for form in FORMATS)
+        return
+    for form in FORMATS:
+        state = target.supports(form, library).state
+        try:
+            refuse_gpu("layer", form, library, sm)
+        except InputError:
+            assert state == "absent", (form, sm)
+        else:
+            assert state != "absent", (form, sm)
+
+
+def test_what_is_let_through_can_be_stored() -> None:
+    assert set(FORMATS) == set(TYPES)
+
+
+def test_the_library_that_was_asked_for_reads_it_else_the_first() -> None:
+    assert reader("tensorrt", {"library": "tensorrt"}) == "tensorrt"
+    assert reader("tensorrt", {}) == "tensorrt_rtx"
+    assert reader("checkpoint", {"library": "tensorrt"}) == "torch"
+    assert reader("onnx", {"dialect": "onnxruntime"}) == "onnxruntime"

@@ -7,7 +7,7 @@ checkpoint    what the recipe's layout lists of a linear (`model/layouts`: their
               layout the values that its codes stand for
 onnx          codes in the blocks of MatMulNBits with float32 scales (`exporters/onnx/nbits.py`), or one scale a channel
               where its input is quantized too (`exporters/onnx/integers.py`)
-tensorrt      codes, with scales in 16 bits (`exporters/tensorrt/weights.py`)
+tensorrt      codes, with scales in 16 bits (`exporters/tensorrt/dialect.py`)
 gguf          blocks of codes with their scales, as many bits as the format says (`exporters/gguf/blocks.py`)
 
 Mixtures of types go by the name that users know a GGUF file by. A file's own type is that of most matrices; values,
