@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import zoo
 from exported import SCHEMES, by_name, check_as, export, llama, scheme, write_as
 from safetensors.torch import load_file
 from zoo import shrink
@@ -248,18 +248,7 @@ def test_dense_equals_the_source_where_nothing_was_decided(tmp_path: Path) -> No
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_dense_of_families_that_store_otherwise(tmp_path: Path, family: str) -> None:
     """GPT-2 stores [K, N] and its files lack the base model's prefix; BERT has a pooler and biases."""
-    import transformers
-
-    torch.manual_seed(0)
-    if family == "gpt2":
-        config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64)
-        model: Any = transformers.GPT2LMHeadModel(config)
-    else:
-        config = transformers.BertConfig(
-            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=128
-        )
-        model = transformers.BertModel(config)
-    model.save_pretrained(tmp_path / "source")
+    zoo.tiny(family).save_pretrained(tmp_path / "source")  # type: ignore[operator]
     exported = export(tmp_path / "source", tmp_path / "out", scheme(), layout="dense")
     checks = exported.check()
     assert [check.name for check in checks] == ["reload.transformers"]

@@ -27,15 +27,15 @@ from quantkit.scheme import WeightScheme
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _spoil(exported: Exported, change: Any) -> dict[str, Check]:
+def _spoil(exported: Exported, change: Any, **settings: Any) -> dict[str, Check]:
     path = exported.model / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
-    return by_name(exported.check())
+    return by_name(exported.check(**settings))
 
 
-UP = "model.layers.1.mlp.up_proj"
+UP, NORM = "model.layers.1.mlp.up_proj", "model.layers.1.input_layernorm.weight"
 
 
 def _scaled(tensors: dict[str, Tensor]) -> None:
@@ -46,15 +46,25 @@ def _flipped(tensors: dict[str, Tensor]) -> None:
     tensors[f"{UP}.weight_packed"] = tensors[f"{UP}.weight_packed"].flip(0).contiguous()
 
 
-@pytest.mark.parametrize("change", [_scaled, _flipped])
-def test_a_wrong_scale_and_swapped_codes_are_found(tmp_path: Path, tiny: Path, change: Any) -> None:
-    check = _spoil(export(tiny, tmp_path / "out", scheme()), change)["reload.compressed_tensors"]
-    assert not check.ok
-    assert check.where == UP
+def _no_scale(value: float) -> Any:
+    return lambda tensors: tensors[f"{UP}.weight_scale"][3, 1].fill_(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_scaled, "reload.compressed_tensors"),
+        (_flipped, "reload.compressed_tensors"),
+        *((_no_scale(value), "scales.finite") for value in (float("nan"), float("inf"), 0.0, -1.0)),
+    ],
+)
+def test_wrong_scales_and_swapped_codes_are_found(tmp_path: Path, tiny: Path, change: Any, name: str) -> None:
+    check = _spoil(export(tiny, tmp_path / "out", scheme()), change)[name]
+    assert (check.ok, check.where) == (False, UP)
 
 
 def _other_norm(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
+    tensors[NORM] *= 1.01
 
 
 def test_the_logits_find_it_too(tmp_path: Path, tiny: Path) -> None:
@@ -64,16 +74,6 @@ def test_the_logits_find_it_too(tmp_path: Path, tiny: Path) -> None:
     assert not checks["reload.transformers"].ok
     # the first block alone is as it should be
     assert by_name(exported.check(blocks=1))["reload.transformers"].value == 0
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
-def test_a_scale_that_is_no_scale_is_found(tmp_path: Path, tiny: Path, value: float) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}.weight_scale"][3, 1] = value
-
-    checks = _spoil(export(tiny, tmp_path / "out", scheme()), change)
-    assert not checks["scales.finite"].ok
-    assert checks["scales.finite"].where == UP
 
 
 def test_missing_and_unexpected_tensors_are_found(tmp_path: Path, tiny: Path) -> None:
@@ -170,16 +170,9 @@ def test_a_model_that_is_not_cut_and_does_not_fit_is_compared_tensor_by_tensor(
     checks = by_name(exported.check(blocks=1))
     assert checks["reload.compressed_tensors"].ok
     assert checks["reload.tensors"].ok
-    path = exported.model / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
-    save_file(tensors, path, metadata={"format": "pt"})
-    wrong = by_name(exported.check(blocks=1))["reload.tensors"]
-    assert not wrong.ok
-    assert wrong.where == "model.layers.1.input_layernorm.weight"
-    tensors.pop("model.layers.1.input_layernorm.weight")
-    save_file(tensors, path, metadata={"format": "pt"})
-    assert "missing" in by_name(exported.check(blocks=1))["reload.tensors"].where
+    wrong = _spoil(exported, _other_norm, blocks=1)["reload.tensors"]
+    assert (wrong.ok, wrong.where) == (False, NORM)
+    assert "missing" in _spoil(exported, lambda tensors: tensors.pop(NORM), blocks=1)["reload.tensors"].where
 
 
 def test_tensors_that_are_compared_on_threads_fail_as_one_by_one(
