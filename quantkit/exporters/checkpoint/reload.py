@@ -3,7 +3,7 @@
     max |loaded - expected| / max |expected| <= 1e-4
 
 of the logits on one batch (by their norms, and more, where the library multiplies in kernels of its own:
-`model/transforms.py`), both sides by the same class of plain transformers in the model's own dtype: `loaded` from the
+`transforms.rounding`), both sides by the same class of plain transformers in the model's own dtype: `loaded` from the
 folder, with whatever expands it; `expected` from dense tensors that are computed from the codes. Missing, unexpected
 and mismatched keys fail as well. And the same of every packed linear, expanded by its library's own code: that takes
 one tensor at a time, so it covers a model of any size, where logits are compared on its first blocks. Of a model that
