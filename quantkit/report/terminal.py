@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ def verified(
     path: Path, manifest: Manifest, checks: Sequence[Check], notes: Sequence[str], seals: Sequence[str] = ()
 ) -> list[Part]:
     """Build what `verify` found; `seals`: lines about the bundle's seal and who signed it."""
-    failed = [check for check in checks if not check.ok]
-    outcome = f"{len(failed)} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks hold"
+    failed = sum(not check.ok for check in checks)
+    outcome = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks hold"
     rows: list[list[Line]] = [
         [(MARK[check.ok], " ", check.name), figures.relation(check), Styled(check.where, "dim")] for check in checks
     ]
@@ -35,16 +35,15 @@ def verified(
 
 def planned(plan: Mapping[str, Any]) -> list[Part]:
     """Build what a compile would do; `plan` is the result of `--dry-run` as the envelope has it."""
-    model, seen, disk = plan["model"], plan["calibration"], plan["disk_bytes"]
+    model, seen, disk, left_out = plan["model"], plan["calibration"], plan["disk_bytes"], plan["kept"]
+    layers = []
+    for scheme in plan["schemes"]:
+        bits = f"{words.short(scheme['bits_per_weight'])} bits a weight"
+        layers.append(f"{words.plural(scheme['layers'], 'layer')}, {bits}: {scheme['scheme']}")
+    if left_out:
+        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        layers.append(f"{len(left_out)} kept as they are: {', '.join(left_out[:3])}{more}")
     was = f", converted from {model['was']}" if model["was"] else ""
-    layers = [
-        f"{words.plural(scheme['layers'], 'layer')}, {words.figure(scheme['bits_per_weight'], 3)} bits a weight: "
-        f"{scheme['scheme']}"
-        for scheme in plan["schemes"]
-    ]
-    if plan["kept"]:
-        more = f" and {len(plan['kept']) - 3} more" if len(plan["kept"]) > 3 else ""
-        layers.append(f"{len(plan['kept'])} kept as they are: {', '.join(plan['kept'][:3])}{more}")
     weights = f"{words.size(model['bytes'])} of {model['dtype']}{was}"
     rows: _Rows = [
         ("model", f"{model['ref']}, {words.article(model['kind'])}, {weights}"),
@@ -81,21 +80,19 @@ def planned(plan: Mapping[str, Any]) -> list[Part]:
 def listing(kinds: Mapping[str, Mapping[str, str]]) -> list[Part]:
     """Build what there is of each kind: names and summaries."""
     width = max((len(name) for names in kinds.values() for name in names), default=1)
-    facts = {
-        kind: Facts([(Styled(name.ljust(width), "name"), about) for name, about in names.items()])
-        for kind, names in kinds.items()
-    }
-    return [Section(kind, [part]) for kind, part in facts.items()] if len(kinds) > 1 else list(facts.values())
+    parts: list[Part] = []
+    for kind, names in kinds.items():
+        facts = Facts([(Styled(name.ljust(width), "name"), about) for name, about in names.items()])
+        parts.append(Section(kind, [facts]) if len(kinds) > 1 else facts)
+    return parts
 
 
 def entry(shown: CatalogEntry) -> list[Part]:
     """Build one thing: what it is, its facts one under the other, and the text that defines it."""
-    parts: list[Part] = [
-        Remark((Styled(shown.name, "strong"), Styled(f"  {shown.kind}", "dim"))),
-        Remark(shown.summary),
-    ]
-    parts += [Section("", [Facts(shown.facts)])] if shown.facts else []
-    return [*parts, *([Section("", [Code("", shown.source.rstrip())])] if shown.source else [])]
+    title = Remark((Styled(shown.name, "strong"), Styled(f"  {shown.kind}", "dim")))
+    facts = [Section("", [Facts(shown.facts)])] if shown.facts else []
+    source = [Section("", [Code("", shown.source.rstrip())])] if shown.source else []
+    return [title, Remark(shown.summary), *facts, *source]
 
 
 def machine(report: Mapping[str, Any]) -> list[Part]:
@@ -104,9 +101,8 @@ def machine(report: Mapping[str, Any]) -> list[Part]:
 
     about = report["machine"]
     gpus = ", ".join(str(gpu.get("name", gpu)) for gpu in about.get("gpus") or [])
-    packages = about.get("packages", {})
+    packages, cache = about.get("packages", {}), about.get("last_level_cache")
     missing = [name for name, version in packages.items() if version is None]
-    cache = about.get("last_level_cache")
     rows: _Rows = [
         ("processor", f"{about['device']['name']}, {words.plural(about['cores'], 'core')}"),
         ("instructions", ", ".join(about["isa"])),
@@ -117,13 +113,14 @@ def machine(report: Mapping[str, Any]) -> list[Part]:
         *([("not installed", Styled(", ".join(missing), "dim"))] if missing else []),
         *((library["library"], _library(library)) for library in report.get("tensorrt", [])),
     ]
-    ceilings: _Rows = []
+    measured: _Rows = []
     for row in report["measurements"]:
-        kind, name = row["settings"].get("compute_type"), row["name"].removeprefix("ceiling.")
         share = report["stated"].get(place_of(row))
         said = f", {share:.0%} of what the target states" if share else ""
-        ceilings.append((f"{name}{f' {kind}' if kind else ''}", (Styled(_ceiling(row), "strong"), Styled(said, "dim"))))
-    of = f" of {report['measurements'][0]['device']['name']}" if ceilings and report["stated"] else ""
+        kind = row["settings"].get("compute_type")
+        name = f"{row['name'].removeprefix('ceiling.')}{f' {kind}' if kind else ''}"
+        measured.append((name, (Styled(_ceiling(row), "strong"), Styled(said, "dim"))))
+    of = f" of {report['measurements'][0]['device']['name']}" if measured and report["stated"] else ""
     kept: list[Part] = []
     if report["written"]:
         kept = [Code("figures written to", str(report["written"]))]
@@ -134,7 +131,7 @@ def machine(report: Mapping[str, Any]) -> list[Part]:
     return [
         Remark(Styled("this machine", "strong")),
         Facts(rows),
-        *([Section(f"measured ceilings{of}", [Facts(ceilings)])] if ceilings else []),
+        *([Section(f"measured ceilings{of}", [Facts(measured)])] if measured else []),
         Section(f"target {report['target']}", kept),
         *(Remark(warning, "note") for warning in report["warnings"]),
     ]
@@ -157,16 +154,17 @@ def _library(library: Mapping[str, Any]) -> Line:
 def _call(step: Mapping[str, Any]) -> str:
     name, settings = next(iter(step.items()))
     inner = ", ".join(f"{key}: {json.dumps(value)}" for key, value in (settings or {}).items()).replace(chr(34), "")
-    return f"{name} ({inner})" if inner else str(name)
+    return f"{name}{words.bracketed(inner)}"
 
 
 def _tokens(tokens: Mapping[str, Any]) -> str:
+    named = f"{tokens['set']} ({tokens['split']})"
     if "pairs" in tokens:
-        return f"{tokens['set']} ({tokens['split']}), {tokens['pairs']} pairs"
+        return f"{named}, {tokens['pairs']} pairs"
     # of a graph, samples are not cut into tokens
     what = f"sequences of {tokens['tokens']} tokens" if "tokens" in tokens else "samples"
     more = figures.written(tokens.get("generated")) + figures.begins(tokens.get("begins"))
-    return f"{tokens['set']} ({tokens['split']}), {tokens['samples']} {what}{more}"
+    return f"{named}, {tokens['samples']} {what}{more}"
 
 
 def listed(devices: Sequence[Mapping[str, Any]]) -> list[Part]:
@@ -174,25 +172,25 @@ def listed(devices: Sequence[Mapping[str, Any]]) -> list[Part]:
     if not devices:
         return [Remark("no devices; quantkit device add NAME ssh://USER@HOST", "caption")]
     rows = []
-    for device_ in devices:
-        about = device_["about"] or {}
-        known = [str(about.get(name, "")) for name in ("processor", "cores")]
+    for known in devices:
+        about = known["about"] or {}
+        machine = [str(about.get(name, "")) for name in ("processor", "cores")]
         memory = words.size(about["memory"]) if about else ""
-        rows.append([device_["name"], device_["address"], *known, memory, str(device_["probed"] or "never")])
+        rows.append([known["name"], known["address"], *machine, memory, str(known["probed"] or "never")])
     return [Sheet(("device", "address", "processor", "cores", "memory", "probed"), rows, words=3)]
 
 
 def device(known: Mapping[str, Any]) -> list[Part]:
     """Build all that is known of one device."""
-    about = known["about"]
-    rows: list[tuple[Line, Cell]] = [(name, known[name]) for name in ("address", "workdir")]
-    rows += [(name, known[name]) for name in ("python", "wheelhouse") if known[name]]
+    about, name = known["about"], Remark(Styled(known["name"], "strong"))
+    rows: _Rows = [(field, known[field]) for field in ("address", "workdir")]
+    rows += [(field, known[field]) for field in ("python", "wheelhouse") if known[field]]
     if about is None:
-        return [Remark(Styled(known["name"], "strong")), Facts(rows), Remark("never probed", "caption")]
+        return [name, Facts(rows), Remark("never probed", "caption")]
     board = f"{about['model']}, " if about["model"] else ""
     libc = about["libc"].strip("-") or "another libc"
     gpus = [f"{gpu['name']} (SM {gpu['sm']}, driver {gpu['driver']})" for gpu in about["gpus"]]
-    packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    packages = ", ".join(f"{package} {version}" for package, version in about["packages"].items())
     rows += [
         ("machine", f"{board}{about['system']} {about['release']} {about['machine']}"),
         ("processor", f"{about['processor']}, {words.plural(about['cores'], 'core')}"),
@@ -207,12 +205,12 @@ def device(known: Mapping[str, Any]) -> list[Part]:
     rows += [("temperature", f"{about['temperature']:.0f} °C")] if about["temperature"] is not None else []
     rows += [("at work", about["busy"])] if about["busy"] else []
     rows.append(("clock", "right" if abs(about["off"]) < 5 else f"{about['off']:+,.0f} s off"))
-    return [Remark(Styled(known["name"], "strong")), Facts(rows), Remark(f"probed {known['probed']}", "caption")]
+    return [name, Facts(rows), Remark(f"probed {known['probed']}", "caption")]
 
 
-def ceilings(name: str, rows: Sequence[Mapping[str, Any]], written: str | None) -> list[Part]:
+def ceilings(name: str, rows: Iterable[Mapping[str, Any]], written: str | None) -> list[Part]:
     """Build what a device can do at best."""
-    facts: list[tuple[Line, Cell]] = []
+    facts: _Rows = []
     for row in rows:
         kind = f" {row['settings']['compute_type']}" if row["settings"].get("compute_type") else ""
         value = "not measured" if row["value"] is None else words.rate(row["value"], row["unit"])
