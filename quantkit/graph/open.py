@@ -328,4 +328,4 @@ def inputs_of(model: ir.Model, where: str) -> Iterator[FloatGraphInput]:
 
 
 def _refused(where: str, what: str, value: str, rule: str = "an ONNX file, whole", remedy: str = "") -> InputError:
-    return InputError(f"onnx-{what}", where=where, value=value, rule=rule, remedy=remedy)
+    return InputError(f"onnx-{what}", where, value, rule, remedy)

@@ -66,7 +66,7 @@ class Runner:
             node, reason = told(error)
             rule, remedy = "the graph runs in ONNX Runtime", "check it with onnx.checker, or export it again"
             place = node or "ONNX Runtime"
-            raise InputError("onnx-unrunnable", where=place, value=reason, rule=rule, remedy=remedy) from None
+            raise InputError("onnx-unrunnable", place, reason, rule, remedy) from None
 
     def __call__(self, feed: Feed) -> dict[str, Array]:
         """Name -> what the outputs and the inner tensors are, text as text. Raises InputError `onnx-unrunnable`."""
@@ -76,7 +76,7 @@ class Runner:
             node, reason = told(error)
             rule, remedy = "the graph runs on the inputs that it is given", "check the shape of the calibration set"
             place = node or "calibration"
-            raise InputError("onnx-unrunnable", where=place, value=reason, rule=rule, remedy=remedy) from None
+            raise InputError("onnx-unrunnable", place, reason, rule, remedy) from None
         named = zip(self.names, values, strict=True)
         return {name: value.astype(str) if value.dtype == object else value for name, value in named}
 

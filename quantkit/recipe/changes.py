@@ -15,7 +15,7 @@ def demand_changes(changes: Any) -> Sequence[str]:
     if isinstance(changes, Sequence) and not isinstance(changes, str) and all(isinstance(x, str) for x in changes):
         return changes
     rule, remedy = "a list of PATH=YAML", 'e.g. changes=["awq.grid=40"]'
-    raise InputError("set-invalid", where="changes", value=f"got {changes!r:.80}", rule=rule, remedy=remedy)
+    raise InputError("set-invalid", "changes", f"got {changes!r:.80}", rule, remedy)
 
 
 def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
         if first in names:
             rule = f"one setting of {'a pass' if key == 'passes' else 'an export'} at a time"
             remedy = f"{path}.SETTING=VALUE"
-            raise InputError("set-invalid", where=f"--set {path}", value=text, rule=rule, remedy=remedy)
+            raise InputError("set-invalid", f"--set {path}", text, rule, remedy)
     if first in keys:
         return _with(data, [first, *inner], value)
     wrong = f"{first!r} is neither a key of the recipe nor one of its passes or exports"

@@ -401,7 +401,7 @@ def _own(reference: str, *, where: str = "recipe", base: Path = Path(), allowed:
     if not allowed:
         value, rule = f"the pass {reference} is a file of code", "code of a recipe runs only where that is asked for"
         remedy = "read it, then --allow-code, or allow_code=True in Python"
-        raise InputError("code-not-allowed", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("code-not-allowed", where, value, rule, remedy)
     code = plugins.PASSES.run(base / Path(reference).expanduser())
     return PassStep(name=code.path.stem, code=code)
 
@@ -417,7 +417,7 @@ def _read(reference: str | Path) -> tuple[Any, str]:
     if isinstance(data, dict) and data.get("name", path.stem) != path.stem:
         rule, remedy = "a recipe's name is its file's stem", "rename the file, or leave `name` out"
         place = f"{reference}: name"
-        raise InputError("recipe-invalid", where=place, value=data["name"], rule=rule, remedy=remedy)
+        raise InputError("recipe-invalid", place, data["name"], rule, remedy)
     return data, path.stem
 
 
@@ -429,7 +429,7 @@ def _laid_over(data: Any, addition: Any, name: str) -> Any:
         return data  # validation, which follows, says so
     if isinstance(addition, dict) and addition.get("passes"):
         rule = "what is added to a recipe with + has a scheme and gates alone"
-        raise InputError("recipe-invalid", where=name, value="has passes", rule=rule, remedy="use it by itself")
+        raise InputError("recipe-invalid", name, "has passes", rule, "use it by itself")
     Recipe.from_dict(addition, name=name, where=name)  # among others, that it is a mapping
     found = dict(data)
     for key in ("scheme", "gates"):

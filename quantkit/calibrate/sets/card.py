@@ -148,7 +148,7 @@ class Card(Closed):
         """Refuse a set of another kind; `rule`: what the model takes. Raises InputError `calibration-kind`."""
         if self.kind not in kinds:
             value, remedy = f"the set is of kind {self.kind}", "use another set; see `quantkit list calibrations`"
-            raise InputError("calibration-kind", where=self.where, value=value, rule=rule, remedy=remedy)
+            raise InputError("calibration-kind", self.where, value, rule, remedy)
 
     @property
     def where(self) -> str:
@@ -171,7 +171,7 @@ class Card(Closed):
         if not files:
             value, remedy = f"no file for the split {split!r}", "add one, or use another set"
             rule = f"the card has {', '.join(sorted({file.split for file in self.files}))}"
-            raise InputError("calibration-split", where=self.where, value=value, rule=rule, remedy=remedy)
+            raise InputError("calibration-split", self.where, value, rule, remedy)
         return [self._read(file) for file in files]
 
     def _read(self, file: SplitFile) -> tuple[Path, bytes]:
@@ -184,7 +184,7 @@ class Card(Closed):
             value = f"{len(data)} bytes, sha256 {found[:12]}…"
             rule = f"the card says {file.bytes} bytes, sha256 {file.sha256[:12]}…"
             remedy = "restore the file, or write the new figures into the card"
-            raise InputError("calibration-checksum", where=str(path), value=value, rule=rule, remedy=remedy)
+            raise InputError("calibration-checksum", str(path), value, rule, remedy)
         return path, data
 
 
@@ -215,7 +215,7 @@ def short(where: str, value: str, of: str) -> InputError:
     """Return the error where nothing is left for a split; `of`: what the set holds, in the plural."""
     rule = f"of {of} without splits, the last 10 % are for eval and the 5 % before for tune"
     remedy = f"more {of}, or a folder with a card.yaml that states the splits"
-    return InputError("calibration-short", where=where, value=value, rule=rule, remedy=remedy)
+    return InputError("calibration-short", where, value, rule, remedy)
 
 
 def decoded(data: bytes, where: str, what: str = "text") -> str:
@@ -229,18 +229,18 @@ def decoded(data: bytes, where: str, what: str = "text") -> str:
 def not_text(where: str, value: str, what: str = "text") -> InputError:
     """Return the error for what is no text."""
     rule = f"{what} in UTF-8"
-    return InputError("calibration-not-text", where=where, value=value, rule=rule, remedy="convert the file")
+    return InputError("calibration-not-text", where, value, rule, "convert the file")
 
 
 def empty(where: str, value: str, rule: str = "") -> InputError:
     """Return the error for a file with nothing in it."""
-    return InputError("calibration-empty", where=where, value=value, rule=rule, remedy="give another one")
+    return InputError("calibration-empty", where, value, rule, "give another one")
 
 
 def suffix(where: str, found: str, rule: str) -> InputError:
     """Return the error for a file of a kind that is not read; `found`: its suffix."""
     value = f"cannot read {found or 'a file without a suffix'}"
-    return InputError("calibration-suffix", where=where, value=value, rule=rule, remedy="convert it")
+    return InputError("calibration-suffix", where, value, rule, "convert it")
 
 
 def unreadable(where: str, said: Exception | str) -> InputError:

@@ -134,7 +134,7 @@ def load_images(
     if dtype not in _FLOATS:
         rule = f"{where} takes {dtype}, and images are floats when they reach a model"
         remedy = "use a set of the model's own kind"
-        raise InputError("calibration-dtype", where=reference, value="a set of images", rule=rule, remedy=remedy)
+        raise InputError("calibration-dtype", reference, "a set of images", rule, remedy)
     part = _open(reference, split)
     how = part.preprocess or preprocess
     chosen = drawn(part.members, part.sampling, split, samples, seed)
@@ -186,7 +186,7 @@ def _alike(parts: Sequence[Images], pattern: str, where: str) -> list[Images]:
     def unlike(value: str) -> InputError:
         rule = f"every image file has {pattern} in its name, and every .npz an array `clusters`"
         remedy = "mend `alike`, or leave it out"
-        return InputError("card-invalid", where=f"{where}: alike", value=value, rule=rule, remedy=remedy)
+        return InputError("card-invalid", f"{where}: alike", value, rule, remedy)
 
     numbers: dict[str, int] = {}
     marked = []
@@ -210,7 +210,7 @@ def _together(parts: Sequence[Images], where: str) -> Images:
     if len({(part.bytes_, part.labels is None, part.clusters is None) for part in parts}) > 1:
         value = "files with and without labels, with and without clusters, or of bytes and of floats"
         rule, remedy = "the files of a split are of one kind", "write them alike, or leave some out"
-        raise InputError("calibration-mixed", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-mixed", where, value, rule, remedy)
     ends = np.cumsum([part.count for part in parts])
 
     def read(number: int) -> NDArray[Any]:
@@ -293,7 +293,7 @@ def _check_shape(found: tuple[int, ...], shape: tuple[int | None, ...], images: 
     turned = sorted(found) == sorted(size for size in shape[1:] if size is not None)
     remedy = "transpose them" if turned else "cut and resize them to that shape, or use another set"
     value, rule = f"images of [{', '.join(map(str, found))}]", f"{where} takes [batch, {wanted}]"
-    raise InputError("calibration-shape", where=images, value=value, rule=rule, remedy=remedy)
+    raise InputError("calibration-shape", images, value, rule, remedy)
 
 
 def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: str) -> None:
@@ -302,11 +302,11 @@ def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: st
     if len(bad):
         value = f"NaN or infinity in {len(bad)} of {len(images)} images"
         remedy = "leave those images out, or find what made them so"
-        raise InputError("calibration-nonfinite", where=where, value=value, rule="values are finite", remedy=remedy)
+        raise InputError("calibration-nonfinite", where, value, "values are finite", remedy)
     if (flat == flat[:, :1]).all():
         value, rule = f"all {len(images)} images have one value everywhere", "ranges come from what images differ in"
         remedy = "check how they were read and preprocessed"
-        raise InputError("calibration-constant", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-constant", where, value, rule, remedy)
     if how is None:
         check_range(images, where)
         return
@@ -317,7 +317,7 @@ def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: st
         rule = f"preprocessed as this model's images are, they lie in {min(ends):g} to {max(ends):g}"
         remedy = "normalise with the model's mean and std, or give bytes (uint8)"
         value = f"floats from {low:g} to {high:g}"
-        raise InputError("calibration-range", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-range", where, value, rule, remedy)
 
 
 def check_range(images: NDArray[Any], where: str) -> None:
@@ -384,7 +384,7 @@ def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
         value = "it holds Python objects, or is no file of arrays"
         rule = "a file of objects runs code when it is read, so none is read"
         remedy = "save plain arrays: numpy.savez_compressed(path, images=..., labels=...)"
-        return InputError("calibration-pickle", where=where, value=value, rule=rule, remedy=remedy)
+        return InputError("calibration-pickle", where, value, rule, remedy)
 
     try:
         with errors.reading(damaged):
@@ -412,7 +412,7 @@ def _arrays(file: Path | bytes, where: str) -> Images:
             value = f"arrays {', '.join(map(repr, list(loaded.files)[:6])) or 'none'}"
             rule = "an array `images`, and `labels` and `clusters` where there are some"
             remedy = "numpy.savez_compressed(path, images=..., labels=...)"
-            raise InputError("calibration-fields", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("calibration-fields", where, value, rule, remedy)
         else:
             images = loaded["images"]
             labels, clusters = (loaded[name] if name in loaded.files else None for name in ("labels", "clusters"))
@@ -424,11 +424,11 @@ def _arrays(file: Path | bytes, where: str) -> Images:
         rule = "bytes (uint8) that get preprocessed, or floats that were"
         remedy = "images.astype('uint8') or images.astype('float32')"
         value = f"images of {images.dtype}"
-        raise InputError("calibration-dtype", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-dtype", where, value, rule, remedy)
     if bytes_ and images.ndim not in (3, 4):
         rule = "bytes are [n, height, width] or [n, height, width, channels]"
         value, remedy = f"uint8 {list(images.shape)}", "transpose them, or give floats of the model's own shape"
-        raise InputError("calibration-shape", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-shape", where, value, rule, remedy)
 
     def read(number: int) -> NDArray[Any]:
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, and is refused
@@ -445,7 +445,7 @@ def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[n
         rule = "one whole number a sample; samples of one number are alike, such as crops of one photograph"
         value = f"clusters {list(clusters.shape)} of {clusters.dtype} for {count} samples"
         remedy = "mend `clusters`, or leave them out"
-        raise InputError("calibration-clusters", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-clusters", where, value, rule, remedy)
     return clusters.astype(np.int64)
 
 
@@ -461,7 +461,7 @@ def class_numbers(labels: NDArray[Any], count: int, where: str) -> NDArray[np.in
     if wrong:
         rule = "one whole number a sample, the index of its class in the model's output, from 0"
         remedy = "mend `labels`, or leave them out"
-        raise InputError("calibration-labels", where=where, value=wrong, rule=rule, remedy=remedy)
+        raise InputError("calibration-labels", where, wrong, rule, remedy)
     return labels.astype(np.int64)
 
 
@@ -511,7 +511,7 @@ def preprocess(image: NDArray[np.uint8], how: Preprocess, *, where: str) -> NDAr
         if image.shape[2] not in (1, 3, 4) or channels not in (1, 3):
             value, rule = f"images of {image.shape[2]} channels", f"`preprocess` states {channels} means"
             remedy = "bytes are [n, height, width, channels], channels last"
-            raise InputError("calibration-shape", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("calibration-shape", where, value, rule, remedy)
         image = _converted(image, channels)
     if image.shape[:2] != (how.crop, how.crop):
         image = _cut(image, how, where)
@@ -545,7 +545,7 @@ def _cut(image: NDArray[np.uint8], how: Preprocess, where: str) -> NDArray[np.ui
     if how.crop > min(height, width):
         value, rule = f"an image of {height} x {width}", f"`preprocess` cuts {how.crop} x {how.crop} from its middle"
         remedy = f"resize: {how.crop}, or no `crop`"
-        raise InputError("calibration-shape", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-shape", where, value, rule, remedy)
     left, top = (width - how.crop) // 2, (height - how.crop) // 2
     return image[top : top + how.crop, left : left + how.crop]
 

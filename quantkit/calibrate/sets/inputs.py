@@ -208,7 +208,7 @@ def _batch(inputs: Sequence[GraphInput], where: str) -> int | None:
     if wrong:
         rule = "every input takes numbers, and as many samples as the others along its first axis"
         remedy = "export it with samples first, and constants inside the graph"
-        raise InputError("onnx-inputs", where=where, value=wrong, rule=rule, remedy=remedy)
+        raise InputError("onnx-inputs", where, wrong, rule, remedy)
     return next(iter(fixed), None)
 
 
@@ -228,13 +228,13 @@ def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
     remedy = f"numpy.savez(path, {', '.join(f'{name}=...' for name in names)})"
     if suffix not in (".npz", ".npy") or not path.is_file() or (suffix == ".npy" and len(inputs) > 1):
         rule = f"this graph takes {wanted}"
-        raise InputError("calibration-kind", where=where, value="no .npz", rule=rule, remedy=remedy)
+        raise InputError("calibration-kind", where, "no .npz", rule, remedy)
     with opened_arrays(path, where) as loaded:
         if isinstance(loaded, np.ndarray):
             return {names[0]: loaded}
         if missing := [name for name in names if name not in loaded.files]:
             value = f"arrays {', '.join(map(repr, loaded.files[:6])) or 'none'}, no {missing[0]!r}"
-            raise InputError("calibration-fields", where=where, value=value, rule=wanted, remedy=remedy)
+            raise InputError("calibration-fields", where, value, wanted, remedy)
         arrays = {name: loaded[name] for name in [*names, LABELS, CLUSTERS] if name in loaded.files}
         demand_arrays(arrays.values(), where)
         return arrays
@@ -246,7 +246,7 @@ def _count(arrays: Feed, where: str) -> int:
     if len(set(counts.values())) > 1 or not all(counts.values()):
         value = ", ".join(f"{name} of {count}" for name, count in counts.items())
         rule, remedy = "every array has one row a sample, and there is at least one", "give them the same first size"
-        raise InputError("calibration-shape", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-shape", where, value, rule, remedy)
     return next(iter(counts.values()))
 
 
@@ -256,7 +256,7 @@ def _fitting(array: Array, given: GraphInput, where: str) -> Array:
 
     def refused(what: str, value: str, rule: str, remedy: str) -> InputError:
         place = f"{where}: {given.name}"
-        return InputError(f"calibration-{what}", where=place, value=value, rule=rule, remedy=remedy)
+        return InputError(f"calibration-{what}", place, value, rule, remedy)
 
     if len(array.shape) != len(given.shape) or any(
         want not in (None, have) for have, want in zip(array.shape[1:], given.shape[1:], strict=True)
@@ -287,7 +287,7 @@ def _check_constant(floats: Sequence[Array], where: str) -> None:
     """Refuse floats that are all constant, as a mask alone may well be."""
     if floats and all((array == array.reshape(-1)[0]).all() for array in floats):
         value, rule = "one value everywhere", "ranges come from what samples differ in"
-        raise InputError("calibration-constant", where=where, value=value, rule=rule, remedy="check how they were made")
+        raise InputError("calibration-constant", where, value, rule, "check how they were made")
 
 
 def _whole(whole: InputSet) -> InputSet:

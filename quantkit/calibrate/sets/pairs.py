@@ -50,7 +50,7 @@ def load_pairs(reference: str, split: Split, *, samples: int | None, seed: int) 
     elif path.is_dir() or path.suffix.lower() != SUFFIX:
         value = "a folder without card.yaml" if path.is_dir() else f"cannot read {path.suffix or 'that'}"
         rule, remedy = "pairs come as .tsv: lines of a name, a text, a text", "write it with tabs"
-        raise InputError("calibration-suffix", where=reference, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-suffix", reference, value, rule, remedy)
     else:
         name, sampling = path.resolve().name, SetSampling()
         lines = parse(read_bytes(path), where=reference)
@@ -90,7 +90,7 @@ def parse(data: bytes, *, where: str) -> Pairs:
             counted = f"{len(columns)} column{'' if len(columns) == 1 else 's'}"
             value = counted if len(columns) != _COLUMNS else "an empty text"
             place, rule = f"{where}:{number}", "a line is: a name, a text, a text, parted by tabs"
-            raise InputError("calibration-columns", where=place, value=value, rule=rule, remedy="mend that line")
+            raise InputError("calibration-columns", place, value, rule, "mend that line")
         pairs.append((columns[1], columns[2]))
     if not pairs:
         raise cards.empty(where, "no pair in it")

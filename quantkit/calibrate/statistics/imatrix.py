@@ -105,7 +105,7 @@ class ImportanceMatrix:
 def _foreign(where: str, value: str) -> InputError:
     rule = "an importance matrix is of the model that it is used on"
     remedy = "quantkit imatrix MODEL makes the model's own"
-    return InputError("imatrix-foreign", where=where, value=value, rule=rule, remedy=remedy)
+    return InputError("imatrix-foreign", where, value, rule, remedy)
 
 
 def tensor_name(linear: str, model_type: str = "llama") -> str:
@@ -120,7 +120,7 @@ def tensor_name(linear: str, model_type: str = "llama") -> str:
         value = f"no tensor of llama.cpp's in a model of type {model_type}"
         rule = "an importance matrix names tensors as a GGUF file of the model does"
         remedy = "leave the matrix out: rtn: {range: importance} takes the recipe's own calibration"
-        raise InputError("imatrix-unnamed", where=linear, value=value, rule=rule, remedy=remedy)
+        raise InputError("imatrix-unnamed", linear, value, rule, remedy)
     return names[0]
 
 
@@ -269,8 +269,8 @@ def read(path: Path) -> ImportanceMatrix:
         raise InputError("file-missing", where=str(path), value="no such file", remedy="check the path")
 
     def damaged(said: str) -> InputError:
-        rule, remedy = "a file of llama.cpp's llama-imatrix, or of quantkit imatrix", "make it again: quantkit imatrix"
-        return InputError("imatrix-damaged", where=str(path), value=said, rule=rule, remedy=f"{remedy} MODEL")
+        rule = "a file of llama.cpp's llama-imatrix, or of quantkit imatrix"
+        return InputError("imatrix-damaged", str(path), said, rule, "make it again: quantkit imatrix MODEL")
 
     with reading(damaged):
         raw = limits.read(path, limits.DATA)

@@ -187,7 +187,7 @@ class Observed:
         if not _finite(low, high):
             rule = "a range needs finite values"
             remedy = "look for what made them so, in the model or in what calibrates it"
-            raise InputError("activations-nonfinite", where=self._name, value=value, rule=rule, remedy=remedy)
+            raise InputError("activations-nonfinite", self._name, value, rule, remedy)
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
         """Return the different values of a row, ascending, float32, and how often each came."""

@@ -219,7 +219,7 @@ class InputStats:
         if self.tokens == 0:  # a part for another kind of input, as the audio layers of a model that reads text too
             value, rule = "no token of the calibration text reaches it", "a layer is calibrated on what it will see"
             remedy = "leave it in high precision with an override (weights: null), or calibrate on what reaches it"
-            raise InputError("calibration-unreached", where=self._name, value=value, rule=rule, remedy=remedy)
+            raise InputError("calibration-unreached", self._name, value, rule, remedy)
         self._sum("products")
         if self._hessian is None:
             if isinstance(self._halves, Tensor):
@@ -307,7 +307,7 @@ def nonfinite(name: str, value: str) -> InputError:
     """Return the error for a linear whose inputs are not finite."""
     rule = "calibration needs finite activations"
     remedy = "check the model with another text, or leave this layer in high precision"
-    return InputError("activations-nonfinite", where=name, value=value, rule=rule, remedy=remedy)
+    return InputError("activations-nonfinite", name, value, rule, remedy)
 
 
 def _inverse_size(stream: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ class _Asked:
         remedy = f"calibration.samples={count}, fewer tokens each, or more text"
         remedy = remedy if count else "fewer tokens each, or more text"
         rule = f"{self.samples} were asked for"
-        raise InputError("calibration-short", where=self.part.where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-short", self.part.where, value, rule, remedy)
 
     def encoder(self, *, special_tokens: bool) -> Encode:
         """Text -> ids. Raises InputError `calibration-tokenizer`."""
@@ -186,7 +186,7 @@ def _drawn(asked: _Asked, room: int, vocab_size: int) -> NDArray[np.int64]:
         value = f"the split {asked.split!r} of a set without text"
         rule = "random tokens say how large activations are, and nothing about how good a model is"
         remedy = "score on a set of text"
-        raise InputError("calibration-random", where=asked.part.where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-random", asked.part.where, value, rule, remedy)
     generator = np.random.default_rng([asked.part.sampling.seed, asked.seed])
     return generator.integers(0, vocab_size, (asked.samples, room), dtype=np.int64)
 
@@ -197,7 +197,7 @@ def _as_given(asked: _Asked, given: Ids, vocab_size: int) -> NDArray[np.int64]:
         if len(row) < asked.tokens:
             rule = f"{asked.tokens} tokens a sequence were asked for"
             remedy = f"calibration.tokens={len(row)}, or longer lists" if row else "longer lists"
-            raise InputError("calibration-short", where=place, value=f"{len(row)} ids", rule=rule, remedy=remedy)
+            raise InputError("calibration-short", place, f"{len(row)} ids", rule, remedy)
         # before numpy, which has no place for an int of 30 digits
         _check_range(min(row), max(row), vocab_size, place)
     return np.asarray([row[: asked.tokens] for row in rows], dtype=np.int64)
@@ -222,7 +222,7 @@ def _from_text(asked: _Asked, text: Texts | Conversations, room: int, before: Se
         value = f"conversations (`{sources.MESSAGES}`)"
         rule = "conversations are written by the model's chat template, where the recipe says so"
         remedy = "--set calibration.template=chat"
-        raise InputError(pack.CODE, where=part.where, value=value, rule=rule, remedy=remedy)
+        raise InputError(pack.CODE, part.where, value, rule, remedy)
     how: dict[str, Any] = {"samples": asked.samples, "tokens": room, "generator": asked.generator}
     ids: NDArray[np.int64] = asked.demand(
         pack.sample_documents(text.documents, encode, before=before, **how)
@@ -256,7 +256,7 @@ def demand_tokenizer(tokenizer: Any, where: str, what: str, remedy: str) -> None
     """Refuse what has to be tokenized where the model has no tokenizer. Raises InputError `calibration-tokenizer`."""
     if tokenizer is None:
         value, rule = "the model has no tokenizer", f"{what} to be tokenized"
-        raise InputError("calibration-tokenizer", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-tokenizer", where, value, rule, remedy)
 
 
 def check_vocabulary(ids: NDArray[np.int64], vocab_size: int, where: str) -> None:
@@ -269,7 +269,7 @@ def _check_range(low: int, high: int, vocab_size: int, where: str, remedy: str =
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         rule = f"ids lie in 0..{vocab_size - 1}, the vocabulary"
-        raise InputError("calibration-ids", where=where, value=f"id {wrong}", rule=rule, remedy=remedy)
+        raise InputError("calibration-ids", where, f"id {wrong}", rule, remedy)
 
 
 def is_pairs(reference: str) -> bool:
@@ -300,7 +300,7 @@ def load_pair_tokens(
     rows = filled(ids, length, -(-samples * tokens // length))
     if not len(rows):
         value, rule = f"{len(pairs.left)} pairs to {split}", "a row of ids is filled with texts"
-        raise InputError("calibration-short", where=reference, value=value, rule=rule, remedy="more pairs")
+        raise InputError("calibration-short", reference, value, rule, "more pairs")
     check_vocabulary(rows, vocab_size, reference)
     sha256 = ids_sha256(rows) if split == "calib" else pairs.sha256
     opening, packed = begins(rows, tokenizer), torch.from_numpy(rows)

@@ -187,7 +187,7 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
     except (AttributeError, ValueError):  # none, or several and none of them the default
         value, rule = "the model's tokenizer has no chat template", "conversations are written by the model's own"
         remedy = f"put its chat_template.jinja beside the tokenizer, or {NONE}"
-        raise InputError(CODE, where="calibration.template", value=value, rule=rule, remedy=remedy) from None
+        raise InputError(CODE, "calibration.template", value, rule, remedy) from None
 
     def render(messages: Messages, where: str) -> list[int]:
         try:
@@ -200,7 +200,7 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
             said = " ".join(str(problem).split())[:200] or type(problem).__name__
             rule = "the model's chat template takes every conversation"
             remedy = "mend that conversation, or leave it out"
-            raise InputError(CODE, where=where, value=said, rule=rule, remedy=remedy) from None
+            raise InputError(CODE, where, said, rule, remedy) from None
         return ids
 
     return render

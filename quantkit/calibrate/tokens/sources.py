@@ -106,7 +106,7 @@ def read(reference: str, split: Split, *, chat: bool) -> SplitData:
     else:
         rule = "a folder with card.yaml, or one written by datasets' save_to_disk"
         value, remedy = "neither a card.yaml nor a saved dataset in it", "name the file inside it"
-        raise InputError("calibration-folder", where=reference, value=value, rule=rule, remedy=remedy)
+        raise InputError("calibration-folder", reference, value, rule, remedy)
     if own_splits:
         return SplitData(whole, SetSampling(), name, reference)
     if isinstance(whole, Ids):
@@ -208,7 +208,7 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
         if not names:
             value, rule = f"none of {', '.join(_DATASET_SPLITS[split])}", f"it has {', '.join(sorted(data))}"
             remedy = f"save a split named {split!r}"
-            raise InputError("calibration-split", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("calibration-split", where, value, rule, remedy)
         data = data[names[0]]
     column = _column(list(data.column_names), where, chat)
     with cards.reading(where):
@@ -242,7 +242,7 @@ def _column(names: list[str], where: str, chat: bool) -> str:
         if wanted in names:
             return wanted
     value, rule = f"columns {', '.join(map(repr, names)) or 'none'}", "a column `text`, `messages` or `input_ids`"
-    raise InputError("calibration-fields", where=where, value=value, rule=rule, remedy="rename the column")
+    raise InputError("calibration-fields", where, value, rule, "rename the column")
 
 
 def _columnar(column: str, values: list[Any], where: str, chat: bool) -> Content:
@@ -261,13 +261,13 @@ def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool) -> Cont
                 kinds = ", ".join(f"{key!r:.40}: {type(item).__name__}" for key, item in list(value.items())[:6])
             value = f"keys {kinds or 'none'}" if isinstance(value, dict) else f"{value!r:.60}"
             rule = "an object with `text` (a string), `messages` or `input_ids` (lists)"
-            raise InputError("calibration-fields", where=place, value=value, rule=rule, remedy="rename the key")
+            raise InputError("calibration-fields", place, value, rule, "rename the key")
         read.setdefault(kind, []).append(_READ[kind](value[kind], place))
         places.append(place)
         if len(read) > 1:
             rule = "all lines have `text`, or all have `messages`, or all have `input_ids`"
             value, remedy = f"{' and '.join(read)} in one file", "part them into two files"
-            raise InputError("calibration-mixed", where=place, value=value, rule=rule, remedy=remedy)
+            raise InputError("calibration-mixed", place, value, rule, remedy)
     if IDS in read:
         return Ids(tuple(read[IDS]), tuple(places))
     if MESSAGES in read:
@@ -301,7 +301,7 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
         rule = "`messages` is a list of {role, content}, both strings"
         remedy = "rename the keys, or leave that conversation out"
         shown = f"{value if wrong is None else wrong!r:.80}"
-        raise InputError("calibration-messages", where=place, value=shown, rule=rule, remedy=remedy)
+        raise InputError("calibration-messages", place, shown, rule, remedy)
     for message in kept:
         for item in message.values():
             if isinstance(item, str):

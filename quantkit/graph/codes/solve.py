@@ -98,13 +98,9 @@ def ranges(
     if constant := [name for name, observed in seen.items() if observed.constant]:
         kept = keeping(constant) if keeping is not None else []
         floats = f", or keep their products in floats: --set {shlex.quote(f'keep={json.dumps(kept)}')}" if kept else ""
-        raise InputError(
-            "activations-constant",
-            where=", ".join(constant[:3]),
-            value="one value everywhere, whatever comes in",
-            rule="a fixed range comes from what activations differ in",
-            remedy=f"calibrate with more varied samples{floats}",
-        )
+        where, rule = ", ".join(constant[:3]), "a fixed range comes from what activations differ in"
+        remedy = f"calibrate with more varied samples{floats}"
+        raise InputError("activations-constant", where, "one value everywhere, whatever comes in", rule, remedy)
     result = {}
     for name, observed in seen.items():
         settled, _, _ = observed.settle(scheme, torch.float32)

@@ -63,7 +63,7 @@ def check_finite(hessian: Tensor, where: str = "") -> None:
         value = f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite"
         rule = "the activations of the calibration text have to be finite"
         remedy = "compute in float32, or leave this layer in high precision with an override"
-        raise InputError("hessian-nonfinite", where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError("hessian-nonfinite", where, value, rule, remedy)
 
 
 def raised_damping(damping: float, times: int) -> float:
@@ -77,7 +77,7 @@ def no_factor(damping: str, where: str = "") -> InputError:
     """Return the error for a Hessian that has no factor, however much damping was added."""
     value, rule = f"no Cholesky factor with damping {damping}", "a Hessian is a sum of squares"
     remedy = "use more calibration text, or leave this layer in high precision with an override"
-    return InputError("hessian-not-positive", where=where, value=value, rule=rule, remedy=remedy)
+    return InputError("hessian-not-positive", where, value, rule, remedy)
 
 
 def factor(
