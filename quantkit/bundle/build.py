@@ -169,13 +169,9 @@ class Build:
         foreign = sorted(name for name in there if name not in ours and not name.startswith(f".{_FINGERPRINT}."))
         if foreign:
             (self.folder / "lock").unlink()
-            raise InputError(
-                "unfinished-build",
-                where=str(self.folder),
-                value=f"holds {foreign[0]!r}, which no build put there",
-                rule="the build needs this name",
-                remedy="move the folder away, or choose another --out",
-            )
+            value, rule = f"holds {foreign[0]!r}, which no build put there", "the build needs this name"
+            remedy = "move the folder away, or choose another --out"
+            raise InputError("unfinished-build", where=str(self.folder), value=value, rule=rule, remedy=remedy)
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -365,24 +361,14 @@ def _partial(out: Path) -> Path:
 
 
 def _unfinished(folder: Path) -> InputError:
-    return InputError(
-        "unfinished-build",
-        where=str(folder),
-        value="a build of this name was not finished",
-        rule="one folder, one build",
-        remedy="go on with --resume, or delete the folder",
-    )
+    value, remedy = "a build of this name was not finished", "go on with --resume, or delete the folder"
+    return InputError("unfinished-build", where=str(folder), value=value, rule="one folder, one build", remedy=remedy)
 
 
 def exists_already(out: Path, value: str = "exists already") -> InputError:
     """The error `out-exists`."""
-    return InputError(
-        "out-exists",
-        where=str(out),
-        value=value,
-        rule="nothing is overwritten",
-        remedy="choose another --out, or delete it",
-    )
+    remedy = "choose another --out, or delete it"
+    return InputError("out-exists", where=str(out), value=value, rule="nothing is overwritten", remedy=remedy)
 
 
 def _finished(out: Path) -> Bundle:
@@ -398,13 +384,9 @@ def _acquire(folder: Path) -> int:
         folder.mkdir(exist_ok=True)
         status = os.lstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise InputError(
-                "unfinished-build",
-                where=str(folder),
-                value="a link, or somebody else's",
-                rule="a build has a folder of its own, which it empties",
-                remedy="move it away, or choose another --out",
-            )
+            value, rule = "a link, or somebody else's", "a build has a folder of its own, which it empties"
+            remedy = "move it away, or choose another --out"
+            raise InputError("unfinished-build", where=str(folder), value=value, rule=rule, remedy=remedy)
         try:
             lock = disk.lock_file(folder / "lock")
         except FileNotFoundError:  # another build finished and removed the folder just now
@@ -418,13 +400,9 @@ def _acquire(folder: Path) -> int:
             os.close(lock)
         except BlockingIOError:
             os.close(lock)
-            raise InputError(
-                "build-locked",
-                where=str(folder),
-                value="another process is building here",
-                rule="one folder, one build at a time",
-                remedy="wait for it, or choose another --out",
-            ) from None
+            value, rule = "another process is building here", "one folder, one build at a time"
+            remedy = "wait for it, or choose another --out"
+            raise InputError("build-locked", where=str(folder), value=value, rule=rule, remedy=remedy) from None
 
 
 def _whole_lines(raw: bytes) -> tuple[list[dict[str, Any]], list[int]]:
@@ -461,13 +439,10 @@ def _same(before: Any, now: Any, folder: Path) -> None:
     difference = _first_difference(before, now, "")
     if difference is not None:
         key, old, new = difference
-        raise InputError(
-            "resume-mismatch",
-            where=f"{folder}: {key}",
-            value=f"the build was begun with {_short(old)}, now it is {_short(new)}",
-            rule="a resumed build does what was begun",
-            remedy="repeat the first command with --resume, or delete the folder",
-        )
+        value = f"the build was begun with {_short(old)}, now it is {_short(new)}"
+        rule = "a resumed build does what was begun"
+        remedy = "repeat the first command with --resume, or delete the folder"
+        raise InputError("resume-mismatch", where=f"{folder}: {key}", value=value, rule=rule, remedy=remedy)
 
 
 def _short(value: Any) -> str:

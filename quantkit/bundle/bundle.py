@@ -60,19 +60,11 @@ class Bundle:
         if not (folder / MANIFEST).is_file():
             partial = folder.with_name(f"{folder.name}.partial")
             if not folder.exists() and partial.is_dir():
-                raise InputError(
-                    "unfinished-build",
-                    where=str(folder),
-                    value=f"only {partial.name} is there",
-                    remedy="finish it: the same compile command with --resume",
-                )
-            raise InputError(
-                "not-a-bundle",
-                where=str(folder),
-                value=f"no {MANIFEST} in it" if folder.is_dir() else "no such folder",
-                rule="a bundle is the folder that `quantkit compile` leaves",
-                remedy="check the path",
-            )
+                value, remedy = f"only {partial.name} is there", "finish it: the same compile command with --resume"
+                raise InputError("unfinished-build", where=str(folder), value=value, remedy=remedy)
+            value = f"no {MANIFEST} in it" if folder.is_dir() else "no such folder"
+            rule = "a bundle is the folder that `quantkit compile` leaves"
+            raise InputError("not-a-bundle", where=str(folder), value=value, rule=rule, remedy="check the path")
         return cls(folder, Manifest.read(folder / MANIFEST))
 
     @property
@@ -97,13 +89,9 @@ class Bundle:
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise InputError(
-                    "measurements-invalid",
-                    where=f"{path}:{number}",
-                    value=line[:80],
-                    rule="one JSON object a line",
-                    remedy="measure again",
-                )
+                where, rule = f"{path}:{number}", "one JSON object a line"
+                remedy = "measure again"
+                raise InputError("measurements-invalid", where=where, value=line[:80], rule=rule, remedy=remedy)
             rows.append(row)
         return rows
 
@@ -155,24 +143,17 @@ class Bundle:
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as problem:
-            raise InputError(
-                "bundle-not-writable",
-                where=str(self.path),
-                value=problem.strerror or str(problem),
-                rule="what is measured or exported is put into the bundle",
-                remedy="copy it to a place that can be written",
-            ) from None
+            where, value = str(self.path), problem.strerror or str(problem)
+            rule = "what is measured or exported is put into the bundle"
+            remedy = "copy it to a place that can be written"
+            raise InputError("bundle-not-writable", where=where, value=value, rule=rule, remedy=remedy) from None
 
     def demand_free(self, place: str) -> None:
         """Refuse a folder that the bundle has. Raises InputError `export-exists`."""
         if any(entry.path.startswith(f"{place}/") for entry in self.manifest.files):
-            raise InputError(
-                "export-exists",
-                where=str(self.path / place),
-                value="the bundle has it already",
-                rule="content never changes after the build",
-                remedy="compile again with another recipe",
-            )
+            value, rule = "the bundle has it already", "content never changes after the build"
+            remedy = "compile again with another recipe"
+            raise InputError("export-exists", where=str(self.path / place), value=value, rule=rule, remedy=remedy)
 
     def demand_intact(self, under: str | None = None) -> None:
         """Refuse a bundle whose content is not what its manifest says.
@@ -193,13 +174,9 @@ class Bundle:
         places |= {under.partition("/")[0]} if under else {"model", "onnx"}
         for check, names in content_offenders(self.path, self.manifest, entries, places).items():
             if names:
-                raise InputError(
-                    "hash-mismatch",
-                    where=f"{self.path}/{names[0]}",
-                    value=check,
-                    rule="every file is as the manifest says, and none lies beside them",
-                    remedy="fetch or compile the bundle again",
-                )
+                where, rule = f"{self.path}/{names[0]}", "every file is as the manifest says, and none lies beside them"
+                remedy = "fetch or compile the bundle again"
+                raise InputError("hash-mismatch", where=where, value=check, rule=rule, remedy=remedy)
 
     def verify(self) -> list[Check]:
         """Every file there, unchanged, and none besides: one check each; `ok` says whether it holds."""

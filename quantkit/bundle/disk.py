@@ -47,13 +47,8 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def disk_full(where: Path, error: BaseException) -> Stopped:
     """The error for a full disk: exit code 75, what is committed is kept."""
-    return Stopped(
-        "disk-full",
-        where=str(where),
-        value=str(error),
-        rule="what was committed is kept",
-        remedy="make room, then run the same command with --resume",
-    )
+    remedy = "make room, then run the same command with --resume"
+    return Stopped("disk-full", where=str(where), value=str(error), rule="what was committed is kept", remedy=remedy)
 
 
 def check_place(path: Path | None) -> None:
@@ -68,13 +63,8 @@ def check_place(path: Path | None) -> None:
 
 def not_writable(out: Path, error: OSError) -> InputError:
     """The error for a place where no bundle can be built, which happens beside its final name: `out-not-writable`."""
-    return InputError(
-        "out-not-writable",
-        where=str(out),
-        value=error.strerror or str(error),
-        rule="the bundle is built beside its final name",
-        remedy="choose another --out",
-    )
+    value, rule = error.strerror or str(error), "the bundle is built beside its final name"
+    return InputError("out-not-writable", where=str(out), value=value, rule=rule, remedy="choose another --out")
 
 
 @contextmanager
@@ -206,13 +196,9 @@ def _folder(path: Path, inside: Path, *, make: bool) -> Iterator[int]:
             except OSError as error:
                 if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                     raise
-                raise InputError(
-                    "bundle-link",
-                    where=str(path),
-                    value=f"{part!r} is a link, or no folder",
-                    rule="nothing is written through a link",
-                    remedy="fetch or compile the bundle again",
-                ) from None
+                value, rule = f"{part!r} is a link, or no folder", "nothing is written through a link"
+                remedy = "fetch or compile the bundle again"
+                raise InputError("bundle-link", where=str(path), value=value, rule=rule, remedy=remedy) from None
             os.close(descriptor)
             descriptor = below
         yield descriptor
@@ -263,13 +249,8 @@ def lock_file(path: Path) -> int:
         if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: its folder was removed just now
             return descriptor
         os.close(descriptor)
-    raise InputError(
-        "lock-foreign",
-        where=str(path),
-        value="a link, no regular file, or one of several names",
-        rule="a lock is a file of its own",
-        remedy="delete it; it is made anew",
-    )
+    value, rule = "a link, no regular file, or one of several names", "a lock is a file of its own"
+    raise InputError("lock-foreign", where=str(path), value=value, rule=rule, remedy="delete it; it is made anew")
 
 
 def sha256(path: Path) -> str:

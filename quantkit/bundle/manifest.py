@@ -310,25 +310,16 @@ class Manifest(_Closed):
         try:
             data = json.loads(limits.read(path))
         except (OSError, ValueError, RecursionError) as error:
-            raise InputError(
-                "manifest-invalid",
-                where=str(path),
-                value=str(error),
-                rule="a manifest is a JSON object",
-                remedy="make the bundle again",
-            ) from None
+            rule, remedy = "a manifest is a JSON object", "make the bundle again"
+            raise InputError("manifest-invalid", where=str(path), value=str(error), rule=rule, remedy=remedy) from None
         if not isinstance(data, dict):
             raise InputError(
                 "manifest-invalid", where=str(path), value=one(type(data).__name__), rule="a manifest is an object"
             )
         if data.get("schema") != SCHEMA:
-            raise InputError(
-                "manifest-schema",
-                where=str(path),
-                value=f"schema {data.get('schema')!r}",
-                rule=f"this quantkit reads schema {SCHEMA}",
-                remedy="use the version of quantkit that wrote it",
-            )
+            value, rule = f"schema {data.get('schema')!r}", f"this quantkit reads schema {SCHEMA}"
+            remedy = "use the version of quantkit that wrote it"
+            raise InputError("manifest-schema", where=str(path), value=value, rule=rule, remedy=remedy)
         try:
             return cls.model_validate(data)
         except ValidationError as error:

@@ -75,13 +75,8 @@ def demand(folder: Path, expected: str) -> None:
         raise InputError("usage", where="--expect", value=expected, rule="the hash, or at least 16 digits of it")
     found = hash_of(folder)
     if not found.startswith(expected.lower()):
-        raise GateError(
-            "seal-differs",
-            where=str(folder),
-            value=found,
-            rule=f"it is {expected}",
-            remedy="fetch the bundle again from where the hash was announced",
-        )
+        remedy = "fetch the bundle again from where the hash was announced"
+        raise GateError("seal-differs", where=str(folder), value=found, rule=f"it is {expected}", remedy=remedy)
 
 
 def sign(folder: Path, key: Path | None) -> Path:
@@ -223,10 +218,6 @@ def _unusable(where: str, value: str) -> InputError:
 
 
 def _differs(folder: Path, value: str) -> GateError:
-    return GateError(
-        "signature-differs",
-        where=str(folder),
-        value=value[:300],
-        rule="the bundle is as it was signed, by whom it says",
-        remedy="fetch it again, or ask the signer: what is measured or exported later is not signed",
-    )
+    rule = "the bundle is as it was signed, by whom it says"
+    remedy = "fetch it again, or ask the signer: what is measured or exported later is not signed"
+    return GateError("signature-differs", where=str(folder), value=value[:300], rule=rule, remedy=remedy)

@@ -319,20 +319,10 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
         place = str(problem.filename or where)
         return InputError("os-error", where=place, value=problem.strerror, remedy="check the path and its permissions")
     if (origin := outside.culprit(problem)) is not None:
-        return InputError(
-            "plugin-failed",
-            where=origin,
-            value=f"{type(problem).__name__}: {problem}",
-            rule="its code was at work",
-            remedy="QUANTKIT_TRACEBACK=1 shows where; tell its author",
-        )
-    return InputError(
-        "internal-error",
-        where=where,
-        value=f"{type(problem).__name__}: {problem}",
-        rule="this is a mistake in quantkit",
-        remedy="QUANTKIT_TRACEBACK=1 shows where; please report it",
-    )
+        value, remedy = f"{type(problem).__name__}: {problem}", "QUANTKIT_TRACEBACK=1 shows where; tell its author"
+        return InputError("plugin-failed", where=origin, value=value, rule="its code was at work", remedy=remedy)
+    value, remedy = f"{type(problem).__name__}: {problem}", "QUANTKIT_TRACEBACK=1 shows where; please report it"
+    return InputError("internal-error", where=where, value=value, rule="this is a mistake in quantkit", remedy=remedy)
 
 
 def _known(name: str) -> str:

@@ -400,13 +400,9 @@ def export_on(
 def demand_builds(to: str) -> None:
     """Refuse an exporter that builds nothing. Raises InputError `export-unsupported`."""
     if not load_exporter(to, where="--to").builds:
-        raise InputError(
-            "export-unsupported",
-            where=f"--on, --to {to}",
-            value="nothing that a device would be needed for",
-            rule="what is built for the GPU of a device is built there",
-            remedy=f"quantkit export BUNDLE --to {to}, here",
-        )
+        value = "nothing that a device would be needed for"
+        rule, remedy = "what is built for the GPU of a device is built there", f"quantkit export BUNDLE --to {to}, here"
+        raise InputError("export-unsupported", where=f"--on, --to {to}", value=value, rule=rule, remedy=remedy)
 
 
 def _options(exporter: Any, bundle: Bundle, changes: Sequence[str], about: Probed, name: str) -> TensorrtOptions:

@@ -239,13 +239,9 @@ def outputs(count: int, run: Callable[[slice], Mapping[str, Array]], outbox: Out
         flat = np.concatenate([array.ravel() for array in arrays.values()])
         per_sample = flat.size / min(step, count - first)
         if per_sample * count > _MOST:
-            raise InputError(
-                "outputs-too-many",
-                where=f"{count} samples",
-                value=f"{int(per_sample):,} numbers come out of each",
-                rule=f"{_MOST:,} numbers are sent back at most",
-                remedy="fewer samples: another calibration set",
-            )
+            value, rule = f"{int(per_sample):,} numbers come out of each", f"{_MOST:,} numbers are sent back at most"
+            remedy = "fewer samples: another calibration set"
+            raise InputError("outputs-too-many", where=f"{count} samples", value=value, rule=rule, remedy=remedy)
         shapes = {name: array.shape for name, array in arrays.items()}
         for at in range(0, max(flat.size, 1), NUMBERS):
             part = SampleOutputs(first=first, shapes=shapes, at=at, numbers=flat[at : at + NUMBERS].tolist())

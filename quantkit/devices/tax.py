@@ -52,13 +52,9 @@ class TaxDevice:
     def asked(self, question: Question) -> Question:
         """Put the question to the device: its target, its cores. Raises InputError `usage` for a GPU."""
         if question.device not in ("", "cpu"):
-            raise InputError(
-                "usage",
-                where="--device",
-                value=f"{question.device} with --on",
-                rule="on a device products are timed on its processor: those of a GPU need torch there",
-                remedy="log in there, and run: quantkit tax --device cuda",
-            )
+            rule = "on a device products are timed on its processor: those of a GPU need torch there"
+            remedy = "log in there, and run: quantkit tax --device cuda"
+            raise InputError("usage", where="--device", value=f"{question.device} with --on", rule=rule, remedy=remedy)
         about, name = self._reached.about, self._reached.device.name
         return replace(question, device="cpu", target=question.target or usual(name, about), cores=about.cores)
 

@@ -232,6 +232,45 @@ class Runtime(Protocol):
         )
 
 
+class FileRuntime(Runtime):
+    """A runtime that reads one file of a bundle, beside which its tokenizer lies.
+
+    Attributes:
+        file: `onnx/model.onnx`.
+        absent: the code and the rule of the error where a bundle has none.
+        model: the class of what it runs.
+    """
+
+    file: str
+    absent: tuple[str, str]
+    model: Callable[..., Any]
+
+    def folder(self, bundle: Bundle) -> Path:
+        """Find the folder with the file. Raises InputError `bundle-without-...`."""
+        path = bundle.path / self.file
+        if not path.is_file():
+            (code, rule), remedy = self.absent, f"quantkit export BUNDLE --to {path.parent.name}"
+            raise InputError(code, where=str(bundle.path), value=f"no {self.file}", rule=rule, remedy=remedy)
+        return path.parent
+
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Any:
+        """See `Runtime`; `built` is for what is executable."""
+        return self.opens((path / self.file).parent, threads)
+
+    def opens(self, folder: Path, threads: int | None = None) -> Any:
+        """See `Runtime`. Raises as `load`, but for what a manifest says."""
+        return type(self).model(folder, threads=threads)
+
+    def load(self, bundle: Bundle, **settings: Any) -> Any:
+        """Load the model; its files are checked against the manifest first.
+
+        Raises:
+            MissingDependency: the library.
+            InputError: `bundle-without-...`, `hash-mismatch`, `...-unreadable`.
+        """
+        return type(self).model(self.checked(bundle), **settings)
+
+
 _RUNTIMES = Kind[Runtime]("runtimes")
 load_runtime = _RUNTIMES.load
 

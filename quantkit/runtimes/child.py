@@ -156,13 +156,9 @@ def run(
         if ended < 0:
             with contextlib.suppress(ValueError):
                 how = f"was ended by {signal.Signals(-ended).name}"
-        raise InputError(
-            died,
-            where=where,
-            value=f"its process {how}{f': {last[:200]}' if last else ''}",
-            rule="it ends by itself; SIGKILL is often too little memory",
-            remedy=remedy,
-        )
+        value = f"its process {how}{f': {last[:200]}' if last else ''}"
+        rule = "it ends by itself; SIGKILL is often too little memory"
+        raise InputError(died, where=where, value=value, rule=rule, remedy=remedy)
     return found
 
 
@@ -212,13 +208,9 @@ def heard(
                 kinds = {each.exit: each for each in (GateError, Inconclusive, Stopped)}
                 answer = kinds.get(code, InputError)(**{str(name): str(text) for name, text in answer.items()})
         except (ValueError, TypeError, AttributeError, RecursionError) as problem:
-            raise InputError(
-                "answer-invalid",
-                where=where,
-                value=line.strip()[:80],
-                rule=f"a line of `row`, `at`, `note` or `error`, and JSON ({problem})",
-                remedy="run it again; if it stays, the program there is not this version's",
-            ) from None
+            rule = f"a line of `row`, `at`, `note` or `error`, and JSON ({problem})"
+            remedy = "run it again; if it stays, the program there is not this version's"
+            raise InputError("answer-invalid", where=where, value=line.strip()[:80], rule=rule, remedy=remedy) from None
         if kind == "error":
             raise answer
         if kind == "row":

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, one
 
@@ -144,22 +147,20 @@ def generated(
         float(settings.get("top_p") or 1.0),
         np.random.default_rng(seed),
     )
-    started = time.perf_counter()
-    made: list[int] = []
-    first = started
+    new: list[int] = []
+    started = first = time.perf_counter()
     for tokens in stream(model, np.array([ids]), new_tokens, sampling):
-        if not made:
-            first = time.perf_counter()
+        first = first if new else time.perf_counter()
         if int(tokens[0]) in tokenizer.ends:
             break
-        made.append(int(tokens[0]))
+        new.append(int(tokens[0]))
     ended = time.perf_counter()
     return {
-        "text": tokenizer.decode(made),
-        "tokens": len(made),
+        "text": tokenizer.decode(new),
+        "tokens": len(new),
         "seconds": ended - started,
         "first_token_s": first - started,
-        "tokens_per_s": (len(made) - 1) / (ended - first) if len(made) > 1 else None,
+        "tokens_per_s": (len(new) - 1) / (ended - first) if len(new) > 1 else None,
         **({"notes": notes} if (notes := list(getattr(model, "notes", ()))) else {}),
     }
 
@@ -198,39 +199,69 @@ def fed(model: Decoder, ids: Tensor, at_once: int | None = None) -> Scores:
     return scores
 
 
-class Noted(Protocol):
-    """A model of a file in which an exporter of ours has noted what a step takes."""
+class FileModel:
+    """What the models of files in all runtimes have in common; see `runtimes.Session`.
+
+    Attributes:
+        place: of the file, for errors.
+        meta: what an exporter of ours has noted in it.
+        cache_bytes: of one token of one sequence, all layers.
+        features: numbers that come out for a position: logits, or an encoder's last hidden state.
+        accuracy_level: of quantized products: 4 rounds activations to int8, 0 computes in float32.
+    """
+
+    ways: Mapping[str, float] = MappingProxyType({})
+    meta: Mapping[str, str] = MappingProxyType({})
+    notes: Sequence[str] = ()
+    prompt_rows, headed, together, accuracy_level, cache_bytes = 0, False, 32, 0, 0
+    place: Path
+    context: int
+    features: int
+    weight_bytes: int
 
     @property
-    def meta(self) -> Mapping[str, str]: ...  # noqa: D102
-    @property
-    def weight_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def cache_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def features(self) -> int: ...  # noqa: D102
-    @property
-    def prompt_rows(self) -> int: ...  # noqa: D102
-    @property
-    def accuracy_level(self) -> int: ...  # noqa: D102
+    def where(self) -> dict[str, str]:
+        """The processor, for rows."""
+        return machine.device()
 
+    def scores(self: Any, ids: Tensor, at_once: int | None = None) -> Scores:
+        """See `runtimes.Scored`."""
+        return fed(self, ids, at_once)
 
-def noted_work(model: Noted) -> dict[str, Any]:
-    """What a step moves and computes, under the names of `StepCost`, by what the exporter noted in the file."""
+    def demand_positions(self, tokens: int) -> None:
+        """Refuse more tokens than a sequence can have. Raises InputError `prompt-too-long`."""
+        if tokens > self.context:
+            remedy = "shorten the prompt, or ask for fewer new tokens"
+            raise too_long(str(self.place), tokens, f"the context holds {self.context}", remedy)
 
-    def noted(name: str) -> float:
-        return float(model.meta.get(f"quantkit.{name}", 0))
+    def demand_room(self, batch: int, tokens: int, need: float) -> None:
+        """Refuse what would not fit into memory. Raises InputError `out-of-memory`."""
+        free = machine.memory_available()
+        if need > 0.9 * free:
+            where, value, rule = (
+                f"batch {batch}, {tokens} tokens",
+                f"{need / 1e9:.2f} GB",
+                f"{free / 1e9:.2f} GB are free",
+            )
+            remedy = "use a smaller batch or a shorter context"
+            raise InputError("out-of-memory", where=where, value=value, rule=rule, remedy=remedy)
 
-    return {
-        "weight_bytes": noted("step_bytes") or model.weight_bytes,
-        "kv_bytes_per_token": model.cache_bytes,
-        "flops_per_token": noted("flops"),
-        "attention_flops": noted("attention_flops"),
-        "head_flops": noted("head_flops"),
-        "float_bytes": noted("float_bytes"),
-        "float_head_flops": noted("float_head_flops"),
-        "io_bytes_per_token": 4.0 * model.features,
-        "many_rows": model.prompt_rows,
-        "many_bytes": noted("prompt_bytes"),
-        "compute": "int8" if model.accuracy_level == 4 else "fp32",
-    }
+    def work(self) -> dict[str, Any]:
+        """See `runtimes.Session`: what the exporter noted in the file."""
+
+        def noted(name: str) -> float:
+            return float(self.meta.get(f"quantkit.{name}", 0))
+
+        return {
+            "weight_bytes": noted("step_bytes") or self.weight_bytes,
+            "kv_bytes_per_token": self.cache_bytes,
+            "flops_per_token": noted("flops"),
+            "attention_flops": noted("attention_flops"),
+            "head_flops": noted("head_flops"),
+            "float_bytes": noted("float_bytes"),
+            "float_head_flops": noted("float_head_flops"),
+            "io_bytes_per_token": 4.0 * self.features,
+            "many_rows": self.prompt_rows,
+            "many_bytes": noted("prompt_bytes"),
+            "compute": "int8" if self.accuracy_level == 4 else "fp32",
+        }

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.kernels.cpu.library import why_not
-from quantkit.runtimes.onnxruntime.runtime import OnnxRuntime
-from quantkit.runtimes.onnxruntime.session import FOLDER, OnnxModel
+from quantkit.runtimes.onnxruntime import OnnxRuntime
+from quantkit.runtimes.onnxruntime.session import OnnxModel
 
 
 class QuantkitCpu(OnnxRuntime):
-    """See the module."""
+    """See the module; what loads raises, besides, `runtime-not-here`, `kernels-not-compiled`, `nothing-to-multiply`."""
 
     name = "quantkit_cpu"
     packages, order = ("onnx",), 1
@@ -25,21 +24,17 @@ class QuantkitCpu(OnnxRuntime):
         missing = [name for name in ("onnxruntime", "onnx") if not machine.has(name)]
         return f"{missing[0]} is not installed" if missing else why_not()
 
-    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> OnnxModel:
-        """As of `onnxruntime`. Raises InputError, besides, as `load`."""
+    def open(self, path: Path, threads: int | None = None, **how: Any) -> OnnxModel:
+        """See `Runtime`."""
         self.demand()
-        return self.opens(path / FOLDER, threads)
+        return self.opens((path / self.file).parent, threads)
 
     def opens(self, folder: Path, threads: int | None = None) -> OnnxModel:
         """See `Runtime`."""
         return OnnxModel(folder, threads=threads, own=True)
 
     def load(self, bundle: Bundle, **settings: Any) -> OnnxModel:
-        """As of `onnxruntime`.
-
-        Raises:
-            InputError: besides, `runtime-not-here`, `kernels-not-compiled`, `nothing-to-multiply`.
-        """
+        """See `FileRuntime`."""
         self.demand()
         return OnnxModel(self.checked(bundle), own=True, **settings)
 

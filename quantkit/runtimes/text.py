@@ -27,13 +27,9 @@ class Tokenizer:
             raise MissingDependency("tokenizers", extra="onnx", purpose="text in and out") from None
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise InputError(
-                "no-tokenizer",
-                where=str(path),
-                value="no such file",
-                rule="text needs the model's tokenizer",
-                remedy="put the model's tokenizer.json there, or use the torch runtime",
-            )
+            rule = "text needs the model's tokenizer"
+            remedy = "put the model's tokenizer.json there, or use the torch runtime"
+            raise InputError("no-tokenizer", where=str(path), value="no such file", rule=rule, remedy=remedy)
         self._where = str(path)
         with reading(self._damaged):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))

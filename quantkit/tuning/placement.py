@@ -34,8 +34,8 @@ from quantkit.exporters.tensorrt.profiles import inputs_of
 from quantkit.pipeline.reload import fed
 from quantkit.plugins import exporters_that_store
 from quantkit.runtimes import load_runtime
+from quantkit.runtimes.tensorrt import TensorrtRuntime
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
-from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.stats.evidence import is_hidden
 
 if TYPE_CHECKING:

@@ -38,8 +38,7 @@ def test_what_ends_in_the_middle_leaves_the_old_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "code"),
-    [(errno.EACCES, InputError, "file-unwritable"), (errno.ENOSPC, Stopped, "disk-full")],
+    ("number", "kind", "code"), [(errno.EACCES, InputError, "file-unwritable"), (errno.ENOSPC, Stopped, "disk-full")]
 )
 def test_what_the_file_system_says_becomes_one_of_our_errors(
     tmp_path: Path, number: int, kind: type[InputError | Stopped], code: str

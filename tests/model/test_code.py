@@ -19,8 +19,8 @@ from quantkit.exporters.checkpoint import reload
 from quantkit.model.source import pretrained
 from quantkit.model.source.open import open_model, open_written
 from quantkit.pipeline import compare as words
-from quantkit.runtimes.torch import classes
-from quantkit.runtimes.torch.runtime import RUNTIME
+from quantkit.runtimes.torch import RUNTIME
+from quantkit.runtimes.torch import reloaded as classes
 
 CONFIG = "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = {!r}\n"
 MODEL = "class {}(Base):\n    config_class = OwnConfig\n"

@@ -32,7 +32,7 @@ from quantkit.pipeline.compare import Margins, compare_bundles
 from quantkit.pipeline.sides import open_sides
 from quantkit.report import compared as words
 from quantkit.report.compared import document
-from quantkit.runtimes.llama_cpp.runtime import LlamaCpp
+from quantkit.runtimes.llama_cpp import LlamaCpp
 
 if TYPE_CHECKING:
     from conftest import Made

@@ -26,7 +26,7 @@ from quantkit.pipeline.gates import refuse
 from quantkit.pipeline.verdict import _with_engine
 from quantkit.recipe import Recipe
 from quantkit.runtimes import child
-from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
+from quantkit.runtimes.tensorrt import TensorrtRuntime
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile
 

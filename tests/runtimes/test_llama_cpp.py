@@ -18,7 +18,7 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters.gguf.exporter import EXPORT
 from quantkit.exporters.values import Values
 from quantkit.runtimes import load_runtime
-from quantkit.runtimes.llama_cpp.words import words_of
+from quantkit.runtimes.llama_cpp import words_of
 from quantkit.scheme import WeightScheme
 
 needed = pytest.mark.skipif(

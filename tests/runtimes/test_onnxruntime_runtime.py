@@ -21,7 +21,7 @@ from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
 from quantkit.runtimes import load_runtime
-from quantkit.runtimes.onnxruntime.runtime import Sampling, stream
+from quantkit.runtimes.generate import Sampling, stream
 from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.runtimes.text import Tokenizer
 
@@ -35,12 +35,7 @@ GREEDY = Sampling()
 def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Small:
     """A tiny llama in int4 with the tokenizer beside it, exact; its folder is a bundle."""
     found = export(
-        tmp_path_factory.mktemp("runtime"),
-        "llama",
-        scheme(),
-        tokenizer=byte_tokenizer,
-        changes=TEXT,
-        accuracy_level=0,
+        tmp_path_factory.mktemp("runtime"), "llama", scheme(), tokenizer=byte_tokenizer, changes=TEXT, accuracy_level=0
     )
     small_onnx.bundle(found.folder)
     return found

@@ -17,7 +17,7 @@ from fake_tensorrt import GPU
 from quantkit.exporters import load_exporter
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.rows import Row
-from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
+from quantkit.runtimes.tensorrt import TensorrtRuntime
 from quantkit.target import Profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")

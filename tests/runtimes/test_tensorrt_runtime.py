@@ -20,9 +20,9 @@ from small_onnx import LAYERS, TEXT, Small, expected, export, relative
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
+from quantkit.runtimes.tensorrt import TensorrtRuntime
 from quantkit.runtimes.tensorrt.decode import EngineModel
 from quantkit.runtimes.tensorrt.library import Library
-from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile
 

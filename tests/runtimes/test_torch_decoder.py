@@ -9,7 +9,7 @@ import zoo
 
 from quantkit.errors import InputError
 from quantkit.runtimes.generate import Sampling, stream
-from quantkit.runtimes.torch.decoder import TorchDecoder
+from quantkit.runtimes.torch.decode_graph import TorchDecoder
 
 
 # a window that slides has another cache

@@ -13,7 +13,7 @@ def test_the_first_runtime_that_is_here_scores() -> None:
 
 
 def test_an_engine_alone_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
+    from quantkit.runtimes.tensorrt import TensorrtRuntime
 
     monkeypatch.setattr(TensorrtRuntime, "why_not_here", lambda self, folder=None: "no NVIDIA GPU")
     assert scored_in(["tensorrt", "onnxruntime"], "a recipe") == "onnxruntime"

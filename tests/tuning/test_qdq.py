@@ -18,7 +18,7 @@ from quantkit.bundle import inventory
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.exporters.tensorrt import graph as pairs
-from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
+from quantkit.runtimes.tensorrt import TensorrtRuntime
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Profile
 from quantkit.tuning.placement import Placements, PlacementTime, autotune, search

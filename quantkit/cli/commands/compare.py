@@ -48,8 +48,7 @@ def compare(
         ),
     ] = None,
     latency_margin: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="0.05: 5 % slower. [default: 0.05, or what B's verdict ships]"),
+        float | None, typer.Option(metavar="X", help="0.05: 5 % slower. [default: 0.05, or what B's verdict ships]")
     ] = None,
     on: On = None,
     wheelhouse: Wheelhouse = None,

@@ -47,13 +47,9 @@ def add(
     aimed = str(Address.read(address))
     known = named.find(name).address if name in named.names() and not force else aimed
     if known != aimed:
-        raise InputError(
-            "device-exists",
-            where=name,
-            value=f"it is {known}",
-            rule="a name is one device's, as rows in bundles have it",
-            remedy=f"another name, --force, or quantkit device remove {name}",
-        )
+        rule = "a name is one device's, as rows in bundles have it"
+        remedy = f"another name, --force, or quantkit device remove {name}"
+        raise InputError("device-exists", where=name, value=f"it is {known}", rule=rule, remedy=remedy)
     said: dict[str, Any] = {"name": name, "address": aimed, "workdir": as_workdir(workdir)}
     said |= {"python": python, "wheelhouse": str(wheelhouse.absolute()) if wheelhouse else None}
     answer = _probed(validated(named.NamedDevice, said, where=name, code="device-invalid"))

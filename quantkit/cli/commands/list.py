@@ -37,12 +37,8 @@ def list_(
         found = matrix.entries(target=target, form=format_, runtime=runtime)
         return Answer({_MATRIX: matrix.as_rows(found)}, cells.shown(found))
     if target or format_ or runtime:
-        raise InputError(
-            "option-unused",
-            where="quantkit list",
-            value=f"--target, --format or --runtime with {kind or 'all kinds'}",
-            rule="they choose among the cells of the matrix",
-            remedy="quantkit list matrix",
-        )
+        value = f"--target, --format or --runtime with {kind or 'all kinds'}"
+        rule = "they choose among the cells of the matrix"
+        raise InputError("option-unused", where="quantkit list", value=value, rule=rule, remedy="quantkit list matrix")
     listed = catalog.listing(kind)
     return Answer(listed, terminal.listing(listed))

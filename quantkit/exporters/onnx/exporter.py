@@ -156,8 +156,8 @@ class Onnx(Exporter):
         from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
         from quantkit.model.source.weights import write_json
-        from quantkit.runtimes.onnxruntime.ways import PROMPT_BYTES, STEP_BYTES
-        from quantkit.runtimes.onnxruntime.ways import ROWS as PROMPT_ROWS
+        from quantkit.runtimes.onnxruntime.float_products import PROMPT_BYTES, STEP_BYTES
+        from quantkit.runtimes.onnxruntime.float_products import ROWS as PROMPT_ROWS
 
         source = values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"

@@ -19,7 +19,7 @@ from quantkit.exporters.trace.rewrite import DOMAIN, Traced
 
 if TYPE_CHECKING:
     from quantkit.exporters import LayerSpec
-    from quantkit.runtimes.onnxruntime.ways import Way
+    from quantkit.runtimes.onnxruntime.float_products import Way
 
 # rows of a weight
 _MOST = 4096

@@ -31,10 +31,10 @@ from quantkit.measurement.timing.schedule import Step, TimingPlan
 from quantkit.model.structure.kinds import positions
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes.child import Report
-from quantkit.runtimes.torch import events
+from quantkit.runtimes.torch import decode_graph
 from quantkit.runtimes.torch import packed as _packed
-from quantkit.runtimes.torch.classes import built
 from quantkit.runtimes.torch.decode_graph import DecodeGraph
+from quantkit.runtimes.torch.reloaded import built
 
 if TYPE_CHECKING:
     from quantkit.model.source.open import Source
@@ -72,7 +72,7 @@ class KernelDecoder:
         def step() -> float | None:
             if graph.taken >= length:
                 graph.rewind(context)
-            return events.seconds(lambda: graph.step(ids), self._at)
+            return decode_graph.seconds(lambda: graph.step(ids), self._at)
 
         return step
 
@@ -87,7 +87,7 @@ class KernelDecoder:
 
         with fitting(f"batch {batch}, {tokens} tokens"):
             run()
-        return lambda: events.seconds(run, self._at)
+        return lambda: decode_graph.seconds(run, self._at)
 
     def _ids(self, batch: int, tokens: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(batch * tokens)

@@ -9,25 +9,19 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
-from quantkit.runtimes.generate import fed, too_long
+from quantkit.runtimes.generate import FileModel, too_long
 from quantkit.runtimes.llama_cpp.library import Loaded
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.runtimes.generate import Scores
 
 Array = NDArray[Any]
 FOLDER, MODEL = "gguf", "model.gguf"
@@ -74,7 +68,7 @@ class AttentionSizes:
     vocabulary: int
 
 
-class LlamaModel:
+class LlamaModel(FileModel):
     """A model in llama.cpp.
 
     Args:
@@ -87,49 +81,24 @@ class LlamaModel:
     """
 
     decoder = True
-    notes: tuple[str, ...] = ()
 
     def __init__(self, folder: Path, *, threads: int | None = None, cache: str = "float16") -> None:
-        self.path = folder / MODEL if folder.is_dir() else folder
+        self.path = self.place = folder / MODEL if folder.is_dir() else folder
         self.threads, self.cache = threads or machine.cores(), cache
         self.loaded = Loaded(self.path)
         self.api = self.loaded.api
-
-    ways: Mapping[str, float] = MappingProxyType({})
-    prompt_rows = 0
-    headed = False
-    together = 32
-
-    @property
-    def where(self) -> dict[str, str]:
-        """The processor, for rows."""
-        return machine.device()
-
-    def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
-        """See `runtimes.Scored`."""
-        return fed(self, ids, at_once)
+        room = ctypes.create_string_buffer(128)
+        self.api.llama_model_desc(self.loaded.model, room, 128)
+        # what llama.cpp calls the file: `Q4_K - Medium`
+        self.file_type = room.value.decode(errors="replace")
+        self.vocabulary = self.features = int(self.api.llama_vocab_n_tokens(self.loaded.vocabulary))
+        self.context = int(self.api.llama_model_n_ctx_train(self.loaded.model))
+        self.weight_bytes = self.path.stat().st_size
 
     @property
     def settings(self) -> dict[str, Any]:
         """For rows."""
         return {"threads": self.threads, "cache": self.cache, "file_type": self.file_type}
-
-    @cached_property
-    def file_type(self) -> str:
-        """What llama.cpp calls the file: `Q4_K - Medium`."""
-        room = ctypes.create_string_buffer(128)
-        self.api.llama_model_desc(self.loaded.model, room, 128)
-        return str(room.value.decode(errors="replace"))
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """Logits of a position."""
-        return int(self.api.llama_vocab_n_tokens(self.loaded.vocabulary))
-
-    @cached_property
-    def context(self) -> int:
-        """The most tokens that a sequence can have."""
-        return int(self.api.llama_model_n_ctx_train(self.loaded.model))
 
     @cached_property
     def sizes(self) -> AttentionSizes:
@@ -139,11 +108,6 @@ class LlamaModel:
         stated = self.loaded.said(f"{self.loaded.said('general.architecture')}.attention.key_length")
         width = int(stated) if stated else api.llama_model_n_embd(model) // heads
         return AttentionSizes(layers, heads, api.llama_model_n_head_kv(model), width, self.vocabulary)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the file."""
-        return self.path.stat().st_size
 
     def work(self) -> dict[str, Any]:
         """See `runtimes.Session`. Raises MissingDependency: gguf."""
@@ -155,9 +119,7 @@ class LlamaModel:
         Raises:
             InputError: `prompt-too-long` beyond the context, `out-of-memory`.
         """
-        if capacity > self.context:
-            remedy = "shorten the prompt, or ask for fewer new tokens"
-            raise too_long(str(self.path), capacity, f"the context holds {self.context}", remedy)
+        self.demand_positions(capacity)
         settings = self.api.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max = batch * capacity, batch
         settings.n_batch = max(batch * min(capacity, 2048), 1)
@@ -168,12 +130,9 @@ class LlamaModel:
             settings.type_k = settings.type_v = 0  # GGML_TYPE_F32
         found = self.api.llama_init_from_model(self.loaded.model, settings)
         if not found:
-            raise InputError(
-                "out-of-memory",
-                where=f"batch {batch}, {capacity} tokens",
-                value="llama.cpp makes no context of it",
-                remedy="use a smaller batch or a shorter context",
-            )
+            where, value = f"batch {batch}, {capacity} tokens", "llama.cpp makes no context of it"
+            remedy = "use a smaller batch or a shorter context"
+            raise InputError("out-of-memory", where=where, value=value, remedy=remedy)
         return LlamaState(self, found, capacity, [0] * batch)
 
     def run(self, state: LlamaState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
@@ -214,9 +173,8 @@ class LlamaModel:
                     wanted.append((number, row, place))
             batch.n_tokens = len(tokens)
             if status := self.api.llama_decode(state.context, batch):
-                raise InputError(
-                    "gguf-unreadable", where=str(self.path), value=f"llama_decode gave {status}", rule="0 is fine"
-                )
+                value = f"llama_decode gave {status}"
+                raise InputError("gguf-unreadable", where=str(self.path), value=value, rule="0 is fine")
             for number, row, place in wanted:
                 logits = self.api.llama_get_logits_ith(state.context, number)
                 found[row, place - first] = np.ctypeslib.as_array(logits, (self.vocabulary,))

@@ -1,5 +1,25 @@
 """ONNX Runtime on the CPU: runs a bundle's `onnx/`. Needs numpy, onnxruntime and, for text, tokenizers; no torch."""
 
-from quantkit.runtimes.onnxruntime.runtime import RUNTIME
+from __future__ import annotations
 
-__all__ = ["RUNTIME"]
+from pathlib import Path
+
+from quantkit.runtimes import FileRuntime
+from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxGraph, OnnxModel
+
+
+class OnnxRuntime(FileRuntime):
+    """See the module."""
+
+    name = floats = "onnxruntime"
+    imports, extra, order = ("onnxruntime",), "onnx", 0
+    graph, file = MODEL, f"{FOLDER}/{MODEL}"
+    absent = ("bundle-without-onnx", "this runtime runs the ONNX export")
+    model = OnnxModel
+
+    def opens_graph(self, file: Path, threads: int | None = None) -> OnnxGraph:
+        """See `Runtime`. Raises as `open_graph`."""
+        return OnnxGraph(file, threads)
+
+
+RUNTIME = OnnxRuntime()

@@ -12,7 +12,8 @@ from quantkit.graph.protobuf import demand_attributes
 if TYPE_CHECKING:
     import onnxruntime
 
-    from quantkit.runtimes.onnxruntime.ways import Way
+    from quantkit.runtimes.onnxruntime.float_products import Way
+
 
 # what is dequantized is multiplied as it is: the runtime makes MatMulNBits of level 4 of such products
 _IN_FLOAT = {"session.disable_quant_qdq": "1"}
@@ -96,13 +97,9 @@ def unreadable(path: Path, text: str) -> InputError:
     import onnxruntime
 
     reason = next((said for sign, said in _REASONS.items() if sign.lower() in text.lower()), "it does not load")
-    return InputError(
-        "onnx-unreadable",
-        where=str(path),
-        value=f"{reason}: {text.splitlines()[0][:200]}",
-        rule=f"onnxruntime {onnxruntime.__version__} loads it",
-        remedy="`quantkit verify` says whether a file differs; else update onnxruntime, or export again",
-    )
+    value, rule = f"{reason}: {text.splitlines()[0][:200]}", f"onnxruntime {onnxruntime.__version__} loads it"
+    remedy = "`quantkit verify` says whether a file differs; else update onnxruntime, or export again"
+    return InputError("onnx-unreadable", where=str(path), value=value, rule=rule, remedy=remedy)
 
 
 def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | None, own: bool) -> bytes:
@@ -110,9 +107,8 @@ def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | Non
     with MissingDependency.unless_found("onnx", extra="compile", purpose="changing a graph before it runs"):
         import onnx
 
-    from quantkit.runtimes.onnxruntime.float_products import float_products
+    from quantkit.runtimes.onnxruntime.float_products import every_node, float_products, one_way
     from quantkit.runtimes.onnxruntime.own_products import own_products
-    from quantkit.runtimes.onnxruntime.ways import every_node, one_way
 
     model = onnx.load(str(path), load_external_data=False)
     if level == 0 or shown or way:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx import TensorProto, numpy_helper
 
-from quantkit.runtimes.onnxruntime.ways import every_node, one_way
+from quantkit.runtimes.onnxruntime.float_products import every_node, one_way
 
 if TYPE_CHECKING:
     import onnx

@@ -20,15 +20,12 @@ from numpy.typing import NDArray
 
 from quantkit import limits, machine
 from quantkit.errors import InputError, reading
-from quantkit.runtimes.generate import fed, no_cache, noted_work, too_long
+from quantkit.runtimes.generate import FileModel, no_cache, too_long
+from quantkit.runtimes.onnxruntime.float_products import PROMPT_BYTES, ROWS, STEP_BYTES, WAYS, Way
 from quantkit.runtimes.onnxruntime.open import open_graph, unreadable
-from quantkit.runtimes.onnxruntime.ways import PROMPT_BYTES, ROWS, STEP_BYTES, WAYS, Way
 
 if TYPE_CHECKING:
     import onnxruntime
-    from torch import Tensor
-
-    from quantkit.runtimes.generate import Scores
 
 Array = NDArray[Any]
 FOLDER, MODEL = "onnx", "model.onnx"
@@ -79,7 +76,7 @@ class Used:
         return sum(seconds for _, seconds in self.seconds.values()) / self.total if self.total else 0.0
 
 
-class OnnxModel:
+class OnnxModel(FileModel):
     """A model in a session.
 
     Args:
@@ -90,6 +87,14 @@ class OnnxModel:
         shown: values inside the graph that the session gives as outputs too.
         way: of a graph that multiplies in two ways, one alone; with level 0, or with `shown`, that of steps if None.
         own: with quantkit's own products; see `own_products`.
+
+    Attributes:
+        caches: the names of the cache inputs, in order.
+        decoder: whether it has a cache and gives logits.
+        headed: whether it is an encoder that gives logits besides its last hidden states.
+        ways: of a graph that multiplies in two ways: each, and the bytes of weights that it reads; empty of another.
+        prompt_rows: rows from which on such a graph goes the way of prompts; 0 of a graph with one way.
+        vocabulary: logits of a position; 0 of an encoder.
 
     Raises:
         MissingDependency: onnxruntime.
@@ -107,7 +112,7 @@ class OnnxModel:
         way: Way | None = None,
         own: bool = False,
     ) -> None:
-        self.folder = folder
+        self.folder = self.place = folder
         self.threads = threads or machine.cores()
         # removed with this object at the latest
         self._profile = (
@@ -118,95 +123,44 @@ class OnnxModel:
             folder / MODEL, self.threads, profile=place, level=accuracy_level, shown=shown, way=way, own=own
         )
         # inputs with a value of their own, such as `logits_to_keep`, are listed apart
-        given = (*self.session.get_inputs(), *self.session.get_overridable_initializers())
-        self.inputs = {value.name: value for value in given}
-        self.outputs = [value.name for value in self.session.get_outputs()]
+        values = (*self.session.get_inputs(), *self.session.get_overridable_initializers())
+        self.inputs = {value.name: value for value in values}
+        shapes = {value.name: value.shape for value in self.session.get_outputs()}
+        self.outputs = list(shapes)
         self.meta = dict(self.session.get_modelmeta().custom_metadata_map)
         if own:  # with one way left
             self.meta = {name: value for name, value in self.meta.items() if name not in (PROMPT_BYTES, ROWS)}
+        self.caches = [name for name in self.inputs if name.startswith("past_key_values.")]
+        self.decoder = bool(self.caches)
+        self.headed = not self.decoder and len(self.outputs) > 1
         with self._reading():  # numbers that a stranger may have written
-            _ = self.context, self.accuracy_level, self.ways, self.prompt_rows
-            _ = (self.cache_bytes, self.vocabulary) if self.decoder else ()
+            self.context = int(self.meta.get("quantkit.context", 0)) or (1 << 31)
+            self.accuracy_level = int(self.meta.get("quantkit.accuracy_level", 0))
+            self.prompt_rows = int(self.meta.get(ROWS, 0))
+            read: dict[Way, str] = {"prompts": PROMPT_BYTES, "steps": STEP_BYTES}
+            self.ways = {way: float(self.meta[read[way]]) for way in WAYS} if PROMPT_BYTES in self.meta else {}
+            sizes = [self.inputs[name].shape for name in self.caches]
+            self.cache_bytes = sum(4 * int(heads) * int(width) for _, heads, _, width in sizes)
+            self.vocabulary = int(shapes["logits"][-1]) if self.decoder else 0
 
     def _reading(self) -> AbstractContextManager[None]:
         """Whatever the file makes the library raise in the body is `onnx-unreadable`."""
         return reading(partial(unreadable, self.folder / MODEL))
-
-    together = 32
-
-    @property
-    def where(self) -> dict[str, str]:
-        """The processor, for rows."""
-        return machine.device()
-
-    def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
-        """See `runtimes.Scored`."""
-        return fed(self, ids, at_once)
 
     @property
     def settings(self) -> dict[str, Any]:
         """For rows."""
         return {"accuracy_level": self.accuracy_level, "threads": self.threads}
 
-    @property
-    def caches(self) -> list[str]:
-        """The names of the cache inputs, in order."""
-        return [name for name in self.inputs if name.startswith("past_key_values.")]
-
-    @property
-    def decoder(self) -> bool:
-        """Whether it has a cache and gives logits."""
-        return bool(self.caches)
-
-    @property
-    def headed(self) -> bool:
-        """Tell whether it is an encoder that gives logits besides its last hidden states."""
-        return not self.decoder and len(self.outputs) > 1
-
-    @property
-    def context(self) -> int:
-        """The most tokens that a sequence can have."""
-        return int(self.meta.get("quantkit.context", 0)) or (1 << 31)
+    @cached_property
+    def features(self) -> int:  # type: ignore[override]
+        """Count the numbers that come out for a position: logits, or an encoder's last hidden state."""
+        return self.vocabulary or int(self.session.get_outputs()[0].shape[-1])
 
     @cached_property
-    def accuracy_level(self) -> int:
-        """Of its quantized products: 4 rounds activations to int8, 0 computes in float32."""
-        return int(self.meta.get("quantkit.accuracy_level", 0))
-
-    @cached_property
-    def ways(self) -> dict[str, float]:
-        """Of a graph that multiplies in two ways: each, and the bytes of weights that it reads; empty of another."""
-        read: dict[Way, str] = {"prompts": PROMPT_BYTES, "steps": STEP_BYTES}
-        return {way: float(self.meta[read[way]]) for way in WAYS} if PROMPT_BYTES in self.meta else {}
-
-    @cached_property
-    def prompt_rows(self) -> int:
-        """Rows from which on such a graph goes the way of prompts; 0 of a graph with one way."""
-        return int(self.meta.get(ROWS, 0))
-
-    @cached_property
-    def cache_bytes(self) -> int:
-        """Bytes of cache for one token of one sequence, all layers."""
-        return sum(4 * int(self.inputs[name].shape[1]) * int(self.inputs[name].shape[3]) for name in self.caches)
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """Logits of a position."""
-        return int(next(value.shape[-1] for value in self.session.get_outputs() if value.name == "logits"))
-
-    @cached_property
-    def features(self) -> int:
-        """Numbers that come out for a position: logits, or an encoder's last hidden state."""
-        return self.vocabulary if self.decoder else int(self.session.get_outputs()[0].shape[-1])
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Bytes of the model's files."""
+    def weight_bytes(self) -> int:  # type: ignore[override]
+        """Count the bytes of the model's files."""
         return sum(path.stat().st_size for path in self.folder.glob(f"{MODEL}*"))
-
-    def work(self) -> dict[str, Any]:
-        """See `runtimes.Session`."""
-        return noted_work(self)
 
     def state(self, batch: int, capacity: int) -> OnnxState:
         """Room for `batch` sequences of up to `capacity` tokens.
@@ -218,7 +172,7 @@ class OnnxModel:
 
         if not self.decoder:
             raise no_cache(str(self.folder))
-        self._demand_positions(capacity)
+        self.demand_positions(capacity)
         self.fits(batch, capacity, 1)
         caches = {}
         for name in self.caches:
@@ -227,27 +181,10 @@ class OnnxModel:
             caches[name] = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
         return OnnxState(batch, capacity, caches, np.zeros((batch, capacity), np.int64))
 
-    def _demand_positions(self, tokens: int) -> None:
-        if tokens > self.context:
-            remedy = "shorten the prompt, or ask for fewer new tokens"
-            raise too_long(str(self.folder), tokens, f"the context holds {self.context}", remedy)
-
     def fits(self, batch: int, capacity: int, new: int) -> None:
-        """Refuse what would not fit into memory: cache, logits and the mask.
-
-        Raises:
-            InputError: `out-of-memory`.
-        """
+        """Refuse cache, logits and mask that would not fit into memory. Raises InputError `out-of-memory`."""
         need = batch * capacity * self.cache_bytes + batch * new * (4 * self.vocabulary + 4 * capacity)
-        free = machine.memory_available()
-        if need > 0.9 * free:
-            raise InputError(
-                "out-of-memory",
-                where=f"batch {batch}, {capacity} tokens",
-                value=f"{need / 1e9:.2f} GB",
-                rule=f"{free / 1e9:.2f} GB are free",
-                remedy="use a smaller batch or a shorter context",
-            )
+        self.demand_room(batch, capacity, need)
 
     def run(self, state: OnnxState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
         """Feed tokens to the sequences of a state.
@@ -362,7 +299,7 @@ class OnnxModel:
     def _whole(self, batch: int, tokens: int) -> Callable[[], None]:
         import onnxruntime
 
-        self._demand_positions(tokens)
+        self.demand_positions(tokens)
         config = json.loads(limits.read(self.folder / "config.json"))
         ids = np.random.default_rng(0).integers(0, int(config.get("vocab_size", 2)), (batch, tokens))
         binding = self.session.io_binding()

@@ -1,5 +1,32 @@
 """OpenVINO on Intel's CPUs, GPUs and NPUs: runs a bundle's `openvino/model.xml`. Needs openvino; no torch."""
 
-from quantkit.runtimes.openvino.runtime import RUNTIME
+from __future__ import annotations
 
-__all__ = ["RUNTIME"]
+from pathlib import Path
+
+from quantkit import machine
+from quantkit.runtimes import FileRuntime
+from quantkit.runtimes.openvino.open import FOLDER, MODEL
+from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
+
+
+class OpenvinoRuntime(FileRuntime):
+    """See the module."""
+
+    name = floats = "openvino"
+    imports, extra, order = ("openvino",), "openvino", 3
+    graph, file = MODEL, f"{FOLDER}/{MODEL}"
+    absent = ("bundle-without-openvino", "this runtime runs the OpenVINO export")
+    packages = ("openvino",)
+    model = OpenvinoModel
+
+    def why_not_here(self, folder: Path | None = None) -> str | None:
+        """See `Runtime`."""
+        return None if machine.has("openvino") else "openvino is not installed: pip install 'quantkit[openvino]'"
+
+    def opens_graph(self, file: Path, threads: int | None = None) -> OpenvinoGraph:
+        """See `Runtime`. Raises as `OpenvinoGraph`."""
+        return OpenvinoGraph(file, threads)
+
+
+RUNTIME = OpenvinoRuntime()

@@ -4,18 +4,20 @@ By itself the CPU plug-in rounds a cache to 8 bits, inputs of products with comp
 where the processor has AMX, all arithmetic to bfloat16. Here nothing is rounded but the inputs of products, and these
 only if the file asks for that (`accuracy_level: 4`).
 Properties: https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html
+
+OpenVINO: the package, and the devices that it finds here.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from quantkit.errors import InputError
-from quantkit.runtimes.openvino.library import demand_device, first_line, library
+from quantkit.errors import InputError, MissingDependency
 
 if TYPE_CHECKING:
     import openvino
+
 
 FOLDER, MODEL, WEIGHTS = "openvino", "model.xml", "model.bin"
 # inputs that share a scale, where they are rounded; what the plug-in itself takes
@@ -74,10 +76,39 @@ def compiled(model: openvino.Model, path: Path, threads: int, device: str, level
 
 
 def _unreadable(path: Path, value: str) -> InputError:
-    return InputError(
-        "openvino-unreadable",
-        where=str(path),
-        value=value,
-        rule=f"OpenVINO {library().__version__.split('-')[0]} loads it",
-        remedy="`quantkit verify` says whether a file differs; else update openvino, or export again",
-    )
+    rule = f"OpenVINO {library().__version__.split('-')[0]} loads it"
+    remedy = "`quantkit verify` says whether a file differs; else update openvino, or export again"
+    return InputError("openvino-unreadable", where=str(path), value=value, rule=rule, remedy=remedy)
+
+
+Device = Literal["CPU", "GPU", "NPU", "AUTO"]
+
+
+def library() -> Any:
+    """The package. Raises MissingDependency."""
+    with MissingDependency.unless_found("openvino", extra="openvino", purpose="running or writing openvino/model.xml"):
+        import openvino
+    return openvino
+
+
+def first_line(problem: Exception) -> str:
+    """What went wrong, without the places in OpenVINO's source that its messages begin with."""
+    lines = [line.strip() for line in str(problem).splitlines()]
+    said = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
+    return (said or [line for line in lines if line] or [type(problem).__name__])[0][:200]
+
+
+def why_no(device: str) -> str | None:
+    """Why a device is not at hand; None where it is. AUTO takes what there is. Raises MissingDependency."""
+    found = library().Core().available_devices
+    if device == "AUTO" or any(name.split(".")[0] == device for name in found):
+        return None
+    return f"OpenVINO finds no {device} on this machine; it finds {', '.join(found) or 'no device'}"
+
+
+def demand_device(device: str) -> None:
+    """Raises InputError `runtime-not-here`; MissingDependency."""
+    if why := why_no(device):
+        rule = "the device and its driver are there"
+        remedy = "run it on a machine that has one, or export it with `openvino: {device: CPU}`"
+        raise InputError("runtime-not-here", where=f"openvino on {device}", value=why, rule=rule, remedy=remedy)

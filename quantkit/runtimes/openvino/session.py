@@ -10,21 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.runtimes.generate import fed, no_cache, noted_work, too_long
-from quantkit.runtimes.openvino.open import MODEL, WEIGHTS, compiled, noted, read
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.runtimes.generate import Scores
+from quantkit.runtimes.generate import FileModel, no_cache, too_long
+from quantkit.runtimes.openvino.open import MODEL, WEIGHTS, compiled, first_line, library, noted, read
 
 Array = NDArray[Any]
 
@@ -44,7 +38,7 @@ class OpenvinoState:
     length: int = 0
 
 
-class OpenvinoModel:
+class OpenvinoModel(FileModel):
     """A transformer in OpenVINO.
 
     Args:
@@ -58,10 +52,6 @@ class OpenvinoModel:
         MissingDependency: openvino. InputError: `openvino-unreadable`, `runtime-not-here`.
     """
 
-    notes: tuple[str, ...] = ()
-    # prompts and steps go one way
-    prompt_rows = 0
-
     def __init__(
         self,
         folder: Path,
@@ -71,7 +61,8 @@ class OpenvinoModel:
         device: str | None = None,
         change: Callable[[Any], None] = lambda model: None,
     ) -> None:
-        self.folder, self.threads = folder, threads or machine.cores()
+        self.folder = self.place = folder
+        self.threads = threads or machine.cores()
         model = read(folder / MODEL)
         self.meta = noted(model)
         self.device = device or self.meta.get("quantkit.device", "CPU")
@@ -80,62 +71,27 @@ class OpenvinoModel:
         change(model)
         self._model = compiled(model, folder / MODEL, self.threads, self.device, level)
         self.inputs = {name: value for value in self._model.inputs for name in value.names}
-
-    ways: Mapping[str, float] = MappingProxyType({})
-    together = 32
-
-    @property
-    def where(self) -> dict[str, str]:
-        """The processor, for rows."""
-        return machine.device()
-
-    def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
-        """See `runtimes.Scored`."""
-        return fed(self, ids, at_once)
+        # it has a cache and gives logits; or it is an encoder that gives them besides its last hidden states
+        self.decoder = "beam_idx" in self.inputs
+        self.headed = not self.decoder and len(self._model.outputs) > 1
+        self.context = int(self.meta.get("quantkit.context", 0)) or (1 << 31)
+        self.cache_bytes = int(self.meta.get("quantkit.cache_bytes", 0))
+        self.weight_bytes = sum((folder / name).stat().st_size for name in (MODEL, WEIGHTS))
 
     @property
     def settings(self) -> dict[str, Any]:
         """For rows."""
         return {"accuracy_level": self.accuracy_level, "threads": self.threads, "device": self.device}
 
-    @property
-    def decoder(self) -> bool:
-        """Whether it has a cache and gives logits."""
-        return "beam_idx" in self.inputs
-
-    @property
-    def headed(self) -> bool:
-        """Tell whether it is an encoder that gives logits besides its last hidden states."""
-        return not self.decoder and len(self._model.outputs) > 1
-
-    @property
-    def context(self) -> int:
-        """The most tokens that a sequence can have."""
-        return int(self.meta.get("quantkit.context", 0)) or (1 << 31)
-
     @cached_property
-    def features(self) -> int:
-        """Numbers that come out for a position: logits, or an encoder's last hidden state."""
+    def features(self) -> int:  # type: ignore[override]
+        """Count the numbers that come out for a position: logits, or an encoder's last hidden state."""
         return int(self._model.outputs[0].partial_shape[-1].get_length())
 
     @property
     def vocabulary(self) -> int:
         """Logits of a position."""
         return self.features
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of cache for one token of one sequence, all layers."""
-        return int(self.meta.get("quantkit.cache_bytes", 0))
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the model's files."""
-        return sum((self.folder / name).stat().st_size for name in (MODEL, WEIGHTS))
-
-    def work(self) -> dict[str, Any]:
-        """See `runtimes.Session`."""
-        return noted_work(self)
 
     def state(self, batch: int, capacity: int) -> OpenvinoState:
         """Room for `batch` sequences of up to `capacity` tokens.
@@ -145,26 +101,10 @@ class OpenvinoModel:
         """
         if not self.decoder:
             raise no_cache(str(self.folder))
-        self._demand_positions(capacity)
+        self.demand_positions(capacity)
         # it is doubled when it is full, and copied then
-        self._demand_room(batch, capacity, 3 * batch * capacity * self.cache_bytes)
+        self.demand_room(batch, capacity, 3 * batch * capacity * self.cache_bytes)
         return OpenvinoState(self._model.create_infer_request(), np.zeros((batch, capacity), np.int64))
-
-    def _demand_positions(self, tokens: int) -> None:
-        if tokens > self.context:
-            remedy = "shorten the prompt, or ask for fewer new tokens"
-            raise too_long(str(self.folder), tokens, f"the context holds {self.context}", remedy)
-
-    def _demand_room(self, batch: int, tokens: int, need: int) -> None:
-        free = machine.memory_available()
-        if need > 0.9 * free:
-            raise InputError(
-                "out-of-memory",
-                where=f"batch {batch}, {tokens} tokens",
-                value=f"{need / 1e9:.2f} GB",
-                rule=f"{free / 1e9:.2f} GB are free",
-                remedy="use a smaller batch or a shorter context",
-            )
 
     def run(self, state: OpenvinoState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
         """Feed tokens to the sequences of a state; see `OnnxModel.run`.
@@ -218,13 +158,10 @@ class OpenvinoModel:
         shape = self.inputs["input_ids"].partial_shape
         if shape.is_static and list(shape.to_shape()) != list(ids.shape):
             batch, tokens = shape.to_shape()
-            raise InputError(
-                "shape-unsupported",
-                where=str(self.folder / MODEL),
-                value=f"{ids.shape[0]} sequences of {ids.shape[1]} tokens",
-                rule=f"it was written for {batch} of {tokens}",
-                remedy="export it with another `openvino: {shape: …}`, or for a device that takes any shape",
-            )
+            value, rule = f"{len(ids)} sequences of {ids.shape[1]} tokens", f"it was written for {batch} of {tokens}"
+            remedy = "export it with another `openvino: {shape: …}`, or for a device that takes any shape"
+            where = str(self.folder / MODEL)
+            raise InputError("shape-unsupported", where=where, value=value, rule=rule, remedy=remedy)
 
         def run(request: Any) -> list[Array]:
             request.infer(feed)
@@ -246,13 +183,12 @@ class OpenvinoModel:
         generator = np.random.default_rng(0)
         if context:
             self.run(state, generator.integers(0, self.vocabulary, (batch, context)), keep=1)
-        library = _library()
-        kept = [library.Tensor(np.array(each.state.data)) for each in state.request.query_state()]
+        kept = [library().Tensor(np.array(variable.state.data)) for variable in state.request.query_state()]
         feed = self._feed(state, generator.integers(0, self.vocabulary, (batch, 1)))
 
         def step() -> float:
-            for each, values in zip(state.request.query_state(), kept, strict=True):
-                each.state = values
+            for variable, values in zip(state.request.query_state(), kept, strict=True):
+                variable.state = values
             began = time.perf_counter()
             state.request.infer(feed)
             return time.perf_counter() - began
@@ -267,7 +203,7 @@ class OpenvinoModel:
         """
         generator = np.random.default_rng(0)
         if not self.decoder:
-            self._demand_positions(tokens)
+            self.demand_positions(tokens)
             words = int(self.meta.get("quantkit.vocabulary", 2))
             run = self._encoded(generator.integers(0, words, (batch, tokens)), None)
             request = self._model.create_infer_request()
@@ -310,18 +246,7 @@ class OpenvinoGraph:
         try:
             self._request.infer(dict(feed))
         except RuntimeError as problem:
-            from quantkit.runtimes.openvino.library import first_line
-
-            raise InputError(
-                "shape-unsupported",
-                where=", ".join(feed),
-                value=first_line(problem),
-                rule="the shapes that the file was written for",
-            ) from None
+            rule = "the shapes that the file was written for"
+            where, value = ", ".join(feed), first_line(problem)
+            raise InputError("shape-unsupported", where=where, value=value, rule=rule) from None
         return {name: np.array(self._request.get_output_tensor(n).data) for n, name in enumerate(self.names)}
-
-
-def _library() -> Any:
-    from quantkit.runtimes.openvino.library import library
-
-    return library()

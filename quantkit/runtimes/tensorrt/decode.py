@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,19 +11,17 @@ from numpy.typing import NDArray
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.runtimes.generate import fed, no_cache, too_long
+from quantkit.runtimes.generate import FileModel, no_cache, too_long
 from quantkit.runtimes.tensorrt.engine import Engine
-from quantkit.runtimes.torch import events
+from quantkit.runtimes.torch import decode_graph
 
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.runtimes.generate import Scores
-
 Array = NDArray[Any]
 
 
-class EngineModel:
+class EngineModel(FileModel):
     """A model in an engine, as `runtimes.onnxruntime.session.OnnxModel` has it in a session.
 
     Args:
@@ -36,28 +33,18 @@ class EngineModel:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self.place, self.notes = engine, engine.file.path, engine.notes
+        # it has a cache and gives logits
+        self.decoder = any(name.startswith(CACHE) for name in engine.inputs)
         if "input_ids" not in engine.inputs:
-            raise InputError(
-                "engine-of-graph",
-                where=str(engine.file.path),
-                value=f"an engine of {', '.join(engine.inputs)}",
-                rule="this runtime gives tokens to decoders and encoders",
-                remedy="run it with TensorRT's own tools; its network runs here: --runtime onnxruntime",
-            )
+            value = f"an engine of {', '.join(engine.inputs)}"
+            rule = "this runtime gives tokens to decoders and encoders"
+            remedy = "run it with TensorRT's own tools; its network runs here: --runtime onnxruntime"
+            raise InputError("engine-of-graph", where=str(self.place), value=value, rule=rule, remedy=remedy)
         if self.decoder and "write_indices" not in engine.inputs:
-            raise InputError(
-                "cache-grown",
-                where=str(engine.file.path),
-                value="a cache that each step gives out anew",
-                rule="this runtime writes into one in place",
-                remedy="export with cache: in_place",
-            )
-
-    @property
-    def decoder(self) -> bool:
-        """Whether it has a cache and gives logits."""
-        return any(name.startswith(CACHE) for name in self.engine.inputs)
+            value, rule = "a cache that each step gives out anew", "this runtime writes into one in place"
+            remedy = "export with cache: in_place"
+            raise InputError("cache-grown", where=str(self.place), value=value, rule=rule, remedy=remedy)
 
     @property
     def capacity(self) -> int:
@@ -68,11 +55,6 @@ class EngineModel:
     def vocabulary(self) -> int:
         """Logits of a position."""
         return self.engine.outputs["logits"].shape[-1]
-
-    @property
-    def notes(self) -> list[str]:
-        """What a user has to know of the engine on this machine."""
-        return self.engine.notes
 
     @property
     def settings(self) -> dict[str, str | bool | int | float | None]:
@@ -88,21 +70,14 @@ class EngineModel:
             "graphs": self.decoder and self.engine.device.type == "cuda",
         }
 
-    ways: Mapping[str, float] = MappingProxyType({})
-    prompt_rows, headed, together = 0, False, 32
-
     @property
     def where(self) -> dict[str, str]:
         """The GPU, for rows."""
         return machine.gpu(self.engine.file.gpu)
 
-    def scores(self, ids: torch.Tensor, at_once: int | None = None) -> Scores:
-        """See `runtimes.Scored`."""
-        return fed(self, ids, at_once)
-
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
         """Of an encoder with a head alone, which no engine has. Raises InputError `not-an-encoder`."""
-        raise InputError("not-an-encoder", where=str(self.engine.file.path), value="no head", rule="it gives states")
+        raise InputError("not-an-encoder", where=str(self.place), value="no head", rule="it gives states")
 
     def state(self, batch: int, capacity: int) -> EngineState:
         """Room for `batch` sequences of up to `capacity` tokens; it is always as large as the engine's cache.
@@ -113,7 +88,7 @@ class EngineModel:
         import torch
 
         if not self.decoder:
-            raise no_cache(str(self.engine.file.path))
+            raise no_cache(str(self.place))
         self._demand(capacity)
         self.engine.profile(batch, max(1, min(capacity, self._longest())))
         try:
@@ -123,13 +98,9 @@ class EngineModel:
                 if name.startswith(CACHE)
             }
         except torch.OutOfMemoryError as problem:
-            raise InputError(
-                "out-of-memory",
-                where=f"batch {batch}",
-                value=str(problem).split(".")[0],
-                rule=f"a cache of {self.capacity} tokens a sequence fits",
-                remedy="a smaller batch",
-            ) from None
+            value, rule = str(problem).split(".")[0], f"a cache of {self.capacity} tokens a sequence fits"
+            remedy = "a smaller batch"
+            raise InputError("out-of-memory", where=f"batch {batch}", value=value, rule=rule, remedy=remedy) from None
         mask = self.engine.tensor("attention_mask", (batch, self.capacity))
         return EngineState(batch, self.capacity, caches, mask, torch.zeros(batch, dtype=torch.long, device=mask.device))
 
@@ -144,7 +115,7 @@ class EngineModel:
     def _demand(self, tokens: int) -> None:
         if tokens > self.capacity:
             remedy = "shorten the prompt, ask for fewer new tokens, or export with a larger `capacity`"
-            raise too_long(str(self.engine.file.path), tokens, f"its cache holds {self.capacity}", remedy)
+            raise too_long(str(self.place), tokens, f"its cache holds {self.capacity}", remedy)
 
     def run(self, state: EngineState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
         """Feed tokens to the sequences of a state; see `OnnxModel.run`.
@@ -209,7 +180,7 @@ class EngineModel:
         number, taken = self.engine.profile(batch, tokens)
         if taken < tokens:
             remedy = "shorten the text, or longer `profiles` in the target"
-            raise too_long(str(self.engine.file.path), tokens, f"its profiles take {taken}", remedy)
+            raise too_long(str(self.place), tokens, f"its profiles take {taken}", remedy)
         return number
 
     def _texts(self, batch: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -227,7 +198,7 @@ class EngineModel:
             InputError: `prompt-too-long`, `shape-unsupported`, `out-of-memory`.
         """
         step = self._ready(batch, context)
-        return lambda: events.seconds(step.replay, self.engine.device)
+        return lambda: decode_graph.seconds(step.replay, self.engine.device)
 
     def launches(self, batch: int, context: int) -> Callable[[], None]:
         """What such a step enqueues, for a graph that somebody else captures."""
@@ -269,7 +240,7 @@ class EngineModel:
         held: dict[str, torch.Tensor] = {}
         run()
         self.engine.keep_kernels()
-        return lambda: events.seconds(run, self.engine.device)
+        return lambda: decode_graph.seconds(run, self.engine.device)
 
     def layer_times(self, batch: int, context: int, runs: int = 20) -> dict[str, list[float]]:
         """Layer -> seconds in each of some decode steps (of an encoder: passes over `context` tokens)."""
@@ -359,7 +330,7 @@ class EngineStep:
             self.enqueue()
             return
         if self._graph is None:  # what warms up writes what the step that follows writes to the same place
-            self._graph = events.captured(self.enqueue)
+            self._graph = decode_graph.captured(self.enqueue)
         self._graph.replay()
 
     def enqueue(self) -> None:
@@ -414,7 +385,7 @@ class LoadedGraph:
             assert held and given  # bound by address alone: they have to live as long as this
             self.engine.enqueue(context)
 
-        return lambda: events.seconds(run, self.engine.device)
+        return lambda: decode_graph.seconds(run, self.engine.device)
 
     def _given(self, feed: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         import torch

@@ -145,13 +145,10 @@ class Engine:
             taken, _, number = max(found)
             return number, taken
         ranges = [self.range(number, "input_ids") for number in range(self.engine.num_optimization_profiles)]
-        raise InputError(
-            "shape-unsupported",
-            where=str(self.file.path),
-            value=f"batch {batch}, {tokens} tokens",
-            rule=" or ".join(f"batch {a[0]} to {b[0]} with {a[1]} to {b[1]} tokens" for a, b in ranges),
-            remedy="another batch, or an engine for it: `profiles` in the target",
-        )
+        value = f"batch {batch}, {tokens} tokens"
+        rule = " or ".join(f"batch {a[0]} to {b[0]} with {a[1]} to {b[1]} tokens" for a, b in ranges)
+        remedy = "another batch, or an engine for it: `profiles` in the target"
+        raise InputError("shape-unsupported", where=str(self.file.path), value=value, rule=rule, remedy=remedy)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Zeros of a binding's type where it is read."""
@@ -170,13 +167,10 @@ class Engine:
         """One more of a profile. Raises InputError `out-of-memory`."""
         made = self._kernels.context()
         if made is None:
-            raise InputError(
-                "out-of-memory",
-                where=str(self.file.path),
-                value=self._said.last or "no execution context",
-                rule="activations of the largest shapes fit into the GPU's memory",
-                remedy="a smaller batch or context in the target's `profiles`",
-            )
+            value = self._said.last or "no execution context"
+            rule = "activations of the largest shapes fit into the GPU's memory"
+            remedy = "a smaller batch or context in the target's `profiles`"
+            raise InputError("out-of-memory", where=str(self.file.path), value=value, rule=rule, remedy=remedy)
         if profile and not made.set_optimization_profile_async(profile, self.stream()):
             raise unreadable(self.file.path, self._said.last or f"profile {profile} cannot be chosen")
         return made
@@ -196,13 +190,9 @@ class Engine:
         for name, tensor in feed.items():
             context.set_tensor_address(name, tensor.data_ptr())
             if not context.set_input_shape(name, tuple(tensor.shape)):
-                raise InputError(
-                    "shape-unsupported",
-                    where=name,
-                    value=" x ".join(map(str, tensor.shape)),
-                    rule="the engine was built for other shapes",
-                    remedy="another batch or length, or other `profiles` in the target",
-                )
+                value, rule = " x ".join(map(str, tensor.shape)), "the engine was built for other shapes"
+                remedy = "another batch or length, or other `profiles` in the target"
+                raise InputError("shape-unsupported", where=name, value=value, rule=rule, remedy=remedy)
         found = {}
         for name in self.outputs:
             past = name.replace("present.", "past_key_values.")
@@ -218,13 +208,9 @@ class Engine:
         with self._aside():
             done = context.execute_async_v3(self.stream())
         if not done:
-            raise InputError(
-                "engine-failed",
-                where=str(self.file.path),
-                value=self._said.last or "no word why",
-                rule="an engine runs the shapes that it was built for",
-                remedy="please report it, with the recipe and the shapes",
-            )
+            value, rule = self._said.last or "no word why", "an engine runs the shapes that it was built for"
+            remedy = "please report it, with the recipe and the shapes"
+            raise InputError("engine-failed", where=str(self.file.path), value=value, rule=rule, remedy=remedy)
 
     def run(self, profile: int, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Outputs of one run in the context of a profile. Raises InputError `shape-unsupported`, `engine-failed`."""

@@ -144,13 +144,10 @@ def choose(bundle: Path, engines: Mapping[Path, Description], library: Versioned
         if reason is None:
             return path
         reasons.append(f"{path.name} is for {reason}")
-    raise InputError(
-        "engine-foreign",
-        where=f"{name}, SM {here}, {library.name} {library.version}",
-        value="; ".join(reasons),
-        rule="an engine is loaded by what built it, on the GPU that it was built for",
-        remedy=f"build one for this GPU: {rebuild(bundle, library)}",
-    )
+    where = f"{name}, SM {here}, {library.name} {library.version}"
+    rule = "an engine is loaded by what built it, on the GPU that it was built for"
+    remedy = f"build one for this GPU: {rebuild(bundle, library)}"
+    raise InputError("engine-foreign", where=where, value="; ".join(reasons), rule=rule, remedy=remedy)
 
 
 def verified(bundle: Bundle) -> dict[Path, str]:
@@ -167,36 +164,24 @@ def verified(bundle: Bundle) -> dict[Path, str]:
     if not engines and not strange:
         raise _missing(bundle.path)
     if strange:
-        raise InputError(
-            "hash-mismatch",
-            where=f"{folder}/{strange[0]}",
-            value="files.unlisted",
-            rule="the manifest lists what is run: an engine is executable code",
-            remedy=f"delete it, and build anew: {REBUILD.format(bundle=bundle.path)}",
-        )
+        where, rule = f"{folder}/{strange[0]}", "the manifest lists what is run: an engine is executable code"
+        remedy = f"delete it, and build anew: {REBUILD.format(bundle=bundle.path)}"
+        raise InputError("hash-mismatch", where=where, value="files.unlisted", rule=rule, remedy=remedy)
     bundle.demand_intact(f"{FOLDER}/")
     return {bundle.path / entry.path: entry.sha256 for entry in listed}
 
 
 def _missing(bundle: Path) -> InputError:
-    return InputError(
-        "bundle-without-engine",
-        where=str(bundle),
-        value=f"no {FOLDER}/*.engine",
-        rule="this runtime runs a TensorRT engine",
-        remedy=REBUILD.format(bundle=bundle),
-    )
+    value, rule = f"no {FOLDER}/*.engine", "this runtime runs a TensorRT engine"
+    remedy = REBUILD.format(bundle=bundle)
+    return InputError("bundle-without-engine", where=str(bundle), value=value, rule=rule, remedy=remedy)
 
 
 def unreadable(path: Path, why: str, *, update: bool = False) -> InputError:
     """The refusal of an engine that is as it was built, and still cannot be used; `update`: with this driver."""
-    return InputError(
-        "engine-unreadable",
-        where=str(path),
-        value=why,
-        rule="an engine is loaded by the version that built it, on the GPU that it was built for",
-        remedy=f"{'update the driver, or ' * update}build it anew: {REBUILD.format(bundle=path.parent.parent)}",
-    )
+    rule = "an engine is loaded by the version that built it, on the GPU that it was built for"
+    remedy = f"{'update the driver, or ' * update}build it anew: {REBUILD.format(bundle=path.parent.parent)}"
+    return InputError("engine-unreadable", where=str(path), value=why, rule=rule, remedy=remedy)
 
 
 def _read(path: Path, sha256: str) -> bytes:
@@ -204,13 +189,9 @@ def _read(path: Path, sha256: str) -> bytes:
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() == sha256:
         return data
-    raise InputError(
-        "hash-mismatch",
-        where=str(path),
-        value="changed since it was verified",
-        rule="only what the manifest lists is run: an engine is executable code",
-        remedy=f"build it anew: {REBUILD.format(bundle=path.parent.parent)}",
-    )
+    rule = "only what the manifest lists is run: an engine is executable code"
+    remedy = f"build it anew: {REBUILD.format(bundle=path.parent.parent)}"
+    raise InputError("hash-mismatch", where=str(path), value="changed since it was verified", rule=rule, remedy=remedy)
 
 
 def _described(path: Path, data: bytes | None) -> Description:

@@ -123,13 +123,10 @@ class Said:
 
 def unsupported(library: Library, capability: str) -> InputError:
     """The refusal of a GPU that a library does not build for."""
-    return InputError(
-        "sm-unsupported",
-        where=f"SM {capability}",
-        value=f"{library.name} {library.version} builds for {', '.join(library.capabilities())}",
-        rule="an engine is built for a GPU that the library lists",
-        remedy="a target whose runtimes list `tensorrt`, built on its own GPU; or another export",
-    )
+    value = f"{library.name} {library.version} builds for {', '.join(library.capabilities())}"
+    rule = "an engine is built for a GPU that the library lists"
+    remedy = "a target whose runtimes list `tensorrt`, built on its own GPU; or another export"
+    return InputError("sm-unsupported", where=f"SM {capability}", value=value, rule=rule, remedy=remedy)
 
 
 def load(name: Name) -> Library:

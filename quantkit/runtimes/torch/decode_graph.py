@@ -7,16 +7,28 @@ graph would freeze: such a model's steps are launched one by one. So are those o
 Between its linears a step of transformers' classes is some 35 small kernels a layer (norms, rotary embedding, cache,
 SwiGLU, sums). `fuse` has torch.compile make a few of them; packed linears are left out of what it sees
 (`kernels.linear`), and prompts stay as they are.
+
+A checkpoint as `runtimes.generate.Decoder`: tokens in, logits out, by transformers' own classes and cache.
+
+What a GPU does by itself: time on its own clock, between two events on its stream, and a step as one graph.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from quantkit.errors import InputError
-from quantkit.runtimes.torch import events
+from quantkit.model.structure.kinds import positions
+from quantkit.runtimes.generate import Array, too_long
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import DynamicCache
+
 
 # at most, times the batches of a process
 _LAYERS = 4096
@@ -71,7 +83,7 @@ class DecodeGraph:
             return self._decode()
         if self._graph is None:
             lengths = [layer.cumulative_length.clone() for layer in self.cache.layers]
-            self._graph = events.captured(self._note, lambda: self._restore(lengths))
+            self._graph = captured(self._note, lambda: self._restore(lengths))
         assert self._logits is not None
         self._graph.replay()
         return self._logits
@@ -106,10 +118,74 @@ class DecodeGraph:
 
     def _demand(self, tokens: int) -> None:
         if tokens > self.length:
-            raise InputError(
-                "context-full",
-                where="decoding",
-                value=f"{tokens} tokens",
-                rule=f"the cache holds {self.length}",
-                remedy="a larger length",
+            value, rule = f"{tokens} tokens", f"the cache holds {self.length}"
+            raise InputError("context-full", where="decoding", value=value, rule=rule, remedy="a larger length")
+
+
+class TorchDecoder:
+    """See the module.
+
+    Args:
+        model: a decoder of transformers, on its device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.context = positions(model.config.to_dict()) or 1 << 30
+
+    def state(self, batch: int, capacity: int) -> DynamicCache:
+        """A cache, which grows: the batch is that of the first tokens. Raises InputError `prompt-too-long`."""
+        from transformers import DynamicCache
+
+        if capacity > self.context:
+            remedy = "shorten the prompt, or ask for fewer new tokens"
+            raise too_long("--prompt", capacity, f"the context holds {self.context}", remedy)
+        return DynamicCache(config=self.model.config)
+
+    def run(self, state: DynamicCache, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
+        """Logits [B, S or keep, V], float32, of tokens [B, S] that follow those of a state."""
+        import torch
+
+        assert mask is None, "prompts are of one length"
+        with torch.no_grad():
+            found = self.model(
+                input_ids=torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self.model.device),
+                past_key_values=state,
+                use_cache=True,
+                logits_to_keep=keep,
             )
+        logits: Array = found.logits.float().cpu().numpy()
+        return logits
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float | None:
+    """Run it once; the seconds that it took on the GPU. None elsewhere: there whoever asks has a clock."""
+    import torch
+
+    if device.type != "cuda":
+        run()
+        return None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def captured(run: Callable[[], object], undo: Callable[[], object] = lambda: None) -> torch.cuda.CUDAGraph:
+    """A step as one CUDA graph; what is launched before it, to compile and to warm up, is undone."""
+    import torch
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            run()
+            undo()
+    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph

@@ -25,7 +25,7 @@ from quantkit.model.source.open import open_written
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
 from quantkit.model.structure.traced import is_linear
-from quantkit.runtimes.torch.classes import built, described
+from quantkit.runtimes.torch.reloaded import built, described
 from quantkit.runtimes.torch.reloaded import expanded as dense
 from quantkit.scheme import WeightScheme
 
@@ -224,10 +224,6 @@ def _for_kernel(tensor: QuantTensor, layer: LayerEntry) -> PackedWeight:
     own = inputs.get("format") == tensor.scheme.format
     by_token = inputs.get("granularity") == "token" and inputs.get("symmetric", True)
     if not (own and inputs.get("dynamic") and by_token):
-        raise InputError(
-            "kernel-unsupported",
-            where=layer.name,
-            value=f"inputs in {inputs.get('format')}",
-            rule="kernels quantize inputs by token as they come, in the format of the weight",
-        )
+        rule = "kernels quantize inputs by token as they come, in the format of the weight"
+        raise InputError("kernel-unsupported", where=layer.name, value=f"inputs in {inputs.get('format')}", rule=rule)
     return pack(tensor, native=True)

@@ -2,19 +2,23 @@
 
 `from_pretrained` expands a whole model at once; here each linear is expanded when its block is loaded, by the very
 call that transformers makes for it, so memory stays one block. transformers builds the classes; only the reading of
-tensors is ours.
+tensors is ours. So is transformers' class for a checkpoint, and a model of that class from tensors at hand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from quantkit.errors import MissingDependency
 from quantkit.model import run_time
 from quantkit.model.finished import DenseWeights
-from quantkit.model.source.open import Source, open_written
+from quantkit.model.source import pretrained
+from quantkit.model.source.open import Source, model_class_of, open_written
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.traced import is_linear
 
@@ -50,3 +54,23 @@ def expanded(source: Source) -> Source:
     rest = replace(stored, entries=kept)
     dense = run_time.weights_are_dense(config)
     return replace(source, weights=rest if dense else DenseWeights.of_checkpoint(rest, config, source.dtype))
+
+
+def described(folder: Path) -> tuple[Any, Any]:
+    """(model class, config) of a checkpoint. Raises MissingDependency: transformers."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingDependency("transformers", extra="compile", purpose="loading a bundle in torch") from None
+    config = pretrained.config(folder)
+    name = (config.architectures or [""])[0]
+    if pretrained.is_trusted(folder):
+        return model_class_of(config.to_dict(), folder, folder.name, True), config
+    return getattr(transformers, name, transformers.AutoModel), config
+
+
+def built(model_class: Any, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Any:
+    """The model of dense tensors, eval mode, whatever its checkpoint says of quantization; `config` loses that."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return pretrained.network(model_class, None, config=config, state_dict=dict(state), dtype=dtype).eval()
