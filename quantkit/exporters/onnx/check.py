@@ -46,10 +46,9 @@ from quantkit.formats.base import activation
 from quantkit.graph import integer
 from quantkit.graph.integer import QuantizedSite
 from quantkit.model.streaming.stream import set_tensor
-from quantkit.runtimes.onnxruntime.float_products import BIAS, Links
+from quantkit.runtimes.onnxruntime.float_products import BIAS, Links, nodes_of, one_way
 from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
-from quantkit.runtimes.onnxruntime.float_products import nodes_of, one_way
 
 Array = NDArray[Any]
 LIMIT = 1e-4

@@ -24,8 +24,7 @@ from quantkit.exporters import Exporter, LayerSpec, unheld
 from quantkit.exporters.onnx.exporter import demand_packages
 from quantkit.exporters.onnx.nbits import refuse_bits
 from quantkit.formats import load_format
-from quantkit.runtimes.openvino.open import Device, library
-from quantkit.runtimes.openvino.open import FOLDER, MODEL
+from quantkit.runtimes.openvino.open import FOLDER, MODEL, Device, library
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from quantkit.exporters.onnx.nbits import LinearSpec, WeightsByName
 from quantkit.exporters.trace.rewrite import CACHES, PlainOperators
 from quantkit.exporters.values import Values
 from quantkit.formats.base.activation import InputCodes
-from quantkit.runtimes.openvino.open import first_line, library
-from quantkit.runtimes.openvino.open import MODEL, read
+from quantkit.runtimes.openvino.open import MODEL, first_line, library, read
 from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
 
 if TYPE_CHECKING:
