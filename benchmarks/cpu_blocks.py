@@ -185,17 +185,11 @@ def main() -> int:
         layers = max(2, -(-3 * cache // (2 * Variant(4, 256).bytes(k, n))))
         for variants in (FAST, EXACT):
             rows += compared(variants, k, n, layers, options.rows, options.seconds)
-    for row in rows:
-        row["interval"] = "{:.2f}–{:.2f}".format(*row["ratio_ci95"])
-        row["zeros"] = "yes" if row["zero_points"] else ""
     columns = layout(
-        "K:d | N:d | M:d | bits:d | zeros=zero points | block:d | accuracy_level=level:d | float32_ms=fp32, ms:.3f | "
-        "ms:.3f | ratio=times as fast:.2f | interval=95 % | bytes_ratio=times fewer bytes:.1f"
+        "K:d | N:d | M:d | bits:d | zero_points=zero points | block:d | accuracy_level=level:d | "
+        "float32_ms=fp32, ms:.3f | ms:.3f | ratio=times as fast:.2f | ratio_ci95=95 %:.2f | bytes_ratio=times fewer bytes:.1f"
     )
     show(f"MatMulNBits against MatMul in float32, {THREADS} threads, {machine.isa()}", rows, columns)
-    for row in rows:
-        for key in ("interval", "zeros"):
-            del row[key]
 
     build = Target.load("cpu-x86").build["onnxruntime"]
     block, level = int(build["block"]), int(build["accuracy_level"])

@@ -221,12 +221,11 @@ def main() -> int:
                 | {"bytes": sum(path.stat().st_size for path in made.glob(f"{MODEL}*"))}
                 | {"operators": kernels(made), **fast[name]}
             )
-    shown = [{**row, **{k: v[0] for k, v in row.items() if isinstance(v, list)}} for row in rows]
     columns = {"side": "side", "cosine": "cosine:.5f", "least": "least:.5f", "recall_at_1": "recall@1:.4f"}
     columns |= {"lost": "lost", "won": "won", "bytes": "bytes:,"}
     show(
         f"{ALIAS}, {options.pairs} pairs, {machine.cpu_name()}, {machine.isa()}",
-        shown,
+        rows,
         columns | {key: f"{key}:.2f" for key in fast["int8-encoder"]},
     )
     for row in rows:

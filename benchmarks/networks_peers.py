@@ -203,10 +203,9 @@ def judged(
         found = accuracy(answers["float"], answers[name], scoring.labels, scoring.clusters)
         rows.append({"side": name, "bytes": path.stat().st_size, **found, **fast.get(name, {})})
     columns = {"side": "", "agreement": ".4f", "sure": ".4f", "top1": ".4f", "bytes": ","}
-    shown = [{**row, **{k: v[0] for k, v in row.items() if k.startswith("b") and isinstance(v, list)}} for row in rows]
     show(
         f"{scoring.name}, {len(scoring.images)} images",
-        shown,
+        rows,
         {name: f"{name}:{form}" if form else name for name, form in columns.items() if name in rows[0]}
         | {key: f"{key}:.2f" for key in ("b1t1", "b32t1", "b1t2", "b32t2") if fast},
     )

@@ -97,13 +97,18 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, st
     for key in columns:
         table.add_column(forms[key][0], justify="left" if forms[key][2] == "" else "right")
     for row in rows:
-        cells = []
-        for key in columns:
-            value = row.get(key)
-            cells.append("" if value is None else format(value, forms[key][2]))
-        table.add_row(*cells)
+        table.add_row(*(_cell(row.get(key), forms[key][2]) for key in columns))
     console = Console(width=max(140, Console().width))
     console.print(table)
+
+
+def _cell(value: Any, form: str) -> str:
+    """A figure; both ends of an interval; of a figure that stands with its interval, the figure."""
+    if isinstance(value, list):
+        return "–".join(format(each, form) for each in (value if len(value) == 2 else value[:1]))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else format(value, form)
 
 
 def layout(columns: str) -> dict[str, str]:
