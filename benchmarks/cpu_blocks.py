@@ -187,7 +187,8 @@ def main() -> int:
             rows += compared(variants, k, n, layers, options.rows, options.seconds)
     columns = layout(
         "K:d | N:d | M:d | bits:d | zero_points=zero points | block:d | accuracy_level=level:d | "
-        "float32_ms=fp32, ms:.3f | ms:.3f | ratio=times as fast:.2f | ratio_ci95=95 %:.2f | bytes_ratio=times fewer bytes:.1f"
+        "float32_ms=fp32, ms:.3f | ms:.3f | ratio=times as fast:.2f | ratio_ci95=95 %:.2f | "
+        "bytes_ratio=times fewer bytes:.1f"
     )
     show(f"MatMulNBits against MatMul in float32, {THREADS} threads, {machine.isa()}", rows, columns)
 

@@ -95,7 +95,8 @@ def main() -> int:
         )
     columns = layout(
         "threads:d | K:d | N:d | M:d | variant | us=µs:.0f | ratio=times as fast:.2f | "
-        "ratio_ci95=95 %:.2f | again:.2f | again_ci95=95 % again:.2f | promised=ideal:.2f | aa_spread=A/A:.3f | reproduced=within"
+        "ratio_ci95=95 %:.2f | again:.2f | again_ci95=95 % again:.2f | promised=ideal:.2f | aa_spread=A/A:.3f | "
+        "reproduced=within"
     )
     show("Single products against float32, in ONNX Runtime", rows, columns)
     ceilings = [
