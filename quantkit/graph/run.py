@@ -65,8 +65,7 @@ class Runner:
         except Exception as error:  # ONNX Runtime raises types of its own for each status
             node, reason = told(error)
             rule, remedy = "the graph runs in ONNX Runtime", "check it with onnx.checker, or export it again"
-            place = node or "ONNX Runtime"
-            raise InputError("onnx-unrunnable", place, reason, rule, remedy) from None
+            raise InputError("onnx-unrunnable", node or "ONNX Runtime", reason, rule, remedy) from None
 
     def __call__(self, feed: Feed) -> dict[str, Array]:
         """Name -> what the outputs and the inner tensors are, text as text. Raises InputError `onnx-unrunnable`."""
@@ -75,8 +74,7 @@ class Runner:
         except Exception as error:
             node, reason = told(error)
             rule, remedy = "the graph runs on the inputs that it is given", "check the shape of the calibration set"
-            place = node or "calibration"
-            raise InputError("onnx-unrunnable", place, reason, rule, remedy) from None
+            raise InputError("onnx-unrunnable", node or "calibration", reason, rule, remedy) from None
         named = zip(self.names, values, strict=True)
         return {name: value.astype(str) if value.dtype == object else value for name, value in named}
 

@@ -46,8 +46,7 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
             return {**data, key: [{name: settings} for name, settings in changed]}
         if first in names:
             rule = f"one setting of {'a pass' if key == 'passes' else 'an export'} at a time"
-            remedy = f"{path}.SETTING=VALUE"
-            raise InputError("set-invalid", f"--set {path}", text, rule, remedy)
+            raise InputError("set-invalid", f"--set {path}", text, rule, f"{path}.SETTING=VALUE")
     if first in keys:
         return _with(data, [first, *inner], value)
     wrong = f"{first!r} is neither a key of the recipe nor one of its passes or exports"

@@ -399,9 +399,9 @@ class Recipe(Closed):
 def _own(reference: str, *, where: str = "recipe", base: Path = Path(), allowed: bool = False) -> PassStep:
     """Return a pass in the user's own file, run where that is allowed."""
     if not allowed:
-        value, rule = f"the pass {reference} is a file of code", "code of a recipe runs only where that is asked for"
+        rule = "code of a recipe runs only where that is asked for"
         remedy = "read it, then --allow-code, or allow_code=True in Python"
-        raise InputError("code-not-allowed", where, value, rule, remedy)
+        raise InputError("code-not-allowed", where, f"the pass {reference} is a file of code", rule, remedy)
     code = plugins.PASSES.run(base / Path(reference).expanduser())
     return PassStep(name=code.path.stem, code=code)
 
@@ -416,8 +416,7 @@ def _read(reference: str | Path) -> tuple[Any, str]:
     data = read_yaml(path)
     if isinstance(data, dict) and data.get("name", path.stem) != path.stem:
         rule, remedy = "a recipe's name is its file's stem", "rename the file, or leave `name` out"
-        place = f"{reference}: name"
-        raise InputError("recipe-invalid", place, data["name"], rule, remedy)
+        raise InputError("recipe-invalid", f"{reference}: name", data["name"], rule, remedy)
     return data, path.stem
 
 
@@ -428,8 +427,8 @@ def _laid_over(data: Any, addition: Any, name: str) -> Any:
     if not isinstance(data, dict):
         return data  # validation, which follows, says so
     if isinstance(addition, dict) and addition.get("passes"):
-        rule = "what is added to a recipe with + has a scheme and gates alone"
-        raise InputError("recipe-invalid", name, "has passes", rule, "use it by itself")
+        rule, remedy = "what is added to a recipe with + has a scheme and gates alone", "use it by itself"
+        raise InputError("recipe-invalid", name, "has passes", rule, remedy)
     Recipe.from_dict(addition, name=name, where=name)  # among others, that it is a mapping
     found = dict(data)
     for key in ("scheme", "gates"):

@@ -147,8 +147,8 @@ class Card(Closed):
     def demand_kind(self, *kinds: str, rule: str) -> None:
         """Refuse a set of another kind; `rule`: what the model takes. Raises InputError `calibration-kind`."""
         if self.kind not in kinds:
-            value, remedy = f"the set is of kind {self.kind}", "use another set; see `quantkit list calibrations`"
-            raise InputError("calibration-kind", self.where, value, rule, remedy)
+            remedy = "use another set; see `quantkit list calibrations`"
+            raise InputError("calibration-kind", self.where, f"the set is of kind {self.kind}", rule, remedy)
 
     @property
     def where(self) -> str:
@@ -169,9 +169,9 @@ class Card(Closed):
         """
         files = [file for file in self.files if file.split == split]
         if not files:
-            value, remedy = f"no file for the split {split!r}", "add one, or use another set"
             rule = f"the card has {', '.join(sorted({file.split for file in self.files}))}"
-            raise InputError("calibration-split", self.where, value, rule, remedy)
+            remedy = "add one, or use another set"
+            raise InputError("calibration-split", self.where, f"no file for the split {split!r}", rule, remedy)
         return [self._read(file) for file in files]
 
     def _read(self, file: SplitFile) -> tuple[Path, bytes]:
@@ -181,10 +181,9 @@ class Card(Closed):
         data = read_bytes(path)
         found = hashlib.sha256(data).hexdigest()
         if len(data) != file.bytes or found != file.sha256:
-            value = f"{len(data)} bytes, sha256 {found[:12]}…"
-            rule = f"the card says {file.bytes} bytes, sha256 {file.sha256[:12]}…"
+            where, rule = str(path), f"the card says {file.bytes} bytes, sha256 {file.sha256[:12]}…"
             remedy = "restore the file, or write the new figures into the card"
-            raise InputError("calibration-checksum", str(path), value, rule, remedy)
+            raise InputError("calibration-checksum", where, f"{len(data)} bytes, sha256 {found[:12]}…", rule, remedy)
         return path, data
 
 

@@ -133,8 +133,7 @@ def load_images(
     """
     if dtype not in _FLOATS:
         rule = f"{where} takes {dtype}, and images are floats when they reach a model"
-        remedy = "use a set of the model's own kind"
-        raise InputError("calibration-dtype", reference, "a set of images", rule, remedy)
+        raise InputError("calibration-dtype", reference, "a set of images", rule, "use a set of the model's own kind")
     part = _open(reference, split)
     how = part.preprocess or preprocess
     chosen = drawn(part.members, part.sampling, split, samples, seed)
@@ -209,8 +208,8 @@ def _together(parts: Sequence[Images], where: str) -> Images:
         return parts[0]
     if len({(part.bytes_, part.labels is None, part.clusters is None) for part in parts}) > 1:
         value = "files with and without labels, with and without clusters, or of bytes and of floats"
-        rule, remedy = "the files of a split are of one kind", "write them alike, or leave some out"
-        raise InputError("calibration-mixed", where, value, rule, remedy)
+        rule = "the files of a split are of one kind"
+        raise InputError("calibration-mixed", where, value, rule, "write them alike, or leave some out")
     ends = np.cumsum([part.count for part in parts])
 
     def read(number: int) -> NDArray[Any]:
@@ -291,9 +290,9 @@ def _check_shape(found: tuple[int, ...], shape: tuple[int | None, ...], images: 
         return
     wanted = ", ".join("any" if size is None else str(size) for size in shape[1:])
     turned = sorted(found) == sorted(size for size in shape[1:] if size is not None)
+    rule = f"{where} takes [batch, {wanted}]"
     remedy = "transpose them" if turned else "cut and resize them to that shape, or use another set"
-    value, rule = f"images of [{', '.join(map(str, found))}]", f"{where} takes [batch, {wanted}]"
-    raise InputError("calibration-shape", images, value, rule, remedy)
+    raise InputError("calibration-shape", images, f"images of [{', '.join(map(str, found))}]", rule, remedy)
 
 
 def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: str) -> None:
@@ -316,8 +315,7 @@ def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: st
     if low < min(ends) - slack or high > max(ends) + slack:
         rule = f"preprocessed as this model's images are, they lie in {min(ends):g} to {max(ends):g}"
         remedy = "normalise with the model's mean and std, or give bytes (uint8)"
-        value = f"floats from {low:g} to {high:g}"
-        raise InputError("calibration-range", where, value, rule, remedy)
+        raise InputError("calibration-range", where, f"floats from {low:g} to {high:g}", rule, remedy)
 
 
 def check_range(images: NDArray[Any], where: str) -> None:
@@ -421,14 +419,12 @@ def _arrays(file: Path | bytes, where: str) -> Images:
         raise cards.empty(where, f"images {list(images.shape)}", "images are [n, …], n at least 1, and no size is 0")
     bytes_ = images.dtype == np.uint8
     if not bytes_ and images.dtype.kind != "f":
-        rule = "bytes (uint8) that get preprocessed, or floats that were"
-        remedy = "images.astype('uint8') or images.astype('float32')"
-        value = f"images of {images.dtype}"
-        raise InputError("calibration-dtype", where, value, rule, remedy)
+        value, rule = f"images of {images.dtype}", "bytes (uint8) that get preprocessed, or floats that were"
+        raise InputError("calibration-dtype", where, value, rule, "images.astype('uint8') or images.astype('float32')")
     if bytes_ and images.ndim not in (3, 4):
         rule = "bytes are [n, height, width] or [n, height, width, channels]"
-        value, remedy = f"uint8 {list(images.shape)}", "transpose them, or give floats of the model's own shape"
-        raise InputError("calibration-shape", where, value, rule, remedy)
+        remedy = "transpose them, or give floats of the model's own shape"
+        raise InputError("calibration-shape", where, f"uint8 {list(images.shape)}", rule, remedy)
 
     def read(number: int) -> NDArray[Any]:
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, and is refused
@@ -442,10 +438,9 @@ def _arrays(file: Path | bytes, where: str) -> Images:
 def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
     """Return an array `clusters`, checked. Raises InputError (`calibration-clusters`)."""
     if clusters.dtype.kind not in "iu" or clusters.shape != (count,):
-        rule = "one whole number a sample; samples of one number are alike, such as crops of one photograph"
         value = f"clusters {list(clusters.shape)} of {clusters.dtype} for {count} samples"
-        remedy = "mend `clusters`, or leave them out"
-        raise InputError("calibration-clusters", where, value, rule, remedy)
+        rule = "one whole number a sample; samples of one number are alike, such as crops of one photograph"
+        raise InputError("calibration-clusters", where, value, rule, "mend `clusters`, or leave them out")
     return clusters.astype(np.int64)
 
 
@@ -460,8 +455,7 @@ def class_numbers(labels: NDArray[Any], count: int, where: str) -> NDArray[np.in
         wrong = f"a label {int(labels.min())}"
     if wrong:
         rule = "one whole number a sample, the index of its class in the model's output, from 0"
-        remedy = "mend `labels`, or leave them out"
-        raise InputError("calibration-labels", where, wrong, rule, remedy)
+        raise InputError("calibration-labels", where, wrong, rule, "mend `labels`, or leave them out")
     return labels.astype(np.int64)
 
 
@@ -509,9 +503,9 @@ def preprocess(image: NDArray[np.uint8], how: Preprocess, *, where: str) -> NDAr
     channels = len(how.mean)
     if image.shape[2] != channels:
         if image.shape[2] not in (1, 3, 4) or channels not in (1, 3):
-            value, rule = f"images of {image.shape[2]} channels", f"`preprocess` states {channels} means"
+            rule = f"`preprocess` states {channels} means"
             remedy = "bytes are [n, height, width, channels], channels last"
-            raise InputError("calibration-shape", where, value, rule, remedy)
+            raise InputError("calibration-shape", where, f"images of {image.shape[2]} channels", rule, remedy)
         image = _converted(image, channels)
     if image.shape[:2] != (how.crop, how.crop):
         image = _cut(image, how, where)
@@ -543,9 +537,8 @@ def _cut(image: NDArray[np.uint8], how: Preprocess, where: str) -> NDArray[np.ui
         return image
     height, width = image.shape[:2]
     if how.crop > min(height, width):
-        value, rule = f"an image of {height} x {width}", f"`preprocess` cuts {how.crop} x {how.crop} from its middle"
-        remedy = f"resize: {how.crop}, or no `crop`"
-        raise InputError("calibration-shape", where, value, rule, remedy)
+        rule, remedy = f"`preprocess` cuts {how.crop} x {how.crop} from its middle", f"resize: {how.crop}, or no `crop`"
+        raise InputError("calibration-shape", where, f"an image of {height} x {width}", rule, remedy)
     left, top = (width - how.crop) // 2, (height - how.crop) // 2
     return image[top : top + how.crop, left : left + how.crop]
 

@@ -227,8 +227,7 @@ def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
     wanted = f"an array for each input ({', '.join(names)}), and `labels` and `clusters` where there are some"
     remedy = f"numpy.savez(path, {', '.join(f'{name}=...' for name in names)})"
     if suffix not in (".npz", ".npy") or not path.is_file() or (suffix == ".npy" and len(inputs) > 1):
-        rule = f"this graph takes {wanted}"
-        raise InputError("calibration-kind", where, "no .npz", rule, remedy)
+        raise InputError("calibration-kind", where, "no .npz", f"this graph takes {wanted}", remedy)
     with opened_arrays(path, where) as loaded:
         if isinstance(loaded, np.ndarray):
             return {names[0]: loaded}
@@ -245,8 +244,8 @@ def _count(arrays: Feed, where: str) -> int:
     counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
     if len(set(counts.values())) > 1 or not all(counts.values()):
         value = ", ".join(f"{name} of {count}" for name, count in counts.items())
-        rule, remedy = "every array has one row a sample, and there is at least one", "give them the same first size"
-        raise InputError("calibration-shape", where, value, rule, remedy)
+        rule = "every array has one row a sample, and there is at least one"
+        raise InputError("calibration-shape", where, value, rule, "give them the same first size")
     return next(iter(counts.values()))
 
 

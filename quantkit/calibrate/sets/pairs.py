@@ -49,8 +49,8 @@ def load_pairs(reference: str, split: Split, *, samples: int | None, seed: int) 
         lines = [pair for file, data in card.read(split) for pair in parse(data, where=str(file))]
     elif path.is_dir() or path.suffix.lower() != SUFFIX:
         value = "a folder without card.yaml" if path.is_dir() else f"cannot read {path.suffix or 'that'}"
-        rule, remedy = "pairs come as .tsv: lines of a name, a text, a text", "write it with tabs"
-        raise InputError("calibration-suffix", reference, value, rule, remedy)
+        rule = "pairs come as .tsv: lines of a name, a text, a text"
+        raise InputError("calibration-suffix", reference, value, rule, "write it with tabs")
     else:
         name, sampling = path.resolve().name, SetSampling()
         lines = parse(read_bytes(path), where=reference)
@@ -89,8 +89,8 @@ def parse(data: bytes, *, where: str) -> Pairs:
         if len(columns) != _COLUMNS or not columns[1] or not columns[2]:
             counted = f"{len(columns)} column{'' if len(columns) == 1 else 's'}"
             value = counted if len(columns) != _COLUMNS else "an empty text"
-            place, rule = f"{where}:{number}", "a line is: a name, a text, a text, parted by tabs"
-            raise InputError("calibration-columns", place, value, rule, "mend that line")
+            rule = "a line is: a name, a text, a text, parted by tabs"
+            raise InputError("calibration-columns", f"{where}:{number}", value, rule, "mend that line")
         pairs.append((columns[1], columns[2]))
     if not pairs:
         raise cards.empty(where, "no pair in it")

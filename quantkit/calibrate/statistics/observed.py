@@ -185,9 +185,8 @@ class Observed:
 
     def _demand_finite(self, low: Tensor, high: Tensor, value: str) -> None:
         if not _finite(low, high):
-            rule = "a range needs finite values"
             remedy = "look for what made them so, in the model or in what calibrates it"
-            raise InputError("activations-nonfinite", self._name, value, rule, remedy)
+            raise InputError("activations-nonfinite", self._name, value, "a range needs finite values", remedy)
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
         """Return the different values of a row, ascending, float32, and how often each came."""

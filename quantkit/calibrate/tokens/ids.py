@@ -185,8 +185,7 @@ def _drawn(asked: _Asked, room: int, vocab_size: int) -> NDArray[np.int64]:
     if asked.split != "calib":
         value = f"the split {asked.split!r} of a set without text"
         rule = "random tokens say how large activations are, and nothing about how good a model is"
-        remedy = "score on a set of text"
-        raise InputError("calibration-random", asked.part.where, value, rule, remedy)
+        raise InputError("calibration-random", asked.part.where, value, rule, "score on a set of text")
     generator = np.random.default_rng([asked.part.sampling.seed, asked.seed])
     return generator.integers(0, vocab_size, (asked.samples, room), dtype=np.int64)
 
@@ -219,10 +218,9 @@ def _from_text(asked: _Asked, text: Texts | Conversations, room: int, before: Se
     part = asked.part
     encode = asked.encoder(special_tokens=part.sampling.special_tokens)
     if isinstance(text, Conversations):
-        value = f"conversations (`{sources.MESSAGES}`)"
         rule = "conversations are written by the model's chat template, where the recipe says so"
         remedy = "--set calibration.template=chat"
-        raise InputError(pack.CODE, part.where, value, rule, remedy)
+        raise InputError(pack.CODE, part.where, f"conversations (`{sources.MESSAGES}`)", rule, remedy)
     how: dict[str, Any] = {"samples": asked.samples, "tokens": room, "generator": asked.generator}
     ids: NDArray[np.int64] = asked.demand(
         pack.sample_documents(text.documents, encode, before=before, **how)
@@ -255,8 +253,8 @@ def _from_chat(asked: _Asked, text: Texts | Conversations, before: Sequence[int]
 def demand_tokenizer(tokenizer: Any, where: str, what: str, remedy: str) -> None:
     """Refuse what has to be tokenized where the model has no tokenizer. Raises InputError `calibration-tokenizer`."""
     if tokenizer is None:
-        value, rule = "the model has no tokenizer", f"{what} to be tokenized"
-        raise InputError("calibration-tokenizer", where, value, rule, remedy)
+        rule = f"{what} to be tokenized"
+        raise InputError("calibration-tokenizer", where, "the model has no tokenizer", rule, remedy)
 
 
 def check_vocabulary(ids: NDArray[np.int64], vocab_size: int, where: str) -> None:
@@ -267,9 +265,8 @@ def check_vocabulary(ids: NDArray[np.int64], vocab_size: int, where: str) -> Non
 
 def _check_range(low: int, high: int, vocab_size: int, where: str, remedy: str = "tokenize for this model") -> None:
     if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
         rule = f"ids lie in 0..{vocab_size - 1}, the vocabulary"
-        raise InputError("calibration-ids", where, f"id {wrong}", rule, remedy)
+        raise InputError("calibration-ids", where, f"id {low if low < 0 else high}", rule, remedy)
 
 
 def is_pairs(reference: str) -> bool:
@@ -299,8 +296,8 @@ def load_pair_tokens(
     length = max(map(len, ids))
     rows = filled(ids, length, -(-samples * tokens // length))
     if not len(rows):
-        value, rule = f"{len(pairs.left)} pairs to {split}", "a row of ids is filled with texts"
-        raise InputError("calibration-short", reference, value, rule, "more pairs")
+        rule, remedy = "a row of ids is filled with texts", "more pairs"
+        raise InputError("calibration-short", reference, f"{len(pairs.left)} pairs to {split}", rule, remedy)
     check_vocabulary(rows, vocab_size, reference)
     sha256 = ids_sha256(rows) if split == "calib" else pairs.sha256
     opening, packed = begins(rows, tokenizer), torch.from_numpy(rows)

@@ -185,9 +185,9 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
     try:
         template = _stopped_clock() + tokenizer.get_chat_template()
     except (AttributeError, ValueError):  # none, or several and none of them the default
-        value, rule = "the model's tokenizer has no chat template", "conversations are written by the model's own"
+        where, rule = "calibration.template", "conversations are written by the model's own"
         remedy = f"put its chat_template.jinja beside the tokenizer, or {NONE}"
-        raise InputError(CODE, "calibration.template", value, rule, remedy) from None
+        raise InputError(CODE, where, "the model's tokenizer has no chat template", rule, remedy) from None
 
     def render(messages: Messages, where: str) -> list[int]:
         try:
@@ -198,9 +198,8 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
             raise
         except Exception as problem:  # whatever a template makes of what it was not written for
             said = " ".join(str(problem).split())[:200] or type(problem).__name__
-            rule = "the model's chat template takes every conversation"
             remedy = "mend that conversation, or leave it out"
-            raise InputError(CODE, where, said, rule, remedy) from None
+            raise InputError(CODE, where, said, "the model's chat template takes every conversation", remedy) from None
         return ids
 
     return render

@@ -104,9 +104,8 @@ def read(reference: str, split: Split, *, chat: bool) -> SplitData:
     elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         whole, own_splits = read_dataset(path, split, where=reference, chat=chat)
     else:
-        rule = "a folder with card.yaml, or one written by datasets' save_to_disk"
-        value, remedy = "neither a card.yaml nor a saved dataset in it", "name the file inside it"
-        raise InputError("calibration-folder", reference, value, rule, remedy)
+        rule, remedy = "a folder with card.yaml, or one written by datasets' save_to_disk", "name the file inside it"
+        raise InputError("calibration-folder", reference, "neither a card.yaml nor a saved dataset in it", rule, remedy)
     if own_splits:
         return SplitData(whole, SetSampling(), name, reference)
     if isinstance(whole, Ids):
@@ -206,9 +205,8 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
         if not names and len(data) == 1:
             names, own_splits = list(data), False
         if not names:
-            value, rule = f"none of {', '.join(_DATASET_SPLITS[split])}", f"it has {', '.join(sorted(data))}"
-            remedy = f"save a split named {split!r}"
-            raise InputError("calibration-split", where, value, rule, remedy)
+            rule, remedy = f"it has {', '.join(sorted(data))}", f"save a split named {split!r}"
+            raise InputError("calibration-split", where, f"none of {', '.join(_DATASET_SPLITS[split])}", rule, remedy)
         data = data[names[0]]
     column = _column(list(data.column_names), where, chat)
     with cards.reading(where):
@@ -241,8 +239,8 @@ def _column(names: list[str], where: str, chat: bool) -> str:
     for wanted in _wanted(chat):
         if wanted in names:
             return wanted
-    value, rule = f"columns {', '.join(map(repr, names)) or 'none'}", "a column `text`, `messages` or `input_ids`"
-    raise InputError("calibration-fields", where, value, rule, "rename the column")
+    rule, remedy = "a column `text`, `messages` or `input_ids`", "rename the column"
+    raise InputError("calibration-fields", where, f"columns {', '.join(map(repr, names)) or 'none'}", rule, remedy)
 
 
 def _columnar(column: str, values: list[Any], where: str, chat: bool) -> Content:
@@ -266,8 +264,8 @@ def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool) -> Cont
         places.append(place)
         if len(read) > 1:
             rule = "all lines have `text`, or all have `messages`, or all have `input_ids`"
-            value, remedy = f"{' and '.join(read)} in one file", "part them into two files"
-            raise InputError("calibration-mixed", place, value, rule, remedy)
+            remedy = "part them into two files"
+            raise InputError("calibration-mixed", place, f"{' and '.join(read)} in one file", rule, remedy)
     if IDS in read:
         return Ids(tuple(read[IDS]), tuple(places))
     if MESSAGES in read:
@@ -300,8 +298,7 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value or len(kept) < len(value) or wrong is not None:
         rule = "`messages` is a list of {role, content}, both strings"
         remedy = "rename the keys, or leave that conversation out"
-        shown = f"{value if wrong is None else wrong!r:.80}"
-        raise InputError("calibration-messages", place, shown, rule, remedy)
+        raise InputError("calibration-messages", place, f"{value if wrong is None else wrong!r:.80}", rule, remedy)
     for message in kept:
         for item in message.values():
             if isinstance(item, str):
