@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -68,8 +68,7 @@ class CellTile:
         return f"{say.cell(self.cell)}: {said}"
 
 
-@dataclass(frozen=True)
-class GridLine:
+class GridLine(NamedTuple):
     """One row of the grid: the cells of one model, recipe and target, None where the matrix has none."""
 
     name: str
@@ -78,8 +77,7 @@ class GridLine:
     columns: Sequence[str]
 
 
-@dataclass(frozen=True)
-class TargetGroup:
+class TargetGroup(NamedTuple):
     """The rows of one target."""
 
     target: str
@@ -88,13 +86,13 @@ class TargetGroup:
 
 
 def href(key: str) -> str:
-    """The file of a cell, whatever it is called: a readable part, and a hash that keeps names apart."""
+    """Name the file of a cell, whatever it is called: a readable part, and a hash that keeps names apart."""
     plain = re.sub(r"[-.]{2,}", "-", re.sub(r"[^a-z0-9.]+", "-", key.lower())).strip("-.")[:80]
     return f"cells/{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.html"
 
 
 def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str]) -> dict[str, Any]:
-    """What the template is filled with."""
+    """Make what the template is filled with."""
     places = {key: i for i, key in enumerate(history.cells)}
     tiles = [_tile(history, places[key], key) for key in history.current]
     tiles.sort(key=lambda tile: (tile.score, tile.key))
@@ -115,7 +113,8 @@ def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str
         "more": sum(len(each["tiles"]) for each in alarms[_SPELLED:]),
         "days": days,
         "counts": [(name, counted[name]) for name in ANSWERS],
-        "facets": [(name, _options(tiles, name)) for name in FACETS],
+        # numbers in order as numbers
+        "facets": [(name, list(map(str, sorted({getattr(tile.cell, name) for tile in tiles})))) for name in FACETS],
         "groups": _groups(tiles),
         "nights": _nights(history, days) if history.nights else None,
         "health": health(history, days) if history.nights else None,
@@ -126,7 +125,7 @@ def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str
 
 
 def verdict(history: History, tiles: Sequence[CellTile], details: Mapping[str, Detail]) -> tuple[str, str, list[str]]:
-    """(tone, sentence, reasons) for the top of the page."""
+    """Give (tone, sentence, reasons) for the top of the page."""
     if not tiles:
         return "open", "No night has run yet", ["The store is empty."] if not history.nights else []
     counted = Counter(tile.answer for tile in tiles)
@@ -173,7 +172,7 @@ def _tile(history: History, at: int, key: str) -> CellTile:
 
 
 def _reason(history: History, at: int, night: int, code: int) -> tuple[What, float | None, float]:
-    """(the respect that an answer is from, its effect, effect over margin): the one farthest beyond its margin."""
+    """Find (the respect that an answer is from, its effect, effect over margin): the one farthest beyond its margin."""
     found: list[tuple[float, What, float | None]] = []
     for what, decided in history.decided.items() if night >= 0 else ():
         own = decided.answer[at, night]
@@ -191,22 +190,22 @@ def _reason(history: History, at: int, night: int, code: int) -> tuple[What, flo
 
 
 def _alarms(history: History, tiles: Sequence[CellTile], details: Mapping[str, Detail]) -> list[dict[str, Any]]:
-    """What is worse or failed, a line each; batches of one build that tell the same share one."""
+    """List what is worse or failed, a line each; batches of one build that tell the same share one."""
     places = {key: i for i, key in enumerate(history.cells)}
-    found: dict[tuple[str, str, str], list[CellTile]] = {}
-    for tile in tiles:
-        if tile.answer in (ANSWERS[WORSE], ANSWERS[FAILED]):
-            said = _said(history, places[tile.key], tile, details[tile.key])
-            name = say.cell(replace(tile.cell, batch=0))
-            found.setdefault((tile.answer, name, said), []).append(tile)
+
+    def told(tile: CellTile) -> tuple[str, str, str]:
+        said = _said(history, places[tile.key], tile, details[tile.key])
+        return tile.answer, say.cell(replace(tile.cell, batch=0)), said
+
+    alike = words.by((tile for tile in tiles if tile.answer in (ANSWERS[WORSE], ANSWERS[FAILED])), told)
     return [
         {"answer": answer, "name": name, "said": said, "tiles": sorted(members, key=lambda tile: tile.cell.batch)}
-        for (answer, name, said), members in found.items()
+        for (answer, name, said), members in alike.items()
     ]
 
 
 def _said(history: History, at: int, tile: CellTile, detail: Detail) -> str:
-    """Why a cell is alarming, and for how long it has been."""
+    """Say why a cell is alarming, and for how long it has been."""
     last = int(history.of(at)[-1])
     said = []
     for what, decided in history.decided.items():
@@ -223,52 +222,41 @@ def _said(history: History, at: int, tile: CellTile, detail: Detail) -> str:
     return "; ".join([*said, row])
 
 
-def _options(tiles: Sequence[CellTile], name: str) -> list[str]:
-    """What a facet can be, in order; numbers as numbers."""
-    return [str(each) for each in sorted({getattr(tile.cell, name) for tile in tiles})]
-
-
 def _groups(tiles: Sequence[CellTile]) -> list[TargetGroup]:
-    """Targets, in each the rows, the worst first: a row is as bad as its worst cell."""
+    """Group by target, in each the rows, the worst first: a row is as bad as its worst cell."""
     found = []
     for target, members in words.by(tiles, lambda tile: tile.cell.target).items():
         columns = sorted({(tile.cell.runtime, tile.cell.batch) for tile in members})
         several = len({runtime for runtime, _ in columns}) > 1
         names = [f"{runtime} · {batch}" if several else f"batch {batch}" for runtime, batch in columns]
-        rows: dict[tuple[str, str], dict[tuple[str, int], CellTile]] = {}
-        for tile in members:
-            rows.setdefault((tile.cell.model, tile.cell.recipe), {})[tile.cell.runtime, tile.cell.batch] = tile
-        lines = [
-            GridLine(model, recipe, [row.get(column) for column in columns], names)
-            for (model, recipe), row in rows.items()
-        ]
+        lines = []
+        for (model, recipe), own in words.by(members, lambda tile: (tile.cell.model, tile.cell.recipe)).items():
+            row = {(tile.cell.runtime, tile.cell.batch): tile for tile in own}
+            lines.append(GridLine(model, recipe, [row.get(column) for column in columns], names))
         counted = Counter(tile.answer for tile in members)
         text = say.counts({code: counted[name] for code, name in enumerate(ANSWERS)})
         runtimes = "" if several else columns[0][0]
-        found.append(TargetGroup(" · ".join(part for part in (target, runtimes) if part), text, lines))
+        found.append(TargetGroup(words.joined(target, runtimes, by=" · "), text, lines))
     return found
 
 
 def _nights(history: History, days: Sequence[str]) -> Chart:
-    """How many cells had each answer on each night, but for `same`."""
-    counts: dict[str, Array] = {
+    """Count how many cells had each answer on each night, but for `same`."""
+    every: dict[str, Array] = {
         name: (history.answer == code).sum(axis=0) for code, name in enumerate(ANSWERS) if code != SAME
     }
-    counts = {name: values for name, values in counts.items() if values.any()}
-    if not counts:
-        counts = {"worse": np.zeros(len(days), int)}
+    counts = {name: values for name, values in every.items() if values.any()} or {"worse": every["worse"]}
     return charts.lanes(days, counts, f"Cells by their answer on each of {words.plural(len(days), 'night')}.")
 
 
 def health(history: History, days: Sequence[str]) -> dict[str, Any] | None:
-    """How the machine answers where candidate and baseline are one and the same bundle; None where that never was."""
+    """Say how the machine answers where candidate and baseline are one bundle; None where that never was."""
     decided = history.decided.get("latency")
     if decided is None or not history.itself.any():
         return None
     itself = history.itself & (decided.answer != NONE)
     called = itself & ((decided.answer == WORSE) | (decided.answer == BETTER))
-    shape = (3, len(days))
-    ends = np.full(shape, np.nan)
+    ends = np.full((3, len(days)), np.nan)
     for i in range(len(days)):
         values = decided.value[itself[:, i], i]
         values = values[np.isfinite(values)]

@@ -74,7 +74,7 @@ def date(name: str) -> str:
 def cell(found: NightCell) -> str:
     """A cell in a line."""
     batch = f"batch {found.batch}" if found.batch else ""
-    return " · ".join(part for part in (found.model, found.recipe, found.target, found.runtime, batch) if part)
+    return words.joined(found.model, found.recipe, found.target, found.runtime, batch, by=" · ")
 
 
 def counts(numbers: dict[int, int]) -> str:
