@@ -74,13 +74,11 @@ def float_export(source: Source, exporter: str, options: Mapping[str, Any]) -> P
             full = is_disk_full(problem) or getattr(problem, "code", "") == "disk-full"
             if isinstance(problem, Stopped) and not full:
                 raise
-            raise InputError(
-                "disk-space" if full else "cache-not-writable",
-                where=str(folder.parent),
-                value=problem.value if isinstance(problem, Stopped) else problem.strerror or str(problem),
-                rule="the float model is kept there, to be measured against",
-                remedy="free some space, or set QUANTKIT_CACHE to another disk" if full else "set QUANTKIT_CACHE",
-            ) from None
+            where = str(folder.parent)
+            value = problem.value if isinstance(problem, Stopped) else problem.strerror or str(problem)
+            rule = "the float model is kept there, to be measured against"
+            remedy = "free some space, or set QUANTKIT_CACHE to another disk" if full else "set QUANTKIT_CACHE"
+            raise InputError("disk-space" if full else "cache-not-writable", where, value, rule, remedy) from None
     return folder / load_exporter(exporter).place
 
 

@@ -60,13 +60,9 @@ def lies(fitting: Fit, asked: str, model: str) -> str:
     need += f"{words.size(USABLE * fitting.free)} can be used of {words.size(fitting.free)} that are free"
     if asked == AUTO:
         return f"on the processor: on {model} {need}"
-    raise InputError(
-        "device-memory",
-        where=f"--device {asked}",
-        value=f"{model}: {need}",
-        rule="a block, the factor of its widest input, embedding and head, and one sequence lie on the device",
-        remedy="--device cpu; or fewer tokens a sequence: --set calibration.tokens=256",
-    )
+    rule = "a block, the factor of its widest input, embedding and head, and one sequence lie on the device"
+    remedy = "--device cpu; or fewer tokens a sequence: --set calibration.tokens=256"
+    raise InputError("device-memory", f"--device {asked}", f"{model}: {need}", rule, remedy)
 
 
 def foreseen_device(asked: str, sizes: CompileSpec, target: Target) -> tuple[str, Fit | None]:

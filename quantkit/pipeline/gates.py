@@ -189,13 +189,9 @@ def refuse(decisions: Sequence[Decision]) -> None:
     unasked = [taken for taken in decisions if taken.code not in {*ASKED, NOTE}]
     if unasked:
         first = unasked[0]
-        raise GateError(
-            "strict",
-            where=first.where,
-            value=f"{first.pass_}: {first.code}",
-            rule=f"--strict allows no decision beyond the recipe; {first.reason} ({len(unasked)} in all)",
-            remedy=f"{_written(first)}, or leave --strict out (--resume goes on)",
-        )
+        rule = f"--strict allows no decision beyond the recipe; {first.reason} ({len(unasked)} in all)"
+        remedy = f"{_written(first)}, or leave --strict out (--resume goes on)"
+        raise GateError("strict", first.where, f"{first.pass_}: {first.code}", rule, remedy)
 
 
 def _written(taken: Decision) -> str:

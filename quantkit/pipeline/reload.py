@@ -73,13 +73,9 @@ def compare_layers(
 def _network(bundle: Bundle) -> Path:
     path = bundle.path / FOLDER / NETWORK
     if not path.is_file():
-        raise InputError(
-            "engine-missing",
-            where=str(bundle.path),
-            value=f"no {FOLDER}/{NETWORK}",
-            rule="layers are compared in the networks that engines are built from",
-            remedy="compile with --set 'export=[{tensorrt: {engine: false}}]', the float side with --recipe float",
-        )
+        rule = "layers are compared in the networks that engines are built from"
+        remedy = "compile with --set 'export=[{tensorrt: {engine: false}}]', the float side with --recipe float"
+        raise InputError("engine-missing", str(bundle.path), f"no {FOLDER}/{NETWORK}", rule, remedy)
     bundle.demand_intact(f"{FOLDER}/network")
     return path
 

@@ -301,13 +301,10 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any) -> Req
                 cause = problem.__cause__ or problem
                 lines = (line.strip() for line in str(cause).splitlines())
                 reason = next((line for line in lines if line), type(cause).__name__)
-                raise InputError(
-                    "module-export",
-                    where=name,
-                    value=f"{type(cause).__name__}: {reason[:300]}",
-                    rule="torch.onnx.export(module, example_inputs, dynamo=True) makes a graph of it",
-                    remedy="mend what it names, or export it yourself and give the .onnx file",
-                ) from None
+                value = f"{type(cause).__name__}: {reason[:300]}"
+                rule = "torch.onnx.export(module, example_inputs, dynamo=True) makes a graph of it"
+                remedy = "mend what it names, or export it yourself and give the .onnx file"
+                raise InputError("module-export", name, value, rule, remedy) from None
             kept = place(file_sha256(file))
             file.replace(kept)
     return replace(request, model=str(kept), module=name)
@@ -321,13 +318,9 @@ def _examples(inputs: Any, name: str) -> list[Tensor] | dict[str, Tensor]:
     by_name = isinstance(inputs, Mapping)
     tensors = dict(inputs) if by_name else dict(enumerate(inputs if isinstance(inputs, Sequence) else [inputs]))
     if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.ndim for tensor in tensors.values()):
-        raise InputError(
-            "module-inputs",
-            where=name,
-            value="no example_inputs" if inputs is None else f"example_inputs are {one(type(inputs).__name__)}",
-            rule="a module is exported as it is called: a tensor, several, or a dict of them, [n, ...] each",
-            remedy="example_inputs=torch.randn(2, 3, 224, 224)",
-        )
+        value = "no example_inputs" if inputs is None else f"example_inputs are {one(type(inputs).__name__)}"
+        rule = "a module is exported as it is called: a tensor, several, or a dict of them, [n, ...] each"
+        raise InputError("module-inputs", name, value, rule, "example_inputs=torch.randn(2, 3, 224, 224)")
     doubled = {str(key): torch.cat([own, own]) if len(own) == 1 else own for key, own in tensors.items()}
     return doubled if by_name else list(doubled.values())
 

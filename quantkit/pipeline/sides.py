@@ -252,13 +252,8 @@ def demand_one_text(a: BundleSide, b: BundleSide, first: Data | None, second: Da
     assert first is not None and second is not None
     if first.sha256 != second.sha256:
         what = (f"{data.set} ({data.split}, {data.items:,} items, {data.sha256[:12]})" for data in (first, second))
-        raise InputError(
-            "items-differ",
-            where=f"{a.name} and {b.name}",
-            value=" and ".join(what),
-            rule="both sides are scored on the same items, which are paired",
-            remedy=_remedy(a, b, first, second),
-        )
+        rule, remedy = "both sides are scored on the same items, which are paired", _remedy(a, b, first, second)
+        raise InputError("items-differ", f"{a.name} and {b.name}", " and ".join(what), rule, remedy)
     return first
 
 

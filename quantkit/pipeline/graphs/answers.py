@@ -56,13 +56,10 @@ def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> SampleCost:
     floats = [name for name in compared if shown[name].dtype.kind == "f"]
     bad = [name for name in floats if not np.isfinite(shown[name]).all()]
     if bad or not floats:
-        raise InputError(
-            "onnx-outputs",
-            where=", ".join(bad or compared),
-            value="NaN or infinity for calibration samples" if bad else "no floats",
-            rule="what comes out is finite floats, by which the quantized graph is compared",
-            remedy="check the samples and the weights" if bad else "give out what the last operator reads, too",
-        )
+        value = "NaN or infinity for calibration samples" if bad else "no floats"
+        rule = "what comes out is finite floats, by which the quantized graph is compared"
+        remedy = "check the samples and the weights" if bad else "give out what the last operator reads, too"
+        raise InputError("onnx-outputs", ", ".join(bad or compared), value, rule, remedy)
     came = sum(shown[name].size for name in outputs)
     return SampleCost(macs, came // samples, sum(shown[site.output].size for site in sites) // samples)
 

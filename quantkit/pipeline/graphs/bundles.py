@@ -113,13 +113,9 @@ def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None
         if ref.startswith(REF) and place(sha256).is_file() and file_sha256(place(sha256)) == sha256:
             return place(sha256), None
         name = ref.removeprefix("path:")
-        raise InputError(
-            "baseline-needed",
-            where="--baseline",
-            value=f"the bundle was made from {ref}",
-            rule="a bundle does not hold the float graph, and no path of the machine it was made on",
-            remedy=f"--baseline ./{name}, where it lies" if name.endswith(".onnx") else "--baseline ./model.onnx",
-        )
+        rule = "a bundle does not hold the float graph, and no path of the machine it was made on"
+        remedy = f"--baseline ./{name}, where it lies" if name.endswith(".onnx") else "--baseline ./model.onnx"
+        raise InputError("baseline-needed", "--baseline", f"the bundle was made from {ref}", rule, remedy)
     alias = ALIASES.get(baseline)
     if alias is not None and alias.kind == "network":
         return materialize(alias) / MODEL, alias

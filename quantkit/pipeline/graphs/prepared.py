@@ -83,13 +83,9 @@ class PreparedGraph:
 def prepare(request: Request) -> PreparedGraph:
     """Open and check everything. Raises InputError."""
     if request.device not in (CPU, AUTO):
-        raise InputError(
-            "device-unsupported",
-            where=f"--device {request.device}",
-            value=f"{request.model} is a float ONNX graph",
-            rule="graphs are observed and solved in ONNX Runtime on the processor",
-            remedy="--device cpu, or auto",
-        )
+        value = f"{request.model} is a float ONNX graph"
+        rule = "graphs are observed and solved in ONNX Runtime on the processor"
+        raise InputError("device-unsupported", f"--device {request.device}", value, rule, "--device cpu, or auto")
     from quantkit.graph.fuse import fuse, fusions
     from quantkit.graph.open import open_graph
     from quantkit.graph.sites import sites
@@ -119,13 +115,9 @@ def prepare(request: Request) -> PreparedGraph:
         chosen, taken = takes(engine, recipe, graph, chosen)
         decisions += taken
     if not chosen and weights is not None:
-        raise InputError(
-            "no-linears",
-            where=file.path.name,
-            value=f"{len(products)} products with constant weights" + (", all kept" if products else ""),
-            rule="something is quantized",
-            remedy="--set keep=[]" if products else "a float graph with convolutions or linears",
-        )
+        value = f"{len(products)} products with constant weights" + (", all kept" if products else "")
+        remedy = "--set keep=[]" if products else "a float graph with convolutions or linears"
+        raise InputError("no-linears", file.path.name, value, "something is quantized", remedy)
     if weights is not None:
         decisions += about(account_graph(graph.model, [site.name for site in chosen], decisions))
     for step, run in ((step, pass_of(step)) for step in recipe.passes):
@@ -143,13 +135,10 @@ def prepare(request: Request) -> PreparedGraph:
         decisions.append(decision("activations", "by-tensor", graph.name, reason, activations.granularity, "tensor"))
     mixed = next((step.settings for step in recipe.passes if step.name == Mixed.name), None)
     if mixed is not None and dynamic:
-        raise InputError(
-            "scheme-unsupported",
-            where=f"recipe {recipe.name}",
-            value="the pass mixed, and activations quantized as the model runs",
-            rule="products are kept high among those with fixed scales",
-            remedy="--set scheme.activations.dynamic=false, or leave the pass out",
-        )
+        value = "the pass mixed, and activations quantized as the model runs"
+        rule = "products are kept high among those with fixed scales"
+        remedy = "--set scheme.activations.dynamic=false, or leave the pass out"
+        raise InputError("scheme-unsupported", f"recipe {recipe.name}", value, rule, remedy)
     held = None if mixed is None else inputs_of(request, graph, "tune", file.alias, mixed.samples)
     sets = [calib, scoring] if held is None else [calib, scoring, held]
     decisions += [decision("calibrate", NOTE, data.name, note) for data in sets for note in data.notes]
@@ -165,13 +154,9 @@ def prepare(request: Request) -> PreparedGraph:
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
     costs = cost(graph.model, products, feed)
     if scoring.labels is not None and int(scoring.labels.max()) >= max(costs.outputs, 2):
-        raise InputError(
-            "label-out-of-range",
-            where=scoring.name,
-            value=f"label {int(scoring.labels.max())}",
-            rule=f"the graph gives {costs.outputs} numbers a sample, so that its classes are below that",
-            remedy="score it on samples with labels of its own classes",
-        )
+        rule = f"the graph gives {costs.outputs} numbers a sample, so that its classes are below that"
+        remedy = "score it on samples with labels of its own classes"
+        raise InputError("label-out-of-range", scoring.name, f"label {int(scoring.labels.max())}", rule, remedy)
     return PreparedGraph(request, graph, file.ref, chosen, calib, scoring, held, costs, out, decisions)
 
 
@@ -208,13 +193,9 @@ def inputs_of(request: Request, graph: FloatGraph, split: Split, alias: Alias | 
             raise
         if alias is not None:
             return load(alias.calibration)
-        raise InputError(
-            problem.code,
-            where=recipe.calibration.set,
-            value=problem.value,
-            rule=f"a graph is calibrated on samples of what it takes: {', '.join(each.name for each in graph.inputs)}",
-            remedy="--calibration ./FILE.npz with an array for each input, or a folder of images",
-        ) from None
+        rule = f"a graph is calibrated on samples of what it takes: {', '.join(each.name for each in graph.inputs)}"
+        remedy = "--calibration ./FILE.npz with an array for each input, or a folder of images"
+        raise InputError(problem.code, recipe.calibration.set, problem.value, rule, remedy) from None
 
 
 def wanted(recipe: Recipe) -> ExportStep | None:
@@ -237,13 +218,8 @@ def takes(
     exporter, library = load_exporter(EXPORT), TENSORRT.parser(step.settings)
     _demand_known(graph, library)
     if step.settings.type != "float16":
-        raise InputError(
-            "layout-unsupported",
-            where="tensorrt.type",
-            value=step.settings.type,
-            rule="a graph becomes a network in float16: nothing here computes convolutions in bfloat16 to check it by",
-            remedy="--set tensorrt.type=float16",
-        )
+        rule = "a graph becomes a network in float16: nothing here computes convolutions in bfloat16 to check it by"
+        raise InputError("layout-unsupported", "tensorrt.type", step.settings.type, rule, "--set tensorrt.type=float16")
     unsupported = ""
     sides = {form.format.replace("int7", "int8") for form in (weights, activations) if form is not None}
     if any(run.name == Mixed.name for run in recipe.passes):
@@ -315,10 +291,7 @@ def _demand_known(graph: FloatGraph, library: Library | None) -> None:
         raise refusal(graph.path.name, "TensorRT", refused)
     for entry in graph.inputs:
         if None in entry.shape[1:]:
-            raise InputError(
-                "profile-unknown-size",
-                where=entry.name,
-                value=f"shape {['?' if size is None else size for size in entry.shape]}",
-                rule="of a graph's sizes the batch alone is free: profiles speak of no other",
-                remedy="export the graph with fixed sizes behind the first",
-            )
+            value = f"shape {['?' if size is None else size for size in entry.shape]}"
+            rule = "of a graph's sizes the batch alone is free: profiles speak of no other"
+            remedy = "export the graph with fixed sizes behind the first"
+            raise InputError("profile-unknown-size", entry.name, value, rule, remedy)

@@ -364,13 +364,10 @@ class QuantizedGraph:
         where = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
         ok = found.share >= _INTEGER_SHARE and not found.floating
         if not ok:
-            raise GateError(
-                "check-failed",
-                where=where or path.name,
-                value=f"{found.share:.1%} of the multiply-accumulates run in integers",
-                rule=f"what is quantized is multiplied in integers, at least {_INTEGER_SHARE:.0%} of all",
-                remedy="keep these layers in floats: --set 'keep=[NAME]'",
-            )
+            value = f"{found.share:.1%} of the multiply-accumulates run in integers"
+            rule = f"what is quantized is multiplied in integers, at least {_INTEGER_SHARE:.0%} of all"
+            remedy = "keep these layers in floats: --set 'keep=[NAME]'"
+            raise GateError("check-failed", where or path.name, value, rule, remedy)
         return Check(name="integer.macs", value=found.share, limit=_INTEGER_SHARE, ok=ok, where=where)
 
     def layers(self) -> list[LayerEntry]:
