@@ -15,18 +15,7 @@ from markupsafe import Markup
 from quantkit.nightly.evidence import is_first
 from quantkit.nightly.page import charts, say
 from quantkit.nightly.page.charts import Chart
-from quantkit.nightly.page.data import (
-    ANSWERS,
-    BETTER,
-    FAILED,
-    MISSING,
-    NONE,
-    SAME,
-    WORSE,
-    Detail,
-    History,
-    parts,
-)
+from quantkit.nightly.page.data import ANSWERS, BETTER, FAILED, MISSING, NONE, SAME, WORSE, Detail, History, parts
 from quantkit.nightly.records import NightCell, What
 from quantkit.report.kit import words
 

@@ -136,10 +136,7 @@ def test_flips_are_what_one_side_has_right_and_the_other_wrong(store: Store) -> 
         (2, False, [("", "same words")]),
     ]
     assert found.flipped == (2, 1)  # one has no text
-    assert [score[:3] for score in found.scores] == [
-        ("baseline", 4, 0.75),
-        ("candidate", 5, 0.5),
-    ]
+    assert [score[:3] for score in found.scores] == [("baseline", 4, 0.75), ("candidate", 5, 0.5)]
     assert read(store, CELLS[1]).flips == []  # no result of its own
 
 
